@@ -1,0 +1,1 @@
+"""picotron-min: a minimal distributed trainer for Llama models, one file per parallelism."""
