@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the slow rotary frequencies (Llama 3.1 model card, `rope_type` llama3).
+    """Llama 3's stretching of the slow rotary frequencies (`rope_type` "llama3").
 
     Frequencies with a wavelength above `original_max_position_embeddings / low_freq_factor` are
     divided by `factor`, those below `... / high_freq_factor` are kept, the rest are interpolated.
@@ -23,7 +23,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """All that defines a Llama but its weights. Raises ValueError where the numbers cannot be one."""
+    """All that defines a Llama but its weights; ValueError where the numbers cannot be one."""
 
     vocab_size: int
     hidden_size: int
