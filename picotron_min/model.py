@@ -1,0 +1,204 @@
+"""A plain Llama for one device, with Hugging Face's parameter names.
+
+    tokens -> embed_tokens -> layers: x += self_attn(norm(x)); x += mlp(norm(x)) -> norm -> lm_head
+
+It knows nothing of parallelism. Every parallelism swaps some of these submodules and leaves the
+forward functions as they are, so they hold to three rules: head counts are read off the tensors
+(`view(B, S, -1, D)`), never off the config; attention is a submodule without parameters that gets K
+and V before head repetition; and the model is one straight chain, so that it can be cut anywhere.
+
+Shapes: B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
+V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;
+RMSNorm: Zhang and Sennrich 2019; grouped-query attention: Ainslie et al. 2023.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from picotron_min.llama_config import LlamaConfig
+
+IGNORE_INDEX = -100  # a target that is not counted, as in Hugging Face
+
+
+class Llama(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = nn.Module()  # the level that Hugging Face's names have: "model.layers.0..."
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # A dict, so that a pipeline stage that drops layers leaves the others' names alone.
+        self.model.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(config) for i in range(config.num_hidden_layers)}
+        )
+        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make input and output embedding one parameter again, after anything that parted them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens [B, S] at positions [S] -> logits [B, S, V], or, with targets, the summed loss."""
+        rotary = rotary_table(positions, self.config)
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers.values():
+            x = layer(x, rotary)
+        x = self.model.norm(x)
+        return self.lm_head(x) if targets is None else self.lm_head.loss(x, targets)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        E, D = config.hidden_size, config.head_dim
+        self.head_dim = D
+        self.q_proj = nn.Linear(E, config.num_attention_heads * D, bias=False)
+        self.k_proj = nn.Linear(E, config.num_key_value_heads * D, bias=False)
+        self.v_proj = nn.Linear(E, config.num_key_value_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, E, bias=False)
+        self.core_attention = FlashAttention()
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        B, S, _ = x.shape
+        q = self.q_proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)  # [B, Q, S, D]
+        k = self.k_proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)  # [B, K, S, D]
+        v = self.v_proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)
+        out = self.core_attention(rotate(q, *rotary), rotate(k, *rotary), v)
+        return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
+
+
+class FlashAttention(nn.Module):
+    """Causal softmax(q k^T / sqrt(D)) v by torch's fused kernels: no [S, S] matrix is stored."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class SoftmaxAttention(nn.Module):
+    """The same written out: for `use_flash_attention: false`, and to test the others with."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        scores = at_least_float32(q @ k.mT) / math.sqrt(q.shape[-1])
+        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, -math.inf).softmax(-1).to(v.dtype) @ v
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight; torch computes bfloat16 inputs in float32 inside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Head(nn.Linear):
+    """The projection to the vocabulary, and the loss, which is all that training wants of it."""
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x [B, S, E], targets [B, S] -> [], the sum (not the mean) of the tokens' cross entropies.
+
+        A sum, so that micro-batches and ranks can be added up; the step divides once, by the number
+        of targets in the whole global batch. Targets of IGNORE_INDEX count nothing.
+        """
+        logits = at_least_float32(self(x)).flatten(0, 1)
+        return F.cross_entropy(
+            logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+        )
+
+
+def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    """positions [S] -> cos and sin, [S, D/2] in float32: how far each pair of numbers is turned.
+
+    Computed once per forward from the positions themselves. There is no buffer to cut, cast or
+    initialise, and a context-parallel rank that holds positions 512..1023 gets them right.
+    """
+    D = config.head_dim
+    exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
+    frequencies = 1.0 / config.rope_theta**exponents
+    if scaling := config.rope_scaling:
+        # turns within the original context: slow frequencies make few, and are stretched
+        turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x [B, heads, S, D] by their position's angles."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it was: softmax statistics and losses need the digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def apply_recompute(model: Llama, recompute: str) -> None:
+    """Trade compute for memory: run parts of the forward again in backward instead of saving them.
+
+    "full" keeps only each layer's input, [B, S, E]; "selective" recomputes the attention sublayer
+    (projections, rotary embedding, attention) and saves the rest; "none" saves everything.
+    Source: Chen et al. 2016, section 3; Korthikanti et al. 2022, section 5, for selective.
+    """
+    parts = {
+        "none": [],
+        "selective": [layer.self_attn for layer in model.model.layers.values()],
+        "full": list(model.model.layers.values()),
+    }[recompute]
+    for part in parts:
+        part.forward = _recomputed(part.forward)
+
+
+def _recomputed(forward):
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def initial_std(name: str, num_hidden_layers: int) -> float:
+    """Standard deviation of the initial normal distribution of a weight matrix.
+
+    0.02 as in Llama; divided by sqrt(2 layers) for the two projections per layer that write into
+    the residual stream, so that its variance does not grow with depth (Radford et al. 2019, 2.3).
+    """
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return 0.02 / math.sqrt(2 * num_hidden_layers) if writes_residual else 0.02

@@ -1,0 +1,200 @@
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from picotron_min.llama_config import PRESETS, LlamaConfig, RopeScaling, find_preset
+from picotron_min.model import (
+    IGNORE_INDEX,
+    FlashAttention,
+    Llama,
+    SoftmaxAttention,
+    apply_recompute,
+    initial_std,
+)
+
+BASE = LlamaConfig(97, 32, 56, 3, 4, 4)
+SHAPES = {
+    "multi-head": BASE,
+    "grouped-query": BASE.override(num_key_value_heads=2),
+    "one-kv-head": BASE.override(num_key_value_heads=1),
+    "tied": BASE.override(tie_word_embeddings=True, num_key_value_heads=2),
+    "wide-heads": BASE.override(head_dim=24),
+    "scaled-rope": BASE.override(
+        rope_theta=10_000.0,
+        rope_scaling=RopeScaling(8.0, original_max_position_embeddings=64),
+        max_position_embeddings=512,
+    ),
+}
+
+
+def random_llama(config: LlamaConfig, dtype: torch.dtype) -> Llama:
+    torch.manual_seed(0)
+    model = Llama(config).to(dtype)
+    for parameter in model.parameters():  # norm weights too, or a missing one would not show
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
+    return model
+
+
+def batch(config: LlamaConfig, B: int = 2, S: int = 48) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, (B, S), generator=generator)
+    targets = torch.randint(config.vocab_size, (B, S), generator=generator)
+    targets[0, :5] = IGNORE_INDEX
+    return tokens, torch.arange(S), targets
+
+
+def norm_in_own_dtype(self, x):
+    """transformers' RMSNorm without its cast of float64 to float32, which costs nine digits."""
+    return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_gradients_equal_transformers(shape, dtype, tolerance, monkeypatch):
+    if dtype == torch.float64:
+        monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
+    config = SHAPES[shape]
+    ours = random_llama(config, dtype)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf())).to(dtype)
+    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"])
+    theirs.tie_weights()
+    tokens, positions, targets = batch(config)
+
+    logits = ours(tokens, positions)
+    expected = theirs(tokens).logits
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * scale)
+
+    ours(tokens, positions, targets).backward()
+    torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), targets.flatten(), reduction="sum"
+    ).backward()
+    references = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        grad, reference = parameter.grad, references[name].grad
+        atol = tolerance * reference.abs().max().item()
+        torch.testing.assert_close(grad, reference, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_parameters_that_transformers_builds(name):
+    config = PRESETS[name]
+    with torch.device("meta"):
+        ours = Llama(config)
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf()))
+    shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
+    assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    assert shapes == config.parameter_shapes()
+
+
+# Parameter counts that the models' own cards and papers state, in millions.
+PUBLISHED = {
+    "SmolLM-135M": 134.5,
+    "SmolLM-360M": 361.8,
+    "SmolLM-1.7B": 1711.4,
+    "Llama-2-7b-hf": 6738.4,
+    "Llama-2-13b-chat-hf": 13015.9,
+    "meta-llama/Llama-2-70B": 68976.6,
+    "Llama-3.2-1B-Instruct": 1235.8,
+    "Llama-3.2-3B": 3212.7,
+    "Llama-3.1-8B": 8030.3,
+    "Llama-3.1-70B": 70553.7,
+    "Llama-3.1-405B": 405853.4,
+}
+
+
+@pytest.mark.parametrize("name,millions", PUBLISHED.items())
+def test_presets_have_the_published_number_of_parameters(name, millions):
+    shapes = find_preset(name).parameter_shapes().values()
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    assert count / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_rope_settings_are_read_in_the_old_and_the_new_spelling():
+    config = PRESETS["meta-llama/Llama-3.2-1B"]
+    old = config.to_hf()
+    assert old["rope_theta"] == 500_000.0 and old["rope_scaling"]["rope_type"] == "llama3"
+    new = dict(old)
+    scaling = new.pop("rope_scaling")
+    new["rope_parameters"] = scaling | {"rope_theta": new.pop("rope_theta")}
+    assert LlamaConfig.from_hf(old) == LlamaConfig.from_hf(new) == config
+    with_null = old | {"rope_scaling": None}
+    assert LlamaConfig.from_hf(with_null) == config.override(rope_scaling=None)
+
+
+def test_config_survives_a_round_trip_through_transformers():
+    for config in PRESETS.values():
+        there = transformers.LlamaConfig(**config.to_hf()).to_dict()
+        assert LlamaConfig.from_hf(there) == config
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+    ],
+)
+def test_a_model_that_would_be_computed_differently_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(BASE.to_hf() | change)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_recompute_changes_memory_and_nothing_else(recompute, tied):
+    config = SHAPES["grouped-query"].override(tie_word_embeddings=tied)
+    plain, recomputed = (random_llama(config, torch.float32) for _ in range(2))
+    apply_recompute(recomputed, recompute)
+    saved_bytes = {}
+    for model in (plain, recomputed):
+        saved = {}
+
+        def note(tensor, saved=saved):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(*batch(config))
+        loss.backward()
+        saved_bytes[model] = sum(saved.values())
+    assert saved_bytes[recomputed] < 0.9 * saved_bytes[plain]
+    for (name, ours), theirs in zip(recomputed.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_written_out_attention_equals_flash_attention(kv_heads):
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 33, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, kv_heads, 33, 8, dtype=torch.float64)
+    torch.testing.assert_close(
+        SoftmaxAttention()(q, k, v), FlashAttention()(q, k, v), rtol=0, atol=1e-12
+    )
+
+
+def test_bfloat16_autocast_keeps_the_loss_in_float32():
+    config = SHAPES["grouped-query"]
+    model = random_llama(config, torch.float32)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.2)
+    exact = model(*batch(config))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*batch(config))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
+    assert loss.item() != exact.item()
+
+
+def test_projections_into_the_residual_stream_start_smaller_with_depth():
+    assert initial_std("model.layers.3.mlp.up_proj.weight", 8) == 0.02
+    assert initial_std("model.layers.3.mlp.down_proj.weight", 8) == 0.02 / 4
+    assert initial_std("model.layers.3.self_attn.o_proj.weight", 8) == 0.02 / 4
