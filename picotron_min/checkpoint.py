@@ -1,0 +1,181 @@
+"""Where weights come from and where they go: initialise, save, load, export.
+
+A checkpoint is a folder `step-00000010` of safetensors shards, a file a rank, and `state.json` with
+the few facts that are not tensors. Model and optimizer tensors lie side by side under the names of
+the parameters, with their full shapes, so that what was saved by one layout can be read by another:
+
+    model.layers.0.mlp.up_proj.weight
+    optimizer.exp_avg.model.layers.0.mlp.up_proj.weight
+
+It is written under another name and renamed when it is on the disk: a folder that is called a
+checkpoint is a complete one. Nothing is pickled, so a stranger's checkpoint cannot run code.
+
+`torch.distributed.checkpoint` does the work: it writes what several ranks hold alike only once.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from picotron_min.llama_config import LlamaConfig
+from picotron_min.model import Llama, initial_std
+
+
+def initialise(model: Llama, device: torch.device, seed: int) -> None:
+    """Give a model that was built on the meta device its memory and its initial weights.
+
+    A weight is a function of (seed, name): every layout starts from bit-identical weights, and a
+    model with more layers has the same first ones. Drawn in float32 on the CPU, one at a time.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        std = initial_std(name, model.config.num_hidden_layers)
+        parameter.data.copy_(initial_weight(name, parameter.shape, seed, std))
+
+
+def initial_weight(name: str, shape: torch.Size, seed: int, std: float) -> Tensor:
+    """Normal with mean 0 for matrices, ones for norms; float32 on the CPU."""
+    if len(shape) < 2:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.empty(shape).normal_(std=std, generator=generator)
+
+
+def save(save_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict) -> Path:
+    """Write the checkpoint of a step, on all ranks together; returns its folder."""
+
+    def write(folder: Path) -> None:
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+        if dist.get_rank() == 0:
+            _write_json(folder / "state.json", {"step": step, **facts})
+
+    return _complete_or_absent(save_dir / f"step-{step:08d}", write)
+
+
+def load(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Read a checkpoint into the given tensors, in place, on all ranks together."""
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def find_latest(save_dir: Path) -> Path | None:
+    """The newest checkpoint of a run, if there is one."""
+    return max(save_dir.glob("step-" + "[0-9]" * 8), default=None)
+
+
+def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
+    """What `save` was given; ValueError if the checkpoint is of another model or optimizer."""
+    facts = json.loads((folder / "state.json").read_text())
+    saved, wanted = facts["model"], json.loads(json.dumps(asdict(model)))
+    problems = [f"{k}={saved.get(k)!r}, now {v!r}" for k, v in wanted.items() if saved.get(k) != v]
+    if facts["optimizer"] != optimizer:
+        problems.append(f"optimizer={facts['optimizer']!r}, now {optimizer!r}")
+    if problems:
+        raise ValueError(
+            f"the checkpoint {folder} is of another run: it has {'; '.join(problems)}."
+            " Set them as they were, or start anew with checkpoint.load_path null"
+        )
+    return facts
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that a step changes: the parameters, and AdamW's two moments of each.
+
+    The moments are made, as zeros, if the optimizer has not stepped yet, so that there is something
+    to load into.
+    """
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, torch.optim.AdamW):
+        for name, parameter in model.named_parameters():
+            state = optimizer.state[parameter]
+            if not state:
+                device = parameter.device if optimizer.defaults["fused"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            tensors[f"optimizer.exp_avg.{name}"] = state["exp_avg"]
+            tensors[f"optimizer.exp_avg_sq.{name}"] = state["exp_avg_sq"]
+    return tensors
+
+
+def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """AdamW's bias correction needs to know how many steps it has made; it counts per parameter."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(steps)
+
+
+def export_hf(
+    folder: Path, model: Llama, dtype: torch.dtype, eos_token_id: int, save_tokenizer: Callable
+) -> Path:
+    """Write the model as a Hugging Face folder, on all ranks together.
+
+    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
+    """
+    weights = {name: parameter.data.to(dtype) for name, parameter in model.named_parameters()}
+    about = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    end_of_text = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id}
+
+    def write(folder: Path) -> None:
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+        dcp.save(weights, storage_writer=writer)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "sharded")  # what the consolidated files were made from
+            _write_json(folder / "config.json", about | end_of_text)
+            _write_json(folder / "generation_config.json", end_of_text)
+            save_tokenizer(folder)
+
+    return _complete_or_absent(folder, write)
+
+
+def _complete_or_absent(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Let all ranks write a folder aside, and give it its name once it is on the disk."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+        partial.mkdir(parents=True)
+    dist.barrier()
+    write(partial)
+    if dist.get_rank() == 0:
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+        _sync(folder.parent)
+    dist.barrier()
+    return folder
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def set_aside(save_dir: Path) -> Path | None:
+    """Move an earlier run out of the way of a new one that writes to the same folder.
+
+    Returns where it went, `save_dir.1` or the next free number, or None if there was none.
+    """
+    if not any(save_dir.glob("step-*")) and not (save_dir / "hf").exists():
+        return None
+    number = 1
+    while (aside := save_dir.with_name(f"{save_dir.name}.{number}")).exists():
+        number += 1
+    save_dir.rename(aside)
+    return aside

@@ -1,0 +1,81 @@
+"""What ranks say to each other along one axis of the mesh, and a ledger of how much that was.
+
+    world of 8 as (pp 2, dp 2, cp 1, tp 2); rank 5 is at pp 1, dp 0, tp 1:
+
+        pp 0:  dp 0 [0 1]   dp 1 [2 3]          rank 5's tp axis: [4 5]
+        pp 1:  dp 0 [4 5]   dp 1 [6 7]          rank 5's dp axis: [5 7], its pp axis: [1 5]
+
+Bytes are algorithmic: what one rank sends when the collective is done as a ring (Patarasuk and Yuan
+2009). So formulas are exact, whatever the backend does. For n ranks and a tensor of b bytes
+
+    all-reduce   2 (n-1)/n b
+
+An axis of size 1 says nothing and changes nothing, so that callers need no special case for it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class Ledger:
+    """Calls and algorithmic bytes sent by this rank, by collective; a plain tally, no timing."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def record(self, collective: str, sent: float) -> None:
+        self.calls[collective] += 1
+        self.bytes[collective] += sent
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as one rank sees it: the row of ranks that it is in."""
+
+    name: str
+    submesh: DeviceMesh  # 1-D
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def size(self) -> int:
+        return self.submesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place within the row, 0 .. size-1."""
+        return self.submesh.get_local_rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.submesh.get_group()
+
+
+class Finished:
+    """A communication that never had to happen."""
+
+    def wait(self) -> None:
+        pass
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> dist.Work | Finished:
+    """Begin to sum a tensor over the axis, in place; it may not be touched before `.wait()`.
+
+    With NCCL, wait() makes the current stream wait, not the host.
+    """
+    # gloo accepts a strided slice and silently reduces the wrong elements.
+    assert tensor.is_contiguous(), f"all_reduce of a non-contiguous tensor {tuple(tensor.shape)}"
+    if axis.size == 1:
+        return Finished()
+    axis.ledger.record("all_reduce", 2 * (axis.size - 1) / axis.size * tensor.nbytes)
+    return dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> Tensor:
+    """Sum a tensor over the axis, in place, and return it."""
+    start_all_reduce(tensor, axis, op).wait()
+    return tensor

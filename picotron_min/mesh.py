@@ -1,0 +1,129 @@
+"""From processes to named axes: who am I, where do I compute, and whom do I talk to.
+
+The only file that reads RANK, WORLD_SIZE and the like. Ranks are numbered row by row over the grid
+(pp, dp, cp, tp), so that the ranks of a tensor-parallel group, which talk most, are neighbours and
+share a node. Gradients are summed over dp and cp alike, hence the joint axis dp_cp.
+
+In production `torch.distributed.device_mesh.init_device_mesh` makes the same groups in one call; it
+gives them the backend's default timeout of 10 or 30 minutes, and no joint axis.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+from picotron_min.collectives import Axis
+
+
+class Launch(NamedTuple):
+    """How this process was started."""
+
+    rank: int
+    local_rank: int  # on this node
+    world_size: int
+    init_method: str  # where the ranks find each other
+
+
+class Axes(NamedTuple):
+    """The row of ranks that this rank is in, along each axis."""
+
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
+    dp_cp: Axis  # gradients are summed over it
+
+
+def torchrun_launch() -> Launch | None:
+    """What torchrun told this process, or None if it was started without torchrun."""
+    if "RANK" not in os.environ:
+        return None
+    rank, local_rank, world_size = (
+        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
+    return Launch(rank, local_rank, world_size, "env://")
+
+
+def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
+    """Run `main` in `world_size` processes on this machine, and wait for them.
+
+    They are forked, so that torch is imported once: for 8 ranks that is 2 seconds instead of 12.
+    When one fails the others are ended; raises SystemExit(2) if it was the user's mistake, which it
+    has told, and RuntimeError naming the rank otherwise.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{folder}/rendezvous"
+        try:
+            mp.start_processes(
+                _run_forked, (main, world_size, init_method), world_size, start_method="fork"
+            )
+        except mp.ProcessExitedException as error:
+            if error.exit_code == 2:
+                raise SystemExit(2) from None
+            raise RuntimeError(f"rank {error.error_index} died: {error.msg}") from None
+        except mp.ProcessRaisedException as error:
+            raise RuntimeError(f"rank {error.error_index} failed: {error.msg}") from None
+
+
+def _run_forked(rank: int, main: Callable[[Launch], None], world_size: int, init_method: str):
+    main(Launch(rank, rank, world_size, init_method))
+
+
+def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
+    """One GPU a process where there are GPUs, else the CPU; ValueError if they are too few."""
+    if use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {launch.local_rank} on this node has no GPU: there are"
+            f" {torch.cuda.device_count()}; start fewer processes or set distributed.use_cpu"
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_process_group(launch: Launch, backend: str, timeout_seconds: float) -> None:
+    """Meet the other ranks. Any communication that takes longer than the timeout then raises."""
+    dist.init_process_group(
+        backend,
+        init_method=launch.init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def build_axes(
+    device: torch.device,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    timeout_seconds=60.0,
+) -> Axes:
+    """Split the world into the rows of each axis; every rank must call it, with the same sizes."""
+    assert pp * dp * cp * tp == dist.get_world_size(), "the axes must multiply to the world size"
+    grid = torch.arange(dist.get_world_size()).view(pp, dp, cp, tp)
+
+    def axis(name: str, rows: torch.Tensor) -> Axis:
+        group, _ = dist.new_subgroups_by_enumeration(
+            rows.tolist(), timeout=timedelta(seconds=timeout_seconds)
+        )
+        return Axis(name, DeviceMesh.from_group(group, device.type))
+
+    return Axes(
+        pp=axis("pp", grid.movedim(0, -1).reshape(-1, pp)),
+        dp=axis("dp", grid.movedim(1, -1).reshape(-1, dp)),
+        cp=axis("cp", grid.movedim(2, -1).reshape(-1, cp)),
+        tp=axis("tp", grid.reshape(-1, tp)),
+        dp_cp=axis("dp_cp", grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)),
+    )

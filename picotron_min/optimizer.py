@@ -1,0 +1,78 @@
+"""The update: parameter groups, the learning rate of a step, the gradient norm.
+
+AdamW: Loshchilov and Hutter 2019. After the warm-up the learning rate is constant, or a cosine
+(Loshchilov and Hutter 2017), or stable, then decaying: WSD (Hu et al. 2024, "MiniCPM", section 4).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    name: str,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    fused: bool,
+) -> torch.optim.Optimizer:
+    """AdamW or SGD. Matrices decay; norm weights, which are vectors around 1, do not."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+
+
+def learning_rate_at(
+    step: int, *, peak: float, minimum: float, schedule: str, warmup_steps: int, total_steps: int
+) -> float:
+    """The learning rate of a step, counted from 0. It reaches `minimum` at `total_steps`."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    if schedule == "cosine":
+        progress = (step - warmup_steps) / (total_steps - warmup_steps)
+        return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
+    decay_steps = min(WSD_DECAY * total_steps, total_steps - warmup_steps)
+    return minimum + (peak - minimum) * min(1.0, (total_steps - step) / decay_steps)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients as one vector, [] on the device: no host sync."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters])
+
+
+@dataclass
+class SkippedSteps:
+    """Steps whose gradient was not finite: the weights were left alone."""
+
+    total: int = 0
+    in_a_row: int = 0
+    limit: int = 3
+
+    def record(self, step: int, norm: float) -> bool:
+        """True if this step must be skipped; RuntimeError at the third in a row."""
+        if math.isfinite(norm):
+            self.in_a_row = 0
+            return False
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row == self.limit:
+            raise RuntimeError(
+                f"the gradient was not finite in {self.limit} steps in a row, up to step {step}:"
+                " the run has diverged. Resume from the last checkpoint with a lower learning_rate,"
+                " more warmup_steps or a smaller grad_clip"
+            )
+        return True

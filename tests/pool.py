@@ -1,0 +1,216 @@
+"""Ranks for tests: worker processes that live as long as the test session.
+
+A rank started for one test pays for `import torch`; eight of them on two cores pay ten seconds.
+Here torch is imported once, in the server process of multiprocessing's `forkserver`. Every worker
+is a fork of that server, and stays to serve the next test:
+
+    test process --pipe--> worker 0  \\
+                 --pipe--> worker 1   > one gloo group, made for this run and destroyed after it
+                 --pipe--> worker 2  /
+                 --pipe--> worker 3     idle: this run asked for three ranks
+
+A test names a function of its own module and gets what every rank returned:
+
+    def sum_of_ranks():
+        total = torch.tensor(dist.get_rank())
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_all_reduce_sums(pool):
+        assert pool.run(3, sum_of_ranks) == [3, 3, 3]
+
+When one rank fails, the others fail because it left. The pool tells the first failure in full and
+the others in a line each, and the next run gets new workers.
+
+Every worker imports the test's module: keep heavy imports (transformers, datasets) out of its top.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+MAX_RANKS = 8
+GRACE = 1.0  # seconds that the other ranks get, after a failure, to tell how it hit them
+
+# torch._dynamo because the first optimizer of a process imports it, pytest because test modules do.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
+
+
+class RankFailed(Exception):
+    """Ranks raised, died or did not answer; the message begins with the first one's traceback."""
+
+
+class Pool:
+    """Worker processes, started as needed, that run functions as the ranks of a process group."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.folder = tempfile.TemporaryDirectory()
+        self.workers: list[Worker] = []
+
+    def run(
+        self, world_size: int, function: Callable, *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Call `function(*args)` on each of `world_size` ranks; their results, in rank order.
+
+        `function` is one of a module, not nested in another; arguments and results are pickled,
+        tensors included. Each rank is in a new default process group, with the same random seed.
+        Raises RankFailed if a rank raises or dies, or has no result `timeout` seconds from now.
+        """
+        __tracebackhide__ = True  # pytest then shows the test's line and our message
+        assert 1 <= world_size <= MAX_RANKS, f"{world_size=}: the pool has 1 to {MAX_RANKS} ranks"
+        deadline = time.monotonic() + timeout
+        call = pickle.dumps((function, args))
+        store = os.path.join(tempfile.mkdtemp(dir=self.folder.name), "store")
+        self._discard([worker for worker in self.workers if not worker.process.is_alive()])
+        while len(self.workers) < world_size:
+            self.workers.append(Worker(self.context))
+        workers = self.workers[:world_size]
+        try:
+            for rank, worker in enumerate(workers):
+                worker.pipe.send((call, store, rank, world_size, timeout))
+            answers = _collect(workers, deadline)
+            if len(answers) < world_size or any(answer.failure for answer in answers.values()):
+                raise RankFailed(_report(workers, answers, timeout))
+            results = [pickle.loads(answers[rank].result) for rank in range(world_size)]
+            for worker in workers:
+                worker.pipe.send("every rank is done: leave the group")
+            return results
+        except BaseException:  # Ctrl-C too: nobody knows what these workers are doing now
+            self._discard(workers)
+            raise
+
+    def close(self) -> None:
+        """End all workers."""
+        self._discard(self.workers)
+        self.folder.cleanup()
+
+    def _discard(self, workers: list["Worker"]) -> None:
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
+            worker.pipe.close()
+            worker.stacks.close()
+        self.workers = [worker for worker in self.workers if worker not in workers]
+
+
+class Worker:
+    """The test process's end of one worker process."""
+
+    def __init__(self, context: multiprocessing.context.BaseContext) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.stacks = tempfile.NamedTemporaryFile(mode="r")  # noqa: SIM115 (closed by _discard)
+        args = (theirs, self.stacks.name)
+        self.process = context.Process(target=_serve, args=args, daemon=True)
+        self.process.start()
+        theirs.close()  # only the worker holds it now, so that its death reads as an end of file
+
+
+class Answer(NamedTuple):
+    """What came back from a rank: its pickled result or, if `failure` is set, how it failed."""
+
+    result: bytes = b""
+    failure: str = ""  # one line
+    traceback: str = ""
+    time: float = 0.0  # of the failure: seconds on a clock that all processes share
+
+
+def _serve(pipe: connection.Connection, stacks_path: str) -> None:
+    """A worker's life: do what comes through the pipe until the test process closes it."""
+    torch.set_num_threads(1)
+    sys.stdout.reconfigure(line_buffering=True)  # so that the last print before a death is seen
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which ends us
+    with open(stacks_path, "w") as stacks:
+        # A crash writes the Python stack; so does SIGTERM, which then ends the process as usual.
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGTERM, stacks, chain=True)
+        while True:
+            try:
+                job = pipe.recv()
+            except EOFError:
+                return
+            try:
+                answer = Answer(_run_as_rank(*job))
+            except BaseException as error:  # pytest.fail and sys.exit too
+                failure = f"{type(error).__name__}: {error}".splitlines()[0]
+                pipe.send(Answer(b"", failure, traceback.format_exc(), time.monotonic()))
+                os._exit(1)  # closes the group's sockets now, which tells the other ranks
+            pipe.send(answer)
+            # Had we left before the others are done, we could take a last collective with us.
+            pipe.recv()
+            dist.destroy_process_group()
+
+
+def _run_as_rank(call: bytes, store: str, rank: int, world_size: int, timeout: float) -> bytes:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        # Longer than the test process waits: a timeout of gloo's would come without the stacks.
+        timeout=timedelta(seconds=timeout + 30),
+    )
+    torch.manual_seed(0)  # This and the dtype are what an earlier test may have changed.
+    torch.set_default_dtype(torch.float32)
+    function, args = pickle.loads(call)
+    return pickle.dumps(function(*args))
+
+
+def _collect(workers: list[Worker], deadline: float) -> dict[int, Answer]:
+    """Answers by rank, until all are there or time is up, which a failure brings near."""
+    answers = {}
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in connection.wait(list(waiting), left):
+            rank = waiting.pop(pipe)
+            try:
+                answers[rank] = pipe.recv()
+            except (EOFError, OSError):
+                answers[rank] = _death(workers[rank])
+            if answers[rank].failure:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return answers
+
+
+def _death(worker: Worker) -> Answer:
+    worker.process.join()
+    code = worker.process.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    # Time 0: ranks raise because another left, they do not die of it, so a death comes first even
+    # if what it caused arrived before we noticed.
+    return Answer(b"", how, worker.stacks.read(), time=0.0)
+
+
+def _report(workers: list[Worker], answers: dict[int, Answer], timeout: float) -> str:
+    """The message of RankFailed."""
+    stuck = [rank for rank in range(len(workers)) if rank not in answers]
+    failed = [rank for rank in answers if answers[rank].failure]
+    failed.sort(key=lambda rank: answers[rank].time)
+    if failed:
+        first = answers[failed[0]]
+        lines = [f"rank {failed[0]} of {len(workers)} failed, {first.failure}\n{first.traceback}"]
+        lines += [f"then rank {rank}: {answers[rank].failure}" for rank in failed[1:]]
+        lines += [f"then rank {rank}: still running {GRACE:g} s later" for rank in stuck]
+        return "\n".join(lines)
+    lines = [f"{len(stuck)} of {len(workers)} ranks had no result after {timeout:g} s"]
+    for rank in stuck:
+        workers[rank].process.terminate()
+    for rank in stuck:
+        workers[rank].process.join(GRACE)
+        lines.append(f"rank {rank} was at\n{workers[rank].stacks.read() or 'no Python stack'}")
+    return "\n".join(lines)

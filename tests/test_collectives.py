@@ -1,0 +1,60 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from picotron_min.collectives import all_reduce, start_all_reduce
+from picotron_min.mesh import build_axes
+
+
+def rows_of(pp: int, dp: int, cp: int, tp: int) -> dict[str, tuple[int, list[int]]]:
+    axes = build_axes(torch.device("cpu"), pp=pp, dp=dp, cp=cp, tp=tp)
+    return {axis.name: (axis.rank, axis.submesh.mesh.tolist()) for axis in axes}
+
+
+def test_every_axis_is_the_right_row_of_the_grid(pool):
+    rows = pool.run(8, rows_of, 2, 1, 2, 2)
+    assert rows[0] == {
+        "pp": (0, [0, 4]),
+        "dp": (0, [0]),
+        "cp": (0, [0, 2]),
+        "tp": (0, [0, 1]),
+        "dp_cp": (0, [0, 2]),
+    }
+    assert rows[7] == {
+        "pp": (1, [3, 7]),
+        "dp": (0, [7]),
+        "cp": (1, [5, 7]),
+        "tp": (1, [6, 7]),
+        "dp_cp": (1, [5, 7]),
+    }
+    rows = pool.run(8, rows_of, 1, 2, 2, 2)
+    assert rows[6]["dp_cp"] == (3, [0, 2, 4, 6])
+    assert rows[5]["dp_cp"] == (2, [1, 3, 5, 7])
+
+
+def summed() -> tuple[float, float, dict, dict]:
+    axes = build_axes(torch.device("cpu"), dp=2, tp=2)
+    over_tp = all_reduce(torch.tensor([float(dist.get_rank())]), axes.tp).item()
+    over_pp = all_reduce(torch.tensor([float(dist.get_rank())]), axes.pp).item()
+    all_reduce(torch.zeros(10, dtype=torch.float64), axes.tp)
+    return over_tp, over_pp, dict(axes.tp.ledger.calls), dict(axes.tp.ledger.bytes)
+
+
+def test_all_reduce_sums_along_its_axis_only_and_is_booked(pool):
+    results = pool.run(4, summed)
+    assert [over_tp for over_tp, *_ in results] == [1, 1, 5, 5]
+    assert [over_pp for _, over_pp, *_ in results] == [0, 1, 2, 3]
+    # 2 (n-1)/n of 4 and of 80 bytes
+    assert all(calls == {"all_reduce": 2} for *_, calls, _ in results)
+    assert all(sent == {"all_reduce": 84.0} for *_, sent in results)
+
+
+def reduce_a_slice(size: int) -> None:
+    axes = build_axes(torch.device("cpu"), tp=size)
+    with pytest.raises(AssertionError, match="non-contiguous"):
+        start_all_reduce(torch.zeros(4, 4)[:, 1], axes.tp)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_strided_slice_is_refused_at_any_size(pool, size):
+    pool.run(size, reduce_a_slice, size)

@@ -1,0 +1,191 @@
+"""The pool of ranks keeps its promises, above all when a rank does not."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool, RankFailed
+
+
+@pytest.fixture(autouse=True)
+def _next_run_works(pool: Pool):
+    """After every test here, failed ranks or not, a run with the same workers is clean."""
+    yield
+    for world_size in (4, 2):
+        assert pool.run(world_size, _sum_of_ranks) == [sum(range(world_size))] * world_size
+
+
+def _sum_of_ranks() -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_ranks_communicate_at_every_world_size(pool, world_size):
+    assert pool.run(world_size, _sum_of_ranks) == [sum(range(world_size))] * world_size
+
+
+def test_results_come_in_rank_order_whoever_is_first(pool):
+    assert pool.run(3, _last_rank_first, "a") == ["a0", "a1", "a2"]
+
+
+def _last_rank_first(text: str) -> str:
+    time.sleep(0.1 * (2 - dist.get_rank()))
+    return f"{text}{dist.get_rank()}"
+
+
+def test_tensors_travel_both_ways(pool):
+    full = torch.randn(4, 3, dtype=torch.float64)
+    parts = pool.run(2, _half, {"full": full, "bf16": torch.ones(2, dtype=torch.bfloat16)})
+    assert torch.equal(torch.cat([part["half"] for part in parts]), full)
+    assert all(part["bf16"].dtype == torch.bfloat16 for part in parts)
+
+
+def _half(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"half": tensors["full"].chunk(2)[dist.get_rank()], "bf16": tensors["bf16"]}
+
+
+def test_every_run_has_its_own_group(pool):
+    """A message that nobody received in one run is not received in the next."""
+    assert pool.run(2, _send_without_receiver) == [2, 2]
+    assert pool.run(2, _send_and_receive, 5.0) == [None, 5.0]
+    assert pool.run(3, dist.get_world_size) == [3, 3, 3]
+
+
+def _send_without_receiver() -> int:
+    if dist.get_rank() == 0:
+        dist.isend(torch.tensor(-1.0), dst=1)
+    return dist.get_world_size()
+
+
+def _send_and_receive(number: float) -> float | None:
+    message = torch.tensor(number)
+    if dist.get_rank() == 0:
+        dist.send(message, dst=1)
+        return None
+    message.zero_()
+    dist.recv(message, src=0)
+    return message.item()
+
+
+def test_every_run_begins_with_the_same_seed_dtype_and_thread_count(pool):
+    first, again = pool.run(1, _draw), pool.run(1, _draw)
+    assert first == again and first[0][1:] == (torch.float32, 1)
+
+
+def _draw() -> tuple[float, torch.dtype, int]:
+    drawn = torch.rand(1)
+    torch.set_default_dtype(torch.float64)
+    return drawn.item(), drawn.dtype, torch.get_num_threads()
+
+
+def test_workers_stay_and_are_replaced_only_after_a_failure(pool):
+    before = pool.run(2, os.getpid)
+    assert pool.run(2, os.getpid) == before
+    with pytest.raises(RankFailed):
+        pool.run(2, _fail_on, 0)
+    assert not set(pool.run(2, os.getpid)) & set(before)
+
+
+def test_the_first_rank_to_raise_is_told_in_full_the_others_in_a_line(pool):
+    with pytest.raises(RankFailed) as failed:
+        pool.run(4, _fail_on, 2)
+    cause, *consequences = str(failed.value).split("\nthen ")
+    assert cause.startswith("rank 2 of 4 failed, ValueError: the cause\nTraceback ")
+    assert "in _fail_on" in cause
+    assert sorted(line[:7] for line in consequences) == ["rank 0:", "rank 1:", "rank 3:"]
+    assert all(len(line.splitlines()) == 1 for line in consequences)
+    assert any("still running" not in line for line in consequences), "they were not told"
+
+
+def _fail_on(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == rank:
+        raise ValueError("the cause\nin two lines")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_ignores_a_failure_is_not_waited_for(pool):
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)^rank 1 of 2 failed.*then rank 0: still running"):
+        pool.run(2, _oversleep_on, 0, 1)
+    assert time.monotonic() - start < 10  # though the limit is 60 s
+
+
+@pytest.mark.parametrize("leave", [pytest.fail, pytest.skip, exit])
+def test_a_rank_cannot_leave_unnoticed(pool, leave):
+    with pytest.raises(RankFailed, match=r"rank 0 of 1 failed, (Failed|Skipped|SystemExit): "):
+        pool.run(1, leave, "enough")
+
+
+def test_a_hang_shows_the_stack_of_the_stuck_ranks_only(pool):
+    pool.run(3, dist.get_rank)  # the workers are up, so that the time below is the function's
+    with pytest.raises(RankFailed) as failed:
+        pool.run(3, _oversleep_on, 1, None, timeout=1.5)
+    headline, rank_0, rank_1 = str(failed.value).split("\nrank ")
+    assert headline == "2 of 3 ranks had no result after 1.5 s"
+    assert rank_0.startswith("0 was at\n") and "in _wait_for_peer" in rank_0
+    assert rank_1.startswith("1 was at\n") and "in _oversleep_on" in rank_1
+    assert "_wait_for_peer" not in rank_1
+
+
+def _oversleep_on(sleeper: int, failing: int | None) -> None:
+    """One rank sleeps, one fails or waits for the sleeper, and the others have nothing to do."""
+    if dist.get_rank() == sleeper:
+        time.sleep(100)
+    if dist.get_rank() == failing:
+        raise ValueError("the cause")
+    if dist.get_rank() == 0:
+        _wait_for_peer(sleeper)
+
+
+def _wait_for_peer(peer: int) -> None:
+    dist.recv(torch.zeros(1), src=peer)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGFPE"])
+def test_a_rank_killed_by_a_signal_is_named_first(pool, name):
+    with pytest.raises(RankFailed) as failed:
+        pool.run(3, _die_on, 1, signal.Signals[name])
+    cause, *consequences = str(failed.value).split("\nthen ")
+    assert cause.startswith(f"rank 1 of 3 failed, killed by {name}\n")
+    assert sorted(line[:7] for line in consequences) == ["rank 0:", "rank 2:"]
+    if name != "SIGKILL":  # which leaves no time to write a stack
+        assert "in _die_on" in cause
+
+
+def _die_on(rank: int, signum: signal.Signals) -> None:
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signum)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_worker_that_died_between_runs_is_replaced(pool):
+    pids = pool.run(2, os.getpid)
+    os.kill(pids[1], signal.SIGKILL)
+    pool.workers[1].process.join()
+    assert pool.run(2, os.getpid)[0] == pids[0]
+
+
+def test_what_cannot_be_sent_is_refused_at_once(pool):
+    with pytest.raises(Exception, match=r"[Cc]an't (pickle|get local)"):
+        pool.run(1, lambda: None)
+    with pytest.raises(AssertionError, match="the pool has 1 to 8 ranks"):
+        pool.run(9, dist.get_rank)
+    with pytest.raises(RankFailed, match=r"rank 0 of 1 failed, .*[Cc]an't (pickle|get local)"):
+        pool.run(1, _unpicklable)
+
+
+def _unpicklable():
+    return lambda: None
+
+
+@pytest.mark.gpu
+def test_gpu_tests_are_skipped_without_a_gpu():
+    assert torch.cuda.is_available()
