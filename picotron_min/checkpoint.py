@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.model import Llama, initial_std
+from picotron_min.tokenizer import Tokenizer
 
 
 def initialise(model: Llama, device: torch.device, seed: int) -> None:
@@ -69,18 +70,19 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
-def find_latest(save_dir: Path) -> Path | None:
-    """The newest checkpoint of a run, if there is one."""
-    return max(save_dir.glob("step-" + "[0-9]" * 8), default=None)
+def find_start(load_path: str | None, save_dir: Path) -> Path | None:
+    """The checkpoint to start from: "latest" is the newest in save_dir, None if there is none."""
+    if load_path == "latest":
+        return max(save_dir.glob("step-" + "[0-9]" * 8), default=None)
+    return Path(load_path) if load_path else None
 
 
 def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
     """What `save` was given; ValueError if the checkpoint is of another model or optimizer."""
     facts = json.loads((folder / "state.json").read_text())
-    saved, wanted = facts["model"], json.loads(json.dumps(asdict(model)))
+    saved = facts["model"] | {"optimizer": facts["config"]["training"]["optimizer"]}
+    wanted = asdict(model) | {"optimizer": optimizer}
     problems = [f"{k}={saved.get(k)!r}, now {v!r}" for k, v in wanted.items() if saved.get(k) != v]
-    if facts["optimizer"] != optimizer:
-        problems.append(f"optimizer={facts['optimizer']!r}, now {optimizer!r}")
     if problems:
         raise ValueError(
             f"the checkpoint {folder} is of another run: it has {'; '.join(problems)}."
@@ -116,16 +118,14 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
             state["step"].fill_(steps)
 
 
-def export_hf(
-    folder: Path, model: Llama, dtype: torch.dtype, eos_token_id: int, save_tokenizer: Callable
-) -> Path:
+def export_hf(folder: Path, model: Llama, dtype: torch.dtype, tokenizer: Tokenizer) -> Path:
     """Write the model as a Hugging Face folder, on all ranks together.
 
     `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
     """
     weights = {name: parameter.data.to(dtype) for name, parameter in model.named_parameters()}
     about = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
-    end_of_text = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id}
+    end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
 
     def write(folder: Path) -> None:
         writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
@@ -134,7 +134,7 @@ def export_hf(
             shutil.rmtree(folder / "sharded")  # what the consolidated files were made from
             _write_json(folder / "config.json", about | end_of_text)
             _write_json(folder / "generation_config.json", end_of_text)
-            save_tokenizer(folder)
+            tokenizer.save(folder)
 
     return _complete_or_absent(folder, write)
 

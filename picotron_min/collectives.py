@@ -32,6 +32,13 @@ class Ledger:
         self.calls[collective] += 1
         self.bytes[collective] += sent
 
+    def take_bytes(self) -> int:
+        """All bytes since the last time, rounded to whole ones; the tally starts again."""
+        total = round(self.bytes.total())
+        self.calls.clear()
+        self.bytes.clear()
+        return total
+
 
 @dataclass(frozen=True)
 class Axis:

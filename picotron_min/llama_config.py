@@ -165,7 +165,7 @@ _llama_2 = {"max_position_embeddings": 4096}
 
 # Facts of the public models' config.json files, so that planning a run needs no network.
 PRESETS = {
-    "tiny": _llama(257, 128, 384, 4, 4, 2, tie_word_embeddings=True),
+    "tiny": _llama(257, 128, 384, 4, 4, 2),
     "HuggingFaceTB/SmolLM-135M": _llama(49_152, 576, 1536, 30, 9, 3, **_smol),
     "HuggingFaceTB/SmolLM-360M": _llama(49_152, 960, 2560, 32, 15, 5, **_smol),
     "HuggingFaceTB/SmolLM-1.7B": _llama(49_152, 2048, 8192, 24, 32, 32, **_smol),

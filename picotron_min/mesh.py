@@ -31,6 +31,15 @@ class Launch(NamedTuple):
     init_method: str  # where the ranks find each other
 
 
+class Coordinates(NamedTuple):
+    """Where a rank stands in the grid."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
 class Axes(NamedTuple):
     """The row of ranks that this rank is in, along each axis."""
 
@@ -90,6 +99,17 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
     return device
 
 
+def choose_backend(device: torch.device, backend: str) -> str:
+    """ "auto" is NCCL between GPUs and gloo between CPUs. Raises ValueError if it cannot work."""
+    if backend == "nccl" and device.type == "cpu":
+        raise ValueError(
+            "distributed.backend=nccl needs GPUs, and torch finds none: set it to auto or gloo"
+        )
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    return backend
+
+
 def open_process_group(launch: Launch, backend: str, timeout_seconds: float) -> None:
     """Meet the other ranks. Any communication that takes longer than the timeout then raises."""
     dist.init_process_group(
@@ -98,6 +118,13 @@ def open_process_group(launch: Launch, backend: str, timeout_seconds: float) -> 
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def coordinates(rank: int, *, pp: int, dp: int, cp: int, tp: int) -> Coordinates:
+    """A rank's place in the grid, known before there is any process group."""
+    return Coordinates(
+        rank // (dp * cp * tp) % pp, rank // (cp * tp) % dp, rank // tp % cp, rank % tp
     )
 
 

@@ -165,6 +165,7 @@ def _run_as_rank(call: bytes, store: str, rank: int, world_size: int, timeout: f
         # Longer than the test process waits: a timeout of gloo's would come without the stacks.
         timeout=timedelta(seconds=timeout + 30),
     )
+    dist.barrier()  # Who fails at once would otherwise break the connecting of the others.
     torch.manual_seed(0)  # This and the dtype are what an earlier test may have changed.
     torch.set_default_dtype(torch.float32)
     function, args = pickle.loads(call)

@@ -1,0 +1,201 @@
+"""Flags -> a checked config.json, and what it will cost before anything starts.
+
+    python create_config.py --out_dir runs --exp_name first --dp 2 --model_name tiny --use_cpu
+
+writes runs/first/config.json. Every key of the schema in picotron_min/config.py is a flag; those
+that picotron's create_config.py has go by its names too (`--tp`, `--mbs`, `--seq_len`, ...). Only
+what is given is written, everything else stays at the schema's default. Nothing is ever deleted,
+no other file is overwritten without --force, and the network is not used.
+"""
+
+import argparse
+import difflib
+import itertools
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import get_args
+
+from pydantic import ValidationError
+
+from picotron_min.config import SECTIONS, Config, ConfigError, parse_config, resolve_model
+from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
+from picotron_min.llama_config import LlamaConfig, find_preset
+
+ALIASES = {
+    "distributed.tp_size": "--tp",
+    "distributed.cp_size": "--cp",
+    "distributed.pp_size": "--pp",
+    "distributed.dp_size": "--dp",
+    "model.name": "--model_name",
+    "training.gradient_accumulation_steps": "--grad_acc_steps",
+    "training.micro_batch_size": "--mbs",
+    "training.seq_length": "--seq_len",
+    "dataset.name": "--dataset_name",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 the user's mistake, told in full."""
+    try:
+        run(arguments)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: list[str] | None) -> None:
+    parser = build_parser()
+    flags, words = parser.parse_known_args(arguments)
+    unknown = [word for word in words if word.startswith("-")] or words  # not also their values
+    raw = to_config(flags)
+    config = parse_config(raw, [unknown_flag(word, parser) for word in unknown])
+
+    path = Path(flags.out_dir, flags.exp_name, "config.json")
+    text = json.dumps(raw, indent=4) + "\n"
+    if path.exists() and path.read_bytes() == text.encode():
+        print(f"{path} is already there with the same content")
+    elif path.exists() and not flags.force:
+        raise ConfigError(
+            f"{path} is already there and differs: choose another --exp_name,"
+            " or add --force to overwrite it"
+        )
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+    describe(config)
+    launch = f"torchrun --nproc_per_node {config.world_size} train.py"
+    print(f"\n{launch} --config {shlex.quote(str(path))}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One flag for each key of the schema, empty unless given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        usage="%(prog)s --out_dir DIR --exp_name NAME [--dp N --model_name NAME ...]",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out_dir", required=True, help="folder of all experiments")
+    parser.add_argument("--exp_name", required=True, help="folder of this one, and its run_name")
+    parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
+    for section, schema in SECTIONS.items():
+        for key, field in schema.model_fields.items():
+            where = f"{section}.{key}"
+            names = [ALIASES[where]] if where in ALIASES else []
+            names += [f"--{key}"] if key != "name" else []
+            is_switch = bool in (field.annotation, *get_args(field.annotation))
+            options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": ""}
+            default = json.dumps(field.get_default())
+            parser.add_argument(*names, dest=where, help=f"{where}, default {default}", **options)
+    return parser
+
+
+def to_config(flags: argparse.Namespace) -> dict:
+    """The config as it is written: a small base, and over it the flags that were given."""
+    raw = {name: {} for name in SECTIONS}
+    raw["checkpoint"]["save_dir"] = str(Path(flags.out_dir, flags.exp_name, "checkpoints"))
+    raw["logging"]["run_name"] = flags.exp_name
+    raw["environment"] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for where, value in vars(flags).items():
+        if "." in where:
+            section, key = where.split(".")
+            raw[section][key] = parse_value(section, key, value)
+    return {name: keys for name, keys in raw.items() if keys}
+
+
+def parse_value(section: str, key: str, value: str | bool) -> object:
+    """A flag's text as JSON (3, 1e-4, [0.9, 0.95], null), or as it is where the key takes text.
+
+    What is neither stays text, and the schema says what it expected.
+    """
+    try:
+        SECTIONS[section](**{key: "any text"})
+        return value
+    except ValidationError:
+        pass  # the key takes no text, or only certain words
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
+def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(word.split("=")[0], flags, n=1)
+    return f"{word} is not known: " + (f"did you mean {near[0]}?" if near else "see --help")
+
+
+def describe(config: Config) -> None:
+    """Print what the config means: processes, batch, parameters, and bytes per rank."""
+    d, t, name = config.distributed, config.training, config.model.name
+    print(
+        f"\nprocesses        {config.world_size}"
+        f" = pp {d.pp_size} x dp {d.dp_size} x cp {d.cp_size} x tp {d.tp_size}"
+    )
+    print_rank_grid([d.pp_size, d.dp_size, d.cp_size, d.tp_size])
+    print(
+        f"tokens per step  {config.tokens_per_step:,} = {d.dp_size} dp x {t.micro_batch_size}"
+        f" sequences x {t.gradient_accumulation_steps} micro-batches x {t.seq_length}"
+    )
+    if find_preset(name) or os.path.exists(name):
+        print_costs(config, resolve_model(config))
+    else:  # a hub id, checked when the run fetches it
+        print(
+            f"parameters       not known without the network: download {name} and name its folder"
+        )
+
+
+def print_rank_grid(sizes: list[int], most_rows: int = 8) -> None:
+    *rows, tp = sizes
+    places = itertools.product(*map(range, rows))
+    for row, (pp, dp, cp) in enumerate(itertools.islice(places, most_rows)):
+        ranks = f"rank {row * tp}" if tp == 1 else f"ranks {row * tp} to {row * tp + tp - 1} (tp)"
+        print(f"  pp {pp}  dp {dp}  cp {cp}   {ranks}")
+    if (more := rows[0] * rows[1] * rows[2] - most_rows) > 0:
+        print(f"  and {more} rows more")
+
+
+def print_costs(config: Config, model: LlamaConfig) -> None:
+    d, m, t = config.distributed, config.model, config.training
+    memory = memory_per_rank(
+        model,
+        seq_length=t.seq_length,
+        micro_batch_size=t.micro_batch_size,
+        num_micro_batches=t.gradient_accumulation_steps,
+        pp=d.pp_size,
+        cp=d.cp_size,
+        tp=d.tp_size,
+        dtype=m.dtype,
+        optimizer=t.optimizer,
+        recompute=m.recompute,
+        sequence_parallel=d.sequence_parallel,
+        pp_engine=d.pp_engine,
+    )
+    matmul = matmul_parameters(model)
+    print(f"parameters       {parameter_count(model):,}, {matmul:,} a token is multiplied with")
+    print("memory per rank  by the formulas of picotron_min/costs.py, memory_per_rank:")
+    size = 8 if m.dtype == "float64" else 4
+    copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
+    moments = f"two more ({t.optimizer})" if memory.optimizer_state else f"none ({t.optimizer})"
+    for what, count, formula in [
+        ("weights", memory.weights, f"{size} bytes a parameter of this rank{copy}"),
+        ("gradients", memory.gradients, f"{size} bytes a parameter of this rank"),
+        ("optimizer state", memory.optimizer_state, moments),
+        ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}"),
+        ("logits", memory.logits, "vocabulary x tokens, and their gradient"),
+        ("together", memory.total, "without torch itself and temporaries"),
+    ]:
+        print(f"  {what:<15}{count / 1e9:>9.3f} GB   {formula}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""What training costs, as formulas over the model's shape: FLOPs per token and bytes per rank.
+
+Standard library only, so that a run can be planned anywhere. Per token a matmul parameter costs
+2 FLOPs forward and 4 backward (Kaplan et al. 2020, section 2.1); causal attention over S positions
+costs 4 Q D S/2 a layer forward (two matmuls; half of the pairs are in the future) and twice that
+backward.
+
+E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+from picotron_min.llama_config import LlamaConfig
+from picotron_min.pipeline_schedule import ENGINES, Action, Kind
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+OPTIMIZER_MOMENTS = {"adamw": 2, "sgd": 0}
+
+
+def parameter_count(model: LlamaConfig) -> int:
+    """All parameters; tied embeddings count once."""
+    return sum(math.prod(shape) for shape in model.parameter_shapes().values())
+
+
+def matmul_parameters(model: LlamaConfig) -> int:
+    """Parameters that every token is multiplied with.
+
+    The embedding is a lookup, not a matmul; `lm_head` is one, also when it shares its weight.
+    """
+    return model.num_hidden_layers * _layer_matrices(model) + model.vocab_size * model.hidden_size
+
+
+def model_flops_per_token(model: LlamaConfig, seq_length: int) -> int:
+    """FLOPs of forward and backward, as if nothing were computed twice: the M of MFU."""
+    attention = model.num_hidden_layers * _attention_flops(model, seq_length)
+    return 6 * matmul_parameters(model) + 3 * attention
+
+
+def hardware_flops_per_token(model: LlamaConfig, seq_length: int, recompute: str = "none") -> int:
+    """The same plus what `recompute` makes backward run again: the H of HFU.
+
+    torch's checkpoint stops once the last tensor that backward needs is there, and a linear needs
+    its input, not its output. So the last linear of the part is not run again: "selective" repeats
+    q, k, v and attention, "full" the layer but for down_proj. What fused attention repeats inside
+    its own backward is not counted, as is usual.
+    """
+    E = model.hidden_size
+    repeated = {
+        "none": 0,
+        "selective": E * _query_size(model) + 2 * E * _key_value_size(model),
+        "full": _layer_matrices(model) - E * model.intermediate_size,
+    }[recompute]
+    again = 2 * repeated + (_attention_flops(model, seq_length) if repeated else 0)
+    return model_flops_per_token(model, seq_length) + model.num_hidden_layers * again
+
+
+def _layer_matrices(model: LlamaConfig) -> int:
+    """Parameters of q, k, v, o, and of gate, up, down."""
+    E = model.hidden_size
+    attention = 2 * E * _query_size(model) + 2 * E * _key_value_size(model)
+    return attention + 3 * E * model.intermediate_size
+
+
+def _attention_flops(model: LlamaConfig, seq_length: int) -> int:
+    """Forward FLOPs per token and layer of q k^T and of the weighted sum of v, causal half."""
+    return 4 * _query_size(model) * seq_length // 2
+
+
+def _query_size(model: LlamaConfig) -> int:
+    return model.num_attention_heads * model.head_dim
+
+
+def _key_value_size(model: LlamaConfig) -> int:
+    return model.num_key_value_heads * model.head_dim
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank needs at the fullest moment of a step."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer_state + self.activations + self.logits
+
+
+def memory_per_rank(
+    model: LlamaConfig,
+    *,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    num_micro_batches: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    pp_engine: str = "1f1b",
+) -> RankMemory:
+    """The memory of the rank that needs most, which is one of the fullest pipeline stage.
+
+    - weights, gradients: a float32 (float64 if that is the dtype) for each parameter of the stage;
+      tp divides matrices, not norms; dp and cp divide nothing. Computing in bfloat16, autocast
+      also keeps a copy of every matmul parameter, counted with the weights.
+    - optimizer state: two more such numbers a parameter for AdamW, none for SGD.
+    - activations: `saved_per_token` x layers of the stage (and 3 E for the norm before lm_head)
+      x tokens of a micro-batch on this rank x the micro-batches that the schedule keeps alive at
+      once; and, with recomputation, the one part of a layer that backward has just brought back.
+    - logits: on the last stage, V/tp log-probabilities per live token, and one gradient of them.
+
+    Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention
+    (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
+    slack, and torch and its libraries themselves.
+    """
+    wide = max(BYTES["float32"], BYTES[dtype])  # parameters, residual stream, loss
+    E, V, tokens = model.hidden_size, model.vocab_size, micro_batch_size * seq_length // cp
+    saved = saved_per_token(model, dtype, recompute, tp, sequence_parallel)
+    everything = saved_per_token(model, dtype, "none", tp, sequence_parallel)
+    selective = saved_per_token(model, dtype, "selective", tp, sequence_parallel)
+    brought_back = {"none": 0, "selective": everything - selective, "full": everything}[recompute]
+    last_norm = (2 * wide + BYTES[dtype]) * E
+
+    def stage_memory(stage: int) -> RankMemory:
+        first, last = stage == 0, stage == pp - 1
+        layers = stage_layers(model.num_hidden_layers, pp, stage)
+        matmul = (layers * _layer_matrices(model) + last * V * E) / tp
+        shares_head = last and model.tie_word_embeddings  # with pp > 1 both ends have a copy
+        lookup = V * E / tp if first and not shares_head else 0
+        parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
+        live = peak_live(ENGINES[pp_engine](stage, pp, num_micro_batches))
+        return RankMemory(
+            weights=wide * parameters + (math.ceil(2 * matmul) if dtype == "bfloat16" else 0),
+            gradients=wide * parameters,
+            optimizer_state=OPTIMIZER_MOMENTS[optimizer] * wide * parameters,
+            activations=math.ceil(
+                tokens * (live * (layers * saved + last * last_norm) + brought_back)
+            ),
+            logits=last * math.ceil((live + 1) * tokens * wide * V / tp),
+        )
+
+    return max((stage_memory(stage) for stage in range(pp)), key=lambda memory: memory.total)
+
+
+def saved_per_token(
+    model: LlamaConfig,
+    dtype: str = "float32",
+    recompute: str = "none",
+    tp: int = 1,
+    sequence_parallel: bool = False,
+) -> float:
+    """Bytes that the forward of one layer keeps for backward, per token.
+
+    recompute   wide (float32, or float64)          in the compute dtype
+    none        4 E: 2 x a norm's input, and it     2 E norms' outputs + 2 Q D q, attention's output
+                normalised (fused on a GPU: 2 E)    + 2 K D k, v + 4 M gate, up, silu, product
+    selective   4 E                                 2 E + 4 M
+    full        1 E: the layer's input              nothing
+
+    Under autocast a norm's output is wide, and each of q, k, v, gate, up keeps its own cast of it:
+    5 E for 2 E. tp divides heads and MLP, and with sequence parallelism also what is wide; norms'
+    outputs are kept whole, because a projection keeps its input as the all-gather gave it.
+    """
+    E, M = model.hidden_size, model.intermediate_size
+    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
+    split = tp if sequence_parallel else 1
+    if recompute == "full":
+        return wide * E / split
+    heads = 0
+    if recompute == "none":
+        heads = 2 * _query_size(model) + 2 * _key_value_size(model)
+    norm_outputs = 5 if dtype == "bfloat16" and recompute == "none" else 2
+    return wide * 4 * E / split + narrow * (norm_outputs * E + (heads + 4 * M) / tp)
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> int:
+    """How many layers a pipeline stage has: as even as can be, the first stages one more."""
+    return num_layers // num_stages + (stage < num_layers % num_stages)
+
+
+def peak_live(plan: list[Action]) -> int:
+    """The most micro-batches that a schedule holds between their forward and their backward."""
+    live = peak = 0
+    for action in plan:
+        live += 1 if action.kind is Kind.FORWARD else -1
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,410 @@
+"""Every mistake in a config.json is told at once, with its numbers and its remedy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from picotron_min.config import (
+    Config,
+    ConfigError,
+    load_config,
+    model_problems,
+    parse_config,
+    problems_of,
+    resolve_model,
+)
+from picotron_min.llama_config import PRESETS
+
+ROOT = Path(__file__).parent.parent
+
+PICOTRON_TEMPLATE = """{
+    "distributed": {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": 1, "pp_engine": "1f1b",
+                    "backend": "nccl", "use_cpu": false},
+    "model": {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16,
+              "num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "bfloat16",
+              "use_flash_attention": true, "use_fused_adam": true},
+    "training": {"seed": 42, "learning_rate": 1, "total_train_steps": 200, "seq_length": 1024,
+                 "micro_batch_size": 32, "gradient_accumulation_steps": 1, "num_samples": 400000,
+                 "max_tokens": null},
+    "dataset": {"name": "roneneldan/TinyStories", "subset_name": null, "num_workers": 0,
+                "num_proc": 4},
+    "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
+    "logging": {"use_wandb": false, "project_name": "picotron", "run_name": null},
+    "environment": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "1",
+                    "HF_TOKEN": null}
+}"""
+
+
+def problems(raw: dict) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    return caught.value.problems
+
+
+# fmt: off
+# what is wrong: (section, its keys, what must be said)
+BAD = {
+    "a number in quotes": ("training", {"seq_length": "256"},
+        'training.seq_length="256": must be a valid integer, without quotes'),
+    "a fraction of a step": ("training", {"total_train_steps": 2.5},
+        "training.total_train_steps=2.5: must be a valid integer"),
+    "a whole number as 1e9": ("training", {"max_tokens": 1e9},
+        "training.max_tokens=1000000000.0: must be a valid integer or null, written "
+        "1000000000"),
+    "true for a number": ("training", {"seed": True},
+        "training.seed=true: must be a valid integer"),
+    "a number for true": ("model", {"compile": 1},
+        "model.compile=1: must be true or false"),
+    "true in quotes": ("distributed", {"use_cpu": "true"},
+        'distributed.use_cpu="true": must be true or false, without quotes'),
+    "a number for text": ("dataset", {"split": 3},
+        "dataset.split=3: must be a valid string"),
+    "null without a meaning": ("training", {"seq_length": None},
+        "training.seq_length=null: must be a valid integer"),
+    "an empty name": ("model", {"name": ""},
+        'model.name="": String should have at least 1 character'),
+    "no process": ("distributed", {"dp_size": 0},
+        "distributed.dp_size=0: must be greater than 0"),
+    "a negative count": ("training", {"warmup_steps": -1},
+        "training.warmup_steps=-1: must be greater than or equal to 0"),
+    "not a number": ("training", {"learning_rate": float("nan")},
+        "training.learning_rate=NaN: must be a finite number"),
+    "zero for no clipping": ("training", {"grad_clip": 0},
+        "training.grad_clip=0: must be greater than 0 or null"),
+    "a beta of 1": ("training", {"betas": [0.9, 1]},
+        "training.betas=[0.9, 1]: must be less than 1"),
+    "one beta": ("training", {"betas": [0.9]},
+        "training.betas=[0.9]: List should have at least 2 items"),
+    "an unknown schedule": ("training", {"schedule": "cosin"},
+        "training.schedule=\"cosin\": must be 'constant', 'cosine' or 'wsd'"),
+    "float16": ("model", {"dtype": "float16"},
+        "model.dtype=\"float16\": must be 'float32', 'bfloat16' or 'float64'; float16 "
+        "overflows without loss scaling, use bfloat16"),
+    "threads that are no number": ("environment", {"OMP_NUM_THREADS": "many"},
+        'environment.OMP_NUM_THREADS="many": must be a valid integer'),
+    "a token in the file": ("environment", {"HF_TOKEN": "hf_secret"},
+        "environment.HF_TOKEN must be null: a token belongs in the environment, not in a "
+        "file. Delete it here and run  export HF_TOKEN=..."),
+    "a misspelt key": ("training", {"learning_rat": 1},
+        "training.learning_rat is not known: did you mean learning_rate?"),
+    "a key in capitals": ("distributed", {"TP_SIZE": 2},
+        "distributed.TP_SIZE is not known: did you mean tp_size?"),
+    "a key of another section": ("model", {"seq_length": 64},
+        "model.seq_length is in the wrong place: seq_length belongs in training"),
+    "a misspelt key of another section": ("model", {"seq_lenght": 64},
+        "model.seq_lenght is not known: did you mean training.seq_length?"),
+    "a key like no other": ("logging", {"zzz": 1},
+        "logging.zzz is not known: use use_wandb, project_name, run_name or metrics_file"),
+    "only warm-up": ("training", {"warmup_steps": 50, "total_train_steps": 50},
+        "warmup_steps=50 leaves nothing of total_train_steps=50: use at most 49"),
+    "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},
+        "min_learning_rate=0.1 is above learning_rate=0.01: use at most 0.01"),
+    "fewer tokens than a step": ("training", {"max_tokens": 100},
+        "max_tokens=100 is less than the 2048 tokens of one step: raise it, or make the "
+        "step smaller"),
+    "nccl without GPUs": ("distributed", {"backend": "nccl", "use_cpu": True},
+        "backend=nccl needs GPUs but use_cpu=true: set distributed.backend to auto or gloo,"
+        " or distributed.use_cpu to false"),
+    "longer than the model": ("training", {"seq_length": 4096},
+        "seq_length=4096 is above max_position_embeddings=2048 of model.name=tiny: use at "
+        "most 2048, or set model.max_position_embeddings to 4096"),
+    "too small a vocabulary": ("model", {"vocab_size": 256},
+        "vocab_size=256 is too small for dataset.tokenizer=bytes (256 bytes and end of "
+        "text): use at least 257"),
+    "heads that do not divide": ("model", {"num_attention_heads": 3, "num_key_value_heads": 1},
+        "model.name=tiny: num_attention_heads=3 does not divide hidden_size=128"),
+    "KV heads that do not divide": ("model", {"num_key_value_heads": 3},
+        "num_key_value_heads=3 does not divide num_attention_heads=4: use one of [1, 2, 4]"),
+    "tensor parallelism": ("distributed", {"tp_size": 2},
+        "tp_size=2: tensor parallelism has not landed in this version: set "
+        "distributed.tp_size to 1"),
+    "sequence parallelism": ("distributed", {"sequence_parallel": True},
+        "sequence_parallel=true: sequence parallelism has not landed in this version: set "
+        "distributed.sequence_parallel to false"),
+    "context parallelism": ("distributed", {"cp_size": 2},
+        "cp_size=2: context parallelism has not landed in this version: set "
+        "distributed.cp_size to 1"),
+    "pipeline parallelism": ("distributed", {"pp_size": 2},
+        "pp_size=2: pipeline parallelism has not landed in this version: set "
+        "distributed.pp_size to 1"),
+    "the interleaved schedule": ("distributed", {"pp_engine": "interleaved"},
+        'set distributed.pp_engine to "1f1b" or "afab"'),
+    "model chunks": ("distributed", {"pp_chunks": 2},
+        "pp_chunks=2: the interleaved schedule has not landed in this version: set "
+        "distributed.pp_chunks to 1"),
+    "given weights": ("model", {"weights": "owner/name"},
+        "starting from given weights has not landed in this version: set model.weights to "
+        "null"),
+    "an unknown model": ("model", {"name": "SmolLM-136M"},
+        "model.name=SmolLM-136M is not known: use SmolLM-360M, SmolLM-135M or SmolLM-1.7B, "
+        "a local path, or a hub id owner/name"),
+    "no model folder": ("model", {"name": "./nowhere"},
+        "model.name=./nowhere does not exist: there is no /"),
+    "an unknown dataset": ("dataset", {"name": "stdlb"},
+        "dataset.name=stdlb is not known: use stdlib, a local path, or a hub id owner/name"),
+    "no dataset file": ("dataset", {"name": "texts/nowhere.jsonl"},
+        "dataset.name=texts/nowhere.jsonl does not exist: there is no /"),
+    "an unknown tokenizer": ("dataset", {"tokenizer": "byte"},
+        "dataset.tokenizer=byte is not known: use bytes, a local path"),
+    "no tokenizer folder": ("dataset", {"tokenizer": "/nowhere/at/all"},
+        "dataset.tokenizer=/nowhere/at/all does not exist"),
+    "a file to save into": ("checkpoint", {"save_dir": __file__},
+        f"checkpoint.save_dir={__file__} is a file: name a folder"),
+    "no checkpoint": ("checkpoint", {"load_path": "nowhere"},
+        "checkpoint.load_path=nowhere is no checkpoint (it has no state.json): use latest, "
+        "or a folder like checkpoints/step-00000010"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_told_with_its_numbers_and_the_remedy(name):
+    section, keys, message = BAD[name]
+    (told,) = problems({section: keys})
+    assert message in told
+    assert "hf_secret" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{\n"training": {\n\t"seed": 1\n\t"betas": 2}}',
+            "line 4, column 2: Expecting ',' delimiter\n     \"betas\": 2}}\n     ^",
+        ),
+        ("", "line 1, column 1: Expecting value"),
+        ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
+        ('{"training": {"seed": 1, "seed": 2}}', "seed is given more than once: keep one"),
+        ('{"training": {}, "training": {}}', "training is given more than once: keep one"),
+        ('{"trainng": {}}', "trainng is not known: did you mean training?"),
+        ('{"seed": 1}', "seed is in the wrong place: seed belongs in training"),
+        ('{"name": "tiny"}', "name is in the wrong place: name belongs in model or dataset"),
+        ('{"training": 5}', "training=5: must be a section, { ... }"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    (told,) = caught.value.problems
+    assert message in told
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*config.json: No such file"):
+        load_config(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b'{"model": {"name": "\xff"}}')
+    with pytest.raises(ConfigError, match="is not JSON in UTF-8: 'utf-8' codec can't decode"):
+        load_config(tmp_path / "config.json")
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"distributed": {"tp_size": 3, "tp_size": 3, "pp_engine": "gpipe"},'
+        ' "training": {"seq_length": "9999", "warmup_steps": 900, "min_learning_rate": 1},'
+        ' "dataset": {"name": "nowhere.txt", "lines": 3}, "loging": {}}'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    fragments = [
+        "tp_size is given more than once",
+        'distributed.pp_engine="gpipe"',
+        'training.seq_length="9999"',
+        "dataset.lines is not known",
+        "loging is not known: did you mean logging?",
+        "tensor parallelism has not landed",
+        "warmup_steps=900 leaves nothing of total_train_steps=200: use at most 199",
+        "min_learning_rate=1.0 is above learning_rate=0.0003",
+        "dataset.name=nowhere.txt does not exist",
+        "tp_size=3 does not divide num_attention_heads=4: use 1 or 2",
+        "tp_size=3 does not divide num_key_value_heads=2: use 1 or 2",
+    ]
+    told = caught.value.problems
+    assert len(told) == len(fragments)
+    assert all(any(fragment in problem for problem in told) for fragment in fragments)
+    assert str(caught.value) == "\n".join(told)
+
+
+def test_nothing_is_said_about_the_default_of_a_bad_key():
+    (told,) = problems({"training": {"total_train_steps": "50", "warmup_steps": 200}})
+    assert "warmup_steps" not in told  # 200 is too many for the default, but not what was meant
+    (told,) = problems({"training": 5, "model": {"max_position_embeddings": 8}})
+    assert "seq_length" not in told
+    (told,) = problems({"model": {"name": 5, "num_attention_heads": 3}})
+    assert told == "model.name=5: must be a valid string"
+    both = problems({"model": {"name": 5}, "dataset": {"name": "nowhere.txt"}})
+    assert len(both) == 2  # name is a key of two sections; only the model's is hidden
+
+
+def test_the_default_config_loads_and_an_empty_one_is_all_defaults():
+    config = load_config(ROOT / "config.json")
+    assert config.world_size == 2
+    t = config.training
+    assert config.global_batch == 2 * t.micro_batch_size * t.gradient_accumulation_steps
+    assert config.tokens_per_step == config.global_batch * t.seq_length
+    assert config.metrics_file == "checkpoints/tiny/metrics.jsonl"
+    assert resolve_model(config) == PRESETS["tiny"]
+    assert parse_config({}) == Config()
+    assert parse_config({"logging": {"metrics_file": "m.jsonl"}}).metrics_file == "m.jsonl"
+
+
+def test_the_template_of_picotron_loads(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(PICOTRON_TEMPLATE)
+    config = load_config(path)
+    assert config.checkpoint.load_path is None
+    assert config.training.learning_rate == 1.0
+    assert config.environment.OMP_NUM_THREADS == 1
+    assert config.environment.TOKENIZERS_PARALLELISM is False
+    assert config.use_flash_attention
+    model = resolve_model(config)
+    assert (model.num_hidden_layers, model.head_dim, model.hidden_size) == (16, 60, 960)
+
+
+def test_either_of_picotrons_switches_turns_flash_attention_off():
+    assert not parse_config({"environment": {"FLASH_ATTEN": "0"}}).use_flash_attention
+    assert not parse_config({"model": {"use_flash_attention": False}}).use_flash_attention
+    assert parse_config({}).use_flash_attention
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().training.seed = 1
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
+    config = parse_config({"checkpoint": {"save_dir": "~/runs"}})
+    assert config.checkpoint.save_dir == "/nowhere/runs"
+    assert Path(Config().dataset.cache_dir).is_absolute()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_by_its_full_and_its_short_name(name):
+    for spelling in (name, name.split("/")[-1], name + "-Instruct"):
+        assert resolve_model(parse_config({"model": {"name": spelling}})) == PRESETS[name]
+
+
+def test_any_number_of_the_model_can_be_overridden():
+    given = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "rope_theta": 5e5,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 512,
+    }  # fmt: skip
+    model = resolve_model(parse_config({"model": given}))
+    assert {name: getattr(model, name) for name in given} == given
+    assert resolve_model(parse_config({"model": {"hidden_size": 64}})).head_dim == 16
+
+
+def test_a_preset_with_its_owners_name_is_checked_without_the_network():
+    raw = {"model": {"name": "HuggingFaceTB/SmolLM-135M"}, "training": {"seq_length": 4096}}
+    assert "seq_length=4096 is above max_position_embeddings=2048" in problems(raw)[0]
+
+
+def test_a_local_folder_gives_the_model(tmp_path, monkeypatch):
+    path = tmp_path / "owner" / "llama" / "config.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(PRESETS["HuggingFaceTB/SmolLM-360M"].to_hf()))
+    config = {"model": {"name": str(path.parent), "num_hidden_layers": 2}}
+    model = resolve_model(parse_config(config))
+    assert (model.hidden_size, model.num_hidden_layers) == (960, 2)
+    monkeypatch.chdir(tmp_path)  # a folder that is there comes before a hub id
+    assert resolve_model(parse_config({"model": {"name": "owner/llama"}})).hidden_size == 960
+    path.write_text('{"model_type": "gpt2"}')
+    assert "model_type='gpt2' is not supported" in problems(config)[0]
+    path.unlink()
+    assert "cannot read" in problems(config)[0]
+
+
+def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
+    def offline(name, file):
+        raise OSError("no network\nand more")
+
+    hub = SimpleNamespace(hf_hub_download=offline)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    config = parse_config({"model": {"name": "owner/llama"}, "training": {"seq_length": 4096}})
+    message = r"cannot fetch config.json of model.name=owner/llama from the hub \(no network\)"
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(config)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PRESETS["meta-llama/Llama-3.2-1B"].to_hf()))
+    hub.hf_hub_download = lambda name, file: path
+    assert resolve_model(config) == PRESETS["meta-llama/Llama-3.2-1B"]
+    path.write_text(json.dumps(PRESETS["tiny"].to_hf()))
+    with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
+        resolve_model(config)
+
+
+def test_local_files_are_accepted_and_the_newest_checkpoint_is_offered(tmp_path):
+    (tmp_path / "step-00000020").mkdir()
+    (tmp_path / "step-00000020" / "state.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("text")
+    checkpoint = {"save_dir": str(tmp_path), "load_path": str(tmp_path / "step-00000020")}
+    dataset = {"name": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
+    parse_config({"checkpoint": checkpoint, "dataset": dataset})
+    parse_config({"checkpoint": checkpoint | {"load_path": "latest"}})
+    (told,) = problems({"checkpoint": checkpoint | {"load_path": str(tmp_path)}})
+    assert told.endswith(f"use latest, or a folder like {tmp_path / 'step-00000020'}")
+
+
+def test_layouts_that_do_not_fit_the_model_name_those_that_do():
+    llama = PRESETS["meta-llama/Llama-3.2-1B"]
+    config = Config.model_validate({"distributed": {"tp_size": 3, "pp_size": 9, "pp_chunks": 2}})
+    assert model_problems(config, llama) == [
+        "tp_size=3 does not divide num_attention_heads=32: use 1, 2, 4 or 8",
+        "tp_size=3 does not divide num_key_value_heads=8: use 1, 2, 4 or 8",
+        "tp_size=3 does not divide intermediate_size=8192: use 1, 2, 4 or 8",
+        "pp_size=9 x pp_chunks=2 makes 18 stages of num_hidden_layers=16: use at most 16 stages",
+    ]
+    config = Config.model_validate({"distributed": {"tp_size": 8, "pp_size": 16}})
+    assert model_problems(config, llama) == []
+
+
+def test_context_parallelism_needs_a_sequence_that_can_be_cut():
+    raw = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
+    parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
+    cut = "seq_length=252 cannot be cut into 8 pieces for cp_size=4: use 256"
+    assert cut in problems_of(Config.model_validate(raw))
+    raw["distributed"]["cp_engine"] = "ulysses"  # one piece a rank, not two
+    assert cut not in "".join(problems_of(Config.model_validate(raw)))
+
+
+def test_a_wrong_number_of_processes_is_told_with_the_right_command(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"distributed": {"dp_size": 4}}')
+    assert load_config(path, 4) == load_config(path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, 3)
+    assert str(caught.value) == (
+        "this config needs 4 processes (dp_size=4 x pp_size=1 x cp_size=1 x tp_size=1) but was"
+        f" started with 3: run  torchrun --nproc_per_node 4 train.py --config {path},"
+        " or set distributed.dp_size to 3"
+    )
+
+
+def test_a_wrong_number_of_processes_is_told_with_the_other_problems(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"distributed": {"dp_size": 4}, "training": {"seed": -1}}')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, 3)
+    assert len(caught.value.problems) == 2
+    path.write_text('{"distributed": {"dp_size": "4"}}')  # then nobody knows how many are right
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, 3)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_config_is_checked_without_importing_torch():
+    code = (
+        "import sys; from picotron_min.config import *; resolve_model(load_config('config.json')); "
+        "assert not {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,171 @@
+"""The formulas of costs.py against the real model: what torch counts, and what it saves."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from picotron_min import costs
+from picotron_min.llama_config import PRESETS, LlamaConfig, find_preset
+from picotron_min.model import Llama, apply_recompute
+
+GQA = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+SHAPES = {"gqa": GQA, "mha": GQA.override(num_key_value_heads=4), "tied": PRESETS["tiny"]}
+B, S = 2, 64
+
+
+def build(model: LlamaConfig, recompute: str) -> tuple[Llama, torch.Tensor, torch.Tensor]:
+    llama = Llama(model)
+    apply_recompute(llama, recompute)
+    return llama, torch.randint(model.vocab_size, (B, S)), torch.arange(S)
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+def test_parameter_count_is_the_models(model):
+    assert costs.parameter_count(model) == sum(p.numel() for p in Llama(model).parameters())
+
+
+def test_known_models_have_their_known_sizes():
+    # from the model cards, to the digits they give
+    for name, billions in {
+        "Llama-2-7B": 6.74,
+        "Llama-3.2-1B": 1.24,
+        "Llama-3.1-405B": 405.85,
+    }.items():
+        assert round(costs.parameter_count(find_preset(name)) / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+def test_hardware_flops_are_what_torch_counts(model, recompute):
+    llama, tokens, positions = build(model, recompute)
+    with FlopCounterMode(display=False) as counter:
+        llama(tokens, positions, tokens).backward()
+    # torch's counter does not know attention on a CPU: that term vanishes at length 0
+    assert costs.hardware_flops_per_token(model, 0, recompute) * B * S == counter.get_total_flops()
+
+
+def test_attention_costs_half_of_the_written_out_products():
+    at_once = costs.hardware_flops_per_token(GQA, S) - costs.hardware_flops_per_token(GQA, 0)
+    q = torch.randn(1, GQA.num_attention_heads, S, GQA.head_dim, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        ((q @ q.mT) @ q).sum().backward()
+    assert at_once * S == GQA.num_hidden_layers * counter.get_total_flops() / 2
+    for recompute in ("selective", "full"):  # a third forward on top of the 1 + 2
+        more = costs.hardware_flops_per_token(GQA, S, recompute)
+        more -= costs.hardware_flops_per_token(GQA, 0, recompute)
+        assert more * 3 == at_once * 4
+
+
+def test_model_flops_of_llama_2_7b_by_hand():
+    attention = 12 * 32 * 32 * 128 * 4096 // 2  # 12 L Q D S/2
+    matmul = 6_738_415_616 - 32_000 * 4096 - 65 * 4096  # no lookup, no norms
+    expected = 6 * matmul + attention
+    assert costs.model_flops_per_token(find_preset("Llama-2-7B"), 4096) == expected
+
+
+def saved_bytes(model: LlamaConfig, recompute: str, dtype: str) -> int:
+    """Bytes of all distinct storages that forward keeps for backward, without parameters."""
+    llama, tokens, positions = build(model, recompute)
+    if dtype == "float64":
+        llama.double()
+    parameters = {p.data_ptr() for p in llama.parameters()}
+    storages, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        # Casts of weights are planned with the weights; no activation here has a matrix's shape.
+        shape = tuple(tensor.shape)
+        is_cast = dtype == "bfloat16" and (shape in matrices or shape[::-1] in matrices)
+        if storage.data_ptr() not in parameters and not is_cast:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    matrices = {tuple(p.shape) for p in llama.parameters() if p.ndim == 2}
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        llama(tokens, positions, tokens)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_of_a_layer_are_what_torch_saves(recompute, dtype):
+    model = GQA.override(hidden_size=160, head_dim=48)  # no [B S, E] looks like a matrix
+    two = saved_bytes(model, recompute, dtype)
+    three = saved_bytes(model.override(num_hidden_layers=3), recompute, dtype)
+    planned = costs.saved_per_token(model, dtype, recompute)
+    assert planned == pytest.approx((three - two) / (B * S), rel=0.15)
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+def test_memory_of_one_rank_is_what_torch_keeps(model):
+    memory = costs.memory_per_rank(model, seq_length=S, micro_batch_size=B)
+    assert memory.weights == memory.gradients == 4 * costs.parameter_count(model)
+    assert memory.optimizer_state == 8 * costs.parameter_count(model)
+    # before backward there is no gradient of the logits yet
+    before_backward = memory.activations + memory.logits / 2
+    assert before_backward == pytest.approx(saved_bytes(model, "none", "float32"), rel=0.15)
+
+
+def test_recomputation_needs_less_and_full_the_least():
+    model = find_preset("Llama-3.2-1B")
+    none, selective, full = (
+        costs.memory_per_rank(model, seq_length=4096, recompute=recompute).activations
+        for recompute in ("none", "selective", "full")
+    )
+    assert full < selective < none
+    one_layer = costs.saved_per_token(model) * 4096
+    boundaries = (16 * 4 + 3 * 4) * 2048 * 4096
+    assert full == one_layer + boundaries
+
+
+def test_layouts_divide_what_they_should():
+    model = find_preset("Llama-2-7B")
+    one = costs.memory_per_rank(model, seq_length=4096)
+    tp = costs.memory_per_rank(model, seq_length=4096, tp=4)
+    norms = 65 * 4096 * 4
+    assert tp.weights - norms == (one.weights - norms) / 4
+    heads_and_mlp = 32 * 4 * (4 * 4096 + 4 * 11_008) * 4096
+    assert one.activations - tp.activations == heads_and_mlp * 3 / 4
+    sp = costs.memory_per_rank(model, seq_length=4096, tp=4, sequence_parallel=True)
+    assert one.activations / 4 < sp.activations < tp.activations
+    cp = costs.memory_per_rank(model, seq_length=4096, cp=4)
+    assert (cp.activations, cp.logits) == (one.activations / 4, one.logits / 4)
+    assert cp.weights == one.weights
+    bf16 = costs.memory_per_rank(model, seq_length=4096, dtype="bfloat16", optimizer="sgd")
+    assert bf16.weights == one.weights + 2 * costs.matmul_parameters(model)
+    assert bf16.optimizer_state == 0
+
+
+def test_stages_hold_all_layers_and_the_fullest_one_is_planned():
+    for layers, stages in [(4, 1), (7, 3), (80, 16), (5, 4)]:
+        split = [costs.stage_layers(layers, stages, s) for s in range(stages)]
+        assert sum(split) == layers and max(split) - min(split) <= 1
+    # a huge vocabulary makes the last stage the fullest, although the first keeps more alive
+    model = GQA.override(vocab_size=100_000)
+    memory = costs.memory_per_rank(model, seq_length=S, pp=2, num_micro_batches=4)
+    layer = costs.parameter_count(GQA) - costs.parameter_count(GQA.override(num_hidden_layers=1))
+    assert memory.weights == 4 * (layer + 128 + 100_000 * 128)
+    assert memory.logits > 0
+
+
+@pytest.mark.parametrize(("engine", "live"), [("1f1b", 1), ("afab", 8)])
+def test_activations_grow_with_the_micro_batches_that_are_alive(engine, live):
+    def plan(micro_batches):
+        return costs.memory_per_rank(
+            GQA, seq_length=S, num_micro_batches=micro_batches, pp_engine=engine
+        )
+
+    assert plan(8).activations == live * plan(1).activations
+    assert plan(8).logits == math.ceil((live + 1) / 2 * plan(1).logits)

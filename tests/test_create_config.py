@@ -1,0 +1,190 @@
+"""create_config.py as it is run: what it writes, what it says, what it refuses to do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from create_config import main
+from picotron_min import config as schema
+from picotron_min import costs
+from picotron_min.config import load_config
+
+PICOTRON = (
+    "--tp 1 --cp 1 --dp 4 --pp 1 --pp_engine afab --model_name HuggingFaceTB/SmolLM-360M-Instruct"
+    " --num_hidden_layers 5 --num_attention_heads 16 --num_key_value_heads 4 --grad_acc_steps 2"
+    " --mbs 3 --seq_len 128 --subset_name sub --use_wandb --use_cpu --use_fused_adam"
+)
+
+
+@pytest.fixture
+def create(tmp_path, monkeypatch, capsys):
+    """Run create_config.py with flags in one string; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(flags: str = "", exp_name: str = "exp"):
+        code = main(["--out_dir", "runs", "--exp_name", exp_name, *flags.split()])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+PATH = Path("runs/exp/config.json")
+
+
+def test_picotrons_flags_end_up_under_their_keys(create):
+    code, _, err = create(PICOTRON)
+    assert (code, err) == (0, "")
+    config = load_config(PATH)
+    d, m, t = config.distributed, config.model, config.training
+    assert (d.tp_size, d.cp_size, d.dp_size, d.pp_size, d.pp_engine) == (1, 1, 4, 1, "afab")
+    assert m.name == "HuggingFaceTB/SmolLM-360M-Instruct" and m.use_fused_adam and d.use_cpu
+    assert (m.num_hidden_layers, m.num_attention_heads, m.num_key_value_heads) == (5, 16, 4)
+    assert (t.gradient_accumulation_steps, t.micro_batch_size, t.seq_length) == (2, 3, 128)
+    assert config.dataset.subset_name == "sub" and config.logging.use_wandb
+    assert config.logging.run_name == "exp"
+    assert config.checkpoint.save_dir == "runs/exp/checkpoints"
+
+
+def test_only_flags_that_were_given_are_written(create):
+    create("--dp 2")
+    written = json.loads(PATH.read_text())
+    assert set(written) == {"distributed", "checkpoint", "logging", "environment"}
+    assert written["distributed"] == {"dp_size": 2}
+
+
+def test_every_key_of_the_schema_has_a_flag(create, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        create("--help")
+    shown = capsys.readouterr().out
+    keys = [f"{s}.{key}" for s, section in schema.SECTIONS.items() for key in section.model_fields]
+    assert stopped.value.code == 0
+    assert [key for key in keys if f"{key}, default" not in " ".join(shown.split())] == []
+
+
+def test_values_get_the_type_that_the_schema_wants(create):
+    flags = "--learning_rate 1e-4 --betas [0.8,0.9] --run_name 12 --max_tokens null"
+    assert create(flags + " --no-use_fused_adam --dtype bfloat16")[0] == 0
+    config = load_config(PATH)
+    assert config.training.learning_rate == 1e-4 and config.training.betas == [0.8, 0.9]
+    assert config.logging.run_name == "12" and config.training.max_tokens is None
+    assert not config.model.use_fused_adam and config.model.dtype == "bfloat16"
+
+
+def test_it_prints_what_the_config_means(create):
+    _, out, _ = create("--dp 2 --mbs 4 --grad_acc_steps 2 --seq_len 1024 --model_name Llama-3.2-1B")
+    assert "processes        2 = pp 1 x dp 2 x cp 1 x tp 1" in out
+    assert "  pp 0  dp 1  cp 0   rank 1\n" in out
+    assert "tokens per step  16,384 = 2 dp x 4 sequences x 2 micro-batches x 1024" in out
+    assert "parameters       1,235,814,400, " in out
+    assert "weights            4.943 GB" in out and "optimizer state    9.887 GB" in out
+    assert out.endswith("\ntorchrun --nproc_per_node 2 train.py --config runs/exp/config.json\n")
+
+
+def test_the_rank_grid_has_tp_innermost_and_stays_short(create, monkeypatch):
+    monkeypatch.setattr(schema, "NOT_LANDED", [])  # the layouts that later chapters bring
+    _, out, _ = create("--pp 2 --dp 4 --cp 2 --tp 2")
+    assert "processes        32 = pp 2 x dp 4 x cp 2 x tp 2" in out
+    assert "  pp 0  dp 0  cp 1   ranks 2 to 3 (tp)\n" in out
+    assert "  pp 0  dp 3  cp 1   ranks 14 to 15 (tp)\n  and 8 rows more\n" in out
+
+
+def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
+    monkeypatch.setattr(schema, "NOT_LANDED", [])
+    asked = {}
+
+    def memory_per_rank(model, **kwargs):
+        asked.update(kwargs)
+        return costs.memory_per_rank(model, **kwargs)
+
+    monkeypatch.setattr("create_config.memory_per_rank", memory_per_rank)
+    layout = "--pp 4 --cp 1 --tp 2 --sequence_parallel --pp_engine afab --mbs 3 --grad_acc_steps 5"
+    create(layout + " --seq_len 128 --dtype bfloat16 --optimizer sgd --recompute full")
+    assert asked == {
+        "seq_length": 128,
+        "micro_batch_size": 3,
+        "num_micro_batches": 5,
+        "pp": 4,
+        "cp": 1,
+        "tp": 2,
+        "dtype": "bfloat16",
+        "optimizer": "sgd",
+        "recompute": "full",
+        "sequence_parallel": True,
+        "pp_engine": "afab",
+    }
+
+
+def test_the_same_again_is_fine_and_says_so(create):
+    create("--dp 2")
+    code, out, _ = create("--dp 2")
+    assert code == 0 and out.startswith("runs/exp/config.json is already there with the same")
+
+
+def test_a_different_file_is_kept_unless_forced_and_nothing_is_deleted(create):
+    create("--dp 2")
+    beside = PATH.with_name("metrics.jsonl")
+    beside.write_text("precious")
+    before = PATH.read_text()
+    code, out, err = create("--dp 4")
+    assert (code, out) == (2, "") and "differs: choose another --exp_name, or add --force" in err
+    assert PATH.read_text() == before
+    assert create("--dp 4 --force")[0] == 0
+    assert load_config(PATH).distributed.dp_size == 4 and beside.read_text() == "precious"
+
+
+def test_all_mistakes_are_told_at_once_and_nothing_is_written(create):
+    code, out, err = create("--dp two --seq_lem 3 --pp_engine gpipe --warmup_steps 500")
+    assert (code, out) == (2, "") and not PATH.exists()
+    problems = err.splitlines()
+    assert len(problems) == 4 and all(problem.startswith("error: ") for problem in problems)
+    assert "--seq_lem is not known: did you mean --seq_len?" in err
+    assert 'distributed.dp_size="two": must be a valid integer' in err
+    assert 'distributed.pp_engine="gpipe"' in err
+    assert "warmup_steps=500 leaves nothing of total_train_steps=200" in err
+
+
+def test_an_abbreviated_flag_is_not_guessed(create):
+    code, _, err = create("--learning 1e-3")
+    assert code == 2 and "did you mean --learning_rate?" in err
+
+
+def test_a_folder_that_cannot_be_made_is_told_plainly(create):
+    Path("runs").write_text("a file")
+    code, _, err = create()
+    assert code == 2 and err == "error: cannot write runs/exp: Not a directory\n"
+
+
+def test_a_hub_id_is_written_without_the_network(create, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it would raise
+    code, out, _ = create("--model_name someone/a-llama")
+    assert code == 0 and load_config(PATH).model.name == "someone/a-llama"
+    assert "not known without the network: download someone/a-llama" in out
+
+
+def test_it_runs_as_a_script_without_torch(tmp_path):
+    script = Path(__file__).parent.parent / "create_config.py"
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:];"
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    flags = ["--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, script, *flags],
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(f"--config '{tmp_path}/a b/config.json'\n")
+    assert (tmp_path / "a b" / "config.json").is_file()
+
+
+def test_missing_flags_exit_with_2():
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent.parent / "create_config.py"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "--out_dir, --exp_name" in done.stderr
+    assert "Traceback" not in done.stderr
