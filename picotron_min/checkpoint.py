@@ -35,8 +35,8 @@ from picotron_min.tokenizer import Tokenizer
 def initialise(model: Llama, device: torch.device, seed: int) -> None:
     """Give a model that was built on the meta device its memory and its initial weights.
 
-    A weight is a function of (seed, name): every layout starts from bit-identical weights, and a
-    model with more layers has the same first ones. Drawn in float32 on the CPU, one at a time.
+    A weight is a function of (seed, name): every layout starts from bit-identical weights. Drawn in
+    float32 on the CPU, one at a time.
     """
     model.to_empty(device=device)
     model.tie_weights()
@@ -170,12 +170,17 @@ def _write_json(path: Path, content: dict) -> None:
 def set_aside(save_dir: Path) -> Path | None:
     """Move an earlier run out of the way of a new one that writes to the same folder.
 
-    Returns where it went, `save_dir.1` or the next free number, or None if there was none.
+    Returns where it went, `save_dir/earlier-1` or the next free number, or None if there was none.
+    Only what a run writes is moved: save_dir may be the user's working directory.
     """
-    if not any(save_dir.glob("step-*")) and not (save_dir / "hf").exists():
+    patterns = ("step-*", "hf", "metrics.jsonl")
+    earlier = [path for pattern in patterns for path in save_dir.glob(pattern)]
+    if not earlier:
         return None
     number = 1
-    while (aside := save_dir.with_name(f"{save_dir.name}.{number}")).exists():
+    while (aside := save_dir / f"earlier-{number}").exists():
         number += 1
-    save_dir.rename(aside)
+    aside.mkdir()
+    for path in earlier:
+        path.rename(aside / path.name)
     return aside

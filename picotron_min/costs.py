@@ -16,6 +16,7 @@ from picotron_min.pipeline_schedule import ENGINES, Action, Kind
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 OPTIMIZER_MOMENTS = {"adamw": 2, "sgd": 0}
+CHUNK_ROWS = 1024  # as in loss.py, which this file cannot import without torch
 
 
 def parameter_count(model: LlamaConfig) -> int:
@@ -83,11 +84,11 @@ class RankMemory:
     gradients: int
     optimizer_state: int
     activations: int
-    logits: int
+    loss: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer_state + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer_state + self.activations + self.loss
 
 
 def memory_per_rank(
@@ -111,10 +112,11 @@ def memory_per_rank(
       tp divides matrices, not norms; dp and cp divide nothing. Computing in bfloat16, autocast
       also keeps a copy of every matmul parameter, counted with the weights.
     - optimizer state: two more such numbers a parameter for AdamW, none for SGD.
-    - activations: `saved_per_token` x layers of the stage (and 3 E for the norm before lm_head)
+    - activations: `saved_per_token` x layers of the stage (and 2 E for the norm before lm_head)
       x tokens of a micro-batch on this rank x the micro-batches that the schedule keeps alive at
       once; and, with recomputation, the one part of a layer that backward has just brought back.
-    - logits: on the last stage, V/tp log-probabilities per live token, and one gradient of them.
+    - loss: on the last stage, the logits of CHUNK_ROWS tokens, V/tp each, that become their gradient;
+      and per live micro-batch the gradients of lm_head and of its input, made along with the loss.
 
     Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention
     (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
@@ -126,7 +128,7 @@ def memory_per_rank(
     everything = saved_per_token(model, dtype, "none", tp, sequence_parallel)
     selective = saved_per_token(model, dtype, "selective", tp, sequence_parallel)
     brought_back = {"none": 0, "selective": everything - selective, "full": everything}[recompute]
-    last_norm = (2 * wide + BYTES[dtype]) * E
+    last_norm = 2 * wide * E
 
     def stage_memory(stage: int) -> RankMemory:
         first, last = stage == 0, stage == pp - 1
@@ -143,7 +145,8 @@ def memory_per_rank(
             activations=math.ceil(
                 tokens * (live * (layers * saved + last * last_norm) + brought_back)
             ),
-            logits=last * math.ceil((live + 1) * tokens * wide * V / tp),
+            loss=last * math.ceil(wide * V / tp * (min(CHUNK_ROWS, tokens) + live * E))
+            + last * live * tokens * BYTES[dtype] * E,
         )
 
     return max((stage_memory(stage) for stage in range(pp)), key=lambda memory: memory.total)

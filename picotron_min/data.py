@@ -40,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from picotron_min.model import IGNORE_INDEX
+from picotron_min.loss import IGNORE_INDEX
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from picotron_min.llama_config import LlamaConfig
-
-IGNORE_INDEX = -100  # a target that is not counted, as in Hugging Face
+from picotron_min.loss import head_loss
 
 
 class Llama(nn.Module):
@@ -135,12 +134,9 @@ class Head(nn.Linear):
         """x [B, S, E], targets [B, S] -> [], the sum (not the mean) of the tokens' cross entropies.
 
         A sum, so that micro-batches and ranks can be added up; the step divides once, by the number
-        of targets in the whole global batch. Targets of IGNORE_INDEX count nothing.
+        of targets in the whole global batch. The logits never exist all at once, see loss.py.
         """
-        logits = at_least_float32(self(x)).flatten(0, 1)
-        return F.cross_entropy(
-            logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
-        )
+        return head_loss(x.flatten(0, 1), self.weight, targets.flatten())
 
 
 def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:

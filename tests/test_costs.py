@@ -1,6 +1,5 @@
 """The formulas of costs.py against the real model: what torch counts, and what it saves."""
 
-import math
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
 from picotron_min.llama_config import PRESETS, LlamaConfig, find_preset
+from picotron_min.loss import CHUNK_ROWS
 from picotron_min.model import Llama, apply_recompute
 
 GQA = LlamaConfig(
@@ -113,9 +113,15 @@ def test_memory_of_one_rank_is_what_torch_keeps(model):
     memory = costs.memory_per_rank(model, seq_length=S, micro_batch_size=B)
     assert memory.weights == memory.gradients == 4 * costs.parameter_count(model)
     assert memory.optimizer_state == 8 * costs.parameter_count(model)
-    # before backward there is no gradient of the logits yet
-    before_backward = memory.activations + memory.logits / 2
-    assert before_backward == pytest.approx(saved_bytes(model, "none", "float32"), rel=0.15)
+    assert memory.activations == pytest.approx(saved_bytes(model, "none", "float32"), rel=0.15)
+
+
+def test_memory_of_the_loss_is_a_chunk_of_logits_and_what_it_keeps_for_backward():
+    llama, tokens, positions = build(GQA, "none")
+    kept = llama(tokens, positions, tokens).grad_fn
+    memory = costs.memory_per_rank(GQA, seq_length=S, micro_batch_size=B)
+    assert costs.CHUNK_ROWS == CHUNK_ROWS > B * S
+    assert memory.loss == kept.dx.nbytes + kept.dw.nbytes + 4 * B * S * GQA.vocab_size
 
 
 def test_recomputation_needs_less_and_full_the_least():
@@ -126,7 +132,7 @@ def test_recomputation_needs_less_and_full_the_least():
     )
     assert full < selective < none
     one_layer = costs.saved_per_token(model) * 4096
-    boundaries = (16 * 4 + 3 * 4) * 2048 * 4096
+    boundaries = (16 * 4 + 2 * 4) * 2048 * 4096
     assert full == one_layer + boundaries
 
 
@@ -141,7 +147,7 @@ def test_layouts_divide_what_they_should():
     sp = costs.memory_per_rank(model, seq_length=4096, tp=4, sequence_parallel=True)
     assert one.activations / 4 < sp.activations < tp.activations
     cp = costs.memory_per_rank(model, seq_length=4096, cp=4)
-    assert (cp.activations, cp.logits) == (one.activations / 4, one.logits / 4)
+    assert cp.activations == one.activations / 4
     assert cp.weights == one.weights
     bf16 = costs.memory_per_rank(model, seq_length=4096, dtype="bfloat16", optimizer="sgd")
     assert bf16.weights == one.weights + 2 * costs.matmul_parameters(model)
@@ -157,7 +163,7 @@ def test_stages_hold_all_layers_and_the_fullest_one_is_planned():
     memory = costs.memory_per_rank(model, seq_length=S, pp=2, num_micro_batches=4)
     layer = costs.parameter_count(GQA) - costs.parameter_count(GQA.override(num_hidden_layers=1))
     assert memory.weights == 4 * (layer + 128 + 100_000 * 128)
-    assert memory.logits > 0
+    assert memory.loss > 0
 
 
 @pytest.mark.parametrize(("engine", "live"), [("1f1b", 1), ("afab", 8)])
@@ -168,4 +174,5 @@ def test_activations_grow_with_the_micro_batches_that_are_alive(engine, live):
         )
 
     assert plan(8).activations == live * plan(1).activations
-    assert plan(8).logits == math.ceil((live + 1) / 2 * plan(1).logits)
+    head_and_input = 4 * GQA.hidden_size * (GQA.vocab_size + S)
+    assert plan(8).loss - plan(1).loss == (live - 1) * head_and_input

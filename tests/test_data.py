@@ -13,7 +13,7 @@ import torch
 
 from picotron_min import data
 from picotron_min.data import Batches, prepare_tokens
-from picotron_min.model import IGNORE_INDEX
+from picotron_min.loss import IGNORE_INDEX
 from picotron_min.tokenizer import BytesTokenizer, load_tokenizer
 
 TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]

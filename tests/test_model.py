@@ -4,8 +4,8 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.llama_config import PRESETS, LlamaConfig, RopeScaling, find_preset
+from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import (
-    IGNORE_INDEX,
     FlashAttention,
     Llama,
     SoftmaxAttention,

@@ -1,0 +1,148 @@
+"""Cross entropy without the logits of a whole micro-batch, and with the vocabulary split or not.
+
+With a vocabulary of 128k, the logits of 8k tokens are 4 GB in float32, and their gradient is as
+much again: more than the rest of a small model. But a token's loss needs its own logits only. So
+rows (tokens) are taken in chunks, and for each chunk, while its logits exist, everything is done
+that will be needed of them: the loss, and the gradients of both factors of the product.
+
+    for each chunk of rows:   logits = x w^T  ->  loss  ->  p - onehot  ->  dx = (p - onehot) w
+                                                                             dw += (p - onehot)^T x
+
+Backward then only multiplies by the upstream gradient. That is a trade: dw is kept from forward to
+backward (4 bytes per element of w), and no logit is computed twice.
+
+The vocabulary may be split over ranks, each holding some rows of w. The softmax needs two numbers
+of the other ranks per token, the largest logit and the sum of exponentials; the target's logit is
+a third, which one rank knows. A `Vocabulary` says which rows are here and how to reach the others.
+
+Source: the chunking, Hsu et al. 2024, "Liger Kernel", section 3.2; the split softmax, Shoeybi et
+al. 2019, "Megatron-LM", section 3. In production: Liger's fused kernel on GPUs, and torch's own
+`linear_cross_entropy` (since 2.13) or `loss_parallel`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # a target that counts for nothing, as in torch and Hugging Face
+CHUNK_ROWS = 1024
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The slice of the vocabulary that is here, from id `first` on; by default all of it.
+
+    `maximum` and `total` combine a tensor elementwise over the ranks that hold the other slices.
+    """
+
+    first: int = 0
+    maximum: Callable[[Tensor], Tensor] = itself
+    total: Callable[[Tensor], Tensor] = itself
+
+
+WHOLE = Vocabulary()
+
+
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocabulary: Vocabulary = WHOLE,
+    chunk_rows: int = CHUNK_ROWS,
+) -> Tensor:
+    """Summed cross entropy of the logits x w^T, [], in float32 or better.
+
+    x [N, E], weight [V/tp, E], targets [N] as ids of the whole vocabulary or IGNORE_INDEX. The
+    gradient of x is this slice's share: with a split vocabulary, the caller sums it over the ranks.
+    Under autocast both factors are cast, like those of any linear layer.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return _HeadLoss.apply(x, weight, targets, vocabulary, chunk_rows, torch.is_grad_enabled())
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocabulary, chunk_rows, wants_gradients):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros((), dtype=dtype)
+        if wants_gradients:
+            ctx.dx, ctx.dw = torch.empty_like(x), torch.zeros_like(weight, dtype=dtype)
+        for start in range(0, len(x), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            logits = (x[rows] @ weight.T).to(dtype)
+            losses, gradient = losses_and_gradient(logits, targets[rows], vocabulary)
+            total += losses.sum()
+            if wants_gradients:
+                gradient = gradient.to(x.dtype)
+                ctx.dx[rows] = gradient @ weight
+                ctx.dw += gradient.T @ x[rows]
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        # Scaled in place, and let go: good for one backward.
+        dx, dw = ctx.dx.mul_(upstream), ctx.dw.mul_(upstream)
+        del ctx.dx, ctx.dw
+        return dx, dw, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary = WHOLE, in_place: bool = False
+) -> Tensor:
+    """The cross entropy of each token, [N], in float32 or better; 0 where the target is ignored.
+
+    logits [N, V/tp], targets [N]. For what wants the tokens' losses apart, to weigh or to look at
+    them; training uses `head_loss`. With `in_place` the memory of float32 logits is used for their
+    gradient, and they must not be read again.
+    """
+    return _CrossEntropy.apply(logits, targets, vocabulary, in_place)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, vocabulary, in_place):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        values = logits.detach().to(dtype, copy=not in_place)
+        losses, gradient = losses_and_gradient(values, targets, vocabulary)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream[:, None]).to(ctx.dtype), None, None, None
+
+
+def losses_and_gradient(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """The losses [N] and their gradient p - onehot [N, V/tp], which takes the logits' memory.
+
+    With s the sum over the vocabulary of exp(logit - max), a token's loss is log s - (its target's
+    logit - max), and p = exp(logit - max) / s. Two small reductions over the ranks: the largest
+    logit [N]; then s and the target's logit, which only one rank adds, together [2, N].
+    """
+    counts = targets != IGNORE_INDEX
+    ids = targets - vocabulary.first
+    is_here = counts & (ids >= 0) & (ids < logits.shape[1])
+    ids = ids.where(is_here, 0)[:, None]
+
+    logits -= vocabulary.maximum(logits.amax(-1))[:, None]
+    target_logits = logits.gather(1, ids)[:, 0] * is_here
+    exponentials = logits.exp_()
+    sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), target_logits]))
+    losses = (sums.log() - target_logits) * counts
+
+    # p where the target counts, else 0; and there minus one at the target
+    gradient = exponentials.mul_((counts / sums)[:, None])
+    gradient.scatter_add_(1, ids, -is_here[:, None].to(gradient.dtype))
+    return losses, gradient
