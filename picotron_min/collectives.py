@@ -8,7 +8,9 @@
 Bytes are algorithmic: what one rank sends when the collective is done as a ring (Patarasuk and Yuan
 2009). So formulas are exact, whatever the backend does. For n ranks and a tensor of b bytes
 
-    all-reduce   2 (n-1)/n b
+    all-reduce        2 (n-1)/n b
+    all-gather          (n-1)/n b    of the gathered tensor
+    reduce-scatter      (n-1)/n b    of the scattered one
 
 An axis of size 1 says nothing and changes nothing, so that callers need no special case for it.
 """
@@ -16,6 +18,7 @@ An axis of size 1 says nothing and changes nothing, so that callers need no spec
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +64,14 @@ class Axis:
     def group(self) -> dist.ProcessGroup:
         return self.submesh.get_group()
 
+    def part(self, length: int) -> slice:
+        """This rank's part of `length` things dealt out in a row, the last ranks getting fewer.
+
+        The same parts as `torch.chunk` and DTensor's `Shard` make.
+        """
+        each = -(-length // self.size)
+        return slice(min(self.rank * each, length), min((self.rank + 1) * each, length))
+
 
 class Finished:
     """A communication that never had to happen."""
@@ -86,3 +97,36 @@ def all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> Tensor:
     """Sum a tensor over the axis, in place, and return it."""
     start_all_reduce(tensor, axis, op).wait()
     return tensor
+
+
+def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[..., d, ...] on each rank -> [..., n d, ...], the ranks' tensors in order along `dim`."""
+    assert tensor.is_contiguous(), f"all_gather of a non-contiguous tensor {tuple(tensor.shape)}"
+    if axis.size == 1:
+        return tensor
+    parts = tensor.new_empty(axis.size, *tensor.shape)
+    axis.ledger.record("all_gather", (axis.size - 1) / axis.size * parts.nbytes)
+    _all_gather(parts.flatten(0, 1), tensor, group=axis.group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def start_reduce_scatter(
+    tensor: Tensor, axis: Axis, dim: int
+) -> tuple[Tensor, dist.Work | Finished]:
+    """Begin to sum [..., n d, ...] over the axis; each rank gets its own [..., d, ...] of the sum.
+
+    The result may be read after `.wait()`.
+    """
+    if axis.size == 1:
+        return tensor, Finished()
+    assert tensor.shape[dim] % axis.size == 0, f"{tensor.shape} along {dim} over {axis.size} ranks"
+    parts = tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    axis.ledger.record("reduce_scatter", (axis.size - 1) / axis.size * parts.nbytes)
+    work = _reduce_scatter(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
+    return mine, work
+
+
+# torch 2.13 renamed them, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

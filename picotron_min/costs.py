@@ -115,7 +115,7 @@ def memory_per_rank(
     - activations: `saved_per_token` x layers of the stage (and 2 E for the norm before lm_head)
       x tokens of a micro-batch on this rank x the micro-batches that the schedule keeps alive at
       once; and, with recomputation, the one part of a layer that backward has just brought back.
-    - loss: on the last stage, the logits of CHUNK_ROWS tokens, V/tp each, that become their gradient;
+    - loss: on the last stage, V/tp logits for CHUNK_ROWS tokens, which become their gradient;
       and per live micro-batch the gradients of lm_head and of its input, made along with the loss.
 
     Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention

@@ -2,10 +2,10 @@
 
 The only file that reads RANK, WORLD_SIZE and the like. Ranks are numbered row by row over the grid
 (pp, dp, cp, tp), so that the ranks of a tensor-parallel group, which talk most, are neighbours and
-share a node. Gradients are summed over dp and cp alike, hence the joint axis dp_cp.
+share a node. Gradients are summed over several axes alike, hence the joint ones.
 
 In production `torch.distributed.device_mesh.init_device_mesh` makes the same groups in one call; it
-gives them the backend's default timeout of 10 or 30 minutes, and no joint axis.
+gives them the backend's default timeout of 10 or 30 minutes, and has no joint axes.
 """
 
 import os
@@ -48,6 +48,7 @@ class Axes(NamedTuple):
     cp: Axis
     tp: Axis
     dp_cp: Axis  # gradients are summed over it
+    dp_cp_tp: Axis  # and over this one, where tp ranks see different parts of the sequence
 
 
 def torchrun_launch() -> Launch | None:
@@ -153,4 +154,5 @@ def build_axes(
         cp=axis("cp", grid.movedim(2, -1).reshape(-1, cp)),
         tp=axis("tp", grid.reshape(-1, tp)),
         dp_cp=axis("dp_cp", grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)),
+        dp_cp_tp=axis("dp_cp_tp", grid.reshape(-1, dp * cp * tp)),
     )

@@ -19,6 +19,7 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "cp": (0, [0, 2]),
         "tp": (0, [0, 1]),
         "dp_cp": (0, [0, 2]),
+        "dp_cp_tp": (0, [0, 1, 2, 3]),
     }
     assert rows[7] == {
         "pp": (1, [3, 7]),
@@ -26,6 +27,7 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "cp": (1, [5, 7]),
         "tp": (1, [6, 7]),
         "dp_cp": (1, [5, 7]),
+        "dp_cp_tp": (3, [4, 5, 6, 7]),
     }
     rows = pool.run(8, rows_of, 1, 2, 2, 2)
     assert rows[6]["dp_cp"] == (3, [0, 2, 4, 6])

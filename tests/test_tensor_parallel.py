@@ -1,0 +1,223 @@
+"""Tensor parallelism apart from training, for which see test_layouts.py."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from picotron_min import tensor_parallel
+from picotron_min.llama_config import PRESETS, LlamaConfig
+from picotron_min.mesh import build_axes
+from picotron_min.model import Llama, apply_recompute
+from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
+
+CONFIG = LlamaConfig(50, 32, 48, 2, 4, 2)
+B, S = 2, 12
+CPU = torch.device("cpu")
+
+
+def whole_model(config: LlamaConfig = CONFIG) -> Llama:
+    torch.manual_seed(0)
+    model = Llama(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def split_model(config: LlamaConfig, sequence_parallel: bool, whole: Llama):
+    axis = build_axes(CPU, tp=dist.get_world_size()).tp
+    model = Llama(config).double()
+    apply_tensor_parallel(model, axis, sequence_parallel)
+    weights = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(part(name, weights[name].data, axis))
+    return model, axis
+
+
+def part(name: str, tensor: torch.Tensor, axis) -> torch.Tensor:
+    dim = shard_dim(name)
+    return tensor if dim is None else tensor.chunk(axis.size, dim)[axis.rank]
+
+
+def batch(config: LlamaConfig = CONFIG):
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(config.vocab_size, (2, B, S), generator=generator)
+    tokens[0, :2] = torch.tensor([0, config.vocab_size - 1])
+    targets[0, :3] = torch.tensor([0, config.vocab_size - 1, -100])
+    return tokens, torch.arange(S), targets
+
+
+def test_the_sharding_table_knows_every_parameter():
+    for config in PRESETS.values():
+        for name, shape in config.parameter_shapes().items():
+            assert (shard_dim(name) is None) == (len(shape) == 1), name
+    assert shard_dim("model.layers.1.self_attn.o_proj.weight") == 1
+    assert shard_dim("model.layers.1.mlp.down_proj.weight") == 1
+    assert shard_dim("model.layers.1.mlp.up_proj.weight") == 0
+    assert shard_dim("lm_head.weight") == 0
+
+
+def differences_to_whole(config: LlamaConfig, sequence_parallel: bool, recompute: str) -> float:
+    whole = whole_model(config)
+    model, axis = split_model(config, sequence_parallel, whole)
+    apply_recompute(model, recompute)
+    loss, expected = model(*batch(config)), whole(*batch(config))
+    (0.5 * loss).square().backward()  # an upstream gradient that is not 1
+    (0.5 * expected).square().backward()
+    largest = [(loss - expected).abs().item()]
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if sequence_parallel and shard_dim(name) is None:
+            dist.all_reduce(parameter.grad)
+        error = parameter.grad - part(name, gradients[name], axis)
+        scale = gradients[name].abs().max()
+        assert scale > 0, name
+        largest.append((error.abs().max() / scale).item())
+    logits, expected = model(*batch(config)[:2]), whole(*batch(config)[:2])
+    largest.append((logits - expected).abs().max().item())
+    return max(largest)
+
+
+SHAPES = {
+    "untied": CONFIG,
+    "tied": CONFIG.override(tie_word_embeddings=True),
+    "odd vocabulary": CONFIG.override(vocab_size=53),
+    "wide heads": CONFIG.override(num_attention_heads=8, num_key_value_heads=4, head_dim=6),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_equal_the_whole_model(pool, shape, sequence_parallel, recompute):
+    config = SHAPES[shape]
+    for error in pool.run(2, differences_to_whole, config, sequence_parallel, recompute):
+        assert error < 1e-10
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_four_ranks_equal_the_whole_model(pool, sequence_parallel):
+    for error in pool.run(4, differences_to_whole, SHAPES["wide heads"], sequence_parallel, "none"):
+        assert error < 1e-10
+
+
+def ledgers(sequence_parallel: bool) -> tuple[tuple[dict, dict], tuple[dict, dict]]:
+    """Calls and bytes of the forward and of the backward."""
+    model, axis = split_model(CONFIG, sequence_parallel, whole_model())
+    loss = model(*batch())
+    forward = dict(axis.ledger.calls), dict(axis.ledger.bytes)
+    axis.ledger.take_bytes()
+    loss.backward()
+    return forward, (dict(axis.ledger.calls), dict(axis.ledger.bytes))
+
+
+@pytest.mark.parametrize("n", [2])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_calls_and_bytes_are_those_of_the_docstring(pool, n, sequence_parallel):
+    L, b = CONFIG.num_hidden_layers, 8 * B * S * CONFIG.hidden_size
+    half = (n - 1) / n
+    loss = 2 * half * 8 * B * S * 3  # [N] and [2, N] float64
+    for forward, backward in pool.run(n, ledgers, sequence_parallel):
+        if sequence_parallel:
+            # forward also gathers for lm_head, and scatters after the embedding
+            pairs = {"all_gather": 2 * L + 1, "reduce_scatter": 2 * L + 1}
+            bytes_of_pairs = {name: calls * half * b for name, calls in pairs.items()}
+            assert forward == (pairs | {"all_reduce": 2}, bytes_of_pairs | {"all_reduce": loss})
+            assert backward == (pairs, bytes_of_pairs)
+        else:
+            calls = 2 * L + 1
+            assert forward == (
+                {"all_reduce": calls + 2},
+                {"all_reduce": calls * 2 * half * b + loss},
+            )
+            assert backward == ({"all_reduce": calls}, {"all_reduce": calls * 2 * half * b})
+
+
+def backward_events(sequence_parallel: bool) -> list[str]:
+    """What happens in the backward of one layer, in order."""
+    events = []
+
+    def logged(name: str, function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            events.append(name)
+            result = function(*args, **kwargs)
+            if name == "start":
+                *rest, work = result if isinstance(result, tuple) else (result,)
+                work = LoggedWork(work)
+                return (*rest, work) if rest else work
+            return result
+
+        return call
+
+    class LoggedWork:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events.append("wait")
+            self.work.wait()
+
+    config = CONFIG.override(num_hidden_layers=1)
+    model, _ = split_model(config, sequence_parallel, whole_model(config))
+    loss = model(*batch())
+    originals = {}
+    for name, label in (
+        ("start_all_reduce", "start"),
+        ("start_reduce_scatter", "start"),
+        ("weight_gradient", "weight gradient"),
+    ):
+        originals[name] = getattr(tensor_parallel, name)
+        setattr(tensor_parallel, name, logged(label, originals[name]))
+    try:
+        loss.backward()
+    finally:
+        for name, original in originals.items():
+            setattr(tensor_parallel, name, original)
+    return events
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_weight_gradients_are_computed_while_the_input_gradient_travels(pool, sequence_parallel):
+    head = ["start", "wait"]
+    mlp = ["start", *["weight gradient"] * 3, "wait"]
+    attention = ["start", *["weight gradient"] * 4, "wait"]
+    for events in pool.run(2, backward_events, sequence_parallel):
+        assert events == head + mlp + attention
+
+
+def saved_bytes(sequence_parallel: bool) -> tuple[int, int]:
+    """Bytes kept for backward: all of them, and of those what lies between sublayers."""
+    model, _ = split_model(CONFIG, sequence_parallel, whole_model())
+    saved, between = {}, {}
+    parameters = {p.data_ptr() for p in model.parameters()}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+            keep.append(tensor)  # so that no address is used twice
+        return tensor
+
+    def note_input(module, inputs):
+        between[id(module)] = inputs[0].nbytes
+
+    keep: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.register_forward_pre_hook(note_input)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(*batch())
+    return sum(saved.values()), sum(between.values())
+
+
+def test_sequence_parallelism_divides_what_lies_between_sublayers(pool):
+    n = 2
+    plain, sequence = pool.run(n, saved_bytes, False)[0], pool.run(n, saved_bytes, True)[0]
+    norms = 2 * CONFIG.num_hidden_layers + 1
+    b = 8 * B * S * CONFIG.hidden_size
+    assert plain[1] == norms * b
+    assert sequence[1] == norms * b / n
+    # Norms save their input and the normalised input: 2 b each, of which a part stays.
+    assert plain[0] - sequence[0] == pytest.approx(2 * norms * b * (n - 1) / n, rel=0.1)
