@@ -18,12 +18,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from picotron_min.checkpoint import (
     export_hf,
     find_start,
     initialise,
     load,
+    parts_of_whole,
     read_facts,
     save,
     set_aside,
@@ -52,7 +54,8 @@ from picotron_min.model import Llama, SoftmaxAttention, apply_recompute
 from picotron_min.optimizer import SkippedSteps, build_optimizer, gradient_norm, learning_rate_at
 from picotron_min.pipeline_parallel import run_plan
 from picotron_min.pipeline_schedule import ENGINES, Action, forward_only
-from picotron_min.tokenizer import load_tokenizer
+from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
+from picotron_min.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -95,8 +98,9 @@ def train(config: Config, launch: Launch) -> None:
         training.load(start, facts)
 
     is_writer = launch.rank == 0
-    if is_writer and not start and (aside := set_aside(save_dir)):
-        print(f"{save_dir} held an earlier run: it is now {aside}")
+    goes_on = start and start.resolve().parent == save_dir.resolve()
+    if is_writer and not goes_on and (aside := set_aside(save_dir)):
+        print(f"{save_dir} held an earlier run: it is now in {aside}")
     first_step, last_step = facts["step"], t.total_train_steps
     if t.max_tokens:
         last_step = min(last_step, math.ceil(t.max_tokens / data.tokens_per_step))
@@ -121,7 +125,7 @@ def train(config: Config, launch: Launch) -> None:
                 learning_rate=result.learning_rate,
                 tokens=done * data.tokens_per_step,
                 step_seconds=seconds,
-                comm_bytes={axis.name: axis.ledger.take_bytes() for axis in axes if axis.size > 1},
+                comm_bytes=take_bytes(axes),
                 **speedometer.measure(data.tokens_per_step / seconds, config.world_size),
             )
             log.write(record)
@@ -130,16 +134,22 @@ def train(config: Config, launch: Launch) -> None:
                 console.warn(f"step {done} changed nothing: its gradient is not finite")
             if data.num_eval_batches and due(done, t.eval_frequency, last_step):
                 loss = training.evaluate()
+                take_bytes(axes)  # they are not the next step's
                 record = EvalRecord(done, loss, loss / math.log(2) * text.tokens_per_byte)
                 log.write(record)
                 console.evaluation(record)
             if due(done, config.checkpoint.save_frequency, last_step):
                 checkpoint = training.save(save_dir, done)
-    hf = export_hf(save_dir / "hf", training.model, DTYPES[config.model.dtype], tokenizer)
+    hf = training.export(save_dir / "hf", tokenizer)
     console.summary(hf, checkpoint)
     log.close()
     dist.barrier()  # nobody leaves while another still needs it
     dist.destroy_process_group()
+
+
+def take_bytes(axes: Axes) -> dict[str, int]:
+    """Bytes that this rank has sent over each axis since the last time, without the silent ones."""
+    return {axis.name: sent for axis in axes if (sent := axis.ledger.take_bytes())}
 
 
 def due(done: int, every: int, last_step: int) -> bool:
@@ -162,8 +172,17 @@ class Training:
     ) -> None:
         t = config.training
         self.config, self.axes, self.device, self.data = config, axes, device, data
-        self.model = build_model(config, llama, device)
-        self.buckets = GradientBuckets(self.model.named_parameters(), axes.dp_cp)
+        self.model = build_model(config, llama, axes, device)
+        named = list(self.model.named_parameters())
+        self.sharded = GradientBuckets(
+            [(name, p) for name, p in named if shard_dim(name) is not None], axes.dp_cp
+        )
+        # With sequence parallelism, norms see another part of the sequence on each tp rank.
+        self.replicated = GradientBuckets(
+            [(name, p) for name, p in named if shard_dim(name) is None],
+            axes.dp_cp_tp if config.distributed.sequence_parallel else axes.dp_cp,
+        )
+        self.buckets = [self.sharded, self.replicated]
         self.optimizer = build_optimizer(
             self.model.parameters(),
             name=t.optimizer,
@@ -187,14 +206,20 @@ class Training:
             warmup_steps=t.warmup_steps,
             total_steps=t.total_train_steps,
         )
-        self.buckets.zero()
+        for buckets in self.buckets:
+            buckets.zero()
         loss_sum, num_targets = self.run(self.plan, partial(self.data.batch, step))
-        self.buckets.wait()
-        norm = gradient_norm(self.model.parameters()).item() / num_targets
+        for buckets in self.buckets:
+            buckets.wait()
+        norm = gradient_norm(
+            self.sharded.gradients, self.replicated.gradients, self.axes.tp, self.axes.pp
+        )
+        norm = norm.item() / num_targets
         skip = self.skipped.record(step + 1, norm)
         if not skip:
             clip = min(1.0, t.grad_clip / (norm + 1e-6)) if t.grad_clip else 1.0
-            self.buckets.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
+            for buckets in self.buckets:
+                buckets.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -218,12 +243,16 @@ class Training:
                 plan,
                 self.model,
                 lambda i: to_device(read(i), self.device),
-                before_last_backward=self.buckets.reduce_in_next_backward,
+                before_last_backward=self.start_reducing,
             )
         all_reduce(totals, self.axes.dp_cp)
         all_reduce(totals, self.axes.pp)  # only the last stage has seen a loss
         loss_sum, num_targets = totals.tolist()
         return loss_sum, num_targets
+
+    def start_reducing(self) -> None:
+        for buckets in self.buckets:
+            buckets.reduce_in_next_backward()
 
     def save(self, save_dir: Path, step: int) -> Path:
         """Write the checkpoint of this moment, `step` steps done; returns its folder."""
@@ -232,16 +261,28 @@ class Training:
             "model": asdict(self.model.config),
             "config": self.config.model_dump(),
         }
-        return save(save_dir, step, training_tensors(self.model, self.optimizer), facts)
+        return save(save_dir, step, self.tensors(), facts)
 
     def load(self, folder: Path, facts: dict) -> None:
         """Go on from a checkpoint as if there had been no break."""
-        load(folder, training_tensors(self.model, self.optimizer))
+        load(folder, self.tensors())
         self.skipped.total = facts["skipped_steps"]
         set_optimizer_steps(self.optimizer, facts["step"] - facts["skipped_steps"])
 
+    def tensors(self) -> dict[str, DTensor]:
+        """All that a step changes, each as the part of a whole that this rank has."""
+        tensors = training_tensors(self.model, self.optimizer)
+        return parts_of_whole(tensors, self.model.config, shard_dim, self.axes.tp)
 
-def build_model(config: Config, llama: LlamaConfig, device: torch.device) -> Llama:
+    def export(self, folder: Path, tokenizer: Tokenizer) -> Path:
+        """Write the model as a Hugging Face folder, in the dtype it was computed in."""
+        dtype = DTYPES[self.config.model.dtype]
+        weights = {name: p.data.to(dtype) for name, p in self.model.named_parameters()}
+        weights = parts_of_whole(weights, self.model.config, shard_dim, self.axes.tp)
+        return export_hf(folder, weights, self.model.config, tokenizer)
+
+
+def build_model(config: Config, llama: LlamaConfig, axes: Axes, device: torch.device) -> Llama:
     """Built without memory; the parallelisms swap their parts; what is left is allocated."""
     with torch.device("meta"):
         model = Llama(llama)
@@ -249,7 +290,8 @@ def build_model(config: Config, llama: LlamaConfig, device: torch.device) -> Lla
     if not config.use_flash_attention:
         for layer in model.model.layers.values():
             layer.self_attn.core_attention = SoftmaxAttention()
-    initialise(model, device, config.training.seed)
+    apply_tensor_parallel(model, axes.tp, config.distributed.sequence_parallel)
+    initialise(model, device, config.training.seed, shard_dim, axes.tp)
     apply_recompute(model, config.model.recompute)
     if config.model.compile:
         for layer in model.model.layers.values():
@@ -334,10 +376,9 @@ def mistakes_told_plainly(local_rank: int) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if local_rank == 0:
-            print(f"\n{error}\n", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)  # the first to leave has all others ended: let that be rank 0
+        if local_rank:
+            time.sleep(5)  # rank 0 most likely says the same, and has all others ended by leaving
+        print(f"\n{error}\n", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 

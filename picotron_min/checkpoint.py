@@ -26,26 +26,39 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from picotron_min.collectives import Axis
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.model import Llama, initial_std
 from picotron_min.tokenizer import Tokenizer
 
+ShardDim = Callable[[str], int | None]  # tensor_parallel.shard_dim
 
-def initialise(model: Llama, device: torch.device, seed: int) -> None:
+
+def initialise(
+    model: Llama, device: torch.device, seed: int, shard_dim: ShardDim, tp: Axis
+) -> None:
     """Give a model that was built on the meta device its memory and its initial weights.
 
-    A weight is a function of (seed, name): every layout starts from bit-identical weights. Drawn in
+    A weight is a function of (seed, name): every layout starts from bit-identical weights, of
+    which each rank keeps its part. Drawn in
     float32 on the CPU, one at a time.
     """
     model.to_empty(device=device)
     model.tie_weights()
+    shapes = model.config.parameter_shapes()
     for name, parameter in model.named_parameters():
         std = initial_std(name, model.config.num_hidden_layers)
-        parameter.data.copy_(initial_weight(name, parameter.shape, seed, std))
+        weight = initial_weight(name, shapes[name], seed, std)
+        dim = shard_dim(name)
+        if dim is not None:
+            part = tp.part(weight.shape[dim])
+            weight = weight.narrow(dim, part.start, part.stop - part.start)
+        parameter.data.copy_(weight)
 
 
-def initial_weight(name: str, shape: torch.Size, seed: int, std: float) -> Tensor:
+def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
     """Normal with mean 0 for matrices, ones for norms; float32 on the CPU."""
     if len(shape) < 2:
         return torch.ones(shape)
@@ -91,6 +104,32 @@ def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
     return facts
 
 
+def parts_of_whole(
+    tensors: dict[str, Tensor], model: LlamaConfig, shard_dim: ShardDim, tp: Axis
+) -> dict[str, DTensor]:
+    """Say of each parameter's tensor, or its optimizer state's, which part of the full one it is.
+
+    The memory is shared: what is loaded into the result is loaded into the tensors.
+    """
+    whole = {}
+    for name, shape in model.parameter_shapes().items():
+        dim = shard_dim(name)
+        for key in {
+            name,
+            f"optimizer.exp_avg.{name}",
+            f"optimizer.exp_avg_sq.{name}",
+        } & tensors.keys():
+            whole[key] = DTensor.from_local(
+                tensors[key],
+                tp.submesh,
+                [Replicate() if dim is None else Shard(dim)],
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=torch.empty(shape, device="meta").stride(),
+            )
+    return whole
+
+
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Everything that a step changes: the parameters, and AdamW's two moments of each.
 
@@ -118,13 +157,15 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
             state["step"].fill_(steps)
 
 
-def export_hf(folder: Path, model: Llama, dtype: torch.dtype, tokenizer: Tokenizer) -> Path:
-    """Write the model as a Hugging Face folder, on all ranks together.
+def export_hf(
+    folder: Path, weights: dict[str, Tensor], model: LlamaConfig, tokenizer: Tokenizer
+) -> Path:
+    """Write a model as a Hugging Face folder, on all ranks together.
 
     `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
     """
-    weights = {name: parameter.data.to(dtype) for name, parameter in model.named_parameters()}
-    about = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    dtype = next(iter(weights.values())).dtype
+    about = model.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
 
     def write(folder: Path) -> None:

@@ -335,8 +335,6 @@ def _choice(options: Iterable) -> str:
 
 # What is refused until its chapter is written: the key, the values that work, what is missing.
 NOT_LANDED = [
-    ("distributed.tp_size", [1], "tensor parallelism"),
-    ("distributed.sequence_parallel", [False], "sequence parallelism"),
     ("distributed.cp_size", [1], "context parallelism"),
     ("distributed.pp_size", [1], "pipeline parallelism"),
     ("distributed.pp_engine", ["1f1b", "afab"], "the interleaved schedule"),
@@ -366,7 +364,7 @@ def problems_of(config: Config) -> list[str]:
 
 def _run_problems(config: Config) -> list[str]:
     d, t = config.distributed, config.training
-    pieces = d.cp_size * (2 if d.cp_engine == "ring" else 1)
+    pieces, parts = d.cp_size * (2 if d.cp_engine == "ring" else 1), d.cp_size * d.tp_size
     checks = [
         (
             t.warmup_steps >= t.total_train_steps,
@@ -392,6 +390,12 @@ def _run_problems(config: Config) -> list[str]:
             d.cp_size > 1 and t.seq_length % pieces,
             f"seq_length={t.seq_length} cannot be cut into {pieces} pieces for cp_size={d.cp_size}:"
             f" use {t.seq_length + pieces - t.seq_length % pieces}",
+        ),
+        (
+            d.sequence_parallel and t.seq_length % parts,
+            f"seq_length={t.seq_length} cannot be cut into {parts} parts for sequence_parallel=true"
+            f" with tp_size={d.tp_size} x cp_size={d.cp_size}:"
+            f" use {t.seq_length + parts - t.seq_length % parts}",
         ),
     ]
     return [message for wrong, message in checks if wrong]

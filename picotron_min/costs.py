@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from picotron_min.llama_config import LlamaConfig
-from picotron_min.pipeline_schedule import ENGINES, Action, Kind
+from picotron_min.pipeline_schedule import ENGINES, peak_live
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 OPTIMIZER_MOMENTS = {"adamw": 2, "sgd": 0}
@@ -186,12 +186,3 @@ def saved_per_token(
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> int:
     """How many layers a pipeline stage has: as even as can be, the first stages one more."""
     return num_layers // num_stages + (stage < num_layers % num_stages)
-
-
-def peak_live(plan: list[Action]) -> int:
-    """The most micro-batches that a schedule holds between their forward and their backward."""
-    live = peak = 0
-    for action in plan:
-        live += 1 if action.kind is Kind.FORWARD else -1
-        peak = max(peak, live)
-    return peak

@@ -26,7 +26,7 @@ sections 3.2 and 4.2. In production: `torch.nn.parallel.DistributedDataParallel`
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from picotron_min.collectives import Axis, start_all_reduce
 
@@ -64,13 +64,18 @@ class GradientBuckets:
             for name, parameter in bucket.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._arrival(bucket, name))
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """All gradients, in a few flat tensors."""
+        return [bucket.gradients for bucket in self.buckets]
+
     def zero(self) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
+        for gradients in self.gradients:
+            gradients.zero_()
 
     def scale(self, factor: float) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
+        for gradients in self.gradients:
+            gradients.mul_(factor)
 
     def reduce_in_next_backward(self) -> None:
         """The next backward pass is the step's last: send each bucket when it is complete."""

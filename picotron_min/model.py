@@ -78,10 +78,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         B, S, _ = x.shape
-        q = self.q_proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)  # [B, Q, S, D]
-        k = self.k_proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)  # [B, K, S, D]
-        v = self.v_proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)
-        out = self.core_attention(rotate(q, *rotary), rotate(k, *rotary), v)
+        q = rotate(self.q_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, Q, D]
+        k = rotate(self.k_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, K, D]
+        v = self.v_proj(x).view(B, S, -1, self.head_dim)
+        out = self.core_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -140,7 +140,9 @@ class Head(nn.Linear):
 
 
 def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """positions [S] -> cos and sin, [S, D/2] in float32: how far each pair of numbers is turned.
+    """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned.
+
+    Both halves of D hold the same angles, sin with the signs that `rotate` wants.
 
     Computed once per forward from the positions themselves. There is no buffer to cut, cast or
     initialise, and a context-parallel rank that holds positions 512..1023 gets them right.
@@ -155,14 +157,17 @@ def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
     angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of x [B, heads, S, D] by their position's angles."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles.
+
+    (first cos - second sin, second cos + first sin), both halves at once: fewer passes over memory.
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from picotron_min.collectives import Axis, all_reduce
+
 WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum
 
 
@@ -49,9 +51,17 @@ def learning_rate_at(
     return minimum + (peak - minimum) * min(1.0, (total_steps - step) / decay_steps)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients as one vector, [] on the device: no host sync."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters])
+def gradient_norm(sharded: list[Tensor], replicated: list[Tensor], tp: Axis, pp: Axis) -> Tensor:
+    """The norm of the whole model's gradient as one vector, [] on the device: no host sync.
+
+    What the tp ranks hold parts of is added up over them; what all of them hold counts once.
+    """
+    squares = all_reduce(_sum_of_squares(sharded), tp) + _sum_of_squares(replicated)
+    return all_reduce(squares, pp).sqrt()
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(tensors).square()
 
 
 @dataclass

@@ -119,12 +119,8 @@ BAD = {
         "model.name=tiny: num_attention_heads=3 does not divide hidden_size=128"),
     "KV heads that do not divide": ("model", {"num_key_value_heads": 3},
         "num_key_value_heads=3 does not divide num_attention_heads=4: use one of [1, 2, 4]"),
-    "tensor parallelism": ("distributed", {"tp_size": 2},
-        "tp_size=2: tensor parallelism has not landed in this version: set "
-        "distributed.tp_size to 1"),
-    "sequence parallelism": ("distributed", {"sequence_parallel": True},
-        "sequence_parallel=true: sequence parallelism has not landed in this version: set "
-        "distributed.sequence_parallel to false"),
+    "heads that tp does not divide": ("distributed", {"tp_size": 4},
+        "tp_size=4 does not divide num_key_value_heads=2: use 1 or 2"),
     "context parallelism": ("distributed", {"cp_size": 2},
         "cp_size=2: context parallelism has not landed in this version: set "
         "distributed.cp_size to 1"),
@@ -220,7 +216,6 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         'training.seq_length="9999"',
         "dataset.lines is not known",
         "loging is not known: did you mean logging?",
-        "tensor parallelism has not landed",
         "warmup_steps=900 leaves nothing of total_train_steps=200: use at most 199",
         "min_learning_rate=1.0 is above learning_rate=0.0003",
         "dataset.name=nowhere.txt does not exist",
@@ -375,6 +370,15 @@ def test_context_parallelism_needs_a_sequence_that_can_be_cut():
     assert cut in problems_of(Config.model_validate(raw))
     raw["distributed"]["cp_engine"] = "ulysses"  # one piece a rank, not two
     assert cut not in "".join(problems_of(Config.model_validate(raw)))
+
+
+def test_a_sequence_that_sequence_parallelism_cannot_cut_is_told_with_the_next_that_it_can():
+    layout = {"tp_size": 2, "sequence_parallel": True}
+    (told,) = problems({"distributed": layout, "training": {"seq_length": 255}})
+    assert told == (
+        "seq_length=255 cannot be cut into 2 parts for sequence_parallel=true with tp_size=2 x"
+        " cp_size=1: use 256"
+    )
 
 
 def test_a_wrong_number_of_processes_is_told_with_the_right_command(tmp_path):

@@ -1,6 +1,5 @@
 """The formulas of costs.py against the real model: what torch counts, and what it saves."""
 
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -11,7 +11,8 @@ PACKAGE = "picotron_min"
 # What each file may import of the package: never train.py, never another parallelism.
 MAY_IMPORT = {
     "llama_config": set(),
-    "pipeline_schedule": set(),
+    "pipeline_schedule": {"draw"},
+    "draw": {"pipeline_schedule"},
     "tokenizer": set(),
     "costs": {"llama_config", "pipeline_schedule"},
     "config": {"llama_config"},
@@ -21,12 +22,13 @@ MAY_IMPORT = {
     "model": {"llama_config", "loss"},
     "data": {"loss", "tokenizer"},
     "metrics": {"costs", "llama_config"},
-    "optimizer": set(),
+    "optimizer": {"collectives"},
     "data_parallel": {"collectives"},
+    "tensor_parallel": {"collectives", "loss", "model"},
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
-    "checkpoint": {"llama_config", "model", "tokenizer"},
+    "checkpoint": {"collectives", "llama_config", "model", "tokenizer"},
 }
-STANDARD_LIBRARY_ONLY = ("llama_config", "pipeline_schedule", "costs")
+STANDARD_LIBRARY_ONLY = ("llama_config", "pipeline_schedule", "draw", "costs")
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 
 FILES = sorted(path for path in (ROOT / PACKAGE).glob("*.py") if path.stem != "__init__")

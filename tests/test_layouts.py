@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from picotron_min.checkpoint import parts_of_whole
 from picotron_min.config import Config, parse_config
 from picotron_min.data import Batches
-from picotron_min.llama_config import LlamaConfig
+from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
+from picotron_min.tensor_parallel import shard_dim
 from train import Training
 
 GLOBAL_BATCH = 8
 STEPS = 3
-VOCABULARY = 61
 
 
 class Trace(NamedTuple):
@@ -31,11 +32,35 @@ class Trace(NamedTuple):
     val_loss: float
 
 
-def make_config(dp=1, micro_batches=1, engine="1f1b", recompute="none", **training) -> Config:
+# 61 ids over 2, 4 or 8 ranks leave the last with fewer: 31 + 30, 16 + 16 + 16 + 13, 8 x 7 + 5.
+MODEL = LlamaConfig(61, 32, 48, 4, 8, 8)
+MODELS = {
+    "untied": MODEL,
+    "tied": MODEL.override(tie_word_embeddings=True),
+    "grouped-query": MODEL.override(num_key_value_heads=2),
+}
+
+
+def make_config(
+    dp=1,
+    tp=1,
+    micro_batches=1,
+    sequence_parallel=False,
+    engine="1f1b",
+    recompute="none",
+    **training,
+) -> Config:
     return parse_config(
         {
-            "distributed": {"dp_size": dp, "pp_engine": engine, "use_cpu": True},
-            "model": {"dtype": "float64", "recompute": recompute},
+            "distributed": {
+                "dp_size": dp,
+                "tp_size": tp,
+                "sequence_parallel": sequence_parallel,
+                "pp_engine": engine,
+                "use_cpu": True,
+            },
+            "model": {name: getattr(MODEL, name) for name in SIZES if name != "vocab_size"}
+            | {"dtype": "float64", "recompute": recompute},
             "training": {
                 "optimizer": "sgd",
                 "learning_rate": 0.5,
@@ -51,12 +76,11 @@ def make_config(dp=1, micro_batches=1, engine="1f1b", recompute="none", **traini
     )
 
 
-def make_training(config: Config, tied: bool) -> Training:
+def make_training(config: Config, llama: LlamaConfig) -> Training:
     d, t = config.distributed, config.training
     device = torch.device("cpu")
     axes = build_axes(device, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
-    llama = LlamaConfig(VOCABULARY, 32, 48, 4, 4, 2, tie_word_embeddings=tied)
-    tokens = np.random.default_rng(0).integers(VOCABULARY, size=30 * t.seq_length + 1)
+    tokens = np.arange(30 * t.seq_length + 1) ** 2 % llama.vocab_size
     data = Batches(
         tokens.astype(np.uint16),
         seq_length=t.seq_length,
@@ -70,57 +94,77 @@ def make_training(config: Config, tied: bool) -> Training:
     return Training(config, llama, axes, device, data)
 
 
-def train_briefly(config: Config, tied: bool) -> Trace:
-    training = make_training(config, tied)
+def train_briefly(config: Config, llama: LlamaConfig) -> Trace:
+    training = make_training(config, llama)
     results = [training.step(step) for step in range(STEPS)]
-    parameters = dict(training.model.named_parameters())
+    gradients = {name: p.grad for name, p in training.model.named_parameters()}
+    weights = {name: p.detach() for name, p in training.model.named_parameters()}
     return Trace(
         [result.loss for result in results],
         [result.grad_norm for result in results],
-        {name: p.grad.numpy() for name, p in parameters.items()},
-        {name: p.detach().numpy() for name, p in parameters.items()},
+        whole_tensors(training, gradients),
+        whole_tensors(training, weights),
         training.evaluate(),
     )
 
 
+def whole_tensors(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Put together what the tp ranks hold parts of."""
+    axes, llama = training.axes, training.model.config
+    parts = parts_of_whole(tensors, llama, shard_dim, axes.tp)
+    return {name: part.full_tensor().numpy() for name, part in parts.items()}
+
+
 @functools.cache
-def one_rank(pool, tied: bool) -> Trace:
-    (trace,) = pool.run(1, train_briefly, make_config(), tied)
+def one_rank(pool, model: str) -> Trace:
+    (trace,) = pool.run(1, train_briefly, make_config(), MODELS[model])
     return trace
 
 
-def assert_same(trace: Trace, reference: Trace) -> None:
+def assert_trains_the_same(pool, config: Config, model: str) -> None:
+    reference = one_rank(pool, model)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
-    close(trace.losses, reference.losses, err_msg="losses")
-    close(trace.norms, reference.norms, err_msg="gradient norms")
-    close(trace.val_loss, reference.val_loss, err_msg="validation loss")
-    for name in reference.weights:
-        close(trace.gradients[name], reference.gradients[name], err_msg=f"gradient of {name}")
-        close(trace.weights[name], reference.weights[name], err_msg=name)
-    assert trace.weights.keys() == reference.weights.keys()
+    for trace in pool.run(config.world_size, train_briefly, config, MODELS[model]):
+        close(trace.losses, reference.losses, err_msg="losses")
+        close(trace.norms, reference.norms, err_msg="gradient norms")
+        close(trace.val_loss, reference.val_loss, err_msg="validation loss")
+        for name in reference.weights:
+            close(trace.gradients[name], reference.gradients[name], err_msg=f"gradient of {name}")
+            close(trace.weights[name], reference.weights[name], err_msg=name)
+        assert trace.weights.keys() == reference.weights.keys()
 
 
-LAYOUTS = [(dp, m) for dp in (1, 2, 4, 8) for m in (1, 2, 4, 8) if dp * m <= GLOBAL_BATCH]
+POWERS = (1, 2, 4, 8)
+DATA = [(dp, m) for dp in POWERS for m in POWERS if dp * m <= GLOBAL_BATCH]
+TENSOR = [(dp, tp) for dp in POWERS for tp in POWERS[1:] if dp * tp <= 8]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dp,micro_batches", LAYOUTS)
-def test_every_layout_trains_the_same_model_as_one_rank(pool, dp, micro_batches, tied):
-    traces = pool.run(dp, train_briefly, make_config(dp, micro_batches), tied)
-    for trace in traces:
-        assert_same(trace, one_rank(pool, tied))
+@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("dp,micro_batches", DATA)
+def test_data_parallel_layouts_train_the_same_model_as_one_rank(pool, dp, micro_batches, model):
+    assert_trains_the_same(pool, make_config(dp, micro_batches=micro_batches), model)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dp,tp", TENSOR)
+def test_tensor_parallel_layouts_train_the_same_model(pool, dp, tp, model, sequence_parallel):
+    if MODELS[model].num_key_value_heads % tp:
+        tp, dp = 2, dp * tp // 2  # 2 KV heads: at most 2 ranks
+    config = make_config(dp, tp, sequence_parallel=sequence_parallel)
+    assert_trains_the_same(pool, config, model)
 
 
 @pytest.mark.parametrize("engine", ["afab", "1f1b"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_schedule_and_recompute_train_the_same_model(pool, engine, recompute):
-    config = make_config(2, 2, engine=engine, recompute=recompute)
-    for trace in pool.run(2, train_briefly, config, False):
-        assert_same(trace, one_rank(pool, False))
+@pytest.mark.parametrize("tp", [1, 2])
+def test_schedule_and_recompute_train_the_same_model(pool, tp, engine, recompute):
+    config = make_config(2, tp, 2, tp > 1, engine=engine, recompute=recompute)
+    assert_trains_the_same(pool, config, "untied")
 
 
 def test_the_reference_run_learns_and_clips(pool):
-    reference = one_rank(pool, False)
+    reference = one_rank(pool, "untied")
     assert reference.losses[-1] < reference.losses[0]
     norm = np.sqrt(sum((gradient**2).sum() for gradient in reference.gradients.values()))
     assert min(reference.norms) > 0.5 and norm == pytest.approx(0.5, abs=1e-5)

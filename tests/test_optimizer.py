@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from picotron_min.mesh import build_axes
 from picotron_min.optimizer import (
     SkippedSteps,
     build_optimizer,
@@ -61,10 +62,15 @@ def test_only_matrices_decay():
         assert torch.equal(model[1].weight, torch.ones(2))
 
 
-def test_gradient_norm_is_that_of_all_gradients_as_one_vector():
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, 1))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([[2.0]])
-    assert gradient_norm(parameters).item() == pytest.approx(3.0)
+def norm_of_parts() -> float:
+    axes = build_axes(torch.device("cpu"), pp=2, tp=2)
+    sharded = [torch.tensor([1.0, 2.0]), torch.tensor([[2.0]])]  # on each of four ranks
+    replicated = [torch.tensor([3.0])]  # the same on the tp ranks of a stage
+    return gradient_norm(sharded, replicated, axes.tp, axes.pp).item()
+
+
+def test_gradient_norm_counts_parts_on_every_rank_and_replicas_once(pool):
+    assert pool.run(4, norm_of_parts) == [pytest.approx((4 * 9 + 2 * 9) ** 0.5)] * 4
 
 
 def test_three_non_finite_steps_in_a_row_stop_the_run():

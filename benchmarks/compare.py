@@ -1,0 +1,451 @@
+"""How fast and how lean, next to what people would use instead:
+
+    python benchmarks/compare.py            every row, a few minutes on two cores
+    python benchmarks/compare.py --quick    the same steps, fewer of them: under two minutes
+    python benchmarks/compare.py --profile one-process    where the time of each contender goes
+
+The contenders of a row train the same model from the same weights on the same tokens. They are
+alive in the same processes at the same time and take turns step by step, so that whatever else the
+machine does hits all of them alike:
+
+    warm-up: ours theirs    timed: ours theirs  ours theirs  ours theirs  ...
+                                   `- ratio -'  `- ratio -'  `- ratio -'
+
+A step starts at a barrier and takes as long as its slowest rank. What counts is the median of the
+ratios. The first steps of all must give the same losses and gradient norms: a comparison of
+different work is worth nothing. Memory is measured with each contender alone in fresh processes,
+because the kernel's peak never falls.
+
+A new row is one function per contender, which returns its `step`, and an entry in ROWS.
+CPU only, float32, one thread a process.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for train.py, which is not packaged
+
+from picotron_min.checkpoint import initial_weight
+from picotron_min.collectives import all_reduce
+from picotron_min.config import Config, parse_config, resolve_model
+from picotron_min.costs import parameter_count
+from picotron_min.data import Batch, TokenFile
+from picotron_min.llama_config import LlamaConfig
+from picotron_min.mesh import Axes, Launch, build_axes, open_process_group, start_processes
+from picotron_min.model import initial_std
+from picotron_min.optimizer import build_optimizer
+from train import Training, build_model, open_data
+
+CPU = torch.device("cpu")
+CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
+TOLERANCE = 1e-4  # relative, between the contenders' losses and gradient norms in those steps
+
+# What a step is, as sections of a config.json. About 8M parameters.
+WORK = {
+    "model": {
+        "name": "tiny",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "training": {
+        "learning_rate": 1e-3,
+        "seq_length": 256,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "eval_batches": 0,
+    },
+}
+
+
+class Place(NamedTuple):
+    """What a contender is built from: the same for all of a row, but for the rank's own data."""
+
+    config: Config
+    llama: LlamaConfig
+    axes: Axes
+    batch: Callable[[int, int], Batch]  # of a step and a micro-batch
+    training: Callable[[], Training]
+
+
+class Done(NamedTuple):
+    """What a step came to, over all ranks."""
+
+    loss: float  # mean over the tokens
+    grad_norm: float  # before clipping
+
+
+Step = Callable[[int], Done]
+Build = Callable[[Place], Step]
+
+
+class Row(NamedTuple):
+    about: str
+    layout: dict[str, int]  # the sizes of the axes
+    contenders: dict[str, Build]  # ours first
+
+
+def picotron_min(place: Place) -> Step:
+    training = place.training()
+
+    def step(index: int) -> Done:
+        result = training.step(index)
+        return Done(result.loss, result.grad_norm)
+
+    return step
+
+
+def transformers_llama(place: Place) -> Step:
+    """Hugging Face's model and loss, SDPA attention, in the eager loop that its users write."""
+    import transformers
+
+    config = transformers.LlamaConfig(**place.llama.to_hf())
+    model = transformers.LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        std = initial_std(name, place.llama.num_hidden_layers)
+        weight = initial_weight(name, parameter.shape, place.config.training.seed, std)
+        parameter.data.copy_(weight)
+
+    def loss(batch: Batch) -> Tensor:
+        # Our targets are shifted already. Without a cache: generation needs one, training does not.
+        out = model(batch.tokens, labels=batch.targets, shift_labels=batch.targets, use_cache=False)
+        return out.loss
+
+    return eager_loop(place, model, loss)
+
+
+def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
+    """Our model and loss in torch's DDP, which speaks only after the last micro-batch."""
+    model = DistributedDataParallel(
+        build_model(place.config, place.llama, place.axes, CPU),
+        process_group=place.axes.dp_cp.group,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+
+    def loss(batch: Batch) -> Tensor:
+        return model(batch.tokens, batch.positions, batch.targets) / batch.num_targets
+
+    return eager_loop(place, model, loss, accumulating=model.no_sync)
+
+
+def eager_loop(
+    place: Place,
+    model: nn.Module,
+    mean_loss: Callable[[Batch], Tensor],
+    accumulating: Callable[[], Any] = contextlib.nullcontext,
+) -> Step:
+    """The usual train step; `accumulating` surrounds every micro-batch but the last."""
+    t = place.config.training
+    optimizer = build_optimizer(
+        model.parameters(),
+        name=t.optimizer,
+        learning_rate=t.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        fused=True,
+    )
+    num_micro_batches = t.gradient_accumulation_steps
+
+    def step(index: int) -> Done:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for i in range(num_micro_batches):
+            last = i == num_micro_batches - 1
+            with contextlib.nullcontext() if last else accumulating():
+                loss = mean_loss(place.batch(index, i)) / num_micro_batches
+                loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip)
+        optimizer.step()
+        all_reduce(total, place.axes.dp_cp)
+        return Done(total.item() / place.axes.dp_cp.size, norm.item())
+
+    return step
+
+
+ROWS = {
+    "one-process": Row(
+        "our train step against transformers' LlamaForCausalLM in an eager loop",
+        {},
+        {"picotron-min": picotron_min, "transformers": transformers_llama},
+    ),
+    "dp2": Row(
+        "our gradient buckets against torch DDP around the same model",
+        {"dp_size": 2},
+        {
+            "picotron-min": picotron_min,
+            "DDP": torch_ddp,
+            "DDP, bucket views": partial(torch_ddp, gradient_as_bucket_view=True),
+        },
+    ),
+}
+
+
+class Effort(NamedTuple):
+    """How often everything is done."""
+
+    warmup: int  # steps of each contender before the clock runs: the first make optimizer state
+    rounds: int  # timed steps of each contender
+    memory_steps: int  # at least 2, for a backward with the optimizer's state already there
+
+
+FULL = Effort(warmup=3, rounds=15, memory_steps=3)
+QUICK = Effort(warmup=1, rounds=4, memory_steps=2)
+
+
+class Spread(NamedTuple):
+    """The quartiles of some measurements."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender's numbers."""
+
+    row: str
+    contender: str
+    step_seconds: list[float]  # in the order of the rounds
+    memory_mb: float  # peak of the largest process, above what it held before the model was built
+    total_memory_mb: float  # the same with what imports hold
+    done: list[Done]  # by all steps, the warm-up included
+
+
+def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    parser.add_argument("--profile", choices=ROWS, metavar="ROW", help="only profile this row")
+    options = parser.parse_args(arguments)
+    facts = describe_run(work)
+    print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+    if options.profile:
+        profile(options.profile, work)
+        return
+    measured = []
+    for row in options.rows:
+        results = measure(row, work, QUICK if options.quick else FULL)
+        print(f"\n{row}: {ROWS[row].about}\n{table(results)}", flush=True)
+        measured += as_json(results)
+    if options.json:
+        options.json.write_text(json.dumps(facts | {"results": measured}, indent=2) + "\n")
+
+
+def describe_run(work: dict) -> dict[str, str]:
+    """What one must know to read the numbers."""
+    t = parse_config(work).training
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "threads": "1 a process",
+        # Ranks wait for the slowest: with more to do than there are cores, times are only noise.
+        "load": f"{os.getloadavg()[0]:.1f} before this run, on {os.cpu_count()} cores",
+        "model": f"{parameter_count(resolve_model(parse_config(work))):,} parameters, float32",
+        "step": f"{t.gradient_accumulation_steps} micro-batches of {t.micro_batch_size} sequences"
+        f" of {t.seq_length} tokens a rank",
+    }
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def measure(row: str, work: dict, effort: Effort) -> list[Result]:
+    """Time all contenders of a row together, then the memory of each alone.
+
+    Raises ValueError if they did not do the same work.
+    """
+    turns = run_ranks(row, work, partial(take_turns, effort.warmup, effort.rounds))
+    memory = {
+        name: run_ranks(row, work, partial(peak_memory, name, effort.memory_steps))
+        for name in ROWS[row].contenders
+    }
+    results = []
+    for name in ROWS[row].contenders:
+        before, peak = max(memory[name], key=lambda mb: mb[1] - mb[0])
+        results.append(
+            Result(
+                row=row,
+                contender=name,
+                step_seconds=np.max([rank[name].seconds for rank in turns], axis=0).tolist(),
+                memory_mb=peak - before,
+                total_memory_mb=peak,
+                done=turns[0][name].done,
+            )
+        )
+    check_same_work(results)
+    return results
+
+
+def run_ranks(row: str, work: dict, function: Callable[[Place, Row], Any]) -> list[Any]:
+    """Call function(place, row) on every rank of fresh processes; returns their results."""
+    config = parse_config(
+        work | {"distributed": ROWS[row].layout | {"use_cpu": True, "backend": "gloo"}}
+    )
+    results = multiprocessing.get_context("fork").SimpleQueue()
+    start_processes(partial(run_rank, config, row, function, results), config.world_size)
+    by_rank = dict(results.get() for _ in range(config.world_size))
+    return [by_rank[rank] for rank in range(config.world_size)]
+
+
+def run_rank(config: Config, row: str, function: Callable, results, launch: Launch) -> None:
+    torch.set_num_threads(1)
+    d, llama = config.distributed, resolve_model(config)
+    open_process_group(launch, d.backend, d.timeout_seconds)
+    axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
+    num_tokens = 50 * config.tokens_per_step
+    tokens = np.random.default_rng(0).integers(llama.vocab_size, size=num_tokens + 1)
+    text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)
+    data = open_data(config, text, axes.dp.rank)
+    training = partial(Training, config, llama, axes, CPU, data)
+    place = Place(config, llama, axes, data.batch, training)
+    results.put((launch.rank, function(place, ROWS[row])))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Turns(NamedTuple):
+    """What one contender did on one rank."""
+
+    done: list[Done]  # by all steps
+    seconds: list[float]  # of the timed ones
+
+
+def take_turns(warmup: int, rounds: int, place: Place, row: Row) -> dict[str, Turns]:
+    """Let all contenders of a row step in turn; returns what each did."""
+    steps = {name: build(place) for name, build in row.contenders.items()}
+    turns = {name: Turns([], []) for name in steps}
+    for index in range(warmup + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            turns[name].done.append(step(index))
+            took = time.perf_counter() - began
+            if index >= warmup:
+                turns[name].seconds.append(took)
+    return turns
+
+
+def peak_memory(name: str, num_steps: int, place: Place, row: Row) -> tuple[float, float]:
+    """Resident megabytes of this process before a contender is built, and at the worst moment."""
+    before = resident_peak_mb()
+    step = row.contenders[name](place)
+    for index in range(num_steps):
+        step(index)
+    return before, resident_peak_mb()
+
+
+def resident_peak_mb() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def check_same_work(results: list[Result]) -> None:
+    """ValueError if contenders of a row differ in the loss or gradient norm of an early step."""
+    ours, *others = results
+    for other in others:
+        for index in range(CHECKED_STEPS):
+            a, b = ours.done[index], other.done[index]
+            if not np.allclose(a, b, rtol=TOLERANCE, atol=0):
+                raise ValueError(
+                    f"{ours.row}: step {index} of {ours.contender} came to {a}, that of"
+                    f" {other.contender} to {b}: they do not do the same work, so their times"
+                    " cannot be compared"
+                )
+
+
+def ratios(ours: Result, other: Result) -> Spread:
+    """Our time over theirs, pair by pair: below 1 is faster."""
+    return Spread.of([a / b for a, b in zip(ours.step_seconds, other.step_seconds, strict=True)])
+
+
+def table(results: list[Result]) -> str:
+    """The contenders of a row, ours first; quartiles in brackets."""
+    ours = results[0]
+    lines = [f"{'':20}{'ms a step':>22}{'ours / theirs':>26}{'MB':>8}{'ours / theirs':>16}"]
+    for result in results:
+        low, median, high = (1000 * x for x in Spread.of(result.step_seconds))
+        time_ratio = memory_ratio = ""
+        if result is not ours:
+            spread = ratios(ours, result)
+            time_ratio = f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
+            memory_ratio = f"{ours.memory_mb / result.memory_mb:.3f}"
+        lines.append(
+            f"{result.contender:20}{f'{median:.0f} ({low:.0f}-{high:.0f})':>22}{time_ratio:>26}"
+            f"{result.memory_mb:8.0f}{memory_ratio:>16}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(results: list[Result]) -> list[dict]:
+    """The contenders of a row, ours first, with what the table says of them."""
+    ours = results[0]
+    return [
+        asdict(result)
+        | {
+            "median_seconds": statistics.median(result.step_seconds),
+            "time_ratio": ratios(ours, result)._asdict(),
+            "memory_ratio": ours.memory_mb / result.memory_mb,
+        }
+        for result in results
+    ]
+
+
+def profile(row: str, work: dict) -> None:
+    """Print, for each contender alone, the operations of rank 0 that take most time."""
+    for name in ROWS[row].contenders:
+        tables = run_ranks(row, work, partial(profile_steps, name, 2))
+        print(f"\n{row}, {name}, 2 steps\n{tables[0]}", flush=True)
+
+
+def profile_steps(name: str, num_steps: int, place: Place, row: Row) -> str:
+    step = row.contenders[name](place)
+    step(0)  # makes the optimizer's state
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for index in range(1, num_steps + 1):
+            step(index)
+    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+
+
+if __name__ == "__main__":
+    main()

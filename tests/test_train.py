@@ -1,0 +1,538 @@
+"""train.py as its users meet it: its output, its files, its exit codes; and the one train step.
+
+Most runs are `main()` in a fork of the pool's server, where torch is imported already: the same as
+`python train.py` for a second less. One run each is made with `python` and with `torchrun`.
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import train
+from picotron_min.config import Config, load_config, resolve_model
+from picotron_min.data import Batch
+from picotron_min.loss import IGNORE_INDEX
+from picotron_min.mesh import build_axes
+from picotron_min.optimizer import learning_rate_at
+from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_steps
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+SENTENCE = "the cat sat on a mat, and then it went to sleep; nobody knows why"
+
+
+class Outcome(NamedTuple):
+    code: int
+    output: str  # stdout and stderr
+    seconds: float
+
+
+class Workplace:
+    """A folder with a text in it, to train in as a user would."""
+
+    def __init__(self, folder: Path, pool) -> None:
+        self.folder, self.pool = folder, pool
+        text = " ".join(random.Random(0).choices(SENTENCE.split(), k=3000))
+        (folder / "text.txt").write_text(text)
+
+    def config(self, name: str, **sections) -> str:
+        """Write NAME.json, for a run that saves to runs/NAME; returns its name."""
+        raw = {
+            "distributed": {"dp_size": 2, "use_cpu": True},
+            "model": SHAPE,
+            "training": {
+                "learning_rate": 0.01,
+                "schedule": "cosine",
+                "warmup_steps": 2,
+                "total_train_steps": STEPS,
+                "seq_length": 32,
+                "micro_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "eval_frequency": 3,
+                "eval_batches": 2,
+            },
+            "dataset": {"name": "text.txt", "cache_dir": "cache"},
+            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2},
+            "environment": {"OMP_NUM_THREADS": "1"},
+        }
+        for section, keys in sections.items():
+            raw[section] = raw[section] | keys
+        (self.folder / f"{name}.json").write_text(json.dumps(raw))
+        return f"{name}.json"
+
+    def main(self, config: str, sabotage: Callable[[], None] | None = None) -> Outcome:
+        """What `python train.py --config CONFIG` does; sabotage() is called before it."""
+        output, began = self.folder / "output.txt", time.monotonic()
+        arguments = (self.folder, config, output, sabotage)
+        process = self.pool.context.Process(target=run_main, args=arguments)
+        process.start()
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+            pytest.fail(f"still running after a minute:\n{output.read_text()}")
+        return Outcome(process.exitcode, output.read_text(), time.monotonic() - began)
+
+    def command(self, *command: str) -> Outcome:
+        environment = os.environ | {"COLUMNS": "200"}
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        return Outcome(done.returncode, done.stdout, time.monotonic() - began)
+
+    def steps(self, run: str) -> list[dict]:
+        return [record for record in self.metrics(run) if "loss" in record]
+
+    def evaluations(self, run: str) -> list[dict]:
+        return [record for record in self.metrics(run) if "val_loss" in record]
+
+    def metrics(self, run: str) -> list[dict]:
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def files(self, run: str) -> list[str]:
+        return sorted(path.name for path in (self.folder / "runs" / run).iterdir())
+
+
+def run_main(folder: Path, config: str, output: Path, sabotage: Callable[[], None] | None) -> None:
+    os.chdir(folder)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ["COLUMNS"] = "200"
+    sys.argv = ["train.py", "--config", config]
+    if sabotage:
+        sabotage()
+    train.main()
+
+
+@pytest.fixture(scope="module")
+def workplace(pool, tmp_path_factory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("train"), pool)
+
+
+@pytest.fixture(scope="module")
+def first_run(workplace) -> Outcome:
+    """`python train.py` with two processes; it saves to runs/first."""
+    return workplace.command(str(ROOT / "train.py"), "--config", workplace.config("first"))
+
+
+def test_python_train_py_trains_and_tells(workplace, first_run):
+    assert first_run.code == 0, first_run.output
+    assert workplace.files("first") == [
+        "hf",
+        "metrics.jsonl",
+        *(f"step-0000000{step}" for step in (2, 4, 6)),
+    ]
+    records, evaluation = workplace.steps("first"), workplace.evaluations("first")[-1]
+    text = (workplace.folder / "text.txt").stat().st_size
+    for part in (
+        "random weights, seed 42",
+        "2 x cpu over gloo: dp 2 x pp 1 x cp 1 x tp 1",
+        "256 tokens: 8 sequences of 32, 2 a micro-batch, 2 micro-batches a rank",
+        f"text.txt, {(text + 1) / 1000:.1f}k tokens in 1 documents",
+        f"step 6/6  loss {records[-1]['loss']:.4f}",
+        f"loss        {records[0]['loss']:.4f} -> {records[-1]['loss']:.4f}",
+        f"loss {evaluation['val_loss']:.4f} ({evaluation['bits_per_byte']:.3f} bits per byte)",
+        "checkpoint  runs/first/step-00000006",
+        "model       runs/first/hf",
+        'pipeline("text-generation", model="runs/first/hf")',
+    ):
+        assert part in first_run.output
+    assert records[0]["loss"] > 5.4 and records[-1]["loss"] < 4.5
+
+
+def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
+    """The losses of the steps and evaluations of a config, without train.py's loop."""
+    os.chdir(folder)
+    config = load_config(path)
+    axes = build_axes(torch.device("cpu"), dp=2)
+    llama = resolve_model(config)
+    data = train.open_data(config, train.open_text(config, llama), axes.dp.rank)
+    training = train.Training(config, llama, axes, torch.device("cpu"), data)
+    steps, evaluations = [], []
+    for step in range(STEPS):
+        steps.append(tuple(training.step(step)[:3]))
+        if step % 3 == 2:
+            evaluations.append(training.evaluate())
+    return steps, evaluations
+
+
+def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_run):
+    records, evaluations = workplace.steps("first"), workplace.evaluations("first")
+    assert len(workplace.metrics("first")) == len(records) + len(evaluations)
+    names = "step loss grad_norm learning_rate tokens tokens_per_second"
+    names += " tokens_per_second_per_device mfu hfu step_seconds memory_gb comm_bytes"
+    for step, record in enumerate(records, 1):
+        assert record.keys() == set(names.split())
+        assert record["step"] == step and record["tokens"] == step * 8 * 32
+        seconds, speed = record["step_seconds"], record["tokens_per_second"]
+        assert speed * seconds == pytest.approx(8 * 32)
+        assert record["tokens_per_second_per_device"] == speed / 2
+        assert 0 < record["mfu"] == record["hfu"] < 1 and 0.1 < record["memory_gb"] < 4
+    expected = pool.run(2, what_training_gives, workplace.folder, "first.json")
+    for steps, val_losses in expected:
+        assert [(r["loss"], r["grad_norm"], r["learning_rate"]) for r in records] == steps
+        assert [r["val_loss"] for r in evaluations] == val_losses
+    tokens_per_byte = 1 + 1 / (workplace.folder / "text.txt").stat().st_size
+    assert [record["step"] for record in evaluations] == [3, 6]
+    for record in evaluations:
+        bits = record["val_loss"] / math.log(2) * tokens_per_byte
+        assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_comm_bytes_are_those_of_the_formula(workplace, first_run, monkeypatch):
+    monkeypatch.chdir(workplace.folder)
+    shapes = resolve_model(load_config("first.json")).parameter_shapes()
+    gradients = 4 * sum(math.prod(shape) for shape in shapes.values())
+    totals = 2 * 8  # the loss and the number of targets, in float64
+    for record in workplace.steps("first"):
+        assert record["comm_bytes"] == {"dp_cp": 2 * 1 / 2 * (gradients + totals)}
+
+
+def test_the_finished_model_has_the_validation_loss_that_was_told(
+    workplace, first_run, monkeypatch
+):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(workplace.folder)
+    model = AutoModelForCausalLM.from_pretrained("runs/first/hf")
+    config = load_config("first.json")
+    text = train.open_text(config, resolve_model(config))
+    total, num_targets = 0.0, 0
+    for rank, index, micro_batch in itertools.product(range(2), repeat=3):
+        batch = train.open_data(config, text, rank).eval_batch(index, micro_batch)
+        logits = model(batch.tokens).logits.flatten(0, 1)
+        total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
+        num_targets += batch.num_targets
+    assert num_targets == 2 * 8 * 32
+    told = workplace.evaluations("first")[-1]["val_loss"]
+    assert total / num_targets == pytest.approx(told, abs=1e-5)
+
+
+def numbers(records: list[dict]) -> list[tuple]:
+    """What must be the same in every run of a config."""
+    same = ("step", "loss", "grad_norm", "learning_rate", "tokens", "comm_bytes")
+    return [tuple(record[name] for name in same) for record in records]
+
+
+def test_torchrun_trains_the_same_to_the_last_bit(workplace, first_run):
+    config = workplace.config("torchrun", checkpoint={"save_dir": "runs/torchrun"})
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    outcome = workplace.command(*torchrun, str(ROOT / "train.py"), "--config", config)
+    assert outcome.code == 0, outcome.output
+    assert numbers(workplace.steps("torchrun")) == numbers(workplace.steps("first"))
+    assert workplace.evaluations("torchrun") == workplace.evaluations("first")
+    assert outcome.output.count("Done\n") == 1
+    model = "hf/model-00001-of-00001.safetensors"
+    runs = workplace.folder / "runs"
+    assert (runs / "torchrun" / model).read_bytes() == (runs / "first" / model).read_bytes()
+
+
+def test_a_run_resumed_at_its_latest_checkpoint_is_the_unbroken_run(workplace, first_run):
+    latest = {"save_frequency": 2, "load_path": "latest", "save_dir": "runs/resumed"}
+    config = workplace.config("resumed", checkpoint=latest)
+    resumed = workplace.folder / "runs/resumed"
+    for step in (2, 4):
+        name = f"step-0000000{step}"
+        shutil.copytree(workplace.folder / "runs/first" / name, resumed / name)
+    (resumed / "metrics.jsonl").write_text('{"step": 4}\n')
+    outcome = workplace.main(config)
+    assert outcome.code == 0, outcome.output
+    assert f"resumed from {Path('runs/resumed/step-00000004')}" in outcome.output
+    assert numbers(workplace.steps("resumed")) == numbers(workplace.steps("first"))[4:]
+    assert workplace.metrics("resumed")[0] == {"step": 4}
+    assert workplace.evaluations("resumed") == workplace.evaluations("first")[1:]
+
+    done = workplace.main(config)  # there is nothing left to do
+    assert done.code == 0, done.output
+    assert len(workplace.steps("resumed")) == 2
+    assert "model       runs/resumed/hf" in done.output
+    files = ["step-00000002", "step-00000004", "step-00000006"]
+    assert workplace.files("resumed") == ["hf", "metrics.jsonl", *files]
+
+
+def test_the_same_command_twice_keeps_the_first_run(workplace):
+    training = {"max_tokens": 600, "total_train_steps": 200, "warmup_steps": 0}
+    config = workplace.config("twice", distributed={"dp_size": 1}, training=training)
+    for run in (1, 2):
+        outcome = workplace.main(config)
+        assert outcome.code == 0, outcome.output
+        moved = "runs/twice held an earlier run: it is now in runs/twice/earlier-1"
+        assert (moved in outcome.output) is (run == 2)
+    earlier = workplace.folder / "runs/twice/earlier-1"
+    assert sorted(path.name for path in earlier.iterdir()) == [
+        name for name in workplace.files("twice") if name != "earlier-1"
+    ]
+    assert numbers(workplace.steps("twice/earlier-1")) == numbers(workplace.steps("twice"))
+
+    # 128 tokens a step: 600 are reached in the fifth. The schedule does not see it.
+    records = workplace.steps("twice")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in workplace.evaluations("twice")] == [3, 5]
+    assert "step-00000005" in workplace.files("twice")
+    assert records[0]["comm_bytes"] == {}
+    for step, record in enumerate(records):
+        assert record["learning_rate"] == learning_rate_at(
+            step, peak=0.01, minimum=0.0, schedule="cosine", warmup_steps=0, total_steps=200
+        )
+
+
+def test_a_run_that_starts_from_another_keeps_what_it_would_overwrite(workplace, first_run):
+    for _ in range(2):
+        load_path = {"load_path": "runs/first/step-00000004", "save_dir": "runs/branch"}
+        outcome = workplace.main(workplace.config("branch", checkpoint=load_path))
+        assert outcome.code == 0, outcome.output
+        assert numbers(workplace.steps("branch")) == numbers(workplace.steps("first"))[4:]
+    assert "it is now in runs/branch/earlier-1" in outcome.output
+    assert len(workplace.steps("first")) == STEPS
+
+
+def test_a_mistake_in_the_config_is_told_without_a_traceback(workplace):
+    config = workplace.config("mistake", training={"seq_lenght": 32}, model={"hidden_size": 30})
+    outcome = workplace.command(str(ROOT / "train.py"), "--config", config)
+    assert outcome.code == 2
+    assert "training.seq_lenght is not known: did you mean seq_length?" in outcome.output
+    assert "num_attention_heads=4 does not divide hidden_size=30" in outcome.output
+    assert "Traceback" not in outcome.output
+    assert not (workplace.folder / "runs/mistake").exists()
+
+
+def test_a_mistake_in_the_data_is_told_once_without_a_traceback(workplace):
+    (workplace.folder / "rows.jsonl").write_text('{"body": "some text"}\n' * 100)
+    outcome = workplace.main(workplace.config("data", dataset={"name": "rows.jsonl"}))
+    assert outcome.code == 2
+    message = "dataset 'rows.jsonl' has no column 'text': set dataset.text_column to one of"
+    assert outcome.output.count(message) == 1
+    assert "Traceback" not in outcome.output and outcome.seconds < 20
+
+
+def only_the_second_rank_has_no_gpu() -> None:
+    def choose_device(launch, use_cpu):
+        if launch.local_rank == 1:
+            raise ValueError("process 1 on this node has no GPU")
+        return torch.device("cpu")
+
+    train.choose_device = choose_device
+    train.time.sleep = lambda seconds: None
+
+
+def test_a_mistake_that_only_one_rank_sees_is_told_too(workplace):
+    outcome = workplace.main(workplace.config("gpu"), only_the_second_rank_has_no_gpu)
+    assert outcome.code == 2
+    assert "process 1 on this node has no GPU" in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+def test_torchrun_with_the_wrong_number_of_processes_is_told_the_right_line(workplace):
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "3", "--standalone")
+    config = workplace.config("wrong")
+    outcome = workplace.command(*torchrun, str(ROOT / "train.py"), "--config", config)
+    assert outcome.code != 0
+    assert "this config needs 2 processes" in outcome.output and "with 3" in outcome.output
+    assert outcome.output.count("torchrun --nproc_per_node 2 train.py --config wrong.json") == 1
+    assert not (workplace.folder / "runs/wrong").exists()
+
+
+def at_the_third_step(rank: int, happens: Callable[[], None]) -> None:
+    """Patch the train step of one rank; forked processes inherit it."""
+    step = train.Training.step
+
+    def sabotaged(self, number):
+        if number == 2 and dist.get_rank() == rank:
+            happens()
+        return step(self, number)
+
+    train.Training.step = sabotaged
+
+
+def rank_1_dies() -> None:
+    at_the_third_step(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def rank_1_raises() -> None:
+    def happens():
+        raise KeyError("a fault in the program")
+
+    at_the_third_step(1, happens)
+
+
+def rank_1_hangs() -> None:
+    at_the_third_step(1, lambda: time.sleep(600))
+
+
+@pytest.mark.parametrize(
+    "sabotage,parts",
+    [
+        (rank_1_dies, ["rank 1 died", "SIGKILL"]),
+        (rank_1_raises, ["rank 1 failed", "a fault in the program"]),
+        (rank_1_hangs, ["rank 0 failed", "timeout"]),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(workplace, sabotage, parts):
+    name = sabotage.__name__
+    config = workplace.config(name, distributed={"dp_size": 2, "timeout_seconds": 4})
+    outcome = workplace.main(config, sabotage)
+    assert outcome.code == 1 and outcome.seconds < 30
+    for part in parts:
+        assert part in outcome.output
+    # What was done before is there.
+    assert [record["step"] for record in workplace.steps(name)] == [1, 2]
+    assert workplace.files(name) == ["metrics.jsonl", "step-00000002"]
+
+
+def gradients_are_never_finite() -> None:
+    norm = train.gradient_norm
+    train.gradient_norm = lambda *gradients: norm(*gradients) * math.nan
+
+
+def test_a_run_that_diverges_stops_with_the_remedy(workplace):
+    config = workplace.config("diverges", distributed={"dp_size": 1})
+    outcome = workplace.main(config, gradients_are_never_finite)
+    assert outcome.code == 1
+    for step in (1, 2):
+        assert f"step {step} changed nothing: its gradient is not finite" in outcome.output
+    assert "3 steps in a row, up to step 3: the run has diverged" in outcome.output
+    assert [record["grad_norm"] for record in workplace.steps("diverges")] == [None, None]
+
+
+def skipping(optimizer: str) -> None:
+    training = make_training(make_config(dp=2, optimizer=optimizer))
+    run_steps(training, range(2), bad_step=None)
+    before = State(training)
+    for step in (2, 3):
+        (result,) = run_steps(training, range(step, step + 1), bad_step=step)
+        assert result.skipped and not math.isfinite(result.grad_norm)
+        assert math.isfinite(result.loss)
+        State(training).assert_equal(before)
+    assert training.skipped.total == 2
+    (result,) = run_steps(training, range(4, 5), bad_step=None)
+    assert not result.skipped and math.isfinite(result.grad_norm)
+    with pytest.raises(AssertionError):
+        State(training).assert_equal(before)
+    run_steps(training, range(2), bad_step=0)
+    run_steps(training, range(2, 3), bad_step=2)
+    with pytest.raises(RuntimeError, match="3 steps in a row, up to step 5"):
+        for step in (3, 4):
+            run_steps(training, range(step, step + 1), bad_step=step)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(pool, optimizer):
+    pool.run(2, skipping, optimizer)
+
+
+def ignore_most_targets(training: train.Training) -> set[int]:
+    """All of some sequences, few of others; returns the micro-batches' counts of what is left."""
+    batch, counts = training.data.batch, set()
+
+    def masked(step: int, micro_batch: int) -> Batch:
+        tokens, targets, positions, _ = batch(step, micro_batch)
+        targets = targets.masked_fill(positions >= tokens[:, :1] % 17, IGNORE_INDEX)
+        num_targets = (targets != IGNORE_INDEX).sum().item()
+        counts.add(num_targets)
+        return Batch(tokens, targets, positions, num_targets)
+
+    training.data.batch = masked
+    return counts
+
+
+def steps_by_the_book() -> None:
+    """The train step beside the plainest one: one batch, the mean loss, SGD written out."""
+    sizes = {"optimizer": "sgd", "learning_rate": 0.5, "grad_clip": 0.3, "weight_decay": 0.1}
+    config = make_config(dtype="float64", **sizes)
+    training, model = make_training(config), make_training(config).model
+    ignore_most_targets(training)
+    clipped = []
+    for step, rate in enumerate((0.25, 0.5, 0.5, (1 + math.sqrt(0.5)) / 4)):
+        batches = [training.data.batch(step, micro_batch) for micro_batch in range(2)]
+        tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in range(2))
+        logits = model(tokens, torch.arange(16)).flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = math.sqrt(sum(gradient.square().sum() for gradient in gradients))
+        clip = min(1.0, 0.3 / norm)
+        clipped.append(clip < 1)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            decay = 0.1 if parameter.ndim == 2 else 0.0
+            parameter.data -= rate * (clip * gradient + decay * parameter.data)
+
+        result = training.step(step)
+        assert result == pytest.approx((loss.item(), norm, rate, False), rel=0, abs=1e-6)
+        for ours, theirs in zip(training.model.parameters(), model.parameters(), strict=True):
+            # 1e-6: clipping divides by norm + 1e-6, as torch does.
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert any(clipped)
+
+
+def test_a_step_is_the_one_of_the_textbook(pool):
+    pool.run(1, steps_by_the_book)
+
+
+def ignoring(config: Config) -> tuple[list, dict, set]:
+    training = make_training(config)
+    counts = ignore_most_targets(training)
+    results = [training.step(step)[:2] for step in range(3)]
+    return results, {name: p.detach() for name, p in training.model.named_parameters()}, counts
+
+
+@pytest.mark.parametrize("dp,micro_batches", [(1, 4), (2, 2), (4, 1), (4, 2), (8, 1)])
+def test_ignored_targets_count_nothing_wherever_they_are(pool, dp, micro_batches):
+    def config(dp, micro_batches):
+        sizes = {"micro_batch_size": 8 // dp // micro_batches}
+        sizes["gradient_accumulation_steps"] = micro_batches
+        steps = {"optimizer": "sgd", "learning_rate": 0.5}
+        return make_config(dp=dp, dtype="float64", **sizes, **steps)
+
+    ((results, weights, _),) = pool.run(1, ignoring, config(1, 1))
+    counts = set()
+    for other_results, other_weights, other_counts in pool.run(
+        dp, ignoring, config(dp, micro_batches)
+    ):
+        np.testing.assert_allclose(other_results, results, rtol=0, atol=1e-10)
+        for name, weight in weights.items():
+            torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=1e-10)
+        counts |= other_counts
+    assert len(counts) > 2, "the targets are spread evenly: the test tests nothing"
+
+
+def evaluating() -> None:
+    training = make_training(make_config(dp=2))
+    training.step(0)
+    before = State(training)
+    gradients = [gradient.clone() for gradient in training.sharded.gradients]
+    outputs = []
+    training.model.register_forward_hook(lambda module, inputs, loss: outputs.append(loss))
+    loss = training.evaluate()
+    assert loss == training.evaluate()
+    assert outputs and not any(output.requires_grad for output in outputs)
+    State(training).assert_equal(before)
+    for after, gradient in zip(training.sharded.gradients, gradients, strict=True):
+        assert torch.equal(after, gradient)
+    assert not training.step(1).skipped  # evaluation leaves training as it was
+
+
+def test_evaluation_keeps_no_graph_and_changes_nothing(pool):
+    pool.run(2, evaluating)
