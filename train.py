@@ -1,4 +1,4 @@
-"""Train a Llama:  torchrun --nproc_per_node 2 train.py --config config.json
+"""Train a Llama:  torchrun --nproc_per_node 4 train.py --config config.json
 
 The whole story, top to bottom: `main` reads the config and starts the processes, `train` is what
 every process does, `Training` is the model laid out over them and its one train step.

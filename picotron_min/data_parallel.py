@@ -66,16 +66,17 @@ class GradientBuckets:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """All gradients, in a few flat tensors."""
-        return [bucket.gradients for bucket in self.buckets]
+        """Each parameter's gradient. A norm over them is exact to more digits than one over the
+        flat buckets: on a CPU, float32 sums of millions of squares lose three of seven digits."""
+        return [p.grad for bucket in self.buckets for p in bucket.parameters.values()]
 
     def zero(self) -> None:
-        for gradients in self.gradients:
-            gradients.zero_()
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
 
     def scale(self, factor: float) -> None:
-        for gradients in self.gradients:
-            gradients.mul_(factor)
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
 
     def reduce_in_next_backward(self) -> None:
         """The next backward pass is the step's last: send each bucket when it is complete."""

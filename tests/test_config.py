@@ -241,7 +241,7 @@ def test_nothing_is_said_about_the_default_of_a_bad_key():
 
 def test_the_default_config_loads_and_an_empty_one_is_all_defaults():
     config = load_config(ROOT / "config.json")
-    assert config.world_size == 2
+    assert config.world_size == 4
     t = config.training
     assert config.global_batch == 2 * t.micro_batch_size * t.gradient_accumulation_steps
     assert config.tokens_per_step == config.global_batch * t.seq_length
