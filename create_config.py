@@ -172,6 +172,8 @@ def print_costs(config: Config, model: LlamaConfig) -> None:
         micro_batch_size=t.micro_batch_size,
         num_micro_batches=t.gradient_accumulation_steps,
         pp=d.pp_size,
+        pp_chunks=d.pp_chunks,
+        pp_layers=d.pp_layers,
         cp=d.cp_size,
         tp=d.tp_size,
         dtype=m.dtype,

@@ -10,6 +10,7 @@ import contextlib
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -34,7 +35,7 @@ from picotron_min.checkpoint import (
 )
 from picotron_min.collectives import all_reduce
 from picotron_min.config import Config, load_config, resolve_model
-from picotron_min.costs import parameter_count
+from picotron_min.costs import parameter_count, split_layers
 from picotron_min.data import Batch, Batches, TokenFile, prepare_tokens
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.llama_config import LlamaConfig
@@ -52,8 +53,17 @@ from picotron_min.mesh import (
 from picotron_min.metrics import Console, EvalRecord, MetricsLog, Speedometer, StepRecord, human
 from picotron_min.model import Llama, SoftmaxAttention, apply_recompute
 from picotron_min.optimizer import SkippedSteps, build_optimizer, gradient_norm, learning_rate_at
-from picotron_min.pipeline_parallel import run_plan
-from picotron_min.pipeline_schedule import ENGINES, Action, forward_only
+from picotron_min.pipeline_parallel import (
+    Chunk,
+    Pipeline,
+    Stage,
+    keep_stage,
+    my_stages,
+    parameters_by_name,
+    shared_embedding,
+    tied_copy,
+)
+from picotron_min.pipeline_schedule import Plan, build_plans, forward_only, insert_communication
 from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 
@@ -172,19 +182,16 @@ class Training:
     ) -> None:
         t = config.training
         self.config, self.axes, self.device, self.data = config, axes, device, data
-        self.model = build_model(config, llama, axes, device)
-        named = list(self.model.named_parameters())
-        self.sharded = GradientBuckets(
-            [(name, p) for name, p in named if shard_dim(name) is not None], axes.dp_cp
-        )
-        # With sequence parallelism, norms see another part of the sequence on each tp rank.
-        self.replicated = GradientBuckets(
-            [(name, p) for name, p in named if shard_dim(name) is None],
-            axes.dp_cp_tp if config.distributed.sequence_parallel else axes.dp_cp,
-        )
-        self.buckets = [self.sharded, self.replicated]
+        self.llama = llama
+        self.chunks = [
+            Chunk(stage, build_model(config, llama, axes, device, stage))
+            for stage in my_stages(layers_of_stages(config, llama), axes.pp)
+        ]
+        self.parameters = parameters_by_name(self.chunks)
+        initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
+        self.buckets = [self.build_buckets(chunk) for chunk in self.chunks]
         self.optimizer = build_optimizer(
-            self.model.parameters(),
+            self.parameters.values(),
             name=t.optimizer,
             learning_rate=t.learning_rate,
             betas=t.betas,
@@ -192,8 +199,36 @@ class Training:
             fused=config.model.use_fused_adam,
         )
         self.skipped = SkippedSteps()
-        engine = ENGINES[config.distributed.pp_engine]
-        self.plan = engine(axes.pp.rank, axes.pp.size, t.gradient_accumulation_steps)
+        d, num_micro_batches = config.distributed, t.gradient_accumulation_steps
+        plans = build_plans(d.pp_engine, axes.pp.size, num_micro_batches, d.pp_chunks)
+        self.plan = plans[axes.pp.rank]
+        evaluations = [forward_only(num_micro_batches, d.pp_chunks)] * axes.pp.size
+        self.eval_plan = insert_communication(evaluations)[axes.pp.rank]
+        sequence = t.seq_length // d.cp_size // (d.tp_size if d.sequence_parallel else 1)
+        self.pipeline = Pipeline(
+            self.chunks,
+            axes.pp,
+            partial(
+                torch.empty,
+                (t.micro_batch_size, sequence, llama.hidden_size),
+                dtype=next(iter(self.parameters.values())).dtype,
+                device=device,
+            ),
+        )
+
+    def build_buckets(self, chunk: Chunk) -> list[GradientBuckets]:
+        """One set for each axis that gradients are summed over: all ranks that share a parameter
+        and see other tokens, or that hold a copy of it."""
+        axes, by_axis = self.axes, defaultdict(list)
+        for name, parameter in chunk.model.named_parameters():
+            if parameter is shared_embedding(chunk):
+                axis = axes.dp_cp_ends
+            elif shard_dim(name) is None and self.config.distributed.sequence_parallel:
+                axis = axes.dp_cp_tp  # norms see another part of the sequence on each tp rank
+            else:
+                axis = axes.dp_cp
+            by_axis[axis].append((name, parameter))
+        return [GradientBuckets(named, axis) for axis, named in by_axis.items()]
 
     def step(self, step: int) -> StepResult:
         """Train on the step-th global batch; steps are counted from 0."""
@@ -206,43 +241,51 @@ class Training:
             warmup_steps=t.warmup_steps,
             total_steps=t.total_train_steps,
         )
-        for buckets in self.buckets:
-            buckets.zero()
+        buckets = [buckets for of_chunk in self.buckets for buckets in of_chunk]
+        for some in buckets:
+            some.zero()
         loss_sum, num_targets = self.run(self.plan, partial(self.data.batch, step))
-        for buckets in self.buckets:
-            buckets.wait()
-        norm = gradient_norm(
-            self.sharded.gradients, self.replicated.gradients, self.axes.tp, self.axes.pp
-        )
-        norm = norm.item() / num_targets
+        for some in buckets:
+            some.wait()
+        norm = self.gradient_norm() / num_targets
         skip = self.skipped.record(step + 1, norm)
         if not skip:
             clip = min(1.0, t.grad_clip / (norm + 1e-6)) if t.grad_clip else 1.0
-            for buckets in self.buckets:
-                buckets.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
+            for some in buckets:
+                some.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
         return StepResult(loss_sum / num_targets, norm, rate, skip)
 
+    def gradient_norm(self) -> float:
+        """Of the whole model's gradient; a parameter that several ranks have counts once."""
+        copies = [tied_copy(chunk) for chunk in self.chunks]
+        mine = [(n, p.grad) for n, p in self.parameters.items() if all(p is not c for c in copies)]
+        return gradient_norm(
+            sharded=[gradient for name, gradient in mine if shard_dim(name) is not None],
+            replicated=[gradient for name, gradient in mine if shard_dim(name) is None],
+            tp=self.axes.tp,
+            pp=self.axes.pp,
+        ).item()
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """The mean loss of the held-out tokens."""
-        plan = forward_only(self.config.training.gradient_accumulation_steps)
         sums = [
-            self.run(plan, partial(self.data.eval_batch, index))
+            self.run(self.eval_plan, partial(self.data.eval_batch, index))
             for index in range(self.data.num_eval_batches)
         ]
         return sum(loss for loss, _ in sums) / sum(targets for _, targets in sums)
 
-    def run(self, plan: list[Action], read: Callable[[int], Batch]) -> tuple[float, float]:
+    def run(self, plan: Plan, read: Callable[[int], Batch]) -> tuple[float, float]:
         """Run a plan; returns the loss and the number of targets, summed over the global batch."""
         bfloat16 = self.config.model.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
-            totals = run_plan(
+            totals = self.pipeline.run(
                 plan,
-                self.model,
                 lambda i: to_device(read(i), self.device),
+                self.data.positions.to(self.device),
                 before_last_backward=self.start_reducing,
             )
         all_reduce(totals, self.axes.dp_cp)
@@ -250,15 +293,15 @@ class Training:
         loss_sum, num_targets = totals.tolist()
         return loss_sum, num_targets
 
-    def start_reducing(self) -> None:
-        for buckets in self.buckets:
+    def start_reducing(self, chunk: int) -> None:
+        for buckets in self.buckets[chunk]:
             buckets.reduce_in_next_backward()
 
     def save(self, save_dir: Path, step: int) -> Path:
         """Write the checkpoint of this moment, `step` steps done; returns its folder."""
         facts = {
             "skipped_steps": self.skipped.total,
-            "model": asdict(self.model.config),
+            "model": asdict(self.llama),
             "config": self.config.model_dump(),
         }
         return save(save_dir, step, self.tensors(), facts)
@@ -271,27 +314,40 @@ class Training:
 
     def tensors(self) -> dict[str, DTensor]:
         """All that a step changes, each as the part of a whole that this rank has."""
-        tensors = training_tensors(self.model, self.optimizer)
-        return parts_of_whole(tensors, self.model.config, shard_dim, self.axes.tp)
+        tensors = training_tensors(self.parameters, self.optimizer)
+        return parts_of_whole(tensors, self.llama, shard_dim, self.axes.tp)
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> Path:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
         dtype = DTYPES[self.config.model.dtype]
-        weights = {name: p.data.to(dtype) for name, p in self.model.named_parameters()}
-        weights = parts_of_whole(weights, self.model.config, shard_dim, self.axes.tp)
-        return export_hf(folder, weights, self.model.config, tokenizer)
+        weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
+        weights = parts_of_whole(weights, self.llama, shard_dim, self.axes.tp)
+        return export_hf(folder, weights, self.llama, tokenizer)
 
 
-def build_model(config: Config, llama: LlamaConfig, axes: Axes, device: torch.device) -> Llama:
-    """Built without memory; the parallelisms swap their parts; what is left is allocated."""
+def layers_of_stages(config: Config, llama: LlamaConfig) -> list[int]:
+    """How many layers each pipeline stage has."""
+    d = config.distributed
+    return d.pp_layers or split_layers(
+        llama, config.training.seq_length, num_stages=d.pp_size * d.pp_chunks
+    )
+
+
+def build_model(
+    config: Config, llama: LlamaConfig, axes: Axes, device: torch.device, stage: Stage
+) -> Llama:
+    """A stage, built without memory; the parallelisms swap their parts; what is left is allocated,
+    and not yet initialised."""
     with torch.device("meta"):
         model = Llama(llama)
     model.to(torch.float64 if config.model.dtype == "float64" else torch.float32)
     if not config.use_flash_attention:
         for layer in model.model.layers.values():
             layer.self_attn.core_attention = SoftmaxAttention()
+    keep_stage(model, stage)
     apply_tensor_parallel(model, axes.tp, config.distributed.sequence_parallel)
-    initialise(model, device, config.training.seed, shard_dim, axes.tp)
+    model.to_empty(device=device)
+    model.tie_weights()
     apply_recompute(model, config.model.recompute)
     if config.model.compile:
         for layer in model.model.layers.values():

@@ -46,16 +46,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for train.py, which is not packaged
 
-from picotron_min.checkpoint import initial_weight
+from picotron_min.checkpoint import initial_weight, initialise
 from picotron_min.collectives import all_reduce
 from picotron_min.config import Config, parse_config, resolve_model
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batch, TokenFile
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import Axes, Launch, build_axes, open_process_group, start_processes
-from picotron_min.model import initial_std
+from picotron_min.model import Llama, initial_std
 from picotron_min.optimizer import build_optimizer
-from train import Training, build_model, open_data
+from train import Training, open_data
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
@@ -141,7 +141,7 @@ def transformers_llama(place: Place) -> Step:
 def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
     """Our model and loss in torch's DDP, which speaks only after the last micro-batch."""
     model = DistributedDataParallel(
-        build_model(place.config, place.llama, place.axes, CPU),
+        plain_llama(place),
         process_group=place.axes.dp_cp.group,
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
@@ -150,6 +150,19 @@ def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
         return model(batch.tokens, batch.positions, batch.targets) / batch.num_targets
 
     return eager_loop(place, model, loss, accumulating=model.no_sync)
+
+
+def plain_llama(place: Place) -> Llama:
+    """Our model on one device, with the weights that all contenders start from."""
+    model = Llama(place.llama)
+    initialise(
+        dict(model.named_parameters()),
+        place.llama,
+        place.config.training.seed,
+        shard_dim=lambda name: None,
+        tp=place.axes.tp,
+    )
+    return model
 
 
 def eager_loop(

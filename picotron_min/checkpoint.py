@@ -30,26 +30,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.collectives import Axis
 from picotron_min.llama_config import LlamaConfig
-from picotron_min.model import Llama, initial_std
+from picotron_min.model import initial_std
 from picotron_min.tokenizer import Tokenizer
 
 ShardDim = Callable[[str], int | None]  # tensor_parallel.shard_dim
 
 
 def initialise(
-    model: Llama, device: torch.device, seed: int, shard_dim: ShardDim, tp: Axis
+    parameters: dict[str, nn.Parameter],
+    model: LlamaConfig,
+    seed: int,
+    shard_dim: ShardDim,
+    tp: Axis,
 ) -> None:
-    """Give a model that was built on the meta device its memory and its initial weights.
+    """Give parameters, by their names in the whole model, their initial weights.
 
     A weight is a function of (seed, name): every layout starts from bit-identical weights, of
     which each rank keeps its part. Drawn in
     float32 on the CPU, one at a time.
     """
-    model.to_empty(device=device)
-    model.tie_weights()
-    shapes = model.config.parameter_shapes()
-    for name, parameter in model.named_parameters():
-        std = initial_std(name, model.config.num_hidden_layers)
+    shapes = model.parameter_shapes()
+    for name, parameter in parameters.items():
+        std = initial_std(name, model.num_hidden_layers)
         weight = initial_weight(name, shapes[name], seed, std)
         dim = shard_dim(name)
         if dim is not None:
@@ -130,15 +132,17 @@ def parts_of_whole(
     return whole
 
 
-def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_tensors(
+    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """Everything that a step changes: the parameters, and AdamW's two moments of each.
 
     The moments are made, as zeros, if the optimizer has not stepped yet, so that there is something
     to load into.
     """
-    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    tensors = {name: parameter.data for name, parameter in parameters.items()}
     if isinstance(optimizer, torch.optim.AdamW):
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             state = optimizer.state[parameter]
             if not state:
                 device = parameter.device if optimizer.defaults["fused"] else "cpu"

@@ -11,6 +11,7 @@ Bytes are algorithmic: what one rank sends when the collective is done as a ring
     all-reduce        2 (n-1)/n b
     all-gather          (n-1)/n b    of the gathered tensor
     reduce-scatter      (n-1)/n b    of the scattered one
+    send                        b
 
 An axis of size 1 says nothing and changes nothing, so that callers need no special case for it.
 """
@@ -43,7 +44,7 @@ class Ledger:
         return total
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the mesh as one rank sees it: the row of ranks that it is in."""
 
@@ -130,3 +131,19 @@ def start_reduce_scatter(
 # torch 2.13 renamed them, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def start_send(tensor: Tensor, axis: Axis, to: int) -> dist.Work:
+    """Begin to send a tensor to a rank of the axis. It may not be changed before `.wait()`.
+
+    Messages between two ranks have no names: both must have them in the same order.
+    """
+    tensor = tensor.contiguous()
+    axis.ledger.record("send", tensor.nbytes)
+    return dist.isend(tensor, group=axis.group, group_dst=to)
+
+
+def start_receive(buffer: Tensor, axis: Axis, source: int) -> dist.Work:
+    """Begin to receive a tensor from a rank of the axis; it is there after `.wait()`."""
+    assert buffer.is_contiguous(), f"receive into a non-contiguous tensor {tuple(buffer.shape)}"
+    return dist.irecv(buffer, group=axis.group, group_src=source)

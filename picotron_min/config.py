@@ -57,7 +57,8 @@ class Distributed(Section):
     pp_size: PositiveInt = 1  # pipeline parallel: the layers are dealt out
     dp_size: PositiveInt = 1  # data parallel: the batch is dealt out
     pp_engine: Literal["afab", "1f1b", "interleaved"] = "1f1b"
-    pp_chunks: PositiveInt = 1  # model chunks a stage, for interleaved
+    pp_chunks: PositiveInt = 1  # stages a rank has, for afab and interleaved
+    pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced
     cp_engine: Literal["ring", "ulysses"] = "ring"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
@@ -336,9 +337,6 @@ def _choice(options: Iterable) -> str:
 # What is refused until its chapter is written: the key, the values that work, what is missing.
 NOT_LANDED = [
     ("distributed.cp_size", [1], "context parallelism"),
-    ("distributed.pp_size", [1], "pipeline parallelism"),
-    ("distributed.pp_engine", ["1f1b", "afab"], "the interleaved schedule"),
-    ("distributed.pp_chunks", [1], "the interleaved schedule"),
     ("model.weights", [None], "starting from given weights"),
 ]
 
@@ -390,6 +388,16 @@ def _run_problems(config: Config) -> list[str]:
             d.cp_size > 1 and t.seq_length % pieces,
             f"seq_length={t.seq_length} cannot be cut into {pieces} pieces for cp_size={d.cp_size}:"
             f" use {t.seq_length + pieces - t.seq_length % pieces}",
+        ),
+        (
+            d.pp_chunks > 1 and d.pp_size == 1,
+            f"pp_chunks={d.pp_chunks} needs more than one rank to deal the stages to, and"
+            f" pp_size={d.pp_size}: use pp_chunks 1, or a larger pp_size",
+        ),
+        (
+            d.pp_chunks > 1 and d.pp_engine == "1f1b",
+            f'pp_engine="1f1b" has one stage a rank, not pp_chunks={d.pp_chunks}:'
+            " use pp_chunks 1, or the engine interleaved",
         ),
         (
             d.sequence_parallel and t.seq_length % parts,
@@ -481,7 +489,14 @@ def model_problems(config: Config, llama: LlamaConfig) -> list[str]:
     for name in cut:
         if (size := getattr(llama, name)) % d.tp_size:
             problems.append(f"tp_size={d.tp_size} does not divide {name}={size}: use {good}")
-    if (stages := d.pp_size * d.pp_chunks) > (layers := llama.num_hidden_layers):
+    stages, layers = d.pp_size * d.pp_chunks, llama.num_hidden_layers
+    if d.pp_layers and (len(d.pp_layers), sum(d.pp_layers)) != (stages, layers):
+        problems.append(
+            f"pp_layers={d.pp_layers} has {len(d.pp_layers)} stages with {sum(d.pp_layers)} layers,"
+            f" not pp_size={d.pp_size} x pp_chunks={d.pp_chunks} = {stages} stages with"
+            f" num_hidden_layers={layers}: correct it, or set it to null"
+        )
+    if stages > layers:
         problems.append(
             f"pp_size={d.pp_size} x pp_chunks={d.pp_chunks} makes {stages} stages of"
             f" num_hidden_layers={layers}: use at most {layers} stages"

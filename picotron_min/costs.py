@@ -105,16 +105,18 @@ def memory_per_rank(
     recompute: str = "none",
     sequence_parallel: bool = False,
     pp_engine: str = "1f1b",
+    pp_chunks: int = 1,
+    pp_layers: list[int] | None = None,
 ) -> RankMemory:
-    """The memory of the rank that needs most, which is one of the fullest pipeline stage.
+    """The memory of the pipeline rank that needs most.
 
-    - weights, gradients: a float32 (float64 if that is the dtype) for each parameter of the stage;
+    - weights, gradients: a float32 (float64 if that is the dtype) for each parameter of the rank;
       tp divides matrices, not norms; dp and cp divide nothing. Computing in bfloat16, autocast
       also keeps a copy of every matmul parameter, counted with the weights.
     - optimizer state: two more such numbers a parameter for AdamW, none for SGD.
-    - activations: `saved_per_token` x layers of the stage (and 2 E for the norm before lm_head)
-      x tokens of a micro-batch on this rank x the micro-batches that the schedule keeps alive at
-      once; and, with recomputation, the one part of a layer that backward has just brought back.
+    - activations: `saved_per_token` x layers of a stage (and 2 E for the norm before lm_head)
+      x tokens of a micro-batch on this rank x what the schedule keeps alive at once; and, with
+      recomputation, the one part of a layer that backward has just brought back.
     - loss: on the last stage, V/tp logits for CHUNK_ROWS tokens, which become their gradient;
       and per live micro-batch the gradients of lm_head and of its input, made along with the loss.
 
@@ -130,14 +132,17 @@ def memory_per_rank(
     brought_back = {"none": 0, "selective": everything - selective, "full": everything}[recompute]
     last_norm = 2 * wide * E
 
-    def stage_memory(stage: int) -> RankMemory:
-        first, last = stage == 0, stage == pp - 1
-        layers = stage_layers(model.num_hidden_layers, pp, stage)
+    stages = pp_layers or split_layers(model, seq_length, pp * pp_chunks)
+
+    def memory_of(rank: int) -> RankMemory:
+        first, last = rank == 0, rank == pp - 1
+        layers = sum(stages[rank::pp])
         matmul = (layers * _layer_matrices(model) + last * V * E) / tp
         shares_head = last and model.tie_word_embeddings  # with pp > 1 both ends have a copy
         lookup = V * E / tp if first and not shares_head else 0
         parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
-        live = peak_live(ENGINES[pp_engine](stage, pp, num_micro_batches))
+        plan = ENGINES[pp_engine](rank, pp, num_micro_batches, pp_chunks)
+        live = peak_live(plan) / pp_chunks  # each of one chunk, a part of the rank's layers
         return RankMemory(
             weights=wide * parameters + (math.ceil(2 * matmul) if dtype == "bfloat16" else 0),
             gradients=wide * parameters,
@@ -146,10 +151,10 @@ def memory_per_rank(
                 tokens * (live * (layers * saved + last * last_norm) + brought_back)
             ),
             loss=last * math.ceil(wide * V / tp * (min(CHUNK_ROWS, tokens) + live * E))
-            + last * live * tokens * BYTES[dtype] * E,
+            + last * math.ceil(live * tokens * BYTES[dtype] * E),
         )
 
-    return max((stage_memory(stage) for stage in range(pp)), key=lambda memory: memory.total)
+    return max((memory_of(rank) for rank in range(pp)), key=lambda memory: memory.total)
 
 
 def saved_per_token(
@@ -183,6 +188,20 @@ def saved_per_token(
     return wide * 4 * E / split + narrow * (norm_outputs * E + (heads + 4 * M) / tp)
 
 
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> int:
-    """How many layers a pipeline stage has: as even as can be, the first stages one more."""
-    return num_layers // num_stages + (stage < num_layers % num_stages)
+def split_layers(model: LlamaConfig, seq_length: int, num_stages: int) -> list[int]:
+    """How many layers each pipeline stage gets, so that the slowest is as fast as can be.
+
+    lm_head counts for as many layers as its FLOPs are worth, and may leave the last stage with
+    fewer than the others. The embedding is a lookup and counts nothing.
+    """
+    if num_stages == 1:
+        return [model.num_hidden_layers]
+    L, others = model.num_hidden_layers, num_stages - 1
+    layer = 2 * _layer_matrices(model) + _attention_flops(model, seq_length)
+    head = 2 * model.vocab_size * model.hidden_size / layer
+
+    def slowest(last: int) -> float:
+        return max(last + head, math.ceil((L - last) / others))
+
+    last = min(range(max(1, L // num_stages), 0, -1), key=slowest)
+    return [(L - last) // others + (s < (L - last) % others) for s in range(others)] + [last]

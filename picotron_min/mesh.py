@@ -49,6 +49,7 @@ class Axes(NamedTuple):
     tp: Axis
     dp_cp: Axis  # gradients are summed over it
     dp_cp_tp: Axis  # and over this one, where tp ranks see different parts of the sequence
+    dp_cp_ends: Axis  # and over this one, where the first and the last stage have a tied embedding
 
 
 def torchrun_launch() -> Launch | None:
@@ -142,11 +143,15 @@ def build_axes(
     assert pp * dp * cp * tp == dist.get_world_size(), "the axes must multiply to the world size"
     grid = torch.arange(dist.get_world_size()).view(pp, dp, cp, tp)
 
-    def axis(name: str, rows: torch.Tensor) -> Axis:
+    def axis(name: str, rows: torch.Tensor | list[torch.Tensor]) -> Axis:
         group, _ = dist.new_subgroups_by_enumeration(
-            rows.tolist(), timeout=timedelta(seconds=timeout_seconds)
+            [row.tolist() for row in rows], timeout=timedelta(seconds=timeout_seconds)
         )
         return Axis(name, DeviceMesh.from_group(group, device.type))
+
+    ends = grid if pp == 1 else grid[[0, -1]]
+    first_and_last = ends.movedim(3, 0).reshape(tp, -1)
+    between = grid[1:-1].movedim(3, 1).reshape(-1, dp * cp)
 
     return Axes(
         pp=axis("pp", grid.movedim(0, -1).reshape(-1, pp)),
@@ -155,4 +160,5 @@ def build_axes(
         tp=axis("tp", grid.reshape(-1, tp)),
         dp_cp=axis("dp_cp", grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)),
         dp_cp_tp=axis("dp_cp_tp", grid.reshape(-1, dp * cp * tp)),
+        dp_cp_ends=axis("dp_cp_ends", [*first_and_last, *between]),
     )

@@ -38,8 +38,12 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make input and output embedding one parameter again, after anything that parted them."""
-        if self.config.tie_word_embeddings:
+        """Make input and output embedding one parameter again, after anything that parted them.
+
+        Where only one of the two is left, there is nothing to tie.
+        """
+        ends = self.model.embed_tokens, self.lm_head
+        if self.config.tie_word_embeddings and all(hasattr(end, "weight") for end in ends):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:

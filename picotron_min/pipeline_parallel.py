@@ -1,17 +1,39 @@
-"""Run a plan: the one train step, whatever the layout.
+"""Pipeline parallelism: each rank has some consecutive layers, and activations travel.
 
-This is the interpreter in its one-stage form; stages that send and receive come with pipeline
-parallelism. It knows two actions. FORWARD reads a micro-batch and keeps its loss, and with it the
-graph; BACKWARD turns the kept loss into gradients and lets the graph go.
+    rank 0                      -- activations [B, S, E] -->    rank 1
+    embedding, layers 0-4       <-- their gradients --------    layers 5-7, norm, lm_head
+
+What is done when is decided beforehand, as a plan (pipeline_schedule.py). This file cuts the model,
+and runs plans: it is the one train step, whatever the layout. With one stage there are no messages.
+
+Messages overlap with compute. A receive is posted where it stands in the plan, long before it is
+used; a send runs in the background until the next one of its kind. After its send an activation is
+let go: backward needs the graph behind it, not its values. Buffers for what is received are used
+again when backward is done with them.
+
+Cost: per micro-batch and boundary between stages one activation [B, S/cp, E] in the dtype of the
+residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back; see
+pipeline_schedule.py for bubbles and for how many micro-batches are alive.
+
+Tied embeddings: the first and the last stage have a copy each, which start equal, get the same sum
+of both gradients (train.py sums over all ranks with a copy), and so stay equal to the last bit.
+
+Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM". In production: `torch.distributed.pipelining`.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from picotron_min.pipeline_schedule import Action, Kind
+from picotron_min.collectives import Axis, start_receive, start_send
+from picotron_min.pipeline_schedule import Action, Kind, Plan
 
 
 class MicroBatch(Protocol):
@@ -23,32 +45,166 @@ class MicroBatch(Protocol):
     num_targets: int  # that are not ignored
 
 
-def run_plan(
-    plan: list[Action],
-    model: nn.Module,
-    read: Callable[[int], MicroBatch],
-    before_last_backward: Callable[[], None],
-) -> Tensor:
-    """Do the plan's actions in order; gradients are added to `p.grad`.
+class Stage(NamedTuple):
+    """Which part of the model it is."""
 
-    read(i) gives micro-batch i. `before_last_backward` is called when every further gradient is
-    final, so that their summation over ranks can overlap with that backward.
-    Returns [summed loss, number of targets] of this rank's micro-batches, float64, on the model's
-    device: nothing here waits for the device.
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+class Chunk(NamedTuple):
+    """A stage with its part of the model; a rank has one, or several with interleaving."""
+
+    stage: Stage
+    model: nn.Module
+
+
+def my_stages(num_layers: list[int], axis: Axis) -> list[Stage]:
+    """The stages of this rank, given how many layers every stage has: stage s is of rank s % pp."""
+    starts = [sum(num_layers[:s]) for s in range(len(num_layers))]
+    return [
+        Stage(range(starts[s], starts[s] + num_layers[s]), s == 0, s == len(num_layers) - 1)
+        for s in range(axis.rank, len(num_layers), axis.size)
+    ]
+
+
+def keep_stage(model: nn.Module, stage: Stage) -> None:
+    """Delete, in place, what other stages have. What is left keeps its names."""
+    for name in list(model.model.layers):
+        if int(name) not in stage.layers:
+            del model.model.layers[name]
+    if not stage.is_first:
+        model.model.embed_tokens = nn.Identity()
+    if not stage.is_last:
+        model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
+
+
+def parameters_by_name(chunks: Iterable[Chunk]) -> dict[str, nn.Parameter]:
+    """All parameters of a rank by their names in the whole model.
+
+    There a tied lm_head has no weight of its own: its copy on the last stage is the embedding's.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    losses: dict[int, Tensor] = {}
-    last_backward = max((i for i, a in enumerate(plan) if a.kind is Kind.BACKWARD), default=None)
-    for i, action in enumerate(plan):
-        match action.kind:
-            case Kind.FORWARD:
-                batch = read(action.micro_batch)
-                loss = model(batch.tokens, batch.positions, batch.targets)
-                losses[action.micro_batch] = loss
-                totals[0] += loss.detach()
-                totals[1] += batch.num_targets
-            case Kind.BACKWARD:
-                if i == last_backward:
-                    before_last_backward()
-                losses.pop(action.micro_batch).backward()
-    return totals
+    named = {}
+    for chunk in chunks:
+        for name, parameter in chunk.model.named_parameters():
+            if parameter is tied_copy(chunk):
+                name = "model.embed_tokens.weight"
+            named[name] = parameter
+    return named
+
+
+def shared_embedding(chunk: Chunk) -> nn.Parameter | None:
+    """The tied embedding, where this stage has one of its two copies."""
+    stage, model = chunk
+    if not model.config.tie_word_embeddings or stage.is_first == stage.is_last:
+        return None
+    return model.model.embed_tokens.weight if stage.is_first else model.lm_head.weight
+
+
+def tied_copy(chunk: Chunk) -> nn.Parameter | None:
+    """The same on the last stage only: the copy that is not saved, and not counted again."""
+    return shared_embedding(chunk) if chunk.stage.is_last else None
+
+
+class Pipeline:
+    """Runs plans over the chunks of this rank."""
+
+    def __init__(
+        self, chunks: list[Chunk], axis: Axis, new_activation: Callable[[], Tensor]
+    ) -> None:
+        """`new_activation` makes an empty tensor like those that travel between stages."""
+        self.chunks, self.axis, self.new_activation = chunks, axis, new_activation
+        self.free: list[Tensor] = []  # buffers whose content is not needed any more
+
+    def run(
+        self,
+        plan: Plan,
+        read: Callable[[int], MicroBatch],
+        positions: Tensor,
+        before_last_backward: Callable[[int], None] = lambda chunk: None,
+        watch: Callable[[Action], AbstractContextManager] = contextlib.nullcontext,
+    ) -> Tensor:
+        """Do the plan's actions in order; gradients are added to `p.grad`.
+
+        read(i) gives micro-batch i, and is called by the stages at both ends only.
+        before_last_backward(c) is called when chunk c's next backward is its last, and makes its
+        gradients final, so that their sum over ranks can overlap with it. Each forward and backward
+        happens within `watch(action)`, without the wait for what it needs.
+        Returns [summed loss, number of targets] of this rank's micro-batches, which is zero but on
+        the last stage: float64, on the device; nothing here waits for the device.
+        """
+        self.read, self.positions, self.watch = read, positions, watch
+        self.totals = torch.zeros(2, dtype=torch.float64, device=positions.device)
+        self.live: dict[tuple, tuple] = {}  # micro-batch, chunk -> its input and the graph's end
+        self.arriving: dict[tuple, tuple] = {}  # what is received, micro-batch, chunk -> buffer
+        self.leaving: dict[tuple, Tensor] = {}  # what is to be sent, micro-batch, chunk -> tensor
+        self.sending: dict[tuple, dist.Work] = {}  # kind of message, chunk -> the latest
+        last_backward = {a.chunk: i for i, a in enumerate(plan) if a.kind is Kind.BACKWARD}
+        for i, action in enumerate(plan):
+            if last_backward.get(action.chunk) == i:
+                before_last_backward(action.chunk)
+            match action.kind:
+                case Kind.FORWARD:
+                    self._forward(action)
+                case Kind.BACKWARD:
+                    self._backward(action)
+                case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
+                    self._send(action)
+                case Kind.RECEIVE_ACTIVATION | Kind.RECEIVE_GRADIENT:
+                    self._receive(action)
+        for work in self.sending.values():
+            work.wait()
+        return self.totals
+
+    def _forward(self, action: Action) -> None:
+        _, i, c, _ = action
+        stage, model = self.chunks[c]
+        batch = self.read(i) if stage.is_first or stage.is_last else None
+        if stage.is_first:
+            x = batch.tokens
+        else:
+            x = self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
+            x.requires_grad_(torch.is_grad_enabled())
+        with self.watch(action):
+            out = model(x, self.positions, batch.targets if stage.is_last else None)
+        if stage.is_last:
+            self.totals[0] += out.detach()
+            self.totals[1] += batch.num_targets
+        else:
+            self.leaving[Kind.SEND_ACTIVATION, i, c] = out.detach()
+        if torch.is_grad_enabled():
+            # Not `out` itself: its values can go once they are sent.
+            self.live[i, c] = x, get_gradient_edge(out)
+        elif not stage.is_first:
+            self.free.append(x)
+
+    def _backward(self, action: Action) -> None:
+        _, i, c, _ = action
+        stage, _ = self.chunks[c]
+        x, end = self.live.pop((i, c))
+        gradient = None if stage.is_last else self._arrived(Kind.RECEIVE_GRADIENT, i, c)
+        with self.watch(action):
+            torch.autograd.backward(end, gradient)
+        if not stage.is_last:
+            self.free.append(gradient)
+        if not stage.is_first:
+            self.leaving[Kind.SEND_GRADIENT, i, c] = x.grad
+            x.grad = None
+            self.free.append(x.requires_grad_(False))
+
+    def _send(self, action: Action) -> None:
+        kind, i, c, peer = action
+        if older := self.sending.get((kind, c)):
+            older.wait()
+        self.sending[kind, c] = start_send(self.leaving.pop((kind, i, c)), self.axis, peer)
+
+    def _receive(self, action: Action) -> None:
+        kind, i, c, peer = action
+        buffer = self.free.pop() if self.free else self.new_activation()
+        self.arriving[kind, i, c] = buffer, start_receive(buffer, self.axis, peer)
+
+    def _arrived(self, kind: Kind, i: int, c: int) -> Tensor:
+        buffer, work = self.arriving.pop((kind, i, c))
+        work.wait()
+        return buffer

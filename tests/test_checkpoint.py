@@ -39,13 +39,14 @@ SHAPE = {
 
 
 def make_config(
-    dp=1, tp=1, tied=False, dtype="float32", fused=True, model=None, **training
+    dp=1, pp=1, tp=1, tied=False, dtype="float32", fused=True, model=None, **training
 ) -> Config:
     return parse_config(
         {
             "distributed": {
                 "dp_size": dp,
                 "tp_size": tp,
+                "pp_size": pp,
                 "sequence_parallel": tp > 1,
                 "use_cpu": True,
             },
@@ -68,14 +69,15 @@ def make_config(
 
 
 def make_training(config: Config) -> Training:
-    axes = build_axes(CPU, dp=config.distributed.dp_size, tp=config.distributed.tp_size)
+    d = config.distributed
+    axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, tp=d.tp_size)
     tokens = np.random.default_rng(0).integers(256, size=2000).astype(np.uint16)
     data = open_data(config, TokenFile(tokens, len(tokens), 1), axes.dp.rank)
     return Training(config, resolve_model(config), axes, CPU, data)
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in make_training(config).model.named_parameters()}
+    return {name: p.detach() for name, p in make_training(config).parameters.items()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -117,10 +119,10 @@ class State(dict):
     """A copy of every tensor that training changes, by name."""
 
     def __init__(self, training: Training) -> None:
-        tensors = training_tensors(training.model, training.optimizer)
+        tensors = training_tensors(training.parameters, training.optimizer)
         tensors |= {
             f"step.{name}": training.optimizer.state[p]["step"]
-            for name, p in training.model.named_parameters()
+            for name, p in training.parameters.items()
             if "step" in training.optimizer.state[p]
         }
         super().__init__({name: tensor.clone() for name, tensor in tensors.items()})
@@ -134,7 +136,7 @@ class State(dict):
 def run_steps(training: Training, steps: range, bad_step: int | None) -> list[StepResult]:
     """Train; in `bad_step` one gradient of the last rank is not a number."""
     last_rank = dist.get_rank() == dist.get_world_size() - 1
-    weight = training.model.model.norm.weight
+    weight = list(training.parameters.values())[-1]
     results = []
     for step in steps:
         hooks = []
@@ -158,7 +160,7 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
     State(whole).assert_equal(State(first))
 
     second = make_training(config)
-    facts = read_facts(path, second.model.config, config.training.optimizer)
+    facts = read_facts(path, second.llama, config.training.optimizer)
     second.load(path, facts)
     resumed = results[:3] + run_steps(second, range(facts["step"], 6), bad_step)
     # Through text, because nan, the norm of a skipped step, is not equal to itself.
@@ -180,6 +182,8 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
         (make_config(dtype="float64", schedule="wsd"), None),
         (make_config(tp=2, tied=True), None),
         (make_config(dp=2, tp=2, dtype="bfloat16"), 1),
+        (make_config(pp=2, tied=True), 1),
+        (make_config(pp=2, tp=2), None),
     ],
     ids=[
         "one",
@@ -191,6 +195,8 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
         "float64-wsd",
         "tp2-tied",
         "dp2-tp2-skipped",
+        "pp2-tied-skipped",
+        "pp2-tp2",
     ],
 )
 def test_a_resumed_run_is_bit_identical(pool, tmp_path, config, bad_step):
@@ -207,7 +213,7 @@ def save_a_step(folder: Path, config: Config) -> tuple[State, dict]:
     training = make_training(config)
     training.step(0)
     path = training.save(folder, 1)
-    return State(training), read_facts(path, training.model.config, "adamw")
+    return State(training), read_facts(path, training.llama, "adamw")
 
 
 def test_what_two_ranks_saved_one_rank_loads(pool, tmp_path):
@@ -217,10 +223,12 @@ def test_what_two_ranks_saved_one_rank_loads(pool, tmp_path):
     state.assert_equal(loaded)
 
 
-def test_what_four_ranks_saved_in_parts_one_rank_loads_whole(pool, tmp_path):
-    saved = pool.run(4, save_a_step, tmp_path, make_config(dp=2, tp=2))
-    facts = saved[0][1]
-    (whole,) = pool.run(1, load_at_other_layout, tmp_path / "step-00000001", make_config(), facts)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_eight_ranks_saved_in_parts_one_rank_loads_whole(pool, tmp_path, tied):
+    saved = pool.run(8, save_a_step, tmp_path, make_config(dp=2, pp=2, tp=2, tied=tied))
+    facts, path = saved[0][1], tmp_path / "step-00000001"
+    (whole,) = pool.run(1, load_at_other_layout, path, make_config(tied=tied), facts)
+    assert whole.keys() == set().union(*(state.keys() for state, _ in saved))
     for rank, (state, _) in enumerate(saved):
         for name, part in state.items():
             dim = shard_dim(name)
@@ -354,7 +362,7 @@ TEXT = "Grüße, 世界 🌍!\n\tif x  !=  'y':\r\n\t"
 def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
     training = make_training(config)
     training.step(0)
-    model = training.model
+    model = training.chunks[0].model
     for _ in range(2):  # the second replaces the first
         assert training.export(folder, BytesTokenizer()) == folder
     tokens = torch.tensor([list(TEXT.encode())])
@@ -366,7 +374,7 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=["dp 2", "tp 2"])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, layout, tied):
     from safetensors.torch import load_file

@@ -20,6 +20,7 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "tp": (0, [0, 1]),
         "dp_cp": (0, [0, 2]),
         "dp_cp_tp": (0, [0, 1, 2, 3]),
+        "dp_cp_ends": (0, [0, 2, 4, 6]),
     }
     assert rows[7] == {
         "pp": (1, [3, 7]),
@@ -28,10 +29,15 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "tp": (1, [6, 7]),
         "dp_cp": (1, [5, 7]),
         "dp_cp_tp": (3, [4, 5, 6, 7]),
+        "dp_cp_ends": (3, [1, 3, 5, 7]),
     }
     rows = pool.run(8, rows_of, 1, 2, 2, 2)
     assert rows[6]["dp_cp"] == (3, [0, 2, 4, 6])
     assert rows[5]["dp_cp"] == (2, [1, 3, 5, 7])
+    assert rows[5]["dp_cp_ends"] == (2, [1, 3, 5, 7])
+    rows = pool.run(8, rows_of, 4, 2, 1, 1)
+    ends = [row["dp_cp_ends"][1] for row in rows]
+    assert ends == [[0, 1, 6, 7]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2 + [[0, 1, 6, 7]] * 2
 
 
 def summed() -> tuple[float, float, dict, dict]:

@@ -124,14 +124,15 @@ BAD = {
     "context parallelism": ("distributed", {"cp_size": 2},
         "cp_size=2: context parallelism has not landed in this version: set "
         "distributed.cp_size to 1"),
-    "pipeline parallelism": ("distributed", {"pp_size": 2},
-        "pp_size=2: pipeline parallelism has not landed in this version: set "
-        "distributed.pp_size to 1"),
-    "the interleaved schedule": ("distributed", {"pp_engine": "interleaved"},
-        'set distributed.pp_engine to "1f1b" or "afab"'),
-    "model chunks": ("distributed", {"pp_chunks": 2},
-        "pp_chunks=2: the interleaved schedule has not landed in this version: set "
-        "distributed.pp_chunks to 1"),
+    "more stages than layers": ("distributed", {"pp_size": 5},
+        "pp_size=5 x pp_chunks=1 makes 5 stages of num_hidden_layers=4: use at most 4 stages"),
+    "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
+        "pp_chunks=2 needs more than one rank to deal the stages to, and pp_size=1"),
+    "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
+        'pp_engine="1f1b" has one stage a rank, not pp_chunks=2'),
+    "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
+        "pp_layers=[2, 1] has 2 stages with 3 layers, not pp_size=2 x pp_chunks=1 = 2 stages with "
+        "num_hidden_layers=4"),
     "given weights": ("model", {"weights": "owner/name"},
         "starting from given weights has not landed in this version: set model.weights to "
         "null"),

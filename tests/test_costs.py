@@ -1,5 +1,7 @@
 """The formulas of costs.py against the real model: what torch counts, and what it saves."""
 
+import itertools
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -153,10 +155,23 @@ def test_layouts_divide_what_they_should():
     assert bf16.optimizer_state == 0
 
 
-def test_stages_hold_all_layers_and_the_fullest_one_is_planned():
-    for layers, stages in [(4, 1), (7, 3), (80, 16), (5, 4)]:
-        split = [costs.stage_layers(layers, stages, s) for s in range(stages)]
-        assert sum(split) == layers and max(split) - min(split) <= 1
+@pytest.mark.parametrize("vocab_size", [1, 500, 100_000])
+def test_no_other_split_of_the_layers_has_a_faster_slowest_stage(vocab_size):
+    head = 6 * vocab_size * GQA.hidden_size
+    for layers, stages in [(4, 1), (4, 4), (7, 2), (7, 3), (8, 3)]:
+        model = GQA.override(num_hidden_layers=layers, vocab_size=vocab_size)
+        layer = (costs.model_flops_per_token(model, S) - head) / layers
+
+        def slowest(split, layer=layer):
+            return max(n * layer + (s == len(split) - 1) * head for s, n in enumerate(split))
+
+        split = costs.split_layers(model, S, stages)
+        assert len(split) == stages and sum(split) == layers and min(split) >= 1
+        every = itertools.product(range(1, layers + 1), repeat=stages)
+        assert slowest(split) == min(slowest(other) for other in every if sum(other) == layers)
+
+
+def test_the_fullest_stage_is_planned():
     # a huge vocabulary makes the last stage the fullest, although the first keeps more alive
     model = GQA.override(vocab_size=100_000)
     memory = costs.memory_per_rank(model, seq_length=S, pp=2, num_micro_batches=4)

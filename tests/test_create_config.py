@@ -114,6 +114,8 @@ def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
         "recompute": "full",
         "sequence_parallel": True,
         "pp_engine": "afab",
+        "pp_chunks": 1,
+        "pp_layers": None,
     }
 
 

@@ -45,6 +45,8 @@ def make_config(
     dp=1,
     tp=1,
     micro_batches=1,
+    pp=1,
+    chunks=1,
     sequence_parallel=False,
     engine="1f1b",
     recompute="none",
@@ -55,6 +57,8 @@ def make_config(
             "distributed": {
                 "dp_size": dp,
                 "tp_size": tp,
+                "pp_size": pp,
+                "pp_chunks": chunks,
                 "sequence_parallel": sequence_parallel,
                 "pp_engine": engine,
                 "use_cpu": True,
@@ -97,8 +101,8 @@ def make_training(config: Config, llama: LlamaConfig) -> Training:
 def train_briefly(config: Config, llama: LlamaConfig) -> Trace:
     training = make_training(config, llama)
     results = [training.step(step) for step in range(STEPS)]
-    gradients = {name: p.grad for name, p in training.model.named_parameters()}
-    weights = {name: p.detach() for name, p in training.model.named_parameters()}
+    gradients = {name: p.grad for name, p in training.parameters.items()}
+    weights = {name: p.detach() for name, p in training.parameters.items()}
     return Trace(
         [result.loss for result in results],
         [result.grad_norm for result in results],
@@ -110,8 +114,7 @@ def train_briefly(config: Config, llama: LlamaConfig) -> Trace:
 
 def whole_tensors(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Put together what the tp ranks hold parts of."""
-    axes, llama = training.axes, training.model.config
-    parts = parts_of_whole(tensors, llama, shard_dim, axes.tp)
+    parts = parts_of_whole(tensors, training.llama, shard_dim, training.axes.tp)
     return {name: part.full_tensor().numpy() for name, part in parts.items()}
 
 
@@ -123,15 +126,17 @@ def one_rank(pool, model: str) -> Trace:
 
 def assert_trains_the_same(pool, config: Config, model: str) -> None:
     reference = one_rank(pool, model)
+    names = set()
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
     for trace in pool.run(config.world_size, train_briefly, config, MODELS[model]):
         close(trace.losses, reference.losses, err_msg="losses")
         close(trace.norms, reference.norms, err_msg="gradient norms")
         close(trace.val_loss, reference.val_loss, err_msg="validation loss")
-        for name in reference.weights:
+        for name in trace.weights:
             close(trace.gradients[name], reference.gradients[name], err_msg=f"gradient of {name}")
             close(trace.weights[name], reference.weights[name], err_msg=name)
-        assert trace.weights.keys() == reference.weights.keys()
+        names |= trace.weights.keys()
+    assert names == reference.weights.keys()
 
 
 POWERS = (1, 2, 4, 8)
@@ -155,11 +160,39 @@ def test_tensor_parallel_layouts_train_the_same_model(pool, dp, tp, model, seque
     assert_trains_the_same(pool, config, model)
 
 
+# dp, pp, tp, micro-batches (a rank), engine, chunks, recompute
+PIPELINES = [
+    (1, 2, 1, 4, "1f1b", 1, "none"),
+    (1, 2, 1, 4, "afab", 1, "none"),
+    (1, 2, 1, 4, "interleaved", 2, "none"),
+    (1, 2, 1, 1, "1f1b", 1, "full"),
+    (1, 2, 1, 8, "afab", 2, "selective"),
+    (1, 4, 1, 8, "1f1b", 1, "none"),
+    (1, 4, 1, 2, "1f1b", 1, "full"),
+    (1, 4, 1, 2, "interleaved", 1, "none"),
+    (2, 2, 1, 4, "interleaved", 2, "full"),
+    (2, 2, 1, 2, "1f1b", 1, "none"),
+    (2, 2, 2, 4, "1f1b", 1, "selective"),
+    (1, 2, 4, 4, "afab", 1, "full"),
+    (1, 2, 2, 8, "interleaved", 2, "none"),
+    (1, 4, 2, 4, "1f1b", 1, "none"),
+    (2, 4, 1, 4, "afab", 1, "none"),
+    (4, 2, 1, 2, "1f1b", 1, "none"),
+]
+
+
+@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("dp,pp,tp,m,engine,chunks,recompute", PIPELINES)
+def test_pipelines_train_the_same_model(pool, dp, pp, tp, m, engine, chunks, recompute, model):
+    config = make_config(dp, tp, m, pp, chunks, tp > 1, engine=engine, recompute=recompute)
+    assert_trains_the_same(pool, config, model)
+
+
 @pytest.mark.parametrize("engine", ["afab", "1f1b"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_schedule_and_recompute_train_the_same_model(pool, tp, engine, recompute):
-    config = make_config(2, tp, 2, tp > 1, engine=engine, recompute=recompute)
+    config = make_config(2, tp, 2, sequence_parallel=tp > 1, engine=engine, recompute=recompute)
     assert_trains_the_same(pool, config, "untied")
 
 

@@ -405,7 +405,7 @@ def test_a_rank_that_fails_ends_the_others(workplace, sabotage, parts):
 
 def gradients_are_never_finite() -> None:
     norm = train.gradient_norm
-    train.gradient_norm = lambda *gradients: norm(*gradients) * math.nan
+    train.gradient_norm = lambda **gradients: norm(**gradients) * math.nan
 
 
 def test_a_run_that_diverges_stops_with_the_remedy(workplace):
@@ -463,7 +463,7 @@ def steps_by_the_book() -> None:
     """The train step beside the plainest one: one batch, the mean loss, SGD written out."""
     sizes = {"optimizer": "sgd", "learning_rate": 0.5, "grad_clip": 0.3, "weight_decay": 0.1}
     config = make_config(dtype="float64", **sizes)
-    training, model = make_training(config), make_training(config).model
+    training, model = make_training(config), make_training(config).chunks[0].model
     ignore_most_targets(training)
     clipped = []
     for step, rate in enumerate((0.25, 0.5, 0.5, (1 + math.sqrt(0.5)) / 4)):
@@ -481,7 +481,7 @@ def steps_by_the_book() -> None:
 
         result = training.step(step)
         assert result == pytest.approx((loss.item(), norm, rate, False), rel=0, abs=1e-6)
-        for ours, theirs in zip(training.model.parameters(), model.parameters(), strict=True):
+        for ours, theirs in zip(training.parameters.values(), model.parameters(), strict=True):
             # 1e-6: clipping divides by norm + 1e-6, as torch does.
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     assert any(clipped)
@@ -495,7 +495,7 @@ def ignoring(config: Config) -> tuple[list, dict, set]:
     training = make_training(config)
     counts = ignore_most_targets(training)
     results = [training.step(step)[:2] for step in range(3)]
-    return results, {name: p.detach() for name, p in training.model.named_parameters()}, counts
+    return results, {name: p.detach() for name, p in training.parameters.items()}, counts
 
 
 @pytest.mark.parametrize("dp,micro_batches", [(1, 4), (2, 2), (4, 1), (4, 2), (8, 1)])
@@ -522,15 +522,16 @@ def evaluating() -> None:
     training = make_training(make_config(dp=2))
     training.step(0)
     before = State(training)
-    gradients = [gradient.clone() for gradient in training.sharded.gradients]
+    gradients = {name: p.grad.clone() for name, p in training.parameters.items()}
     outputs = []
-    training.model.register_forward_hook(lambda module, inputs, loss: outputs.append(loss))
+    model = training.chunks[0].model
+    model.register_forward_hook(lambda module, inputs, loss: outputs.append(loss))
     loss = training.evaluate()
     assert loss == training.evaluate()
     assert outputs and not any(output.requires_grad for output in outputs)
     State(training).assert_equal(before)
-    for after, gradient in zip(training.sharded.gradients, gradients, strict=True):
-        assert torch.equal(after, gradient)
+    for name, parameter in training.parameters.items():
+        assert torch.equal(parameter.grad, gradients[name])
     assert not training.step(1).skipped  # evaluation leaves training as it was
 
 
