@@ -100,6 +100,7 @@ def train(config: Config, launch: Launch) -> None:
         data = open_data(config, text, dp_rank=coordinates(launch.rank, **sizes).dp)
         start = find_start(config.checkpoint.load_path, save_dir)
         facts = read_facts(start, llama, t.optimizer) if start else {"step": 0}
+        save_dir.mkdir(parents=True, exist_ok=True)
 
     open_process_group(launch, backend, d.timeout_seconds)
     axes = build_axes(device, **sizes, timeout_seconds=d.timeout_seconds)
