@@ -66,6 +66,7 @@ from picotron_min.pipeline_parallel import (
 from picotron_min.pipeline_schedule import Plan, build_plans, forward_only, insert_communication
 from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
+from picotron_min.trace import Trace, Watch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -122,11 +123,13 @@ def train(config: Config, launch: Launch) -> None:
         llama, t.seq_length, config.model.recompute, device, DTYPES[config.model.dtype]
     )
     checkpoint = start
+    traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
+    trace = Trace(range(first_step + 2, first_step + 2 + traced_steps), axes.pp, device)
     with Console(first_step + 1, last_step, prints=is_writer) as console:
         console.header("picotron-min", describe(config, llama, device, backend, text, data, start))
         for step in range(first_step, last_step):
             began = time.perf_counter()
-            result = training.step(step)
+            result = training.step(step, trace.watch(step))
             done = step + 1
             seconds = time.perf_counter() - began
             record = StepRecord(
@@ -152,6 +155,9 @@ def train(config: Config, launch: Launch) -> None:
             if due(done, config.checkpoint.save_frequency, last_step):
                 checkpoint = training.save(save_dir, done)
     hf = training.export(save_dir / "hf", tokenizer)
+    here = coordinates(launch.rank, **sizes)
+    if config.logging.trace_file and here.dp == here.cp == here.tp == 0:
+        trace.write(Path(config.logging.trace_file))
     console.summary(hf, checkpoint)
     log.close()
     dist.barrier()  # nobody leaves while another still needs it
@@ -231,8 +237,8 @@ class Training:
             by_axis[axis].append((name, parameter))
         return [GradientBuckets(named, axis) for axis, named in by_axis.items()]
 
-    def step(self, step: int) -> StepResult:
-        """Train on the step-th global batch; steps are counted from 0."""
+    def step(self, step: int, watch: Watch = contextlib.nullcontext) -> StepResult:
+        """Train on the step-th global batch, counted from 0; for `watch` see trace.py."""
         t = self.config.training
         rate = learning_rate_at(
             step,
@@ -245,7 +251,7 @@ class Training:
         buckets = [buckets for of_chunk in self.buckets for buckets in of_chunk]
         for some in buckets:
             some.zero()
-        loss_sum, num_targets = self.run(self.plan, partial(self.data.batch, step))
+        loss_sum, num_targets = self.run(self.plan, partial(self.data.batch, step), watch)
         for some in buckets:
             some.wait()
         norm = self.gradient_norm() / num_targets
@@ -279,7 +285,12 @@ class Training:
         ]
         return sum(loss for loss, _ in sums) / sum(targets for _, targets in sums)
 
-    def run(self, plan: Plan, read: Callable[[int], Batch]) -> tuple[float, float]:
+    def run(
+        self,
+        plan: Plan,
+        read: Callable[[int], Batch],
+        watch: Watch = contextlib.nullcontext,
+    ) -> tuple[float, float]:
         """Run a plan; returns the loss and the number of targets, summed over the global batch."""
         bfloat16 = self.config.model.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
@@ -288,6 +299,7 @@ class Training:
                 lambda i: to_device(read(i), self.device),
                 self.data.positions.to(self.device),
                 before_last_backward=self.start_reducing,
+                watch=watch,
             )
         all_reduce(totals, self.axes.dp_cp)
         all_reduce(totals, self.axes.pp)  # only the last stage has seen a loss

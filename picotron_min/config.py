@@ -146,6 +146,7 @@ class Logging(Section):
     project_name: Text = "picotron-min"
     run_name: Text | None = None
     metrics_file: Name | None = None  # null: metrics.jsonl in checkpoint.save_dir
+    trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
 
 
 class Environment(Section):

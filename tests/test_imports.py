@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "metrics": {"costs", "llama_config"},
     "optimizer": {"collectives"},
     "data_parallel": {"collectives"},
+    "trace": {"collectives", "pipeline_schedule"},
     "tensor_parallel": {"collectives", "loss", "model"},
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
     "checkpoint": {"collectives", "llama_config", "model", "tokenizer"},

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import train
+from picotron_min import draw
 from picotron_min.config import Config, load_config, resolve_model
 from picotron_min.data import Batch
 from picotron_min.loss import IGNORE_INDEX
@@ -72,7 +73,7 @@ class Workplace:
             "environment": {"OMP_NUM_THREADS": "1"},
         }
         for section, keys in sections.items():
-            raw[section] = raw[section] | keys
+            raw[section] = raw.get(section, {}) | keys
         (self.folder / f"{name}.json").write_text(json.dumps(raw))
         return f"{name}.json"
 
@@ -401,6 +402,23 @@ def test_a_rank_that_fails_ends_the_others(workplace, sabotage, parts):
     # What was done before is there.
     assert [record["step"] for record in workplace.steps(name)] == [1, 2]
     assert workplace.files(name) == ["metrics.jsonl", "step-00000002"]
+
+
+def test_a_trace_of_the_pipeline_is_drawn_under_its_plan(workplace, capsys):
+    trace = workplace.folder / "trace.json"
+    config = workplace.config(
+        "traced",
+        distributed={"pp_size": 2, "dp_size": 1},
+        training={"gradient_accumulation_steps": 3, "total_train_steps": 5},
+        logging={"trace_file": str(trace)},
+    )
+    assert workplace.main(config).code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len(events) == 3 * 2 * 2 * 3  # steps, ranks, directions, micro-batches
+    assert {event["args"]["step"] for event in events} == {2, 3, 4}
+    draw.main(["--trace", str(trace)])
+    drawn = capsys.readouterr().out
+    assert "rank 1" in drawn and "bubble" in drawn
 
 
 def gradients_are_never_finite() -> None:
