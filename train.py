@@ -47,6 +47,7 @@ from picotron_min.mesh import (
     choose_device,
     coordinates,
     open_process_group,
+    set_environment,
     start_processes,
     torchrun_launch,
 )
@@ -78,6 +79,7 @@ def main() -> None:
     launch = torchrun_launch()
     with mistakes_told_plainly(launch.local_rank if launch else 0):
         config = load_config(path, processes=launch.world_size if launch else None)
+    set_environment(TOKENIZERS_PARALLELISM=config.environment.TOKENIZERS_PARALLELISM)
     if launch:
         train(config, launch)
     else:
@@ -110,8 +112,8 @@ def train(config: Config, launch: Launch) -> None:
         training.load(start, facts)
 
     is_writer = launch.rank == 0
-    goes_on = start and start.resolve().parent == save_dir.resolve()
-    if is_writer and not goes_on and (aside := set_aside(save_dir)):
+    goes_on = start is not None and start.resolve().parent == save_dir.resolve()
+    if is_writer and (aside := set_aside(save_dir, newer_than=start if goes_on else None)):
         print(f"{save_dir} held an earlier run: it is now in {aside}")
     first_step, last_step = facts["step"], t.total_train_steps
     if t.max_tokens:

@@ -212,14 +212,18 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def set_aside(save_dir: Path) -> Path | None:
+def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
     """Move an earlier run out of the way of a new one that writes to the same folder.
 
+    A run that goes on from a checkpoint there, `newer_than`, moves only those after it: else
+    "latest" could one day find the steps of a branch that was left.
     Returns where it went, `save_dir/earlier-1` or the next free number, or None if there was none.
     Only what a run writes is moved: save_dir may be the user's working directory.
     """
     patterns = ("step-*", "hf", "metrics.jsonl")
     earlier = [path for pattern in patterns for path in save_dir.glob(pattern)]
+    if newer_than:
+        earlier = [path for path in save_dir.glob("step-*") if path.name > newer_than.name]
     if not earlier:
         return None
     number = 1

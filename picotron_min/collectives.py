@@ -66,7 +66,7 @@ class Axis:
         return self.submesh.get_group()
 
     def part(self, length: int) -> slice:
-        """This rank's part of `length` things dealt out in a row, the last ranks getting fewer.
+        """This rank's part of `length` things in a row: 10 over 4 ranks are 3, 3, 3 and 1.
 
         The same parts as `torch.chunk` and DTensor's `Shard` make.
         """

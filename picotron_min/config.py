@@ -391,6 +391,11 @@ def _run_problems(config: Config) -> list[str]:
             f" use {t.seq_length + pieces - t.seq_length % pieces}",
         ),
         (
+            config.logging.trace_file and t.total_train_steps < 5,
+            f"trace_file={config.logging.trace_file} gets the third to the fifth step, and"
+            f" total_train_steps={t.total_train_steps}: use at least 5, or no trace_file",
+        ),
+        (
             d.pp_chunks > 1 and d.pp_size == 1,
             f"pp_chunks={d.pp_chunks} needs more than one rank to deal the stages to, and"
             f" pp_size={d.pp_size}: use pp_chunks 1, or a larger pp_size",
@@ -490,6 +495,11 @@ def model_problems(config: Config, llama: LlamaConfig) -> list[str]:
     for name in cut:
         if (size := getattr(llama, name)) % d.tp_size:
             problems.append(f"tp_size={d.tp_size} does not divide {name}={size}: use {good}")
+    if (d.tp_size - 1) * math.ceil(llama.vocab_size / d.tp_size) >= llama.vocab_size:
+        problems.append(
+            f"tp_size={d.tp_size} leaves a rank without rows of vocab_size={llama.vocab_size},"
+            f" dealt out {math.ceil(llama.vocab_size / d.tp_size)} a rank: use a smaller tp_size"
+        )
     stages, layers = d.pp_size * d.pp_chunks, llama.num_hidden_layers
     if d.pp_layers and (len(d.pp_layers), sum(d.pp_layers)) != (stages, layers):
         problems.append(

@@ -26,7 +26,7 @@ sections 3.2 and 4.2. In production: `torch.nn.parallel.DistributedDataParallel`
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from picotron_min.collectives import Axis, start_all_reduce
 
@@ -64,12 +64,6 @@ class GradientBuckets:
             for name, parameter in bucket.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._arrival(bucket, name))
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Each parameter's gradient. A norm over them is exact to more digits than one over the
-        flat buckets: on a CPU, float32 sums of millions of squares lose three of seven digits."""
-        return [p.grad for bucket in self.buckets for p in bucket.parameters.values()]
-
     def zero(self) -> None:
         for bucket in self.buckets:
             bucket.gradients.zero_()
@@ -87,6 +81,7 @@ class GradientBuckets:
 
     def wait(self) -> None:
         """Return when every gradient is the sum over the axis; RuntimeError names those without."""
+        assert self.reducing, "reduce_in_next_backward() was not called: nothing was summed"
         self.reducing = False
         if missing := [name for bucket in self.buckets for name in sorted(bucket.missing)]:
             raise RuntimeError(

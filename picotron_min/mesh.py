@@ -1,11 +1,11 @@
 """From processes to named axes: who am I, where do I compute, and whom do I talk to.
 
-The only file that reads RANK, WORLD_SIZE and the like. Ranks are numbered row by row over the grid
-(pp, dp, cp, tp), so that the ranks of a tensor-parallel group, which talk most, are neighbours and
-share a node. Gradients are summed over several axes alike, hence the joint ones.
+The only file that touches the environment: RANK, WORLD_SIZE and the like. Ranks are numbered row by
+row over the grid (pp, dp, cp, tp), so that the ranks of a tensor-parallel group, which talk most,
+are neighbours and share a node. Gradients are summed over several axes alike, hence the joint ones.
 
-In production `torch.distributed.device_mesh.init_device_mesh` makes the same groups in one call; it
-gives them the backend's default timeout of 10 or 30 minutes, and has no joint axes.
+In production `torch.distributed.device_mesh.init_device_mesh` makes the same groups in one call;
+the joint axes are its `_flatten`, which is private.
 """
 
 import os
@@ -60,6 +60,13 @@ def torchrun_launch() -> Launch | None:
         int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
     return Launch(rank, local_rank, world_size, "env://")
+
+
+def set_environment(**variables: bool | None) -> None:
+    """Set variables for this process and those it starts; None leaves one as it is."""
+    os.environ |= {
+        name: str(value).lower() for name, value in variables.items() if value is not None
+    }
 
 
 def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
@@ -149,6 +156,7 @@ def build_axes(
         )
         return Axis(name, DeviceMesh.from_group(group, device.type))
 
+    # Every rank must be in some row: the stages in between have rows that nobody uses.
     ends = grid if pp == 1 else grid[[0, -1]]
     first_and_last = ends.movedim(3, 0).reshape(tp, -1)
     between = grid[1:-1].movedim(3, 1).reshape(-1, dp * cp)

@@ -168,6 +168,8 @@ def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles.
 
+    These are Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
+
     (first cos - second sin, second cos + first sin), both halves at once: fewer passes over memory.
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
@@ -184,7 +186,8 @@ def apply_recompute(model: Llama, recompute: str) -> None:
 
     "full" keeps only each layer's input, [B, S, E]; "selective" recomputes the attention sublayer
     (projections, rotary embedding, attention) and saves the rest; "none" saves everything.
-    Source: Chen et al. 2016, section 3; Korthikanti et al. 2022, section 5, for selective.
+    Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
+    5, who keep q, k and v: fused attention has little to recompute but them.
     """
     parts = {
         "none": [],
@@ -202,8 +205,9 @@ def _recomputed(forward):
 def initial_std(name: str, num_hidden_layers: int) -> float:
     """Standard deviation of the initial normal distribution of a weight matrix.
 
-    0.02 as in Llama; divided by sqrt(2 layers) for the two projections per layer that write into
-    the residual stream, so that its variance does not grow with depth (Radford et al. 2019, 2.3).
+    0.02 as in Hugging Face's Llama; divided by sqrt(2 layers) for the two projections per layer
+    that write into the residual stream, so that its variance does not grow with depth (Radford et
+    al. 2019, section 2.3).
     """
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return 0.02 / math.sqrt(2 * num_hidden_layers) if writes_residual else 0.02

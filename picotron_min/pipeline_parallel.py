@@ -6,10 +6,10 @@
 What is done when is decided beforehand, as a plan (pipeline_schedule.py). This file cuts the model,
 and runs plans: it is the one train step, whatever the layout. With one stage there are no messages.
 
-Messages overlap with compute. A receive is posted where it stands in the plan, long before it is
-used; a send runs in the background until the next one of its kind. After its send an activation is
-let go: backward needs the graph behind it, not its values. Buffers for what is received are used
-again when backward is done with them.
+Messages overlap with compute. A receive is posted where it stands in the plan, as early as the
+other end allows; a send runs in the background until the next one of its kind. After its send an
+activation is let go: backward needs the graph behind it, not its values. Buffers for what is
+received are used again when backward is done with them.
 
 Cost: per micro-batch and boundary between stages one activation [B, S/cp, E] in the dtype of the
 residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back; see
@@ -40,7 +40,6 @@ class MicroBatch(Protocol):
     """What `data.Batch` is; this file needs no more of it."""
 
     tokens: Tensor  # [B, S/cp]
-    positions: Tensor  # [S/cp]
     targets: Tensor  # [B, S/cp]
     num_targets: int  # that are not ignored
 

@@ -67,7 +67,7 @@ Event = tuple[int, Action]  # a rank, and something that it does
 def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """All forwards, then all backwards: every micro-batch's activations live at once.
 
-    Source: Huang et al. 2019, "GPipe", section 2.3; with chunks, Lamy-Poirier 2023, "Breadth-First
+    Source: Huang et al. 2019, "GPipe", section 2.2; with chunks, Lamy-Poirier 2023, "Breadth-First
     Pipeline Parallelism".
     """
     return forward_only(num_micro_batches, chunks) + [
@@ -132,7 +132,7 @@ def _alternate(forwards: Plan, backwards: Plan, warmup: int) -> Plan:
 
 
 def forward_only(num_micro_batches: int, chunks: int = 1) -> Plan:
-    """Evaluation."""
+    """All forwards: evaluation, and the first half of AFAB."""
     return [Action(Kind.FORWARD, i, c) for c in range(chunks) for i in range(num_micro_batches)]
 
 

@@ -21,6 +21,7 @@ sublayer and send half as much again in backward.
 
 Each costs 2 (n-1)/n b or half of that, and besides the layers there is one pair for the embedding
 (forward) and lm_head (backward), and per chunk of the loss [N] + [2, N] numbers, see loss.py.
+Recomputation repeats the forward's, but for the last `leave` of the part that it runs again.
 
 The gradient that `enter` sends in backward is started before the weight gradients of its sublayer
 are computed and waited for after them: nobody needs weight gradients soon, so they fill the time.
@@ -68,8 +69,8 @@ def apply_tensor_parallel(model: Llama, axis: Axis, sequence_parallel: bool) -> 
     """Swap a model's matrices for this rank's parts of them, uninitialised, in place.
 
     The tp size must divide both head counts and the intermediate size (config.py says which do). It
-    need not divide the vocabulary: the last ranks have fewer rows. Nothing is padded, so losses and
-    saved weights are those of the whole model.
+    need not divide the vocabulary: the last ranks have fewer rows, but some. Nothing is padded, so
+    losses and saved weights are those of the whole model.
     """
     if axis.size == 1:
         return
@@ -186,28 +187,28 @@ class _Leave(torch.autograd.Function):
 class DeferredLinear(nn.Linear):
     """A linear without bias whose backward computes the gradient of its input only."""
 
-    owed: Factors
+    owed: Factors  # put here just before each forward, by _bound
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.detach()  # its gradient comes by way of _Enter
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        return _DeferredProduct.apply(x, weight, self.owed)
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        # The weight's gradient comes by way of _Enter, which is why it is detached here.
+        return _DeferredProduct.apply(x, self.weight.detach(), self.owed)
 
 
 class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, owed):
+        # Not the weight's cast, of which every micro-batch in flight would keep one of its own.
         ctx.save_for_backward(x, weight)
         ctx.owed = owed
-        return F.linear(x, weight)
+        return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         ctx.owed.append((x, gradient))
-        return gradient @ weight, None, None
+        return gradient @ weight.to(gradient.dtype), None, None
 
 
 def weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:

@@ -350,6 +350,16 @@ def test_an_earlier_run_is_set_aside_and_nothing_is_lost(tmp_path):
     assert names(tmp_path) == ["earlier-1", "earlier-2", "notes.txt"]
 
 
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    assert set_aside(tmp_path, newer_than=tmp_path / "step-00000003") is None
+    aside = set_aside(tmp_path, newer_than=tmp_path / "step-00000001")
+    assert names(aside) == ["step-00000002", "step-00000003"]
+    assert names(tmp_path) == ["earlier-1", "metrics.jsonl", "step-00000001"]
+
+
 def test_a_run_in_the_working_directory_is_set_aside_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("metrics.jsonl").touch()

@@ -203,6 +203,17 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
         load_config(tmp_path / "config.json")
 
 
+def test_a_run_too_short_to_be_traced_is_told():
+    (told,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
+    assert "trace_file=t gets the third to the fifth step, and total_train_steps=4" in told
+
+
+def test_a_rank_without_a_row_of_the_vocabulary_is_told():
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
+    (told,) = problems({"model": heads, "distributed": {"tp_size": 32}})
+    assert "tp_size=32 leaves a rank without rows of vocab_size=257, dealt out 9 a rank" in told
+
+
 def test_all_mistakes_are_told_at_once(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(

@@ -10,6 +10,7 @@ from picotron_min.data_parallel import GradientBuckets
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
+from picotron_min.optimizer import gradient_norm
 
 CONFIG = LlamaConfig(61, 32, 48, 2, 4, 2)
 
@@ -164,6 +165,16 @@ def test_a_parameter_without_a_gradient_is_named(pool):
         assert "no gradient reached unused.bias, unused.weight:" in message
 
 
+def wait_without_reducing() -> None:
+    buckets = GradientBuckets(make_model(torch.float32).named_parameters(), dp_axis())
+    with pytest.raises(AssertionError, match="reduce_in_next_backward"):
+        buckets.wait()
+
+
+def test_waiting_for_what_was_never_sent_is_refused(pool):
+    pool.run(2, wait_without_reducing)
+
+
 def gradients_are_views() -> bool:
     model = make_model(torch.float32)
     buckets = GradientBuckets(model.named_parameters(), dp_axis())
@@ -190,7 +201,8 @@ def error_of_the_norm() -> float:
     buckets = GradientBuckets(parameters, dp_axis())
     for _, parameter in parameters:
         parameter.grad.normal_(std=1e-4)
-    norm = torch.nn.utils.get_total_norm(buckets.gradients)
+    one = buckets.axis  # of size 1
+    norm = gradient_norm([p.grad for _, p in parameters], [torch.zeros(1)], tp=one, pp=one)
     exact = torch.cat([p.grad.flatten() for _, p in parameters]).double().norm()
     return abs(norm / exact - 1).item()
 

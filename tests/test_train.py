@@ -361,10 +361,10 @@ def at_the_third_step(rank: int, happens: Callable[[], None]) -> None:
     """Patch the train step of one rank; forked processes inherit it."""
     step = train.Training.step
 
-    def sabotaged(self, number):
+    def sabotaged(self, number, *watch):
         if number == 2 and dist.get_rank() == rank:
             happens()
-        return step(self, number)
+        return step(self, number, *watch)
 
     train.Training.step = sabotaged
 
