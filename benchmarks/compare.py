@@ -23,6 +23,7 @@ CPU only, float32, one thread a process.
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -30,7 +31,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -41,8 +42,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for train.py, which is not packaged
 
@@ -50,11 +62,13 @@ from picotron_min.checkpoint import initial_weight, initialise
 from picotron_min.collectives import all_reduce
 from picotron_min.config import Config, parse_config, resolve_model
 from picotron_min.costs import parameter_count
-from picotron_min.data import Batch, TokenFile
+from picotron_min.data import Batch, Batches, TokenFile
 from picotron_min.llama_config import LlamaConfig
+from picotron_min.loss import head_loss
 from picotron_min.mesh import Axes, Launch, build_axes, open_process_group, start_processes
 from picotron_min.model import Llama, initial_std
 from picotron_min.optimizer import build_optimizer
+from picotron_min.tensor_parallel import shard_dim
 from train import Training, open_data
 
 CPU = torch.device("cpu")
@@ -88,8 +102,10 @@ class Place(NamedTuple):
     config: Config
     llama: LlamaConfig
     axes: Axes
-    batch: Callable[[int, int], Batch]  # of a step and a micro-batch
-    training: Callable[[], Training]
+    data: Batches
+
+    def batch(self, step: int, micro_batch: int) -> Batch:
+        return self.data.batch(step, micro_batch)
 
 
 class Done(NamedTuple):
@@ -110,7 +126,7 @@ class Row(NamedTuple):
 
 
 def picotron_min(place: Place) -> Step:
-    training = place.training()
+    training = Training(place.config, place.llama, place.axes, CPU, place.data)
 
     def step(index: int) -> Done:
         result = training.step(index)
@@ -152,6 +168,100 @@ def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
     return eager_loop(place, model, loss, accumulating=model.no_sync)
 
 
+def torch_tensor_parallel(place: Place) -> Step:
+    """Our model under torch's own plan, with the loss that torch has for split logits."""
+    model, sequence = plain_llama(place), place.config.distributed.sequence_parallel
+    between = Shard(1) if sequence else Replicate()
+    with_rotary = PrepareModuleInput(
+        input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+    )
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "lm_head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for name, module in model.named_modules():
+        if name.endswith(("self_attn", "mlp")) and sequence:
+            one = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+            plan[name] = with_rotary if name.endswith("self_attn") else one
+        elif name.endswith("norm") and sequence:
+            plan[name] = SequenceParallel()
+        elif isinstance(module, nn.Linear) and name != "lm_head":
+            is_row = shard_dim(name) == 1
+            plan[name] = RowwiseParallel(output_layouts=between) if is_row else ColwiseParallel()
+    parallelize_module(model, place.axes.tp.submesh, plan)
+
+    def loss(batch: Batch) -> Tensor:
+        logits = model(batch.tokens, batch.positions)
+        return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+    step = eager_loop(place, model, loss, clip=clip_dtensors)
+
+    def with_split_logits(index: int) -> Done:
+        with loss_parallel():
+            return step(index)
+
+    return with_split_logits
+
+
+def clip_dtensors(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """`clip_grad_norm_`, which refuses a model of which only some parameters are DTensors."""
+    kinds = [[], []]
+    for parameter in parameters:
+        kinds[isinstance(parameter, DTensor)].append(parameter)
+    norms = [get_total_norm([p.grad for p in kind]) for kind in kinds if kind]
+    total = torch.stack([whole(norm) for norm in norms]).norm()
+    for kind in kinds:
+        clip_grads_with_norm_(kind, limit, total)
+    return total
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def one_process(place: Place) -> Step:
+    """The whole model on the first rank, while the other waits."""
+    alone = place.axes._replace(tp=place.axes.cp, dp_cp_tp=place.axes.dp_cp)
+    training = Training(place.config, place.llama, alone, CPU, place.data)
+
+    def step(index: int) -> Done:
+        if dist.get_rank() > 0:
+            return Done(math.nan, math.nan)
+        result = training.step(index)
+        return Done(result.loss, result.grad_norm)
+
+    return step
+
+
+def fused_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return head_loss(x, weight, targets)
+
+
+def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
+
+
+def loss_alone(place: Place, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+    """Forward and backward of nothing but the loss, of two micro-batches with 32 times the model's
+    vocabulary: 2048 tokens and 128k."""
+    t, vocab_size = place.config.training, 32 * place.llama.vocab_size
+    tokens = 2 * t.micro_batch_size * t.seq_length
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 64, generator=generator).requires_grad_()
+    weight = (0.1 * torch.randn(vocab_size, 64, generator=generator)).requires_grad_()
+    targets = torch.randint(vocab_size, (tokens,), generator=generator)
+
+    def step(index: int) -> Done:
+        x.grad = weight.grad = None
+        total = loss(x, weight, targets)
+        total.backward()
+        return Done(total.item() / tokens, get_total_norm([x.grad, weight.grad]).item())
+
+    return step
+
+
 def plain_llama(place: Place) -> Llama:
     """Our model on one device, with the weights that all contenders start from."""
     model = Llama(place.llama)
@@ -170,6 +280,7 @@ def eager_loop(
     model: nn.Module,
     mean_loss: Callable[[Batch], Tensor],
     accumulating: Callable[[], Any] = contextlib.nullcontext,
+    clip: Callable[[Iterable[nn.Parameter], float], Tensor] = torch.nn.utils.clip_grad_norm_,
 ) -> Step:
     """The usual train step; `accumulating` surrounds every micro-batch but the last."""
     t = place.config.training
@@ -191,8 +302,8 @@ def eager_loop(
             with contextlib.nullcontext() if last else accumulating():
                 loss = mean_loss(place.batch(index, i)) / num_micro_batches
                 loss.backward()
-            total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip)
+            total += whole(loss.detach())
+        norm = clip(model.parameters(), t.grad_clip)
         optimizer.step()
         all_reduce(total, place.axes.dp_cp)
         return Done(total.item() / place.axes.dp_cp.size, norm.item())
@@ -213,6 +324,29 @@ ROWS = {
             "picotron-min": picotron_min,
             "DDP": torch_ddp,
             "DDP, bucket views": partial(torch_ddp, gradient_as_bucket_view=True),
+        },
+    ),
+    "tp2": Row(
+        "our tensor parallelism against torch's parallelize_module and loss_parallel",
+        {"tp_size": 2},
+        {"picotron-min": picotron_min, "torch": torch_tensor_parallel},
+    ),
+    "tp2-sequence": Row(
+        "the same with sequence parallelism",
+        {"tp_size": 2, "sequence_parallel": True},
+        {"picotron-min": picotron_min, "torch": torch_tensor_parallel},
+    ),
+    "tp2-scaling": Row(
+        "two ranks against one, which has the machine to itself: 0.5 would be perfect",
+        {"tp_size": 2},
+        {"picotron-min": picotron_min, "one process": one_process},
+    ),
+    "loss-128k": Row(
+        "the loss of 2048 tokens alone, vocabulary 128k, against linear and cross_entropy",
+        {},
+        {
+            "picotron-min": partial(loss_alone, loss=fused_loss),
+            "torch": partial(loss_alone, loss=plain_loss),
         },
     ),
 }
@@ -350,8 +484,7 @@ def run_rank(config: Config, row: str, function: Callable, results, launch: Laun
     tokens = np.random.default_rng(0).integers(llama.vocab_size, size=num_tokens + 1)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)
     data = open_data(config, text, axes.dp.rank)
-    training = partial(Training, config, llama, axes, CPU, data)
-    place = Place(config, llama, axes, data.batch, training)
+    place = Place(config, llama, axes, data)
     results.put((launch.rank, function(place, ROWS[row])))
     dist.barrier()
     dist.destroy_process_group()
