@@ -353,7 +353,8 @@ def problems_of(config: Config) -> list[str]:
                 f"{name}={_shown(value)}: {what} has not landed in this version: {remedy}"
             )
     problems += _run_problems(config) + _path_problems(config)
-    if not _on_hub(config.model.name):  # otherwise it is fetched, and checked, when the run starts
+    # A model on the hub is fetched, and checked, when the run starts.
+    if find_preset(config.model.name) or not _on_hub(config.model.name):
         try:
             resolve_model(config)
         except ConfigError as error:
@@ -436,7 +437,7 @@ FILES = (".txt", ".json", ".jsonl", ".parquet")
 
 def _on_hub(name: str) -> bool:
     """Whether a name can only be an id on the Hugging Face hub: owner/name, and nothing local."""
-    local = find_preset(name) or name.endswith(FILES) or os.path.exists(name)
+    local = name.endswith(FILES) or os.path.exists(name)
     return not local and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 

@@ -203,6 +203,16 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
         load_config(tmp_path / "config.json")
 
 
+def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
+    config = parse_config(
+        {
+            "model": {"name": "HuggingFaceTB/SmolLM-135M"},
+            "dataset": {"tokenizer": "HuggingFaceTB/SmolLM-135M", "name": "owner/name"},
+        }
+    )
+    assert config.dataset.tokenizer == config.model.name
+
+
 def test_a_run_too_short_to_be_traced_is_told():
     (told,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
     assert "trace_file=t gets the third to the fifth step, and total_train_steps=4" in told
