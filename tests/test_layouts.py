@@ -175,7 +175,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(
-    "layout,variant", zip(PIPELINES, itertools.cycle(VARIANTS), strict=False), ids=str
+    "layout,variant", list(zip(PIPELINES, itertools.cycle(VARIANTS), strict=False)), ids=str
 )
 def test_pipelines_train_the_same_model(pool, layout, variant):
     dp, pp, tp, engine, model = layout
