@@ -1,7 +1,7 @@
 """Train a Llama:  torchrun --nproc_per_node 4 train.py --config config.json
 
 The whole story, top to bottom: `main` reads the config and starts the processes, `train` is what
-every process does, `Training` is the model laid out over them and its one train step.
+every process does. The model laid out over them, and its one train step, are in training.py.
 Without torchrun, `python train.py --config config.json` starts the processes itself.
 """
 
@@ -10,34 +10,17 @@ import contextlib
 import math
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from picotron_min.checkpoint import (
-    export_hf,
-    find_start,
-    initialise,
-    load,
-    parts_of_whole,
-    read_facts,
-    save,
-    set_aside,
-    set_optimizer_steps,
-    training_tensors,
-)
-from picotron_min.collectives import all_reduce
+from picotron_min.checkpoint import find_start, read_facts, set_aside
 from picotron_min.config import Config, load_config, resolve_model
-from picotron_min.costs import parameter_count, split_layers
-from picotron_min.data import Batch, Batches, TokenFile, prepare_tokens
-from picotron_min.data_parallel import GradientBuckets
+from picotron_min.costs import parameter_count
+from picotron_min.data import Batches, TokenFile, prepare_tokens
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import (
     Axes,
@@ -52,24 +35,9 @@ from picotron_min.mesh import (
     torchrun_launch,
 )
 from picotron_min.metrics import Console, EvalRecord, MetricsLog, Speedometer, StepRecord, human
-from picotron_min.model import Llama, SoftmaxAttention, apply_recompute
-from picotron_min.optimizer import SkippedSteps, build_optimizer, gradient_norm, learning_rate_at
-from picotron_min.pipeline_parallel import (
-    Chunk,
-    Pipeline,
-    Stage,
-    keep_stage,
-    my_stages,
-    parameters_by_name,
-    shared_embedding,
-    tied_copy,
-)
-from picotron_min.pipeline_schedule import Plan, build_plans, forward_only, insert_communication
-from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
-from picotron_min.tokenizer import Tokenizer, load_tokenizer
-from picotron_min.trace import Trace, Watch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+from picotron_min.tokenizer import load_tokenizer
+from picotron_min.trace import Trace
+from picotron_min.training import DTYPES, Training, open_data
 
 
 def main() -> None:
@@ -176,204 +144,6 @@ def due(done: int, every: int, last_step: int) -> bool:
     return done == last_step or (every > 0 and done % every == 0)
 
 
-class StepResult(NamedTuple):
-    loss: float  # mean over the target tokens of the global batch
-    grad_norm: float  # before clipping
-    learning_rate: float
-    skipped: bool  # the gradient was not finite, and the weights were left alone
-
-
-class Training:
-    """One rank's part of the model, its gradients, its optimizer, and the step that ties them."""
-
-    def __init__(
-        self, config: Config, llama: LlamaConfig, axes: Axes, device: torch.device, data: Batches
-    ) -> None:
-        t = config.training
-        self.config, self.axes, self.device, self.data = config, axes, device, data
-        self.llama = llama
-        self.chunks = [
-            Chunk(stage, build_model(config, llama, axes, device, stage))
-            for stage in my_stages(layers_of_stages(config, llama), axes.pp)
-        ]
-        self.parameters = parameters_by_name(self.chunks)
-        initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
-        self.buckets = [self.build_buckets(chunk) for chunk in self.chunks]
-        self.optimizer = build_optimizer(
-            self.parameters.values(),
-            name=t.optimizer,
-            learning_rate=t.learning_rate,
-            betas=t.betas,
-            weight_decay=t.weight_decay,
-            fused=config.model.use_fused_adam,
-        )
-        self.skipped = SkippedSteps()
-        d, num_micro_batches = config.distributed, t.gradient_accumulation_steps
-        plans = build_plans(d.pp_engine, axes.pp.size, num_micro_batches, d.pp_chunks)
-        self.plan = plans[axes.pp.rank]
-        evaluations = [forward_only(num_micro_batches, d.pp_chunks)] * axes.pp.size
-        self.eval_plan = insert_communication(evaluations)[axes.pp.rank]
-        sequence = t.seq_length // d.cp_size // (d.tp_size if d.sequence_parallel else 1)
-        self.pipeline = Pipeline(
-            self.chunks,
-            axes.pp,
-            partial(
-                torch.empty,
-                (t.micro_batch_size, sequence, llama.hidden_size),
-                dtype=next(iter(self.parameters.values())).dtype,
-                device=device,
-            ),
-        )
-
-    def build_buckets(self, chunk: Chunk) -> list[GradientBuckets]:
-        """One set for each axis that gradients are summed over: all ranks that share a parameter
-        and see other tokens, or that hold a copy of it."""
-        axes, by_axis = self.axes, defaultdict(list)
-        for name, parameter in chunk.model.named_parameters():
-            if parameter is shared_embedding(chunk):
-                axis = axes.dp_cp_ends
-            elif shard_dim(name) is None and self.config.distributed.sequence_parallel:
-                axis = axes.dp_cp_tp  # norms see another part of the sequence on each tp rank
-            else:
-                axis = axes.dp_cp
-            by_axis[axis].append((name, parameter))
-        return [GradientBuckets(named, axis) for axis, named in by_axis.items()]
-
-    def step(self, step: int, watch: Watch = contextlib.nullcontext) -> StepResult:
-        """Train on the step-th global batch, counted from 0; for `watch` see trace.py."""
-        t = self.config.training
-        rate = learning_rate_at(
-            step,
-            peak=t.learning_rate,
-            minimum=t.min_learning_rate,
-            schedule=t.schedule,
-            warmup_steps=t.warmup_steps,
-            total_steps=t.total_train_steps,
-        )
-        buckets = [buckets for of_chunk in self.buckets for buckets in of_chunk]
-        for some in buckets:
-            some.zero()
-        loss_sum, num_targets = self.run(self.plan, partial(self.data.batch, step), watch)
-        for some in buckets:
-            some.wait()
-        norm = self.gradient_norm() / num_targets
-        skip = self.skipped.record(step + 1, norm)
-        if not skip:
-            clip = min(1.0, t.grad_clip / (norm + 1e-6)) if t.grad_clip else 1.0
-            for some in buckets:
-                some.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        return StepResult(loss_sum / num_targets, norm, rate, skip)
-
-    def gradient_norm(self) -> float:
-        """Of the whole model's gradient; a parameter that several ranks have counts once."""
-        copies = [tied_copy(chunk) for chunk in self.chunks]
-        mine = [(n, p.grad) for n, p in self.parameters.items() if all(p is not c for c in copies)]
-        return gradient_norm(
-            sharded=[gradient for name, gradient in mine if shard_dim(name) is not None],
-            replicated=[gradient for name, gradient in mine if shard_dim(name) is None],
-            tp=self.axes.tp,
-            pp=self.axes.pp,
-        ).item()
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """The mean loss of the held-out tokens."""
-        sums = [
-            self.run(self.eval_plan, partial(self.data.eval_batch, index))
-            for index in range(self.data.num_eval_batches)
-        ]
-        return sum(loss for loss, _ in sums) / sum(targets for _, targets in sums)
-
-    def run(
-        self,
-        plan: Plan,
-        read: Callable[[int], Batch],
-        watch: Watch = contextlib.nullcontext,
-    ) -> tuple[float, float]:
-        """Run a plan; returns the loss and the number of targets, summed over the global batch."""
-        bfloat16 = self.config.model.dtype == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
-            totals = self.pipeline.run(
-                plan,
-                lambda i: to_device(read(i), self.device),
-                self.data.positions.to(self.device),
-                before_last_backward=self.start_reducing,
-                watch=watch,
-            )
-        all_reduce(totals, self.axes.dp_cp)
-        all_reduce(totals, self.axes.pp)  # only the last stage has seen a loss
-        loss_sum, num_targets = totals.tolist()
-        return loss_sum, num_targets
-
-    def start_reducing(self, chunk: int) -> None:
-        for buckets in self.buckets[chunk]:
-            buckets.reduce_in_next_backward()
-
-    def save(self, save_dir: Path, step: int) -> Path:
-        """Write the checkpoint of this moment, `step` steps done; returns its folder."""
-        facts = {
-            "skipped_steps": self.skipped.total,
-            "model": asdict(self.llama),
-            "config": self.config.model_dump(),
-        }
-        return save(save_dir, step, self.tensors(), facts)
-
-    def load(self, folder: Path, facts: dict) -> None:
-        """Go on from a checkpoint as if there had been no break."""
-        load(folder, self.tensors())
-        self.skipped.total = facts["skipped_steps"]
-        set_optimizer_steps(self.optimizer, facts["step"] - facts["skipped_steps"])
-
-    def tensors(self) -> dict[str, DTensor]:
-        """All that a step changes, each as the part of a whole that this rank has."""
-        tensors = training_tensors(self.parameters, self.optimizer)
-        return parts_of_whole(tensors, self.llama, shard_dim, self.axes.tp)
-
-    def export(self, folder: Path, tokenizer: Tokenizer) -> Path:
-        """Write the model as a Hugging Face folder, in the dtype it was computed in."""
-        dtype = DTYPES[self.config.model.dtype]
-        weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
-        weights = parts_of_whole(weights, self.llama, shard_dim, self.axes.tp)
-        return export_hf(folder, weights, self.llama, tokenizer)
-
-
-def layers_of_stages(config: Config, llama: LlamaConfig) -> list[int]:
-    """How many layers each pipeline stage has."""
-    d = config.distributed
-    return d.pp_layers or split_layers(
-        llama, config.training.seq_length, num_stages=d.pp_size * d.pp_chunks
-    )
-
-
-def build_model(
-    config: Config, llama: LlamaConfig, axes: Axes, device: torch.device, stage: Stage
-) -> Llama:
-    """A stage, built without memory; the parallelisms swap their parts; what is left is allocated,
-    and not yet initialised."""
-    with torch.device("meta"):
-        model = Llama(llama)
-    model.to(torch.float64 if config.model.dtype == "float64" else torch.float32)
-    if not config.use_flash_attention:
-        for layer in model.model.layers.values():
-            layer.self_attn.core_attention = SoftmaxAttention()
-    keep_stage(model, stage)
-    apply_tensor_parallel(model, axes.tp, config.distributed.sequence_parallel)
-    model.to_empty(device=device)
-    model.tie_weights()
-    apply_recompute(model, config.model.recompute)
-    if config.model.compile:
-        for layer in model.model.layers.values():
-            layer.compile()
-    return model
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
-
-
 def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
     """The tokens of the dataset, made now if no run has made them before."""
     dataset = config.dataset
@@ -387,21 +157,6 @@ def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
         tokenizer=dataset.tokenizer,
         vocab_size=llama.vocab_size,
         cache_dir=dataset.cache_dir,
-    )
-
-
-def open_data(config: Config, text: TokenFile, dp_rank: int) -> Batches:
-    """The micro-batches of this rank."""
-    t = config.training
-    return Batches(
-        text.tokens,
-        seq_length=t.seq_length,
-        seed=t.seed,
-        micro_batch_size=t.micro_batch_size,
-        num_micro_batches=t.gradient_accumulation_steps,
-        dp_rank=dp_rank,
-        dp_size=config.distributed.dp_size,
-        eval_batches=t.eval_batches,
     )
 
 

@@ -56,8 +56,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for train.py, which is not packaged
-
 from picotron_min.checkpoint import initial_weight, initialise
 from picotron_min.collectives import all_reduce
 from picotron_min.config import Config, parse_config, resolve_model
@@ -69,7 +67,7 @@ from picotron_min.mesh import Axes, Launch, build_axes, open_process_group, star
 from picotron_min.model import Llama, initial_std
 from picotron_min.optimizer import build_optimizer
 from picotron_min.tensor_parallel import shard_dim
-from train import Training, open_data
+from picotron_min.training import Training, open_data
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred

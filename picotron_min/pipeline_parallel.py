@@ -16,7 +16,7 @@ residual stream (S/(cp tp) with sequence parallelism), and one gradient of the s
 pipeline_schedule.py for bubbles and for how many micro-batches are alive.
 
 Tied embeddings: the first and the last stage have a copy each, which start equal, get the same sum
-of both gradients (train.py sums over all ranks with a copy), and so stay equal to the last bit.
+of both gradients (training.py sums over all ranks with a copy), and so stay equal to the last bit.
 
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM". In production: `torch.distributed.pipelining`.

@@ -26,7 +26,7 @@ from picotron_min.data import TokenFile
 from picotron_min.mesh import build_axes
 from picotron_min.tensor_parallel import shard_dim
 from picotron_min.tokenizer import BytesTokenizer
-from train import StepResult, Training, open_data
+from picotron_min.training import StepResult, Training, open_data
 
 CPU = torch.device("cpu")
 SHAPE = {

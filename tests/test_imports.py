@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
     "checkpoint": {"collectives", "llama_config", "model", "tokenizer"},
 }
+# The one file that puts everything together, for train.py, tests and benchmarks.
+MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training"}
 STANDARD_LIBRARY_ONLY = ("llama_config", "pipeline_schedule", "draw", "costs")
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 

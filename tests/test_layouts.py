@@ -17,7 +17,7 @@ from picotron_min.data import Batches
 from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
 from picotron_min.tensor_parallel import shard_dim
-from train import Training
+from picotron_min.training import Training
 
 GLOBAL_BATCH = 24
 STEPS = 3

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
 from picotron_min.tokenizer import BytesTokenizer
+from picotron_min.training import Training
 from tests.test_checkpoint import make_config, make_training
-from train import Training
 
 SEQUENCE, EMBED = 16, 32  # of make_config
 

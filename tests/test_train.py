@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import picotron_min.training
 import train
 from picotron_min import draw
 from picotron_min.config import Config, load_config, resolve_model
@@ -31,6 +32,7 @@ from picotron_min.data import Batch
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import learning_rate_at
+from picotron_min.training import Training, open_data
 from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_steps
 
 ROOT = Path(__file__).parent.parent
@@ -171,8 +173,8 @@ def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
     config = load_config(path)
     axes = build_axes(torch.device("cpu"), dp=2)
     llama = resolve_model(config)
-    data = train.open_data(config, train.open_text(config, llama), axes.dp.rank)
-    training = train.Training(config, llama, axes, torch.device("cpu"), data)
+    data = open_data(config, train.open_text(config, llama), axes.dp.rank)
+    training = Training(config, llama, axes, torch.device("cpu"), data)
     steps, evaluations = [], []
     for step in range(STEPS):
         steps.append(tuple(training.step(step)[:3]))
@@ -224,7 +226,7 @@ def test_the_finished_model_has_the_validation_loss_that_was_told(
     text = train.open_text(config, resolve_model(config))
     total, num_targets = 0.0, 0
     for rank, index, micro_batch in itertools.product(range(2), repeat=3):
-        batch = train.open_data(config, text, rank).eval_batch(index, micro_batch)
+        batch = open_data(config, text, rank).eval_batch(index, micro_batch)
         logits = model(batch.tokens).logits.flatten(0, 1)
         total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
         num_targets += batch.num_targets
@@ -359,14 +361,14 @@ def test_torchrun_with_the_wrong_number_of_processes_is_told_the_right_line(work
 
 def at_the_third_step(rank: int, happens: Callable[[], None]) -> None:
     """Patch the train step of one rank; forked processes inherit it."""
-    step = train.Training.step
+    step = Training.step
 
     def sabotaged(self, number, *watch):
         if number == 2 and dist.get_rank() == rank:
             happens()
         return step(self, number, *watch)
 
-    train.Training.step = sabotaged
+    Training.step = sabotaged
 
 
 def rank_1_dies() -> None:
@@ -422,8 +424,8 @@ def test_a_trace_of_the_pipeline_is_drawn_under_its_plan(workplace, capsys):
 
 
 def gradients_are_never_finite() -> None:
-    norm = train.gradient_norm
-    train.gradient_norm = lambda **gradients: norm(**gradients) * math.nan
+    norm = picotron_min.training.gradient_norm
+    picotron_min.training.gradient_norm = lambda **gradients: norm(**gradients) * math.nan
 
 
 def test_a_run_that_diverges_stops_with_the_remedy(workplace):
@@ -462,7 +464,7 @@ def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(pool, o
     pool.run(2, skipping, optimizer)
 
 
-def ignore_most_targets(training: train.Training) -> set[int]:
+def ignore_most_targets(training: Training) -> set[int]:
     """All of some sequences, few of others; returns the micro-batches' counts of what is left."""
     batch, counts = training.data.batch, set()
 
