@@ -68,7 +68,8 @@ def train(config: Config, launch: Launch) -> None:
         llama = resolve_model(config)
         tokenizer = load_tokenizer(config.dataset.tokenizer)
         text = open_text(config, llama)
-        data = open_data(config, text, dp_rank=coordinates(launch.rank, **sizes).dp)
+        here = coordinates(launch.rank, **sizes)
+        data = open_data(config, text, here.dp, here.cp)
         start = find_start(config.checkpoint.load_path, save_dir)
         facts = read_facts(start, llama, t.optimizer) if start else {"step": 0}
         save_dir.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,6 @@ def train(config: Config, launch: Launch) -> None:
             if due(done, config.checkpoint.save_frequency, last_step):
                 checkpoint = training.save(save_dir, done)
     hf = training.export(save_dir / "hf", tokenizer)
-    here = coordinates(launch.rank, **sizes)
     if config.logging.trace_file and here.dp == here.cp == here.tp == 0:
         trace.write(Path(config.logging.trace_file))
     console.summary(hf, checkpoint)

@@ -11,12 +11,14 @@ Bytes are algorithmic: what one rank sends when the collective is done as a ring
     all-reduce        2 (n-1)/n b
     all-gather          (n-1)/n b    of the gathered tensor
     reduce-scatter      (n-1)/n b    of the scattered one
-    send                        b
+    all-to-all          (n-1)/n b    of a rank's own tensor
+    send, shift                 b
 
 An axis of size 1 says nothing and changes nothing, so that callers need no special case for it.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +62,14 @@ class Axis:
     def rank(self) -> int:
         """This rank's place within the row, 0 .. size-1."""
         return self.submesh.get_local_rank()
+
+    @property
+    def next(self) -> int:
+        return (self.rank + 1) % self.size
+
+    @property
+    def previous(self) -> int:
+        return (self.rank - 1) % self.size
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -128,6 +138,21 @@ def start_reduce_scatter(
     return mine, work
 
 
+def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> Tensor:
+    """Cut along one dim, a part for each rank; what came from the ranks is joined along the other.
+
+    [.., n s, .., g, ..] on each rank -> [.., s, .., n g, ..]. With the dims swapped it is undone.
+    """
+    if axis.size == 1:
+        return tensor
+    assert tensor.shape[split_dim] % axis.size == 0, f"{tensor.shape} over {axis.size} ranks"
+    parts = torch.stack(tensor.chunk(axis.size, split_dim))
+    received = torch.empty_like(parts)
+    axis.ledger.record("all_to_all", (axis.size - 1) / axis.size * parts.nbytes)
+    dist.all_to_all_single(received, parts, group=axis.group)
+    return torch.cat(received.unbind(), gather_dim)
+
+
 # torch 2.13 renamed them, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -147,3 +172,40 @@ def start_receive(buffer: Tensor, axis: Axis, source: int) -> dist.Work:
     """Begin to receive a tensor from a rank of the axis; it is there after `.wait()`."""
     assert buffer.is_contiguous(), f"receive into a non-contiguous tensor {tuple(buffer.shape)}"
     return dist.irecv(buffer, group=axis.group, group_src=source)
+
+
+class Shift:
+    """All ranks of an axis send a tensor to the next one at once; the last one's next is the first.
+
+    The tensors must have one shape and dtype, and may not be changed before `.wait()`.
+    """
+
+    def __init__(self, tensor: Tensor, axis: Axis) -> None:
+        assert tensor.is_contiguous(), f"shift of a non-contiguous tensor {tuple(tensor.shape)}"
+        self.sent, self.arriving = tensor, torch.empty_like(tensor)
+        axis.ledger.record("shift", tensor.nbytes)
+        # Together: NCCL would do one after the other, and all ranks would wait to be received from.
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=axis.next),
+                dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=axis.previous),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """The previous rank's tensor."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's tensor in turn, with its rank: one's own, the previous rank's, and so on.
+
+    While one is in use the next is on its way, so that two exist at a time.
+    """
+    for hop in range(axis.size - 1):
+        shift = Shift(tensor, axis)
+        yield (axis.rank - hop) % axis.size, tensor
+        tensor = shift.wait()
+    yield axis.next, tensor

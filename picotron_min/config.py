@@ -337,7 +337,6 @@ def _choice(options: Iterable) -> str:
 
 # What is refused until its chapter is written: the key, the values that work, what is missing.
 NOT_LANDED = [
-    ("distributed.cp_size", [1], "context parallelism"),
     ("model.weights", [None], "starting from given weights"),
 ]
 
@@ -364,7 +363,10 @@ def problems_of(config: Config) -> list[str]:
 
 def _run_problems(config: Config) -> list[str]:
     d, t = config.distributed, config.training
-    pieces, parts = d.cp_size * (2 if d.cp_engine == "ring" else 1), d.cp_size * d.tp_size
+    # The ring cuts a sequence into two chunks a rank, tensor parallelism cuts a rank's part again.
+    chunks = d.cp_size * (2 if d.cp_engine == "ring" and d.cp_size > 1 else 1)
+    pieces = math.lcm(chunks, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
+    shorter = t.seq_length // pieces * pieces
     checks = [
         (
             t.warmup_steps >= t.total_train_steps,
@@ -387,9 +389,11 @@ def _run_problems(config: Config) -> list[str]:
             " or distributed.use_cpu to false",
         ),
         (
-            d.cp_size > 1 and t.seq_length % pieces,
-            f"seq_length={t.seq_length} cannot be cut into {pieces} pieces for cp_size={d.cp_size}:"
-            f" use {t.seq_length + pieces - t.seq_length % pieces}",
+            t.seq_length % pieces,
+            f"seq_length={t.seq_length} cannot be cut into {pieces} equal pieces, as"
+            f' cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
+            f" sequence_parallel={_shown(d.sequence_parallel)} need: use"
+            f" {_choice(n for n in (shorter, shorter + pieces) if n)}",
         ),
         (
             config.logging.trace_file and t.total_train_steps < 5,
@@ -405,12 +409,6 @@ def _run_problems(config: Config) -> list[str]:
             d.pp_chunks > 1 and d.pp_engine == "1f1b",
             f'pp_engine="1f1b" has one stage a rank, not pp_chunks={d.pp_chunks}:'
             " use pp_chunks 1, or the engine interleaved",
-        ),
-        (
-            d.sequence_parallel and t.seq_length % parts,
-            f"seq_length={t.seq_length} cannot be cut into {parts} parts for sequence_parallel=true"
-            f" with tp_size={d.tp_size} x cp_size={d.cp_size}:"
-            f" use {t.seq_length + parts - t.seq_length % parts}",
         ),
     ]
     return [message for wrong, message in checks if wrong]
@@ -496,6 +494,14 @@ def model_problems(config: Config, llama: LlamaConfig) -> list[str]:
     for name in cut:
         if (size := getattr(llama, name)) % d.tp_size:
             problems.append(f"tp_size={d.tp_size} does not divide {name}={size}: use {good}")
+    heads = llama.num_attention_heads // d.tp_size
+    if d.cp_engine == "ulysses" and heads % d.cp_size:
+        good = _choice(n for n in range(1, heads + 1) if heads % n == 0)
+        problems.append(
+            f'cp_engine="ulysses" with cp_size={d.cp_size} does not divide the {heads} heads of a'
+            f" rank (num_attention_heads={llama.num_attention_heads} / tp_size={d.tp_size}):"
+            f' use cp_size {good}, or cp_engine "ring"'
+        )
     if (d.tp_size - 1) * math.ceil(llama.vocab_size / d.tp_size) >= llama.vocab_size:
         problems.append(
             f"tp_size={d.tp_size} leaves a rank without rows of vocab_size={llama.vocab_size},"

@@ -3,7 +3,7 @@
 Building it goes the same way in every layout: a model without memory; the parallelisms swap their
 parts of it; what is left is allocated and given its weights; then gradients find their places.
 
-    build_model    Llama on the meta device -> keep my stage -> tensor parallel -> to the device
+    build_model    Llama on the meta device -> keep my stage -> tensor, context parallel -> allocate
     Training       initialise -> gradient buckets -> optimizer -> the plan of this rank's actions
 
 This file and train.py are the only ones that know all parallelisms.
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from picotron_min.block_attention import SOFTMAX, choose_kernel
 from picotron_min.checkpoint import (
     export_hf,
     initialise,
@@ -31,6 +32,7 @@ from picotron_min.checkpoint import (
 )
 from picotron_min.collectives import all_reduce
 from picotron_min.config import Config
+from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import split_layers
 from picotron_min.data import Batch, Batches, TokenFile
 from picotron_min.data_parallel import GradientBuckets
@@ -236,11 +238,14 @@ def build_model(
     with torch.device("meta"):
         model = Llama(llama)
     model.to(torch.float64 if config.model.dtype == "float64" else torch.float32)
+    kernel = choose_kernel(device, DTYPES[config.model.dtype], llama.head_dim)
     if not config.use_flash_attention:
+        kernel = SOFTMAX
         for layer in model.model.layers.values():
             layer.self_attn.core_attention = SoftmaxAttention()
     keep_stage(model, stage)
     apply_tensor_parallel(model, axes.tp, config.distributed.sequence_parallel)
+    apply_context_parallel(model, axes.cp, config.distributed.cp_engine, kernel)
     model.to_empty(device=device)
     model.tie_weights()
     apply_recompute(model, config.model.recompute)
@@ -254,9 +259,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
 
 
-def open_data(config: Config, text: TokenFile, dp_rank: int) -> Batches:
+def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank: int = 0) -> Batches:
     """The micro-batches of this rank."""
-    t = config.training
+    d, t = config.distributed, config.training
     return Batches(
         text.tokens,
         seq_length=t.seq_length,
@@ -264,6 +269,7 @@ def open_data(config: Config, text: TokenFile, dp_rank: int) -> Batches:
         micro_batch_size=t.micro_batch_size,
         num_micro_batches=t.gradient_accumulation_steps,
         dp_rank=dp_rank,
-        dp_size=config.distributed.dp_size,
+        dp_size=d.dp_size,
+        positions=POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length),
         eval_batches=t.eval_batches,
     )

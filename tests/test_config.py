@@ -14,7 +14,6 @@ from picotron_min.config import (
     load_config,
     model_problems,
     parse_config,
-    problems_of,
     resolve_model,
 )
 from picotron_min.llama_config import PRESETS
@@ -122,9 +121,6 @@ BAD = {
         "num_key_value_heads=3 does not divide num_attention_heads=4: use one of [1, 2, 4]"),
     "heads that tp does not divide": ("distributed", {"tp_size": 4},
         "tp_size=4 does not divide num_key_value_heads=2: use 1 or 2"),
-    "context parallelism": ("distributed", {"cp_size": 2},
-        "cp_size=2: context parallelism has not landed in this version: set "
-        "distributed.cp_size to 1"),
     "more stages than layers": ("distributed", {"pp_size": 5},
         "pp_size=5 x pp_chunks=1 makes 5 stages of num_hidden_layers=4: use at most 4 stages"),
     "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
@@ -386,21 +382,25 @@ def test_layouts_that_do_not_fit_the_model_name_those_that_do():
     assert model_problems(config, llama) == []
 
 
-def test_context_parallelism_needs_a_sequence_that_can_be_cut():
-    raw = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
+def test_a_sequence_that_cannot_be_cut_is_told_with_the_lengths_that_can():
+    ring = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
     parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
-    cut = "seq_length=252 cannot be cut into 8 pieces for cp_size=4: use 256"
-    assert cut in problems_of(Config.model_validate(raw))
-    raw["distributed"]["cp_engine"] = "ulysses"  # one piece a rank, not two
-    assert cut not in "".join(problems_of(Config.model_validate(raw)))
+    assert problems(ring) == [
+        'seq_length=252 cannot be cut into 8 equal pieces, as cp_size=4 with cp_engine="ring", and'
+        " tp_size=1 with sequence_parallel=false need: use 248 or 256"
+    ]
+    parse_config(ring | {"distributed": {"cp_size": 4, "cp_engine": "ulysses"}})
+    both = {"cp_size": 2, "tp_size": 2, "sequence_parallel": True, "cp_engine": "ulysses"}
+    (told,) = problems({"distributed": both, "training": {"seq_length": 2}})
+    assert told.startswith("seq_length=2 cannot be cut into 4 equal") and told.endswith("use 4")
 
 
-def test_a_sequence_that_sequence_parallelism_cannot_cut_is_told_with_the_next_that_it_can():
-    layout = {"tp_size": 2, "sequence_parallel": True}
-    (told,) = problems({"distributed": layout, "training": {"seq_length": 255}})
+def test_ulysses_needs_a_head_for_every_rank():
+    layout = {"cp_size": 4, "tp_size": 2, "cp_engine": "ulysses"}
+    (told,) = problems({"distributed": layout})
     assert told == (
-        "seq_length=255 cannot be cut into 2 parts for sequence_parallel=true with tp_size=2 x"
-        " cp_size=1: use 256"
+        'cp_engine="ulysses" with cp_size=4 does not divide the 2 heads of a rank'
+        ' (num_attention_heads=4 / tp_size=2): use cp_size 1 or 2, or cp_engine "ring"'
     )
 
 

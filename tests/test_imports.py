@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "data_parallel": {"collectives"},
     "trace": {"collectives", "pipeline_schedule"},
     "tensor_parallel": {"collectives", "loss", "model"},
+    "block_attention": set(),
+    "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
     "checkpoint": {"collectives", "llama_config", "model", "tokenizer"},
 }

@@ -13,11 +13,11 @@ import torch
 
 from picotron_min.checkpoint import parts_of_whole
 from picotron_min.config import Config, parse_config
-from picotron_min.data import Batches
+from picotron_min.data import TokenFile
 from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
 from picotron_min.tensor_parallel import shard_dim
-from picotron_min.training import Training
+from picotron_min.training import Training, open_data
 
 GLOBAL_BATCH = 24
 STEPS = 3
@@ -51,6 +51,8 @@ def make_config(
     sequence_parallel=False,
     engine="1f1b",
     recompute="none",
+    cp=1,
+    cp_engine="ring",
     **training,
 ) -> Config:
     return parse_config(
@@ -60,6 +62,8 @@ def make_config(
                 "tp_size": tp,
                 "pp_size": pp,
                 "pp_chunks": chunks,
+                "cp_size": cp,
+                "cp_engine": cp_engine,
                 "sequence_parallel": sequence_parallel,
                 "pp_engine": engine,
                 "use_cpu": True,
@@ -71,7 +75,7 @@ def make_config(
                 "learning_rate": 0.5,
                 "weight_decay": 0.01,
                 "grad_clip": 0.5,
-                "seq_length": 16,
+                "seq_length": 48,  # 2 cp and cp tp must divide it
                 "micro_batch_size": GLOBAL_BATCH // (dp * micro_batches),
                 "gradient_accumulation_steps": micro_batches,
                 "eval_batches": 1,
@@ -86,16 +90,8 @@ def make_training(config: Config, llama: LlamaConfig) -> Training:
     device = torch.device("cpu")
     axes = build_axes(device, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
     tokens = np.arange(100 * t.seq_length + 1) ** 2 % llama.vocab_size
-    data = Batches(
-        tokens.astype(np.uint16),
-        seq_length=t.seq_length,
-        seed=t.seed,
-        micro_batch_size=t.micro_batch_size,
-        num_micro_batches=t.gradient_accumulation_steps,
-        dp_rank=axes.dp.rank,
-        dp_size=axes.dp.size,
-        eval_batches=t.eval_batches,
-    )
+    text = TokenFile(tokens.astype(np.uint16), num_bytes=len(tokens), num_documents=1)
+    data = open_data(config, text, axes.dp.rank, axes.cp.rank)
     return Training(config, llama, axes, device, data)
 
 
@@ -191,6 +187,44 @@ def test_pipelines_train_the_same_model(pool, layout, variant):
         sequence_parallel=tp > 1 and recompute != "none",
         engine=engine,
         recompute=recompute,
+    )
+    assert_trains_the_same(pool, config, model)
+
+
+# Every (dp, pp, cp, tp) of at most 8 ranks with both engines; the other choices go round.
+CONTEXTS = [
+    (dp, pp, cp, tp, cp_engine)
+    for dp, pp, cp, tp in itertools.product(POWERS, (1, 2, 3, 4), (2, 3, 4, 8), POWERS)
+    if dp * pp * cp * tp <= 8
+    for cp_engine in ("ring", "ulysses")
+    if cp_engine == "ring" or MODEL.num_attention_heads % (cp * tp) == 0
+]
+CONTEXT_VARIANTS = [
+    (engine, model, recompute)
+    for engine in ("1f1b", "afab", "interleaved")
+    for model, recompute in [("untied", "none"), ("tied", "full"), ("grouped-query", "selective")]
+]
+
+
+@pytest.mark.parametrize(
+    "layout,variant", list(zip(CONTEXTS, itertools.cycle(CONTEXT_VARIANTS), strict=False)), ids=str
+)
+def test_context_parallel_layouts_train_the_same_model(pool, layout, variant):
+    dp, pp, cp, tp, cp_engine = layout
+    engine, model, recompute = variant
+    if MODELS[model].num_key_value_heads % tp:
+        model = "untied"
+    config = make_config(
+        dp,
+        tp,
+        micro_batches=3 if pp > 1 else 1,
+        pp=pp,
+        chunks=2 if engine == "interleaved" and pp > 1 else 1,
+        sequence_parallel=tp > 1 and recompute != "none",
+        engine=engine,
+        recompute=recompute,
+        cp=cp,
+        cp_engine=cp_engine,
     )
     assert_trains_the_same(pool, config, model)
 

@@ -167,6 +167,22 @@ def test_python_train_py_trains_and_tells(workplace, first_run):
     assert records[0]["loss"] > 5.4 and records[-1]["loss"] < 4.5
 
 
+@pytest.mark.parametrize("cp_engine", ["ring", "ulysses"])
+def test_the_four_axes_together_train_the_same_model(workplace, first_run, cp_engine):
+    layout = {"dp_size": 1, "pp_size": 2, "cp_size": 2, "tp_size": 2, "cp_engine": cp_engine}
+    batch = {"gradient_accumulation_steps": 4}
+    outcome = workplace.main(workplace.config("four", distributed=layout, training=batch))
+    assert outcome.code == 0, outcome.output
+    assert "8 x cpu over gloo: dp 1 x pp 2 x cp 2 x tp 2" in outcome.output
+    for name in ("loss", "grad_norm"):
+        ours, expected = ([r[name] for r in workplace.steps(run)] for run in ("four", "first"))
+        assert ours == pytest.approx(expected, rel=1e-4)
+    for ours, expected in zip(
+        workplace.evaluations("four"), workplace.evaluations("first"), strict=True
+    ):
+        assert ours["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
+
+
 def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
     """The losses of the steps and evaluations of a config, without train.py's loop."""
     os.chdir(folder)
