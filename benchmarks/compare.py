@@ -44,6 +44,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -58,7 +64,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from picotron_min.checkpoint import initial_weight, initialise
 from picotron_min.collectives import all_reduce
-from picotron_min.config import Config, parse_config, resolve_model
+from picotron_min.config import Config, Distributed, parse_config, resolve_model
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batch, Batches, TokenFile
 from picotron_min.llama_config import LlamaConfig
@@ -66,8 +72,10 @@ from picotron_min.loss import head_loss
 from picotron_min.mesh import Axes, Launch, build_axes, open_process_group, start_processes
 from picotron_min.model import Llama, initial_std
 from picotron_min.optimizer import build_optimizer
+from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
+from picotron_min.pipeline_schedule import bubble
 from picotron_min.tensor_parallel import shard_dim
-from picotron_min.training import Training, open_data
+from picotron_min.training import Training, layers_of_stages, open_data
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
@@ -121,6 +129,7 @@ class Row(NamedTuple):
     about: str
     layout: dict[str, int]  # the sizes of the axes
     contenders: dict[str, Build]  # ours first
+    training: dict[str, Any] | None = None  # what differs from WORK
 
 
 def picotron_min(place: Place) -> Step:
@@ -219,13 +228,68 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def one_process(place: Place) -> Step:
-    """The whole model on the first rank, while the other waits."""
-    alone = place.axes._replace(tp=place.axes.cp, dp_cp_tp=place.axes.dp_cp)
-    training = Training(place.config, place.llama, alone, CPU, place.data)
+class StageOfPeer(nn.Module):
+    """One stage of our model as torch's pipelines want it: they compute the loss outside."""
+
+    def __init__(self, model: Llama, stage: Stage, positions: Tensor) -> None:
+        super().__init__()
+        keep_stage(model, stage)
+        self.model, self.head, model.lm_head = model, model.lm_head, nn.Identity()
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, self.positions)
+
+
+def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = False) -> Step:
+    """The same stages under torch's own schedule; `looped` ones take a list of several a rank."""
+    t, axis = place.config.training, place.axes.pp
+    num_micro_batches = t.gradient_accumulation_steps
+    num_layers = layers_of_stages(place.config, place.llama)
+    mine = my_stages(num_layers, axis)
+    modules = nn.ModuleList(
+        StageOfPeer(plain_llama(place), stage, place.data.positions) for stage in mine
+    )
+    stages = [
+        PipelineStage(module, axis.rank + i * axis.size, len(num_layers), CPU, group=axis.group)
+        for i, module in enumerate(modules)
+    ]
+    tokens_a_micro_batch = t.micro_batch_size * t.seq_length
+
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        return modules[-1].head.loss(x, targets) / tokens_a_micro_batch
+
+    runner = schedule(stages if looped else stages[0], num_micro_batches, loss_fn=loss)
+    optimizer = peer_optimizer(place, modules)
 
     def step(index: int) -> Done:
-        if dist.get_rank() > 0:
+        optimizer.zero_grad()
+        batches = [place.batch(index, i) for i in range(num_micro_batches)]
+        inputs = [torch.cat([batch.tokens for batch in batches])] if mine[0].is_first else []
+        last, losses = {}, []
+        if mine[-1].is_last:
+            last = {"target": torch.cat([batch.targets for batch in batches]), "losses": losses}
+        runner.step(*inputs, **last, return_outputs=False)
+        mean = sum((x.detach() for x in losses), torch.zeros(())) / num_micro_batches
+        squared = get_total_norm([p.grad for p in modules.parameters()]) ** 2
+        totals = all_reduce(torch.stack([mean, squared]), axis)
+        norm = totals[1].sqrt()
+        clip_grads_with_norm_(modules.parameters(), t.grad_clip, norm)
+        optimizer.step()
+        return Done(totals[0].item(), norm.item())
+
+    return step
+
+
+def one_process(place: Place, on_every_rank: bool = False) -> Step:
+    """The whole model on the first rank, while the others wait, or the same on all of them."""
+    config = place.config.model_copy(update={"distributed": Distributed(use_cpu=True)})
+    alone = Axes(*[place.axes.dp] * len(Axes._fields))  # dp has one rank in all rows that use this
+    text = TokenFile(place.data.tokens, num_bytes=len(place.data.tokens), num_documents=1)
+    training = Training(config, place.llama, alone, CPU, open_data(config, text, dp_rank=0))
+
+    def step(index: int) -> Done:
+        if dist.get_rank() > 0 and not on_every_rank:
             return Done(math.nan, math.nan)
         result = training.step(index)
         return Done(result.loss, result.grad_norm)
@@ -281,15 +345,7 @@ def eager_loop(
     clip: Callable[[Iterable[nn.Parameter], float], Tensor] = torch.nn.utils.clip_grad_norm_,
 ) -> Step:
     """The usual train step; `accumulating` surrounds every micro-batch but the last."""
-    t = place.config.training
-    optimizer = build_optimizer(
-        model.parameters(),
-        name=t.optimizer,
-        learning_rate=t.learning_rate,
-        betas=t.betas,
-        weight_decay=t.weight_decay,
-        fused=True,
-    )
+    t, optimizer = place.config.training, peer_optimizer(place, model)
     num_micro_batches = t.gradient_accumulation_steps
 
     def step(index: int) -> Done:
@@ -308,6 +364,32 @@ def eager_loop(
 
     return step
 
+
+def peer_optimizer(place: Place, model: nn.Module) -> torch.optim.Optimizer:
+    """The one that we use, which is torch's fused AdamW."""
+    t = place.config.training
+    return build_optimizer(
+        model.parameters(),
+        name=t.optimizer,
+        learning_rate=t.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        fused=True,
+    )
+
+
+# What two ranks could be at best, and what the machine makes of two processes that share nothing.
+SCALING = {
+    "picotron-min": picotron_min,
+    "one process": one_process,
+    "one on each core": partial(one_process, on_every_rank=True),
+}
+LONG = {
+    "seq_length": 2048,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-4,  # AdamW makes much of the rounding of gradients that are almost zero
+}
 
 ROWS = {
     "one-process": Row(
@@ -337,7 +419,45 @@ ROWS = {
     "tp2-scaling": Row(
         "two ranks against one, which has the machine to itself: 0.5 would be perfect",
         {"tp_size": 2},
-        {"picotron-min": picotron_min, "one process": one_process},
+        SCALING,
+    ),
+    "pp2-afab": Row(
+        "our pipeline against torch.distributed.pipelining, all forwards first",
+        {"pp_size": 2, "pp_engine": "afab"},
+        {"picotron-min": picotron_min, "GPipe": partial(torch_pipeline, schedule=ScheduleGPipe)},
+    ),
+    "pp2-1f1b": Row(
+        "the same, one forward and one backward in turn",
+        {"pp_size": 2, "pp_engine": "1f1b"},
+        {"picotron-min": picotron_min, "1F1B": partial(torch_pipeline, schedule=Schedule1F1B)},
+    ),
+    "pp2-interleaved": Row(
+        "the same with two stages a rank",
+        {"pp_size": 2, "pp_engine": "interleaved", "pp_chunks": 2},
+        {
+            "picotron-min": picotron_min,
+            "Interleaved1F1B": partial(
+                torch_pipeline, schedule=ScheduleInterleaved1F1B, looped=True
+            ),
+        },
+    ),
+    "pp2-scaling": Row(
+        "two pipeline ranks against one, which has the machine to itself",
+        {"pp_size": 2},
+        SCALING,
+        {"gradient_accumulation_steps": 8, "micro_batch_size": 2},
+    ),
+    "cp2-scaling": Row(
+        "two context-parallel ranks (ring) against one, which has the machine to itself",
+        {"cp_size": 2},
+        SCALING,
+        LONG,
+    ),
+    "cp2-ulysses": Row(
+        "the same with Ulysses",
+        {"cp_size": 2, "cp_engine": "ulysses"},
+        SCALING,
+        LONG,
     ),
     "loss-128k": Row(
         "the loss of 2048 tokens alone, vocabulary 128k, against linear and cross_entropy",
@@ -404,6 +524,8 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     for row in options.rows:
         results = measure(row, work, QUICK if options.quick else FULL)
         print(f"\n{row}: {ROWS[row].about}\n{table(results)}", flush=True)
+        if ROWS[row].contenders is SCALING:
+            print(scaling(row, results, work))
         measured += as_json(results)
     if options.json:
         options.json.write_text(json.dumps(facts | {"results": measured}, indent=2) + "\n")
@@ -464,13 +586,22 @@ def measure(row: str, work: dict, effort: Effort) -> list[Result]:
 
 def run_ranks(row: str, work: dict, function: Callable[[Place, Row], Any]) -> list[Any]:
     """Call function(place, row) on every rank of fresh processes; returns their results."""
-    config = parse_config(
-        work | {"distributed": ROWS[row].layout | {"use_cpu": True, "backend": "gloo"}}
-    )
+    config = config_of(row, work)
     results = multiprocessing.get_context("fork").SimpleQueue()
     start_processes(partial(run_rank, config, row, function, results), config.world_size)
     by_rank = dict(results.get() for _ in range(config.world_size))
     return [by_rank[rank] for rank in range(config.world_size)]
+
+
+def config_of(row: str, work: dict) -> Config:
+    about = ROWS[row]
+    return parse_config(
+        work
+        | {
+            "distributed": about.layout | {"use_cpu": True, "backend": "gloo"},
+            "training": work["training"] | (about.training or {}),
+        }
+    )
 
 
 def run_rank(config: Config, row: str, function: Callable, results, launch: Launch) -> None:
@@ -481,7 +612,7 @@ def run_rank(config: Config, row: str, function: Callable, results, launch: Laun
     num_tokens = 50 * config.tokens_per_step
     tokens = np.random.default_rng(0).integers(llama.vocab_size, size=num_tokens + 1)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)
-    data = open_data(config, text, axes.dp.rank)
+    data = open_data(config, text, axes.dp.rank, axes.cp.rank)
     place = Place(config, llama, axes, data)
     results.put((launch.rank, function(place, ROWS[row])))
     dist.barrier()
@@ -559,6 +690,21 @@ def table(results: list[Result]) -> str:
             f"{result.memory_mb:8.0f}{memory_ratio:>16}"
         )
     return "\n".join(lines)
+
+
+def scaling(row: str, results: list[Result], work: dict) -> str:
+    """How much of two cores the ranks make, and where the rest is."""
+    ours, alone, crowded = results
+    config = config_of(row, work)
+    d, num_micro_batches = config.distributed, config.training.gradient_accumulation_steps
+    busy = 1 - bubble(d.pp_size, num_micro_batches, d.pp_chunks)
+    shared = ratios(alone, crowded).median
+    reached = 1 / (config.world_size * ratios(ours, alone).median)
+    return (
+        f"{reached:.3f} of {config.world_size} times one process. The bubble leaves {busy:.3f}, and"
+        f" processes that share nothing but the machine {shared:.3f}: this is"
+        f" {reached / busy / shared:.3f} of both"
+    )
 
 
 def as_json(results: list[Result]) -> list[dict]:

@@ -26,6 +26,10 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-layouts", action="store_true", help="see test_layouts.py: ten minutes")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False")

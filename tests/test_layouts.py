@@ -158,7 +158,8 @@ def test_tensor_parallel_layouts_train_the_same_model(pool, dp, tp, model, seque
 
 
 # Every (dp, pp, tp) of at most 8 ranks with every engine, tied and not: six for each layout. The
-# five variants go round, so that engines meet all of them. Few sizes divide 3 micro-batches.
+# five variants go round, so that engines meet all of them; `pytest --all-layouts` runs all with
+# all, for ten minutes. Few sizes divide 3 micro-batches.
 VARIANTS = [(2, "none"), (3, "full"), (6, "none"), (4, "selective"), (6, "full")]
 PIPELINES = [
     (dp, pp, tp, engine, model)
@@ -170,9 +171,14 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout,variant", list(zip(PIPELINES, itertools.cycle(VARIANTS), strict=False)), ids=str
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_pipelines_train_the_same_model:
+        pairs = zip(PIPELINES, itertools.cycle(VARIANTS), strict=False)
+        if metafunc.config.getoption("--all-layouts"):
+            pairs = itertools.product(PIPELINES, VARIANTS)
+        metafunc.parametrize("layout,variant", list(pairs), ids=str)
+
+
 def test_pipelines_train_the_same_model(pool, layout, variant):
     dp, pp, tp, engine, model = layout
     micro_batches, recompute = variant
