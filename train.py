@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
-from picotron_min.checkpoint import find_start, read_facts, set_aside
+from picotron_min.checkpoint import find_start, lock_folder, read_facts, set_aside
 from picotron_min.config import Config, load_config, resolve_model
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batches, TokenFile, prepare_tokens
@@ -31,11 +33,12 @@ from picotron_min.mesh import (
     coordinates,
     open_process_group,
     set_environment,
-    start_processes,
     torchrun_launch,
 )
 from picotron_min.metrics import Console, EvalRecord, MetricsLog, Speedometer, StepRecord, human
-from picotron_min.tokenizer import load_tokenizer
+from picotron_min.optimizer import Diverged
+from picotron_min.processes import RollCall, start_processes
+from picotron_min.tokenizer import Tokenizer, load_tokenizer
 from picotron_min.trace import Trace
 from picotron_min.training import DTYPES, Training, open_data
 
@@ -56,49 +59,92 @@ def main() -> None:
 
 def train(config: Config, launch: Launch) -> None:
     """What every process does, from finding its place to the finished model."""
-    d, t = config.distributed, config.training
+    d = config.distributed
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
-    sizes = {"pp": d.pp_size, "dp": d.dp_size, "cp": d.cp_size, "tp": d.tp_size}
-    save_dir = Path(config.checkpoint.save_dir)
-
     with mistakes_told_plainly(launch.local_rank):  # while no process waits for another
-        device = choose_device(launch, d.use_cpu)
-        backend = choose_backend(device, d.backend)
-        llama = resolve_model(config)
-        tokenizer = load_tokenizer(config.dataset.tokenizer)
-        text = open_text(config, llama)
-        here = coordinates(launch.rank, **sizes)
-        data = open_data(config, text, here.dp, here.cp)
-        start = find_start(config.checkpoint.load_path, save_dir)
-        facts = read_facts(start, llama, t.optimizer) if start else {"step": 0}
-        save_dir.mkdir(parents=True, exist_ok=True)
+        run = prepare(config, launch)
+    roll_call = RollCall(open_process_group(launch, run.backend, d.timeout_seconds), launch)
+    with roll_call.failures_told(plainly=(OSError, Diverged)):
+        axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
+        training = Training(config, run.llama, axes, run.device, run.data)
+        if run.start:
+            training.load(run.start, run.facts)
+            roll_call.note_saved(run.start)
+        loop(config, launch, run, training, roll_call)
+        dist.barrier()  # nobody leaves while another still needs it
+        dist.destroy_process_group()
 
-    open_process_group(launch, backend, d.timeout_seconds)
-    axes = build_axes(device, **sizes, timeout_seconds=d.timeout_seconds)
-    training = Training(config, llama, axes, device, data)
-    if start:
-        training.load(start, facts)
 
-    is_writer = launch.rank == 0
-    goes_on = start is not None and start.resolve().parent == save_dir.resolve()
-    if is_writer and (aside := set_aside(save_dir, newer_than=start if goes_on else None)):
-        print(f"{save_dir} held an earlier run: it is now in {aside}")
-    first_step, last_step = facts["step"], t.total_train_steps
+class Run(NamedTuple):
+    """All that can be known before the processes meet."""
+
+    sizes: dict[str, int]  # of the axes
+    device: torch.device
+    backend: str
+    llama: LlamaConfig
+    tokenizer: Tokenizer
+    text: TokenFile
+    data: Batches
+    start: Path | None  # the checkpoint to go on from
+    facts: dict  # what it says about itself
+    lock: FileLock | None  # of save_dir, as long as this lives
+
+
+def prepare(config: Config, launch: Launch) -> Run:
+    """Read what there is to read; here the user's mistakes come to light, as ValueErrors."""
+    d, save_dir = config.distributed, Path(config.checkpoint.save_dir)
+    sizes = {"pp": d.pp_size, "dp": d.dp_size, "cp": d.cp_size, "tp": d.tp_size}
+    device = choose_device(launch, d.use_cpu)
+    llama = resolve_model(config)
+    text = open_text(config, llama)
+    here = coordinates(launch.rank, **sizes)
+    start = find_start(config.checkpoint.load_path, save_dir)
+    return Run(
+        sizes,
+        device,
+        choose_backend(device, d.backend),
+        llama,
+        load_tokenizer(config.dataset.tokenizer),
+        text,
+        open_data(config, text, here.dp, here.cp),
+        start,
+        read_facts(start, llama, config.training.optimizer) if start else {"step": 0},
+        lock_folder(save_dir) if launch.rank == 0 else None,
+    )
+
+
+def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call: RollCall) -> None:
+    """Step after step, with all that is told and saved on the way; then the finished model."""
+    t, save_dir, data, axes = (
+        config.training,
+        Path(config.checkpoint.save_dir),
+        run.data,
+        training.axes,
+    )
+    first_step, last_step = run.facts["step"], t.total_train_steps
     if t.max_tokens:
         last_step = min(last_step, math.ceil(t.max_tokens / data.tokens_per_step))
+    is_writer = launch.rank == 0
+    goes_on = run.start is not None and run.start.resolve().parent == save_dir.resolve()
+    if is_writer and (aside := set_aside(save_dir, newer_than=run.start if goes_on else None)):
+        print(f"{save_dir} held an earlier run: it is now in {aside}")
     log = MetricsLog(
         Path(config.metrics_file), writes=is_writer, wandb_options=wandb_options(config)
     )
     speedometer = Speedometer(
-        llama, t.seq_length, config.model.recompute, device, DTYPES[config.model.dtype]
+        run.llama, t.seq_length, config.model.recompute, run.device, DTYPES[config.model.dtype]
     )
-    checkpoint = start
     traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
-    trace = Trace(range(first_step + 2, first_step + 2 + traced_steps), axes.pp, device)
+    trace = Trace(range(first_step + 2, first_step + 2 + traced_steps), axes.pp, run.device)
+    roll_call.listen_for_sigterm()
+    checkpoint = run.start
     with Console(first_step + 1, last_step, prints=is_writer) as console:
-        console.header("picotron-min", describe(config, llama, device, backend, text, data, start))
+        console.header("picotron-min", describe(config, run))
+        if first_step >= last_step:
+            console.warn(f"nothing to do: {run.start} has {first_step} of {last_step} steps")
         for step in range(first_step, last_step):
+            roll_call.note_step(step + 1)
             began = time.perf_counter()
             result = training.step(step, trace.watch(step))
             done = step + 1
@@ -120,18 +166,26 @@ def train(config: Config, launch: Launch) -> None:
             if data.num_eval_batches and due(done, t.eval_frequency, last_step):
                 loss = training.evaluate()
                 take_bytes(axes)  # they are not the next step's
-                record = EvalRecord(done, loss, loss / math.log(2) * text.tokens_per_byte)
+                record = EvalRecord(done, loss, loss / math.log(2) * run.text.tokens_per_byte)
                 log.write(record)
                 console.evaluation(record)
-            if due(done, config.checkpoint.save_frequency, last_step):
+            stops = roll_call.stop_agreed(run.device)
+            if stops or due(done, config.checkpoint.save_frequency, last_step):
                 checkpoint = training.save(save_dir, done)
-    hf = training.export(save_dir / "hf", tokenizer)
+                roll_call.note_saved(checkpoint)
+            if stops and done < last_step:
+                console.warn(
+                    f"stopped by SIGTERM after step {done}, which is saved in {checkpoint}:"
+                    " checkpoint.load_path latest goes on from it"
+                )
+                log.close()
+                return
+    hf = training.export(save_dir / "hf", run.tokenizer)
+    here = coordinates(launch.rank, **run.sizes)
     if config.logging.trace_file and here.dp == here.cp == here.tp == 0:
         trace.write(Path(config.logging.trace_file))
     console.summary(hf, checkpoint)
     log.close()
-    dist.barrier()  # nobody leaves while another still needs it
-    dist.destroy_process_group()
 
 
 def take_bytes(axes: Axes) -> dict[str, int]:
@@ -171,28 +225,20 @@ def wandb_options(config: Config) -> dict | None:
     }
 
 
-def describe(
-    config: Config,
-    llama: LlamaConfig,
-    device: torch.device,
-    backend: str,
-    text: TokenFile,
-    data: Batches,
-    start: Path | None,
-) -> dict[str, str]:
+def describe(config: Config, run: Run) -> dict[str, str]:
     """What is being trained, for the console's header."""
-    d, t = config.distributed, config.training
+    d, t, data, text = config.distributed, config.training, run.data, run.text
     return {
-        "model": f"{config.model.name}, {human(parameter_count(llama))} parameters"
+        "model": f"{config.model.name}, {human(parameter_count(run.llama))} parameters"
         f" in {config.model.dtype}",
-        "layout": f"{config.world_size} x {device.type} over {backend}:"
+        "layout": f"{config.world_size} x {run.device.type} over {run.backend}:"
         f" dp {d.dp_size} x pp {d.pp_size} x cp {d.cp_size} x tp {d.tp_size}",
         "step": f"{human(data.tokens_per_step)} tokens: {data.global_batch} sequences of"
         f" {t.seq_length}, {t.micro_batch_size} a micro-batch,"
         f" {t.gradient_accumulation_steps} micro-batches a rank",
         "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in"
         f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences held out",
-        "start": f"resumed from {start}" if start else f"random weights, seed {t.seed}",
+        "start": f"resumed from {run.start}" if run.start else f"random weights, seed {t.seed}",
     }
 
 

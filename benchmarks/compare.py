@@ -69,11 +69,12 @@ from picotron_min.costs import parameter_count
 from picotron_min.data import Batch, Batches, TokenFile
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.loss import head_loss
-from picotron_min.mesh import Axes, Launch, build_axes, open_process_group, start_processes
+from picotron_min.mesh import Axes, Launch, build_axes, open_process_group
 from picotron_min.model import Llama, initial_std
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
 from picotron_min.pipeline_schedule import bubble
+from picotron_min.processes import start_processes
 from picotron_min.tensor_parallel import shard_dim
 from picotron_min.training import Training, layers_of_stages, open_data
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -83,6 +84,23 @@ def save(save_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict) -> 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read a checkpoint into the given tensors, in place, on all ranks together."""
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def lock_folder(save_dir: Path) -> FileLock:
+    """Make the folder, and keep other runs out of it as long as the result and this process live.
+
+    ValueError if another run is in it: two would move each other's files away.
+    """
+    save_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(save_dir / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end, or name"
+            " another folder"
+        ) from None
+    return lock
 
 
 def find_start(load_path: str | None, save_dir: Path) -> Path | None:

@@ -9,14 +9,13 @@ the joint axes are its `_flatten`, which is private.
 """
 
 import os
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_min.collectives import Axis
@@ -28,7 +27,7 @@ class Launch(NamedTuple):
     rank: int
     local_rank: int  # on this node
     world_size: int
-    init_method: str  # where the ranks find each other
+    open_store: Callable[[timedelta], dist.Store]  # where the ranks find each other
 
 
 class Coordinates(NamedTuple):
@@ -56,10 +55,22 @@ def torchrun_launch() -> Launch | None:
     """What torchrun told this process, or None if it was started without torchrun."""
     if "RANK" not in os.environ:
         return None
-    rank, local_rank, world_size = (
-        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    rank, local_rank, world_size, port = (
+        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     )
-    return Launch(rank, local_rank, world_size, "env://")
+    # torchrun may keep one store for all of its --max-restarts, and then ranks would find the
+    # addresses of those that are gone: so every attempt has names of its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    open_store = partial(
+        _tcp_store, os.environ["MASTER_ADDR"], port, not has_store and rank == 0, attempt
+    )
+    return Launch(rank, local_rank, world_size, open_store)
+
+
+def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout: timedelta):
+    store = dist.TCPStore(host, port, is_master=is_master, timeout=timeout, multi_tenant=is_master)
+    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def set_environment(**variables: bool | None) -> None:
@@ -67,31 +78,6 @@ def set_environment(**variables: bool | None) -> None:
     os.environ |= {
         name: str(value).lower() for name, value in variables.items() if value is not None
     }
-
-
-def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
-    """Run `main` in `world_size` processes on this machine, and wait for them.
-
-    They are forked, so that torch is imported once: for 8 ranks that is 2 seconds instead of 12.
-    When one fails the others are ended; raises SystemExit(2) if it was the user's mistake, which it
-    has told, and RuntimeError naming the rank otherwise.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        init_method = f"file://{folder}/rendezvous"
-        try:
-            mp.start_processes(
-                _run_forked, (main, world_size, init_method), world_size, start_method="fork"
-            )
-        except mp.ProcessExitedException as error:
-            if error.exit_code == 2:
-                raise SystemExit(2) from None
-            raise RuntimeError(f"rank {error.error_index} died: {error.msg}") from None
-        except mp.ProcessRaisedException as error:
-            raise RuntimeError(f"rank {error.error_index} failed: {error.msg}") from None
-
-
-def _run_forked(rank: int, main: Callable[[Launch], None], world_size: int, init_method: str):
-    main(Launch(rank, rank, world_size, init_method))
 
 
 def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
@@ -119,15 +105,21 @@ def choose_backend(device: torch.device, backend: str) -> str:
     return backend
 
 
-def open_process_group(launch: Launch, backend: str, timeout_seconds: float) -> None:
-    """Meet the other ranks. Any communication that takes longer than the timeout then raises."""
+def open_process_group(launch: Launch, backend: str, timeout_seconds: float) -> dist.Store:
+    """Meet the other ranks. Any communication that takes longer than the timeout then raises.
+
+    Returns a store that all ranks can leave notes in.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store = launch.open_store(timeout)
     dist.init_process_group(
         backend,
-        init_method=launch.init_method,
+        store=dist.PrefixStore("process group", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timeout,
     )
+    return store
 
 
 def coordinates(rank: int, *, pp: int, dp: int, cp: int, tp: int) -> Coordinates:

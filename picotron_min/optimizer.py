@@ -70,6 +70,10 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(tensors).square()
 
 
+class Diverged(Exception):
+    """There is no use in going on."""
+
+
 @dataclass
 class SkippedSteps:
     """Steps whose gradient was not finite: the weights were left alone."""
@@ -79,16 +83,16 @@ class SkippedSteps:
     limit: int = 3
 
     def record(self, step: int, norm: float) -> bool:
-        """True if this step must be skipped; RuntimeError at the third in a row."""
+        """True if this step must be skipped; raises Diverged at the third in a row."""
         if math.isfinite(norm):
             self.in_a_row = 0
             return False
         self.total += 1
         self.in_a_row += 1
         if self.in_a_row == self.limit:
-            raise RuntimeError(
+            raise Diverged(
                 f"the gradient was not finite in {self.limit} steps in a row, up to step {step}:"
-                " the run has diverged. Resume from the last checkpoint with a lower learning_rate,"
-                " more warmup_steps or a smaller grad_clip"
+                " the run has diverged. Use a lower learning_rate, more warmup_steps or a smaller"
+                " grad_clip"
             )
         return True

@@ -9,7 +9,7 @@ from benchmarks import compare
 from benchmarks.compare import Done, Effort, Result, Row, Turns
 
 TINY = {
-    "model": {"name": "tiny", "hidden_size": 32, "num_hidden_layers": 1},
+    "model": {"name": "tiny", "hidden_size": 32, "num_hidden_layers": 4},
     "training": {
         "seq_length": 16,
         "micro_batch_size": 2,
@@ -78,7 +78,9 @@ def test_the_table_shows_medians_ratios_and_memory():
     ]  # fmt: skip
 
 
-def test_every_row_runs_and_its_contenders_do_the_same_work(tmp_path, capsys):
+def test_every_row_runs_and_its_contenders_do_the_same_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "QUICK", Effort(1, 2, 2))
+    monkeypatch.setitem(compare.LONG, "seq_length", 32)
     file = tmp_path / "numbers.json"
     compare.main(["--quick", "--json", str(file)], work=TINY)
     written = json.loads(file.read_text())

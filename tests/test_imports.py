@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "config": {"llama_config"},
     "collectives": set(),
     "mesh": {"collectives"},
+    "processes": {"mesh"},
     "loss": set(),
     "model": {"llama_config", "loss"},
     "data": {"loss", "tokenizer"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "checkpoint": {"collectives", "llama_config", "model", "tokenizer"},
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
-MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training"}
+MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training", "processes"}
 STANDARD_LIBRARY_ONLY = ("llama_config", "pipeline_schedule", "draw", "costs")
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 

@@ -1,0 +1,206 @@
+"""How the processes of a run start and end, and which of them is to blame when it ends badly.
+
+Ranks wait for each other all the time, so one that is gone soon stops all. What the others then see
+is not what happened: a closed connection, or a wait that took too long. So each rank leaves notes
+in the store that they found each other through: the step that it is in, and that it has failed.
+
+    rank 0   in step 7   failed       waited for rank 1, and got an error
+    rank 1   in step 7                no word: it was killed, or it hangs
+    rank 2   in step 7   failed
+
+Whoever fails by a fault of its own tells it. Whoever fails first by waiting looks a little later
+who has not failed, and names them. All others leave without a word, so there is one message.
+
+SIGTERM, which is what a cluster sends, ends a run in good order: all ranks save after the step that
+they are in, and exit with code 0. Exit codes: 0 done, 2 the user's mistake, 130 Ctrl-C, 1 the rest.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from picotron_min.mesh import Launch
+
+GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
+
+
+def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
+    """Run `main` in `world_size` processes on this machine, and wait for them.
+
+    They are forked, so that torch is imported once: for 8 ranks that is 2 seconds instead of 12.
+    When one fails the others are ended. Raises SystemExit with the exit code unless all succeed.
+    A SIGTERM is passed on to all of them; when this process dies, so do they.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = []
+        for rank in range(world_size):
+            launch = Launch(rank, rank, world_size, partial(_file_store, store, world_size))
+            ranks.append(context.Process(target=_run_forked, args=(main, launch)))
+            ranks[-1].start()
+        try:
+            with _passing_on(signal.SIGTERM, ranks):
+                code = _wait(ranks, store)
+        except KeyboardInterrupt:
+            _tell("stopped by Ctrl-C", dist.FileStore(store, world_size), rank=0)
+            code = 130
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+    if code:
+        raise SystemExit(code)
+
+
+def _file_store(path: str, world_size: int, timeout) -> dist.Store:
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(timeout)
+    return store
+
+
+def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
+    # The terminal's Ctrl-C reaches all processes at once; the parent ends us, and tells it once.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    main(launch)
+
+
+def _leave_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _passing_on(number: signal.Signals, ranks: list) -> Iterator[None]:
+    def pass_on(*_) -> None:
+        for process in ranks:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    before = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _wait(ranks: list, store: str) -> int:
+    """Until all are done or one has failed; returns the exit code of them all."""
+    waiting = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while waiting:
+        for sentinel in connection.wait(list(waiting)):
+            rank = waiting.pop(sentinel)
+            ranks[rank].join()
+            if code := ranks[rank].exitcode:
+                if code < 0:  # else it has told why
+                    notes = dist.FileStore(store, len(ranks))
+                    _tell(f"rank {rank} was killed by {signal.Signals(-code).name}", notes, rank)
+                return max(code, 1)
+    return 0
+
+
+class RollCall:
+    """What the ranks note for each other, and what is told when one of them fails."""
+
+    def __init__(self, store: dist.Store, launch: Launch) -> None:
+        self.store, self.rank, self.world_size = store, launch.rank, launch.world_size
+        self.stop_requested = False
+
+    def note_step(self, step: int) -> None:
+        """This rank begins a step."""
+        self.store.set(f"step {self.rank}", str(step))
+
+    def note_saved(self, folder: Path) -> None:
+        """There is a checkpoint to go on from."""
+        self.store.set("saved", str(folder))
+
+    def listen_for_sigterm(self) -> None:
+        def request_stop(*_) -> None:
+            self.stop_requested = True
+
+        signal.signal(signal.SIGTERM, request_stop)
+
+    def stop_agreed(self, device: torch.device) -> bool:
+        """Whether any rank was asked to stop; the same answer on all ranks, which must all ask.
+
+        The signal reaches them at different moments, and all must stop after the same step.
+        """
+        requested = torch.tensor(self.stop_requested, dtype=torch.uint8, device=device)
+        dist.all_reduce(requested, dist.ReduceOp.MAX)
+        return bool(requested)
+
+    @contextlib.contextmanager
+    def failures_told(self, plainly: tuple[type[Exception], ...]) -> Iterator[None]:
+        """Whatever fails in here ends this process, and one rank of all says why.
+
+        `plainly` are exceptions whose message is enough; others come with their traceback.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            with contextlib.suppress(dist.DistError):  # the store itself may be gone
+                self._tell_once(error, plainly)
+            sys.stdout.flush()
+            # At once: the usual way out waits for communication that will never come to its end.
+            os._exit(code)
+
+    def _tell_once(self, error: BaseException, plainly: tuple[type[Exception], ...]) -> None:
+        is_first = self.store.add("failures", 1) == 1
+        self.store.set(f"failed {self.rank}", "")
+        is_told_by_all = isinstance(error, (KeyboardInterrupt, *plainly))
+        is_fault = not is_told_by_all and not _is_of_communication(error)
+        if is_fault:
+            traceback.print_exception(error)
+            _tell(f"rank {self.rank} failed", self.store, self.rank)
+        elif not is_first:
+            time.sleep(2 * GRACE)  # the launcher ends all when one leaves: the first is to tell
+        elif is_told_by_all:
+            what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
+            _tell(what, self.store, self.rank)
+        else:
+            time.sleep(GRACE)
+            silent = [r for r in range(self.world_size) if not self.store.check([f"failed {r}"])]
+            if not silent:
+                traceback.print_exception(error)
+            names = " and ".join(map(str, silent)) or str(self.rank)
+            what = "was killed or hangs" if silent else "failed"
+            _tell(f"rank {names} {what}", self.store, (silent or [self.rank])[0])
+
+
+# gloo has no exception of its own: it raises RuntimeErrors in many words.
+COMMUNICATION = ("gloo", "connection", "closure", "timed out", "timeout")
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Another rank is gone, or takes too long."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in str(error).lower() for word in COMMUNICATION)
+    )
+
+
+def _tell(what: str, notes: dist.Store, rank: int) -> None:
+    """One message: what happened, where, and how to go on."""
+
+    def noted(key: str) -> str | None:
+        return notes.get(key).decode() if notes.check([key]) else None
+
+    step, saved = noted(f"step {rank}"), noted("saved")
+    where = f"in step {step}" if step else "before the first step"
+    go_on = f"go on from {saved} with checkpoint.load_path latest" if saved else "nothing was saved"
+    print(f"\n{what}, {where}: {go_on}\n", file=sys.stderr, flush=True)

@@ -1,0 +1,188 @@
+"""How runs end: well, badly, and on request."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from filelock import FileLock
+
+from picotron_min.training import Training
+from tests.test_train import ROOT, Workplace, numbers
+
+
+@pytest.fixture(scope="module")
+def workplace(pool, tmp_path_factory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("processes"), pool)
+
+
+def at_the_third_step(rank: int, happens: Callable[[], None]) -> None:
+    """Patch the train step of one rank; forked processes inherit it."""
+    step = Training.step
+
+    def sabotaged(self, number, *watch):
+        if number == 2 and dist.get_rank() == rank:
+            happens()
+        return step(self, number, *watch)
+
+    Training.step = sabotaged
+
+
+def rank_1_dies() -> None:
+    at_the_third_step(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def rank_1_raises() -> None:
+    def happens():
+        raise KeyError("a fault in the program")
+
+    at_the_third_step(1, happens)
+
+
+def rank_1_hangs() -> None:
+    at_the_third_step(1, lambda: time.sleep(600))
+
+
+def rank_0_finds_the_disk_full() -> None:
+    def happens():
+        raise OSError(28, "No space left on device", "runs/somewhere")
+
+    at_the_third_step(0, happens)
+
+
+GO_ON = ", in step 3: go on from runs/{}/step-00000002 with checkpoint.load_path latest"
+
+
+@pytest.mark.parametrize(
+    "sabotage,told,tracebacks",
+    [
+        (rank_1_dies, "rank 1 was killed by SIGKILL", 0),
+        (rank_1_raises, "rank 1 failed", 1),
+        (rank_1_hangs, "rank 1 was killed or hangs", 0),
+        (rank_0_finds_the_disk_full, "No space left on device: 'runs/somewhere'", 0),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_is_named_once(workplace, sabotage, told, tracebacks):
+    name = sabotage.__name__
+    config = workplace.config(name, distributed={"dp_size": 4, "timeout_seconds": 4})
+    outcome = workplace.main(config, sabotage)
+    assert outcome.code == 1 and outcome.seconds < 30
+    assert outcome.output.count(told + GO_ON.format(name)) == 1, outcome.output
+    assert outcome.output.count("Traceback") == tracebacks
+    assert outcome.output.count("go on from") == 1
+    # What was done before is there.
+    assert [record["step"] for record in workplace.steps(name)] == [1, 2]
+    assert workplace.files(name) == ["metrics.jsonl", "step-00000002"]
+
+
+def test_what_fails_before_anything_is_saved_says_so(workplace):
+    config = workplace.config("unsaved", checkpoint={"save_frequency": 0})
+    outcome = workplace.main(config, rank_1_dies)
+    assert "rank 1 was killed by SIGKILL, in step 3: nothing was saved" in outcome.output
+
+
+def sigterm_at_the_third_step() -> None:
+    at_the_third_step(1, lambda: os.kill(os.getppid(), signal.SIGTERM))
+
+
+def test_sigterm_saves_after_the_step_and_the_run_goes_on_as_if_nothing_had_been(workplace):
+    whole = workplace.main(workplace.config("whole"))
+    stopped = workplace.main(workplace.config("stopped"), sigterm_at_the_third_step)
+    assert whole.code == stopped.code == 0
+    done = len(workplace.steps("stopped"))
+    # The signal takes its way through the parent process.
+    assert 3 <= done < 6
+    assert f"stopped by SIGTERM after step {done}, which is saved" in stopped.output
+    assert f"step-0000000{done}" in workplace.files("stopped")
+    assert "hf" not in workplace.files("stopped")
+    config = workplace.config("stopped", checkpoint={"load_path": "latest"})
+    assert workplace.main(config).code == 0
+    assert numbers(workplace.steps("stopped")) == numbers(workplace.steps("whole"))
+
+
+def start(workplace: Workplace, name: str, **options) -> subprocess.Popen:
+    """A long run in a process group of its own, in its first steps."""
+    config = workplace.config(name, training={"total_train_steps": 10_000, "eval_frequency": 0})
+    output = (workplace.folder / f"{name}.txt").open("w")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--config", config],
+        cwd=workplace.folder,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        **options,
+    )
+    metrics = workplace.folder / "runs" / name / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and metrics.read_text():
+            return process
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail(f"no step in a minute:\n{(workplace.folder / f'{name}.txt').read_text()}")
+
+
+def wait_until_all_are_gone(group: int) -> None:
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(group, signal.SIGKILL)
+    pytest.fail("processes are left after ten seconds")
+
+
+def test_when_the_parent_dies_the_ranks_die(workplace):
+    # As a script's `python train.py &` starts it: with SIGINT ignored.
+    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    process = start(workplace, "orphans", **ignored)
+    process.kill()
+    process.wait()
+    wait_until_all_are_gone(process.pid)
+
+
+def test_ctrl_c_ends_all_with_one_line(workplace):
+    process = start(workplace, "interrupted")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(20) == 130
+    wait_until_all_are_gone(process.pid)
+    output = (workplace.folder / "interrupted.txt").read_text()
+    assert output.count("stopped by Ctrl-C, in step") == 1 and "Traceback" not in output
+
+
+def test_a_second_run_in_the_same_folder_is_refused(workplace):
+    config = workplace.config("busy")
+    (workplace.folder / "runs/busy").mkdir(parents=True)
+    with FileLock(workplace.folder / "runs/busy/.lock"):
+        outcome = workplace.main(config)
+    assert outcome.code == 2
+    assert "checkpoint.save_dir=runs/busy is in use by another run" in outcome.output
+    assert workplace.files("busy") == []
+
+
+DIES_ONCE = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train
+from tests.test_processes import at_the_third_step
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    at_the_third_step(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+train.main()
+"""
+
+
+def test_torchrun_restarts_a_run_that_goes_on_from_the_latest_checkpoint(workplace):
+    script = workplace.folder / "dies_once.py"
+    script.write_text(DIES_ONCE.format(root=str(ROOT)))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    config = workplace.config("restarted", checkpoint={"load_path": "latest"})
+    outcome = workplace.command(*torchrun, "--max-restarts", "2", str(script), "--config", config)
+    assert outcome.code == 0, outcome.output
+    assert "rank 1 was killed or hangs" + GO_ON.format("restarted") in outcome.output
+    assert workplace.main(workplace.config("once")).code == 0
+    assert numbers(workplace.steps("restarted")) == numbers(workplace.steps("once"))
