@@ -20,7 +20,7 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.config import SECTIONS, Config, ConfigError, parse_config, resolve_model
+from picotron_min.config import SECTIONS, Config, ConfigError, keys_of, parse_config, resolve_model
 from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
 from picotron_min.llama_config import LlamaConfig, find_preset
 
@@ -87,8 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out_dir", required=True, help="folder of all experiments")
     parser.add_argument("--exp_name", required=True, help="folder of this one, and its run_name")
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
-    for section, schema in SECTIONS.items():
-        for key, field in schema.model_fields.items():
+    for section in SECTIONS:
+        for key, field in keys_of(section).items():
             where = f"{section}.{key}"
             names = [ALIASES[where]] if where in ALIASES else []
             names += [f"--{key}"] if key != "name" else []

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-from picotron_min.checkpoint import find_start, lock_folder, read_facts, set_aside
+from picotron_min.checkpoint import clean_up, find_start, lock_folder, read_facts, set_aside
 from picotron_min.config import Config, load_config, resolve_model
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batches, TokenFile, prepare_tokens
+from picotron_min.hugging_face import find_weights
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import (
     Axes,
@@ -35,7 +36,15 @@ from picotron_min.mesh import (
     set_environment,
     torchrun_launch,
 )
-from picotron_min.metrics import Console, EvalRecord, MetricsLog, Speedometer, StepRecord, human
+from picotron_min.metrics import (
+    Console,
+    EvalRecord,
+    MetricsLog,
+    SaveRecord,
+    Speedometer,
+    StepRecord,
+    human,
+)
 from picotron_min.optimizer import Diverged
 from picotron_min.processes import RollCall, start_processes
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
@@ -67,7 +76,7 @@ def train(config: Config, launch: Launch) -> None:
     roll_call = RollCall(open_process_group(launch, run.backend, d.timeout_seconds), launch)
     with roll_call.failures_told(plainly=(OSError, Diverged)):
         axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
-        training = Training(config, run.llama, axes, run.device, run.data)
+        training = Training(config, run.llama, axes, run.device, run.data, run.weights)
         if run.start:
             training.load(run.start, run.facts)
             roll_call.note_saved(run.start)
@@ -88,6 +97,7 @@ class Run(NamedTuple):
     data: Batches
     start: Path | None  # the checkpoint to go on from
     facts: dict  # what it says about itself
+    weights: dict[str, Path] | None  # else the files of the weights to start from
     lock: FileLock | None  # of save_dir, as long as this lives
 
 
@@ -110,6 +120,9 @@ def prepare(config: Config, launch: Launch) -> Run:
         open_data(config, text, here.dp, here.cp),
         start,
         read_facts(start, llama, config.training.optimizer) if start else {"step": 0},
+        find_weights(config.model.weights, llama, set(config.model.overrides))
+        if config.model.weights and not start
+        else None,
         lock_folder(save_dir) if launch.rank == 0 else None,
     )
 
@@ -127,6 +140,8 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
         last_step = min(last_step, math.ceil(t.max_tokens / data.tokens_per_step))
     is_writer = launch.rank == 0
     goes_on = run.start is not None and run.start.resolve().parent == save_dir.resolve()
+    if is_writer and (leftovers := clean_up(save_dir)):
+        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
     if is_writer and (aside := set_aside(save_dir, newer_than=run.start if goes_on else None)):
         print(f"{save_dir} held an earlier run: it is now in {aside}")
     log = MetricsLog(
@@ -138,7 +153,6 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
     traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
     trace = Trace(range(first_step + 2, first_step + 2 + traced_steps), axes.pp, run.device)
     roll_call.listen_for_sigterm()
-    checkpoint = run.start
     with Console(first_step + 1, last_step, prints=is_writer) as console:
         console.header("picotron-min", describe(config, run))
         if first_step >= last_step:
@@ -169,22 +183,28 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 record = EvalRecord(done, loss, loss / math.log(2) * run.text.tokens_per_byte)
                 log.write(record)
                 console.evaluation(record)
+            training.saver.check()
             stops = roll_call.stop_agreed(run.device)
             if stops or due(done, config.checkpoint.save_frequency, last_step):
-                checkpoint = training.save(save_dir, done)
-                roll_call.note_saved(checkpoint)
+                began = time.perf_counter()
+                training.save(save_dir, done)
+                log.write(SaveRecord(done, time.perf_counter() - began))
+            if stops or done == last_step:
+                training.saver.wait()
+            if training.saver.latest:
+                roll_call.note_saved(training.saver.latest)
             if stops and done < last_step:
                 console.warn(
-                    f"stopped by SIGTERM after step {done}, which is saved in {checkpoint}:"
+                    f"stopped by SIGTERM after step {done}, saved as {training.saver.latest}:"
                     " checkpoint.load_path latest goes on from it"
                 )
                 log.close()
                 return
-    hf = training.export(save_dir / "hf", run.tokenizer)
+    training.export(save_dir / "hf", run.tokenizer)
     here = coordinates(launch.rank, **run.sizes)
     if config.logging.trace_file and here.dp == here.cp == here.tp == 0:
         trace.write(Path(config.logging.trace_file))
-    console.summary(hf, checkpoint)
+    console.summary(save_dir / "hf", training.saver.latest or run.start)
     log.close()
 
 
@@ -238,7 +258,9 @@ def describe(config: Config, run: Run) -> dict[str, str]:
         f" {t.gradient_accumulation_steps} micro-batches a rank",
         "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in"
         f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences held out",
-        "start": f"resumed from {run.start}" if run.start else f"random weights, seed {t.seed}",
+        "start": f"resumed from {run.start}"
+        if run.start
+        else config.model.weights or f"random weights, seed {t.seed}",
     }
 
 

@@ -1,4 +1,4 @@
-"""Where weights come from and where they go: initialise, save, load, export.
+"""Where weights come from and where they go: initialise, save, load.
 
 A checkpoint is a folder `step-00000010` of safetensors shards, a file a rank, and `state.json` with
 the few facts that are not tensors. Model and optimizer tensors lie side by side under the names of
@@ -18,7 +18,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,12 +29,12 @@ import torch.distributed.checkpoint as dcp
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.collectives import Axis
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.model import initial_std
-from picotron_min.tokenizer import Tokenizer
 
 ShardDim = Callable[[str], int | None]  # tensor_parallel.shard_dim
 
@@ -70,15 +72,68 @@ def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> 
     return torch.empty(shape).normal_(std=std, generator=generator)
 
 
-def save(save_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict) -> Path:
-    """Write the checkpoint of a step, on all ranks together; returns its folder."""
+class Saver:
+    """Writes the folders of a run, one at a time; in the background if asked.
 
-    def write(folder: Path) -> None:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
-        if dist.get_rank() == 0:
-            _write_json(folder / "state.json", {"step": step, **facts})
+    Every method is called by all ranks. The ranks' writers meet in a process group of their own,
+    so that what they say does not get between the train steps. It is patient: a model of a terabyte
+    takes its time.
+    """
 
-    return _complete_or_absent(save_dir / f"step-{step:08d}", write)
+    def __init__(self, in_background: bool = False, keep: int = 0) -> None:
+        self.in_background, self.keep = in_background, keep
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: Future | None = None
+        self.latest: Path | None = None  # the newest complete checkpoint
+
+    def save(self, save_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
+        """Write the checkpoint of a step; in the background, the tensors must stay as they are."""
+
+        def write(folder: Path) -> None:
+            write_tensors(folder, tensors, self.group)
+            if dist.get_rank() == 0:
+                write_json(folder / "state.json", {"step": step, **facts})
+
+        def run() -> None:
+            folder = save_dir / f"step-{step:08d}"
+            complete_or_absent(folder, write, self.group)
+            if dist.get_rank() == 0 and self.keep:
+                _forget_older(folder, self.keep)
+            self.latest = folder
+
+        self.wait()
+        self.writing = self.thread.submit(run)
+        if not self.in_background:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise what the writer has raised, if it has."""
+        if self.writing and self.writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when everything is written; raises what the writer has raised."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], group, **options) -> None:
+    """Write this rank's part of the tensors; OSError if any rank cannot."""
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True, **options)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank} cannot write {folder}: {cause}") from error
+
+
+def _forget_older(folder: Path, keep: int) -> None:
+    """Delete the oldest checkpoints beside one, so that with it there are `keep`."""
+    older = [path for path in _checkpoints(folder.parent) if path.name < folder.name]
+    for path in sorted(older, reverse=True)[keep - 1 :]:
+        _delete(path)
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -106,8 +161,12 @@ def lock_folder(save_dir: Path) -> FileLock:
 def find_start(load_path: str | None, save_dir: Path) -> Path | None:
     """The checkpoint to start from: "latest" is the newest in save_dir, None if there is none."""
     if load_path == "latest":
-        return max(save_dir.glob("step-" + "[0-9]" * 8), default=None)
+        return max(_checkpoints(save_dir), default=None)
     return Path(load_path) if load_path else None
+
+
+def _checkpoints(save_dir: Path) -> list[Path]:
+    return list(save_dir.glob("step-" + "[0-9]" * 8))
 
 
 def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
@@ -179,45 +238,38 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
             state["step"].fill_(steps)
 
 
-def export_hf(
-    folder: Path, weights: dict[str, Tensor], model: LlamaConfig, tokenizer: Tokenizer
-) -> Path:
-    """Write a model as a Hugging Face folder, on all ranks together.
-
-    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
-    """
-    dtype = next(iter(weights.values())).dtype
-    about = model.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
-    end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-
-    def write(folder: Path) -> None:
-        writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
-        dcp.save(weights, storage_writer=writer)
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / "sharded")  # what the consolidated files were made from
-            _write_json(folder / "config.json", about | end_of_text)
-            _write_json(folder / "generation_config.json", end_of_text)
-            tokenizer.save(folder)
-
-    return _complete_or_absent(folder, write)
-
-
-def _complete_or_absent(folder: Path, write: Callable[[Path], None]) -> Path:
+def complete_or_absent(folder: Path, write: Callable[[Path], None], group=None) -> None:
     """Let all ranks write a folder aside, and give it its name once it is on the disk."""
     partial = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
         partial.mkdir(parents=True)
-    dist.barrier()
+    dist.barrier(group)
     write(partial)
+    dist.barrier(group)
     if dist.get_rank() == 0:
         for path in [*partial.iterdir(), partial]:
             _sync(path)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            _delete(folder)
         os.replace(partial, folder)
         _sync(folder.parent)
-    dist.barrier()
-    return folder
+    dist.barrier(group)
+
+
+def _delete(folder: Path) -> None:
+    """First the name, then the content: what is called a checkpoint is one to the last moment."""
+    leftover = folder.with_name(f".{folder.name}.deleted")
+    os.replace(folder, leftover)
+    shutil.rmtree(leftover)
+
+
+def clean_up(save_dir: Path) -> list[Path]:
+    """Delete what killed saves have left; returns what that was."""
+    leftovers = [p for end in ("partial", "deleted") for p in save_dir.glob(f".*.{end}")]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
 
 
 def _sync(path: Path) -> None:
@@ -226,7 +278,7 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -251,3 +303,9 @@ def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
     for path in earlier:
         path.rename(aside / path.name)
     return aside
+
+
+if __name__ == "__main__":
+    from picotron_min.hugging_face import main
+
+    main()

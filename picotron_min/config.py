@@ -10,7 +10,6 @@ torch is not imported here: a mistake is told at once, before any process starts
 import difflib
 import json
 import math
-import operator
 import os
 import re
 from collections import Counter
@@ -135,6 +134,8 @@ class Checkpoint(Section):
 
     save_dir: Name = "checkpoints"
     save_frequency: NonNegativeInt = 0  # steps; 0: only at the end
+    keep: NonNegativeInt = 2  # the newest so many; 0: all
+    in_background: bool = Field(False, alias="async")  # steps go on while files are written
     # A checkpoint's folder, or "latest": the newest complete one in save_dir, or a fresh start.
     load_path: OptionalName = None
 
@@ -201,6 +202,12 @@ AXES = ("dp_size", "pp_size", "cp_size", "tp_size")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 
 
+def keys_of(section: str) -> dict:
+    """The keys of a section as they are written; none of an unknown one."""
+    known = SECTIONS[section].model_fields if section in SECTIONS else {}
+    return {field.alias or name: field for name, field in known.items()}
+
+
 class ConfigError(ValueError):
     """The user's mistakes, each a sentence with its numbers and the remedy."""
 
@@ -257,7 +264,7 @@ def parse_config(
         for e in error.errors():
             section, *key = e["loc"][:2]
             problems.append(_describe(e, raw))
-            bad |= {(section, name) for name in key or [None, *_keys(section)]}
+            bad |= {(section, name) for name in key or [None, *keys_of(section)]}
         # The rest is checked with defaults in place of what is bad, so that the user hears of
         # everything in one go.
         config = Config.model_validate(
@@ -294,7 +301,7 @@ def _describe(error: dict, raw: dict) -> str:
         expected = "must be a section, { ... }"
     if key:
         where, value = f"{section}.{key[0]}", value[key[0]]
-        if type(None) in get_args(_keys(section)[key[0]].annotation):
+        if type(None) in get_args(keys_of(section)[key[0]].annotation):
             expected += " or null"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         expected += ", without quotes"
@@ -307,20 +314,15 @@ def _describe(error: dict, raw: dict) -> str:
 
 def _unknown(section: str, key: str | None = None) -> str:
     """What to say of a key (or section) that is not known: where it belongs, or the nearest."""
-    where, own = (f"{section}.{key}", _keys(section)) if key else (section, SECTIONS)
+    where, own = (f"{section}.{key}", keys_of(section)) if key else (section, SECTIONS)
     word = key or section
-    if homes := [name for name in SECTIONS if word in _keys(name)]:
+    if homes := [name for name in SECTIONS if word in keys_of(name)]:
         return f"{where} is in the wrong place: {word} belongs in {_choice(homes)}"
-    everywhere = {key.lower(): f"{name}.{key}" for name in SECTIONS for key in _keys(name)}
+    everywhere = {key.lower(): f"{name}.{key}" for name in SECTIONS for key in keys_of(name)}
     for known in ({name.lower(): name for name in own}, everywhere):
         if near := difflib.get_close_matches(word.lower(), known, n=1):
             return f"{where} is not known: did you mean {known[near[0]]}?"
     return f"{where} is not known: use {_choice(own)}"
-
-
-def _keys(section: str) -> dict:
-    """The keys of a section; none of an unknown one."""
-    return SECTIONS[section].model_fields if section in SECTIONS else {}
 
 
 def _shown(value: object) -> str:
@@ -335,23 +337,9 @@ def _choice(options: Iterable) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-# What is refused until its chapter is written: the key, the values that work, what is missing.
-NOT_LANDED = [
-    ("model.weights", [None], "starting from given weights"),
-]
-
-
 def problems_of(config: Config) -> list[str]:
-    """Why the sections do not fit this version, each other, or the files that are there."""
-    problems = []
-    for key, allowed, what in NOT_LANDED:
-        if (value := operator.attrgetter(key)(config)) not in allowed:
-            remedy = f"set {key} to {_choice(map(_shown, allowed))}"
-            name = key.split(".")[1]
-            problems.append(
-                f"{name}={_shown(value)}: {what} has not landed in this version: {remedy}"
-            )
-    problems += _run_problems(config) + _path_problems(config)
+    """Why the sections do not fit each other, or the files that are there."""
+    problems = _run_problems(config) + _path_problems(config)
     # A model on the hub is fetched, and checked, when the run starts.
     if find_preset(config.model.name) or not _on_hub(config.model.name):
         try:
@@ -416,6 +404,8 @@ def _run_problems(config: Config) -> list[str]:
 
 def _path_problems(config: Config) -> list[str]:
     problems = _missing("dataset.name", config.dataset.name, ["stdlib"])
+    if config.model.weights:
+        problems += _missing("model.weights", config.model.weights, [])
     problems += _missing("dataset.tokenizer", config.dataset.tokenizer, ["bytes"])
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
     if os.path.isfile(save_dir):

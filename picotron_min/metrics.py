@@ -52,6 +52,14 @@ class EvalRecord:
     bits_per_byte: float | None = None
 
 
+@dataclass(frozen=True)
+class SaveRecord:
+    """One checkpoint; the step loop stood still for so long."""
+
+    step: int
+    save_seconds: float
+
+
 class MetricsLog:
     """Appends every record to a file of JSON lines and, if asked, to wandb.
 
@@ -67,7 +75,7 @@ class MetricsLog:
             if wandb_options is not None:
                 self._run = start_wandb(**wandb_options)
 
-    def write(self, record: StepRecord | EvalRecord) -> None:
+    def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
         values = {name: finite_or_none(value) for name, value in asdict(record).items()}
         if self._file:
             self._file.write(json.dumps(values, allow_nan=False) + "\n")

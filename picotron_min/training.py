@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from picotron_min.block_attention import SOFTMAX, choose_kernel
 from picotron_min.checkpoint import (
-    export_hf,
+    Saver,
     initialise,
     load,
     parts_of_whole,
-    save,
     set_optimizer_steps,
     training_tensors,
 )
@@ -36,6 +35,7 @@ from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import split_layers
 from picotron_min.data import Batch, Batches, TokenFile
 from picotron_min.data_parallel import GradientBuckets
+from picotron_min.hugging_face import export_hf, read_weights
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama, SoftmaxAttention, apply_recompute
@@ -69,8 +69,15 @@ class Training:
     """One rank's part of the model, its gradients, its optimizer, and the step that ties them."""
 
     def __init__(
-        self, config: Config, llama: LlamaConfig, axes: Axes, device: torch.device, data: Batches
+        self,
+        config: Config,
+        llama: LlamaConfig,
+        axes: Axes,
+        device: torch.device,
+        data: Batches,
+        weights: dict[str, Path] | None = None,
     ) -> None:
+        """`weights`: the file of every parameter; without it they are drawn."""
         t = config.training
         self.config, self.axes, self.device, self.data = config, axes, device, data
         self.llama = llama
@@ -79,7 +86,10 @@ class Training:
             for stage in my_stages(layers_of_stages(config, llama), axes.pp)
         ]
         self.parameters = parameters_by_name(self.chunks)
-        initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
+        if weights:
+            read_weights(weights, self.parameters, shard_dim, axes.tp)
+        else:
+            initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
         self.buckets = [self.build_buckets(chunk) for chunk in self.chunks]
         self.optimizer = build_optimizer(
             self.parameters.values(),
@@ -90,6 +100,7 @@ class Training:
             fused=config.model.use_fused_adam,
         )
         self.skipped = SkippedSteps()
+        self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
         d, num_micro_batches = config.distributed, t.gradient_accumulation_steps
         plans = build_plans(d.pp_engine, axes.pp.size, num_micro_batches, d.pp_chunks)
         self.plan = plans[axes.pp.rank]
@@ -194,14 +205,15 @@ class Training:
         for buckets in self.buckets[chunk]:
             buckets.reduce_in_next_backward()
 
-    def save(self, save_dir: Path, step: int) -> Path:
-        """Write the checkpoint of this moment, `step` steps done; returns its folder."""
+    def save(self, save_dir: Path, step: int) -> None:
+        """Write the checkpoint of this moment, `step` steps done; see Saver."""
         facts = {
             "skipped_steps": self.skipped.total,
             "model": asdict(self.llama),
-            "config": self.config.model_dump(),
+            "config": self.config.model_dump(by_alias=True),
         }
-        return save(save_dir, step, self.tensors(), facts)
+        self.saver.wait()  # before there are copies for a second one
+        self.saver.save(save_dir, step, self.tensors(copy=self.saver.in_background), facts)
 
     def load(self, folder: Path, facts: dict) -> None:
         """Go on from a checkpoint as if there had been no break."""
@@ -209,17 +221,19 @@ class Training:
         self.skipped.total = facts["skipped_steps"]
         set_optimizer_steps(self.optimizer, facts["step"] - facts["skipped_steps"])
 
-    def tensors(self) -> dict[str, DTensor]:
+    def tensors(self, copy: bool = False) -> dict[str, DTensor]:
         """All that a step changes, each as the part of a whole that this rank has."""
         tensors = training_tensors(self.parameters, self.optimizer)
+        if copy:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         return parts_of_whole(tensors, self.llama, shard_dim, self.axes.tp)
 
-    def export(self, folder: Path, tokenizer: Tokenizer) -> Path:
+    def export(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
         dtype = DTYPES[self.config.model.dtype]
         weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
         weights = parts_of_whole(weights, self.llama, shard_dim, self.axes.tp)
-        return export_hf(folder, weights, self.llama, tokenizer)
+        export_hf(folder, weights, self.llama, tokenizer)
 
 
 def layers_of_stages(config: Config, llama: LlamaConfig) -> list[int]:

@@ -1,5 +1,6 @@
 """Weights: where they start, that a resumed run cannot be told from an unbroken one, the export."""
 
+import functools
 import json
 import math
 import pickle
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_min import checkpoint
+from picotron_min import hugging_face
 from picotron_min.checkpoint import (
     find_start,
     parts_of_whole,
@@ -39,7 +42,17 @@ SHAPE = {
 
 
 def make_config(
-    dp=1, pp=1, tp=1, tied=False, dtype="float32", fused=True, model=None, **training
+    dp=1,
+    pp=1,
+    cp=1,
+    tp=1,
+    tied=False,
+    dtype="float32",
+    fused=True,
+    model=None,
+    distributed=None,
+    checkpoint=None,
+    **training,
 ) -> Config:
     return parse_config(
         {
@@ -47,9 +60,11 @@ def make_config(
                 "dp_size": dp,
                 "tp_size": tp,
                 "pp_size": pp,
+                "cp_size": cp,
                 "sequence_parallel": tp > 1,
                 "use_cpu": True,
-            },
+            }
+            | (distributed or {}),
             "model": SHAPE
             | {"tie_word_embeddings": tied, "dtype": dtype, "use_fused_adam": fused}
             | (model or {}),
@@ -64,16 +79,17 @@ def make_config(
                 "eval_batches": 1,
             }
             | training,
+            "checkpoint": checkpoint or {},
         }
     )
 
 
-def make_training(config: Config) -> Training:
+def make_training(config: Config, weights: dict[str, Path] | None = None) -> Training:
     d = config.distributed
-    axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, tp=d.tp_size)
+    axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
     tokens = np.random.default_rng(0).integers(256, size=2000).astype(np.uint16)
-    data = open_data(config, TokenFile(tokens, len(tokens), 1), axes.dp.rank)
-    return Training(config, resolve_model(config), axes, CPU, data)
+    data = open_data(config, TokenFile(tokens, len(tokens), 1), axes.dp.rank, axes.cp.rank)
+    return Training(config, resolve_model(config), axes, CPU, data, weights)
 
 
 def initial_weights(config: Config) -> dict[str, Tensor]:
@@ -154,7 +170,8 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
 
     first = make_training(config)
     results = run_steps(first, range(3), bad_step)
-    path = first.save(folder, 3)
+    first.save(folder, 3)
+    path = first.saver.latest
     assert path == find_start("latest", folder) == folder / "step-00000003"
     results += run_steps(first, range(3, 6), bad_step)  # saving must change nothing
     State(whole).assert_equal(State(first))
@@ -203,6 +220,103 @@ def test_a_resumed_run_is_bit_identical(pool, tmp_path, config, bad_step):
     pool.run(config.world_size, resume_run, tmp_path, config, bad_step)
 
 
+# Saved under one layout and resumed under the other, which has the same global batch: 4 sequences.
+LAYOUTS = {
+    "one": {"micro_batch_size": 4, "gradient_accumulation_steps": 1},
+    "dp2": {"dp": 2},
+    "dp4": {"dp": 4, "gradient_accumulation_steps": 1, "micro_batch_size": 1},
+    "tp2": {"tp": 2},
+    "tp2-plain": {"tp": 2, "distributed": {"sequence_parallel": False}},
+    "tp4": {"tp": 4},
+    "pp2-afab": {"pp": 2, "distributed": {"pp_engine": "afab"}},
+    "pp4": {"pp": 4, "gradient_accumulation_steps": 4, "micro_batch_size": 1},
+    "pp2-interleaved": {"pp": 2, "distributed": {"pp_engine": "interleaved", "pp_chunks": 2}},
+    "cp2": {"cp": 2},
+    "cp4-ulysses": {"cp": 4, "distributed": {"cp_engine": "ulysses"}},
+    "pp2-cp2-tp2": {"pp": 2, "cp": 2, "tp": 2},
+    "dp2-pp2-tp2": {"dp": 2, "pp": 2, "tp": 2, "gradient_accumulation_steps": 1},
+}
+PAIRS = [
+    ("one", "dp2-pp2-tp2"),
+    ("dp2", "tp2"),
+    ("dp4", "pp4"),
+    ("tp2", "one"),
+    ("tp2-plain", "tp4"),
+    ("tp4", "tp2-plain"),
+    ("pp2-afab", "cp2"),
+    ("pp4", "dp2"),
+    ("pp2-interleaved", "pp2-afab"),
+    ("cp2", "pp2-interleaved"),
+    ("cp4-ulysses", "dp4"),
+    ("pp2-cp2-tp2", "dp2"),
+    ("dp2-pp2-tp2", "cp4-ulysses"),
+    ("tp4", "pp2-cp2-tp2"),
+]
+
+
+def of_layout(name: str, tied: bool) -> Config:
+    # 257 ids over 4 tp ranks are 65, 65, 65 and 62: shards of unequal size.
+    shape = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+    layout = {"micro_batch_size": 2, "gradient_accumulation_steps": 2} | LAYOUTS[name]
+    layout["micro_batch_size"] = 4 // layout.get("dp", 1) // layout["gradient_accumulation_steps"]
+    return make_config(tied=tied, dtype="float64", model=shape, **layout)
+
+
+def train_and_save(folder: Path, config: Config) -> None:
+    training = make_training(config)
+    run_steps(training, range(3), bad_step=None)
+    training.save(folder, 3)
+
+
+def go_on(folder: Path, config: Config, start: int) -> tuple[list[StepResult], int]:
+    """The steps from `start` on, and the largest tensor that there was on the way."""
+    training = make_training(config)
+    if start:
+        with LargestTensor() as largest:
+            path = find_start("latest", folder)
+            training.load(path, read_facts(path, training.llama, "adamw"))
+    results = run_steps(training, range(start, 6), bad_step=None)
+    return results[start - 6 :] if start else results, largest.numbers if start else 0
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made in here."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        # Not the bytes in which ranks tell each other what they will read.
+        is_plain = isinstance(result, Tensor) and not isinstance(result, DTensor)
+        if is_plain and result.is_floating_point() and result.device.type != "meta":
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("saved,resumed", PAIRS, ids=map("->".join, PAIRS))
+def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed, tied):
+    before, after = of_layout(saved, tied), of_layout(resumed, tied)
+    assert before.global_batch == after.global_batch == 4
+    expected = whole_run(pool, tied)
+    pool.run(before.world_size, train_and_save, tmp_path, before)
+    for results, largest in pool.run(after.world_size, go_on, tmp_path, after, 3):
+        np.testing.assert_allclose(
+            [(r.loss, r.grad_norm, r.learning_rate) for r in results],
+            [(r.loss, r.grad_norm, r.learning_rate) for r in expected[3:]],
+            rtol=0,
+            atol=1e-10,
+        )
+        parts = min(before.distributed.tp_size, after.distributed.tp_size)
+        assert largest <= math.ceil(257 / parts) * 32, "more than a part of the embedding was held"
+
+
+@functools.cache
+def whole_run(pool, tied: bool) -> list[StepResult]:
+    ((results, _),) = pool.run(1, go_on, None, of_layout("one", tied), 0)
+    return results
+
+
 def load_at_other_layout(folder: Path, config: Config, facts: dict) -> State:
     training = make_training(config)
     training.load(folder, facts)
@@ -212,8 +326,8 @@ def load_at_other_layout(folder: Path, config: Config, facts: dict) -> State:
 def save_a_step(folder: Path, config: Config) -> tuple[State, dict]:
     training = make_training(config)
     training.step(0)
-    path = training.save(folder, 1)
-    return State(training), read_facts(path, training.llama, "adamw")
+    training.save(folder, 1)
+    return State(training), read_facts(training.saver.latest, training.llama, "adamw")
 
 
 def test_what_two_ranks_saved_one_rank_loads(pool, tmp_path):
@@ -243,10 +357,11 @@ def names(folder: Path) -> list[str]:
 
 def saves_that_fail(folder: Path) -> None:
     training = make_training(make_config())
-    first = training.save(folder, 1)
+    training.save(folder, 1)
+    first = training.saver.latest
     before = {path.name: path.read_bytes() for path in first.iterdir()}
     training.step(0)
-    for broken in ("_write_json", "_sync", "dcp.save"):
+    for broken in ("write_json", "_sync", "dcp.save"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"picotron_min.checkpoint.{broken}", fail)
             for step in (1, 2):
@@ -258,12 +373,14 @@ def saves_that_fail(folder: Path) -> None:
     leftover = folder / ".step-00000002.partial"
     assert leftover.exists()
     (leftover / "shard-00009-model-00001-of-00001.safetensors").write_text("of a larger world")
-    second = training.save(folder, 2)
+    training.save(folder, 2)
+    second = training.saver.latest
     assert find_start("latest", folder) == second
     assert names(second) == names(first)
     assert not leftover.exists()
 
-    overwritten = training.save(folder, 1)
+    training.save(folder, 1)
+    overwritten = training.saver.latest
     after = {path.name: path.read_bytes() for path in overwritten.iterdir()}
     assert overwritten == first and after.keys() == before.keys() and after != before
 
@@ -374,7 +491,7 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
     training.step(0)
     model = training.chunks[0].model
     for _ in range(2):  # the second replaces the first
-        assert training.export(folder, BytesTokenizer()) == folder
+        training.export(folder, BytesTokenizer())
     tokens = torch.tensor([list(TEXT.encode())])
     with torch.no_grad():
         logits = model(tokens, torch.arange(tokens.shape[1]))
@@ -436,7 +553,7 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
 def failing_export(folder: Path) -> None:
     training = make_training(make_config())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_write_json", fail)
+        patch.setattr(hugging_face, "write_json", fail)
         with pytest.raises(OSError, match="the disk is full"):
             training.export(folder, BytesTokenizer())
     assert not folder.exists()

@@ -130,9 +130,8 @@ BAD = {
     "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
         "pp_layers=[2, 1] has 2 stages with 3 layers, not pp_size=2 x pp_chunks=1 = 2 stages with "
         "num_hidden_layers=4"),
-    "given weights": ("model", {"weights": "owner/name"},
-        "starting from given weights has not landed in this version: set model.weights to "
-        "null"),
+    "no weights": ("model", {"weights": "./nowhere"},
+        "model.weights=./nowhere does not exist: there is no /"),
     "an unknown model": ("model", {"name": "SmolLM-136M"},
         "model.name=SmolLM-136M is not known: use SmolLM-360M, SmolLM-135M or SmolLM-1.7B, "
         "a local path, or a hub id owner/name"),

@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "block_attention": set(),
     "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
-    "checkpoint": {"collectives", "llama_config", "model", "tokenizer"},
+    "checkpoint": {"collectives", "hugging_face", "llama_config", "model"},
+    "hugging_face": {"checkpoint", "collectives", "llama_config", "tokenizer"},
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
 MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training", "processes"}

@@ -85,23 +85,33 @@ def test_what_fails_before_anything_is_saved_says_so(workplace):
     assert "rank 1 was killed by SIGKILL, in step 3: nothing was saved" in outcome.output
 
 
-def sigterm_at_the_third_step() -> None:
+def sigterm_to_the_parent() -> None:
     at_the_third_step(1, lambda: os.kill(os.getppid(), signal.SIGTERM))
 
 
-def test_sigterm_saves_after_the_step_and_the_run_goes_on_as_if_nothing_had_been(workplace):
+def sigterm_to_one_rank() -> None:
+    at_the_third_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+@pytest.mark.parametrize(
+    "sabotage,background", [(sigterm_to_the_parent, True), (sigterm_to_one_rank, False)]
+)
+def test_sigterm_saves_after_the_step_and_the_run_goes_on_as_if_nothing_had_been(
+    workplace, sabotage, background
+):
+    name = sabotage.__name__
     whole = workplace.main(workplace.config("whole"))
-    stopped = workplace.main(workplace.config("stopped"), sigterm_at_the_third_step)
+    stopped = workplace.main(workplace.config(name, checkpoint={"async": background}), sabotage)
     assert whole.code == stopped.code == 0
-    done = len(workplace.steps("stopped"))
+    done = len(workplace.steps(name))
     # The signal takes its way through the parent process.
-    assert 3 <= done < 6
-    assert f"stopped by SIGTERM after step {done}, which is saved" in stopped.output
-    assert f"step-0000000{done}" in workplace.files("stopped")
-    assert "hf" not in workplace.files("stopped")
-    config = workplace.config("stopped", checkpoint={"load_path": "latest"})
+    assert done == 3 if sabotage is sigterm_to_one_rank else 3 <= done < 6
+    saved = f"runs/{name}/step-0000000{done}"
+    assert f"stopped by SIGTERM after step {done}, saved as {saved}" in stopped.output
+    assert "hf" not in workplace.files(name)
+    config = workplace.config(name, checkpoint={"load_path": "latest"})
     assert workplace.main(config).code == 0
-    assert numbers(workplace.steps("stopped")) == numbers(workplace.steps("whole"))
+    assert numbers(workplace.steps(name)) == numbers(workplace.steps("whole"))
 
 
 def start(workplace: Workplace, name: str, **options) -> subprocess.Popen:

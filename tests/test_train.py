@@ -69,7 +69,7 @@ class Workplace:
                 "eval_batches": 2,
             },
             "dataset": {"name": "text.txt", "cache_dir": "cache"},
-            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2},
+            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2, "keep": 0},
             "environment": {"OMP_NUM_THREADS": "1"},
         }
         for section, keys in sections.items():
@@ -200,7 +200,9 @@ def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
 
 def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_run):
     records, evaluations = workplace.steps("first"), workplace.evaluations("first")
-    assert len(workplace.metrics("first")) == len(records) + len(evaluations)
+    saves = [record for record in workplace.metrics("first") if "save_seconds" in record]
+    assert len(workplace.metrics("first")) == len(records) + len(evaluations) + len(saves)
+    assert [record["step"] for record in saves] == [2, 4, 6]
     names = "step loss grad_norm learning_rate tokens tokens_per_second"
     names += " tokens_per_second_per_device mfu hfu step_seconds memory_gb comm_bytes"
     for step, record in enumerate(records, 1):

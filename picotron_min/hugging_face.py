@@ -1,0 +1,195 @@
+"""Models in and out in Hugging Face's form: a folder of safetensors and config.json.
+
+in     model.weights of config.json, read straight into the parts that each rank has
+out    every finished run; or later, from any checkpoint, in one process:
+
+       python -m picotron_min.hugging_face CHECKPOINT FOLDER
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from picotron_min.checkpoint import ShardDim, complete_or_absent, load, write_json, write_tensors
+from picotron_min.collectives import Axis
+from picotron_min.llama_config import LlamaConfig, RopeScaling
+from picotron_min.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = ("F64", "F32", "BF16", "F16")
+# transformers once saved this table with every layer; it follows from rope_theta.
+DERIVED = ".rotary_emb.inv_freq"
+
+
+def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Path]:
+    """The file of every parameter, in a local folder or on the hub.
+
+    Checks that the folder holds this very model, reading no weights yet: names, shapes, and what
+    its config.json says, but for what is `given` in config.json to be otherwise.
+    Raises ValueError with every tensor that is missing, unexpected or misshapen.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _fetch(name)
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(
+            f"model.weights={name} has no .safetensors file, and other files are not read: they can"
+            " run code. transformers' save_pretrained writes safetensors"
+        )
+    problems = _config_problems(folder, model, given)
+    shapes, found = model.parameter_shapes(), {}
+    for path in paths:
+        with _open(path) as file:
+            for key in file.keys():  # noqa: SIM118 (it is no dict)
+                tied = key == "lm_head.weight" and model.tie_word_embeddings
+                expected = shapes.get("model.embed_tokens.weight" if tied else key)
+                part = file.get_slice(key)
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                if key.endswith(DERIVED):
+                    continue
+                if expected is None:
+                    problems.append(f"{path}: {key} {shape} is no tensor of this model")
+                elif shape != expected:
+                    problems.append(f"{path}: {key} is {shape}, and this model's is {expected}")
+                elif dtype not in DTYPES:
+                    problems.append(f"{path}: {key} is {dtype}, not one of {', '.join(DTYPES)}")
+                elif key in found:
+                    problems.append(f"{path}: {key} is also in {found[key].name}")
+                else:
+                    found[key] = path
+    for key in shapes.keys() - found.keys():
+        problems.append(f"{folder}: {key} {shapes[key]} is missing")
+    if problems:
+        raise ValueError(
+            "\n".join(
+                [f"model.weights={name} is not the model of this config:", *sorted(problems)[:20]]
+            )
+        )
+    if "lm_head.weight" in found and model.tie_word_embeddings:
+        _refuse_unequal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    return found
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "config.json"]))
+    except Exception as error:  # a dozen kinds, from no network to a gated model
+        raise ValueError(
+            f"model.weights={name} is no folder here, and cannot be fetched from the hub"
+            f" ({str(error).strip().partition(chr(10))[0]}): check the spelling, the network and"
+            " your access"
+        ) from None
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from None
+
+
+def _config_problems(folder: Path, model: LlamaConfig, given: set[str]) -> list[str]:
+    """Numbers that no shape betrays: with another rope_theta the weights would be useless."""
+    path = folder / "config.json"
+    if not path.exists():
+        return []
+    theirs = LlamaConfig.from_hf(json.loads(path.read_text()))
+    silent = ("num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps")
+    return [
+        f"{path}: {name} is {getattr(theirs, name)}, and this model's is {getattr(model, name)}"
+        for name in silent
+        if name not in given and getattr(theirs, name) != getattr(model, name)
+    ]
+
+
+def _refuse_unequal(head: Path, embedding: Path) -> None:
+    with _open(head) as one, _open(embedding) as other:
+        if not torch.equal(
+            one.get_tensor("lm_head.weight"), other.get_tensor("model.embed_tokens.weight")
+        ):
+            raise ValueError(
+                f"{head}: lm_head.weight differs from model.embed_tokens.weight, and this model"
+                " ties them: set model.tie_word_embeddings to false"
+            )
+
+
+def read_weights(
+    files: dict[str, Path], parameters: dict[str, nn.Parameter], shard_dim: ShardDim, tp: Axis
+) -> None:
+    """Fill parameters, by their names in the whole model; of each only this rank's part is read."""
+    for name, parameter in parameters.items():
+        with _open(files[name]) as file:
+            whole, dim = file.get_slice(name), shard_dim(name)
+            if dim is None:
+                weight = whole[:]
+            else:
+                part = tp.part(whole.get_shape()[dim])
+                weight = whole[part] if dim == 0 else whole[:, part]
+        parameter.data.copy_(weight)
+
+
+def export_hf(
+    folder: Path, weights: dict[str, Tensor], model: LlamaConfig, tokenizer: Tokenizer
+) -> None:
+    """Write a model as a Hugging Face folder, on all ranks together.
+
+    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
+    """
+    dtype = next(iter(weights.values())).dtype
+    about = model.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+
+    def write(folder: Path) -> None:
+        write_tensors(folder, weights, None, enable_consolidation=True)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "sharded")  # what the consolidated files were made from
+            write_json(folder / "config.json", about | end_of_text)
+            write_json(folder / "generation_config.json", end_of_text)
+            tokenizer.save(folder)
+
+    complete_or_absent(folder, write)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Turn a checkpoint into a Hugging Face folder."""
+    parser = argparse.ArgumentParser(prog="picotron_min.checkpoint", description=main.__doc__)
+    parser.add_argument("command", choices=["export"])
+    parser.add_argument("checkpoint", type=Path, help="a folder like checkpoints/step-00000200")
+    parser.add_argument("folder", type=Path, help="where the model goes; must not exist")
+    options = parser.parse_args(arguments)
+    try:
+        if options.folder.exists():
+            raise ValueError(f"{options.folder} exists: name another folder, or delete it")
+        facts = json.loads((options.checkpoint / "state.json").read_text())
+        export_checkpoint(options.checkpoint, options.folder, facts)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"wrote {options.folder}")
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, facts: dict) -> None:
+    """In one process, which holds the whole model in memory."""
+    model = dict(facts["model"])
+    if model["rope_scaling"]:
+        model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
+    model, settings = LlamaConfig(**model), facts["config"]
+    dtype = getattr(torch, settings["model"]["dtype"])
+    kept_as = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = {
+        name: torch.empty(shape, dtype=kept_as) for name, shape in model.parameter_shapes().items()
+    }
+    tokenizer = load_tokenizer(settings["dataset"]["tokenizer"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    load(checkpoint, weights)
+    export_hf(folder, {name: w.to(dtype) for name, w in weights.items()}, model, tokenizer)
+    dist.destroy_process_group()
