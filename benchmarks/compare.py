@@ -30,6 +30,7 @@ import platform
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -110,6 +111,7 @@ class Place(NamedTuple):
     llama: LlamaConfig
     axes: Axes
     data: Batches
+    folder: Path  # for files, deleted in the end; the same on all ranks
 
     def batch(self, step: int, micro_batch: int) -> Batch:
         return self.data.batch(step, micro_batch)
@@ -298,6 +300,22 @@ def one_process(place: Place, on_every_rank: bool = False) -> Step:
     return step
 
 
+def checkpoint_saves(place: Place, in_background: bool) -> Step:
+    """How long the step loop stands still for a checkpoint, the step itself not counted."""
+    settings = place.config.checkpoint.model_copy(update={"in_background": in_background})
+    config = place.config.model_copy(update={"checkpoint": settings})
+    training = Training(config, place.llama, place.axes, CPU, place.data)
+    result = training.step(0)
+    folder = place.folder / f"in_background-{in_background}"
+
+    def step(index: int) -> Done:
+        training.save(folder, index + 1)
+        return Done(result.loss, result.grad_norm)
+
+    step.settle = training.saver.wait
+    return step
+
+
 def fused_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return head_loss(x, weight, targets)
 
@@ -460,6 +478,14 @@ ROWS = {
         SCALING,
         LONG,
     ),
+    "checkpoint": Row(
+        "the pause of the step loop for a checkpoint that is written in the background",
+        {"dp_size": 2},
+        {
+            "in the background": partial(checkpoint_saves, in_background=True),
+            "at once": partial(checkpoint_saves, in_background=False),
+        },
+    ),
     "loss-128k": Row(
         "the loss of 2048 tokens alone, vocabulary 128k, against linear and cross_entropy",
         {},
@@ -589,7 +615,9 @@ def run_ranks(row: str, work: dict, function: Callable[[Place, Row], Any]) -> li
     """Call function(place, row) on every rank of fresh processes; returns their results."""
     config = config_of(row, work)
     results = multiprocessing.get_context("fork").SimpleQueue()
-    start_processes(partial(run_rank, config, row, function, results), config.world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        run = partial(run_rank, config, row, function, results, Path(folder))
+        start_processes(run, config.world_size)
     by_rank = dict(results.get() for _ in range(config.world_size))
     return [by_rank[rank] for rank in range(config.world_size)]
 
@@ -605,7 +633,9 @@ def config_of(row: str, work: dict) -> Config:
     )
 
 
-def run_rank(config: Config, row: str, function: Callable, results, launch: Launch) -> None:
+def run_rank(
+    config: Config, row: str, function: Callable, results, folder: Path, launch: Launch
+) -> None:
     torch.set_num_threads(1)
     d, llama = config.distributed, resolve_model(config)
     open_process_group(launch, d.backend, d.timeout_seconds)
@@ -614,7 +644,7 @@ def run_rank(config: Config, row: str, function: Callable, results, launch: Laun
     tokens = np.random.default_rng(0).integers(llama.vocab_size, size=num_tokens + 1)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)
     data = open_data(config, text, axes.dp.rank, axes.cp.rank)
-    place = Place(config, llama, axes, data)
+    place = Place(config, llama, axes, data, folder)
     results.put((launch.rank, function(place, ROWS[row])))
     dist.barrier()
     dist.destroy_process_group()
@@ -639,6 +669,7 @@ def take_turns(warmup: int, rounds: int, place: Place, row: Row) -> dict[str, Tu
             took = time.perf_counter() - began
             if index >= warmup:
                 turns[name].seconds.append(took)
+            settle(step)
     return turns
 
 
@@ -648,7 +679,13 @@ def peak_memory(name: str, num_steps: int, place: Place, row: Row) -> tuple[floa
     step = row.contenders[name](place)
     for index in range(num_steps):
         step(index)
+        settle(step)
     return before, resident_peak_mb()
+
+
+def settle(step: Step) -> None:
+    """Wait, off the clock, for what a step has left to the background."""
+    getattr(step, "settle", lambda: None)()
 
 
 def resident_peak_mb() -> float:

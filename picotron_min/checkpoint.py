@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -86,12 +87,29 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
         self.latest: Path | None = None  # the newest complete checkpoint
+        self.copies: dict[str, Tensor] = {}
 
-    def save(self, save_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
-        """Write the checkpoint of a step; in the background, the tensors must stay as they are."""
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the CPU, in the memory of the ones before: new memory would take longer."""
+        self.wait()
+        for name, tensor in tensors.items():
+            if name not in self.copies:
+                self.copies[name] = torch.empty_like(
+                    tensor, device="cpu", pin_memory=tensor.is_cuda
+                )
+            self.copies[name].copy_(tensor)
+        return self.copies
+
+    def save(
+        self, save_dir: Path, step: int, tensors: Callable[[], dict[str, DTensor]], facts: dict
+    ) -> None:
+        """Write the checkpoint of a step; in the background, the tensors must stay as they are.
+
+        They are asked for by the writer, for to make DTensors takes as long as to copy tensors.
+        """
 
         def write(folder: Path) -> None:
-            write_tensors(folder, tensors, self.group)
+            write_tensors(folder, tensors(), self.group)
             if dist.get_rank() == 0:
                 write_json(folder / "state.json", {"step": step, **facts})
 
@@ -137,8 +155,26 @@ def _forget_older(folder: Path, keep: int) -> None:
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read a checkpoint into the given tensors, in place, on all ranks together."""
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    """Read a checkpoint into the given tensors, in place, on all ranks together.
+
+    OSError if a file is damaged or missing.
+    """
+    for path in folder.glob("*.safetensors"):
+        with open_safetensors(path):
+            pass
+    try:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise OSError(f"cannot load {folder}: {cause}") from error
+
+
+def open_safetensors(path: Path) -> safe_open:
+    """A file of named tensors; OSError if it is none, or not whole."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise OSError(f"{path} is damaged, or no safetensors file: {error}") from None
 
 
 def lock_folder(save_dir: Path) -> FileLock:

@@ -3,7 +3,7 @@
 in     model.weights of config.json, read straight into the parts that each rank has
 out    every finished run; or later, from any checkpoint, in one process:
 
-       python -m picotron_min.hugging_face CHECKPOINT FOLDER
+       python -m picotron_min.checkpoint export CHECKPOINT FOLDER
 """
 
 import argparse
@@ -14,10 +14,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from picotron_min.checkpoint import ShardDim, complete_or_absent, load, write_json, write_tensors
+from picotron_min.checkpoint import (
+    ShardDim,
+    complete_or_absent,
+    load,
+    open_safetensors,
+    write_json,
+    write_tensors,
+)
 from picotron_min.collectives import Axis
 from picotron_min.llama_config import LlamaConfig, RopeScaling
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +38,8 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
 
     Checks that the folder holds this very model, reading no weights yet: names, shapes, and what
     its config.json says, but for what is `given` in config.json to be otherwise.
-    Raises ValueError with every tensor that is missing, unexpected or misshapen.
+    Raises ValueError with every tensor that is missing, unexpected or misshapen, and OSError if a
+    file is damaged.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -46,7 +53,7 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
     problems = _config_problems(folder, model, given)
     shapes, found = model.parameter_shapes(), {}
     for path in paths:
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118 (it is no dict)
                 tied = key == "lm_head.weight" and model.tie_word_embeddings
                 expected = shapes.get("model.embed_tokens.weight" if tied else key)
@@ -90,13 +97,6 @@ def _fetch(name: str) -> Path:
         ) from None
 
 
-def _open(path: Path):
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from None
-
-
 def _config_problems(folder: Path, model: LlamaConfig, given: set[str]) -> list[str]:
     """Numbers that no shape betrays: with another rope_theta the weights would be useless."""
     path = folder / "config.json"
@@ -112,7 +112,7 @@ def _config_problems(folder: Path, model: LlamaConfig, given: set[str]) -> list[
 
 
 def _refuse_unequal(head: Path, embedding: Path) -> None:
-    with _open(head) as one, _open(embedding) as other:
+    with open_safetensors(head) as one, open_safetensors(embedding) as other:
         if not torch.equal(
             one.get_tensor("lm_head.weight"), other.get_tensor("model.embed_tokens.weight")
         ):
@@ -127,7 +127,7 @@ def read_weights(
 ) -> None:
     """Fill parameters, by their names in the whole model; of each only this rank's part is read."""
     for name, parameter in parameters.items():
-        with _open(files[name]) as file:
+        with open_safetensors(files[name]) as file:
             whole, dim = file.get_slice(name), shard_dim(name)
             if dim is None:
                 weight = whole[:]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from picotron_min.block_attention import SOFTMAX, choose_kernel
@@ -212,28 +213,26 @@ class Training:
             "model": asdict(self.llama),
             "config": self.config.model_dump(by_alias=True),
         }
-        self.saver.wait()  # before there are copies for a second one
-        self.saver.save(save_dir, step, self.tensors(copy=self.saver.in_background), facts)
+        tensors = training_tensors(self.parameters, self.optimizer)
+        if self.saver.in_background:
+            tensors = self.saver.copy(tensors)
+        self.saver.save(save_dir, step, partial(self.parts_of_whole, tensors), facts)
 
     def load(self, folder: Path, facts: dict) -> None:
         """Go on from a checkpoint as if there had been no break."""
-        load(folder, self.tensors())
+        load(folder, self.parts_of_whole(training_tensors(self.parameters, self.optimizer)))
         self.skipped.total = facts["skipped_steps"]
         set_optimizer_steps(self.optimizer, facts["step"] - facts["skipped_steps"])
 
-    def tensors(self, copy: bool = False) -> dict[str, DTensor]:
-        """All that a step changes, each as the part of a whole that this rank has."""
-        tensors = training_tensors(self.parameters, self.optimizer)
-        if copy:
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    def parts_of_whole(self, tensors: dict[str, Tensor]) -> dict[str, DTensor]:
+        """Say of each tensor which part this rank has."""
         return parts_of_whole(tensors, self.llama, shard_dim, self.axes.tp)
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
         dtype = DTYPES[self.config.model.dtype]
         weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
-        weights = parts_of_whole(weights, self.llama, shard_dim, self.axes.tp)
-        export_hf(folder, weights, self.llama, tokenizer)
+        export_hf(folder, self.parts_of_whole(weights), self.llama, tokenizer)
 
 
 def layers_of_stages(config: Config, llama: LlamaConfig) -> list[int]:

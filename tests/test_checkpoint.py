@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import pickle
+import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_min import hugging_face
+from picotron_min import checkpoint, hugging_face
 from picotron_min.checkpoint import (
+    clean_up,
     find_start,
     parts_of_whole,
     read_facts,
@@ -262,10 +264,15 @@ def of_layout(name: str, tied: bool) -> Config:
     return make_config(tied=tied, dtype="float64", model=shape, **layout)
 
 
-def train_and_save(folder: Path, config: Config) -> None:
+def train_and_save(folder: Path, config: Config) -> Training:
     training = make_training(config)
     run_steps(training, range(3), bad_step=None)
     training.save(folder, 3)
+    return training
+
+
+def save_only(folder: Path, config: Config) -> None:
+    train_and_save(folder, config)
 
 
 def go_on(folder: Path, config: Config, start: int) -> tuple[list[StepResult], int]:
@@ -299,7 +306,7 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed, tied)
     before, after = of_layout(saved, tied), of_layout(resumed, tied)
     assert before.global_batch == after.global_batch == 4
     expected = whole_run(pool, tied)
-    pool.run(before.world_size, train_and_save, tmp_path, before)
+    pool.run(before.world_size, save_only, tmp_path, before)
     for results, largest in pool.run(after.world_size, go_on, tmp_path, after, 3):
         np.testing.assert_allclose(
             [(r.loss, r.grad_norm, r.learning_rate) for r in results],
@@ -428,6 +435,97 @@ def test_latest_is_the_newest_complete_checkpoint(tmp_path):
     chosen = tmp_path / "step-00000009"
     assert find_start(str(chosen), tmp_path) == chosen
     assert find_start(None, tmp_path) is None
+
+
+def background_saves(folder: Path) -> None:
+    """What is saved is the moment of the save, and a second save waits for the first."""
+    config = make_config(dp=dist.get_world_size(), checkpoint={"async": True, "keep": 0})
+    training = make_training(config)
+    training.step(0)
+    expected = State(training)
+    slow, began = checkpoint.write_tensors, time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", lambda *a: time.sleep(1) or slow(*a))
+        training.save(folder, 1)
+        for step in (1, 2):
+            training.step(step)
+        assert training.saver.latest is None and find_start("latest", folder) is None
+        assert time.monotonic() - began < 1, "the save was waited for"
+        training.save(folder, 3)
+        assert training.saver.latest == folder / "step-00000001"
+        assert time.monotonic() - began > 1
+        training.saver.wait()
+    assert find_start("latest", folder) == training.saver.latest == folder / "step-00000003"
+    after = State(training)
+    training.load(folder / "step-00000001", {"skipped_steps": 0, "step": 1})
+    State(training).assert_equal(expected)
+    training.load(folder / "step-00000003", {"skipped_steps": 0, "step": 3})
+    State(training).assert_equal(after)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(pool, tmp_path):
+    pool.run(2, background_saves, tmp_path)
+
+
+def background_save_that_fails(folder: Path) -> None:
+    training = make_training(make_config(checkpoint={"async": True}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_json", fail)
+        training.save(folder, 1)
+        while not training.saver.writing.done():
+            time.sleep(0.01)
+        with pytest.raises(OSError, match="the disk is full"):
+            training.saver.check()
+    assert find_start("latest", folder) is None
+
+
+def test_what_the_background_writer_raises_reaches_the_loop(pool, tmp_path):
+    pool.run(1, background_save_that_fails, tmp_path)
+
+
+def saves(folder: Path, keep: int, steps: int) -> None:
+    training = make_training(make_config(checkpoint={"keep": keep}))
+    for step in range(1, steps + 1):
+        training.save(folder, step)
+
+
+@pytest.mark.parametrize(
+    "keep,kept", [(0, (1, 2, 3, 4)), (1, (4,)), (2, (3, 4)), (9, (1, 2, 3, 4))]
+)
+def test_the_newest_checkpoints_are_kept(pool, tmp_path, keep, kept):
+    (tmp_path / "step-final").mkdir()  # the user's own
+    pool.run(1, saves, tmp_path, keep, 4)
+    assert names(tmp_path) == [*(f"step-{step:08d}" for step in kept), "step-final"]
+
+
+def test_what_killed_saves_have_left_is_deleted(tmp_path):
+    for name in (".step-00000004.partial", ".step-00000001.deleted", "step-00000003", ".git"):
+        (tmp_path / name).mkdir()
+    assert {path.name for path in clean_up(tmp_path)} == {
+        ".step-00000004.partial",
+        ".step-00000001.deleted",
+    }
+    assert names(tmp_path) == [".git", "step-00000003"]
+
+
+def load_damaged(folder: Path) -> str:
+    training = make_training(make_config())
+    with pytest.raises(OSError) as error:
+        training.load(folder, {"skipped_steps": 0, "step": 1})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
+def test_a_damaged_checkpoint_is_told_with_its_file(pool, tmp_path, damage):
+    pool.run(1, save_a_step, tmp_path, make_config())
+    (path,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:2000] if damage == "cut" else b"garbage" * 1000)
+    (told,) = pool.run(1, load_damaged, tmp_path / "step-00000001")
+    assert (str(path) if damage != "gone" else str(path.parent)) in told
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min.checkpoint import parts_of_whole
 from picotron_min.config import Config, parse_config
 from picotron_min.data import TokenFile
 from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
-from picotron_min.tensor_parallel import shard_dim
 from picotron_min.training import Training, open_data
 
 GLOBAL_BATCH = 24
@@ -111,7 +109,7 @@ def train_briefly(config: Config, llama: LlamaConfig) -> Trace:
 
 def whole_tensors(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Put together what the tp ranks hold parts of."""
-    parts = parts_of_whole(tensors, training.llama, shard_dim, training.axes.tp)
+    parts = training.parts_of_whole(tensors)
     return {name: part.full_tensor().numpy() for name, part in parts.items()}
 
 

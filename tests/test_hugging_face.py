@@ -1,0 +1,196 @@
+"""Models in Hugging Face's form: what transformers writes we train, and the other way round."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from picotron_min import hugging_face
+from picotron_min.config import resolve_model
+from picotron_min.hugging_face import find_weights
+from tests.test_checkpoint import make_config, make_training, names, train_and_save
+
+ROOT = Path(__file__).parent.parent
+SHAPE = {"num_key_value_heads": 4}
+
+
+def write_theirs(folder: Path, tied: bool = False, dtype="float32", shards: str = "5GB") -> None:
+    """A random Llama as transformers saves it."""
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    llama = resolve_model(make_config(tied=tied, model=SHAPE))
+    model = LlamaForCausalLM(TheirConfig(**llama.to_hf())).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(mean=1, std=0.1)
+    model.save_pretrained(folder, max_shard_size=shards)
+
+
+def their_loss(folder: Path, tokens: Tensor, targets: Tensor) -> float:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = model(tokens).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    ).item()
+
+
+def first_loss(folder: Path, config) -> tuple[float, Tensor, Tensor]:
+    """The summed loss of the first global batch before any step, and the batch."""
+    llama = resolve_model(config)
+    training = make_training(config, find_weights(str(folder), llama, set(config.model.overrides)))
+    with torch.no_grad():
+        loss, _ = training.run(training.eval_plan, lambda i: training.data.batch(0, i))
+    batches = [training.data.batch(0, i) for i in range(training.data.num_micro_batches)]
+    return loss, torch.cat([b.tokens for b in batches]), torch.cat([b.targets for b in batches])
+
+
+LAYOUTS = {
+    "one": {},
+    "tp4": {"tp": 4},
+    "pp2-tp2": {"pp": 2, "tp": 2},
+    "pp2-cp2-tp2": {"pp": 2, "cp": 2, "tp": 2},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "dtype,shards", [("float32", "5GB"), ("bfloat16", "20KB"), ("float16", "5GB")], ids=str
+)
+def test_their_weights_give_their_loss_on_every_layout(pool, tmp_path, dtype, shards, tied):
+    write_theirs(tmp_path, tied, dtype, shards)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shards == "20KB")
+    for layout in LAYOUTS.values():
+        config = make_config(tied=tied, model=SHAPE, **layout)
+        results = pool.run(config.world_size, first_loss, tmp_path, config)
+        if config.world_size == 1:
+            expected = their_loss(tmp_path, *results[0][1:])
+        for loss, *_ in results:
+            assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def logits(folder: Path, config) -> Tensor:
+    llama = resolve_model(config)
+    training = make_training(config, find_weights(str(folder), llama, set(config.model.overrides)))
+    with torch.no_grad():
+        return training.chunks[0].model(torch.arange(16)[None], torch.arange(16))
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 4}, {"dp": 2}], ids=str)
+def test_their_weights_give_their_logits(pool, tmp_path, layout):
+    from transformers import AutoModelForCausalLM
+
+    write_theirs(tmp_path)
+    config = make_config(model=SHAPE, **layout)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.arange(16)[None]).logits
+    for ours in pool.run(config.world_size, logits, tmp_path, config):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
+
+
+def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
+    llama = resolve_model(make_config(model=SHAPE))
+    write_theirs(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    q, up = (f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "mlp.up_proj"))
+    tensors[q] = tensors[q][:5].contiguous()
+    del tensors[up]
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old versions
+    save_file(tensors, path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    hf["rms_norm_eps"] = 0.1
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ValueError) as error:
+        find_weights(str(tmp_path), llama, set())
+    for part in (
+        f"{path}: {q} is (5, 32), and this model's is (32, 32)",
+        f"{path}: model.layers.7.mlp.up_proj.weight (2,) is no tensor of this model",
+        f"{path}: model.norm.weight is I32, not one of F64, F32, BF16, F16",
+        f"{tmp_path}: {up} (48, 32) is missing",
+        "config.json: rms_norm_eps is 0.1, and this model's is 1e-05",
+    ):
+        assert part in str(error.value)
+    assert "inv_freq" not in str(error.value)
+    with pytest.raises(ValueError) as error:
+        find_weights(str(tmp_path), llama, {"rms_norm_eps"})
+    assert "rms_norm_eps" not in str(error.value)
+
+
+def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(tmp_path):
+    write_theirs(tmp_path, tied=True)
+    tied = resolve_model(make_config(tied=True, model=SHAPE))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    assert find_weights(str(tmp_path), tied, set())
+    tensors["lm_head.weight"][3, 3] += 1
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"differs from .* set model.tie_word_embeddings to false"):
+        find_weights(str(tmp_path), tied, set())
+
+
+def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
+    llama = resolve_model(make_config(model=SHAPE))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+        find_weights(str(tmp_path), llama, set())
+    for content in (b"", b"garbage" * 100, b"\xff" * 100):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(OSError, match=r"model\.safetensors is damaged"):
+            find_weights(str(tmp_path), llama, set())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, tied):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = make_config(pp=2, tp=2, tied=tied, model=SHAPE)
+    weights = {}
+    for part in pool.run(4, trained_weights, tmp_path / "run", config):
+        weights |= part
+    arguments = ["export", str(tmp_path / "run/step-00000003"), str(tmp_path / "hf")]
+    if tied:
+        hugging_face.main(arguments)
+    else:
+        command = [sys.executable, "-m", "picotron_min.checkpoint", *arguments]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    assert "config.json" in names(tmp_path / "hf")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values()), report
+    loaded = dict(model.named_parameters())
+    assert weights.keys() == loaded.keys()
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name], weight), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
+    for wrong, told in (
+        (arguments, "exists: name another folder"),
+        (["export", "nowhere", "other"], "nowhere"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            hugging_face.main(wrong)
+        assert told in capsys.readouterr().err
+
+
+def trained_weights(folder: Path, config) -> dict[str, Tensor]:
+    """What was saved, put together."""
+    from tests.test_layouts import whole_tensors
+
+    training = train_and_save(folder, config)
+    return {
+        name: torch.from_numpy(array)
+        for name, array in whole_tensors(
+            training, {name: p.detach() for name, p in training.parameters.items()}
+        ).items()
+    }
