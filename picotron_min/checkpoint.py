@@ -229,11 +229,9 @@ def parts_of_whole(
     whole = {}
     for name, shape in model.parameter_shapes().items():
         dim = shard_dim(name)
-        for key in {
-            name,
-            f"optimizer.exp_avg.{name}",
-            f"optimizer.exp_avg_sq.{name}",
-        } & tensors.keys():
+        for key in (name, f"optimizer.exp_avg.{name}", f"optimizer.exp_avg_sq.{name}"):
+            if key not in tensors:
+                continue
             whole[key] = DTensor.from_local(
                 tensors[key],
                 tp.submesh,

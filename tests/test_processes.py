@@ -196,3 +196,9 @@ def test_torchrun_restarts_a_run_that_goes_on_from_the_latest_checkpoint(workpla
     assert "rank 1 was killed or hangs" + GO_ON.format("restarted") in outcome.output
     assert workplace.main(workplace.config("once")).code == 0
     assert numbers(workplace.steps("restarted")) == numbers(workplace.steps("once"))
+
+
+def test_kills_at_random_moments_change_nothing(tmp_path):
+    from tests.kills import survive
+
+    assert "survived 3 kills" in survive(tmp_path, kills=3)

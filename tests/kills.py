@@ -1,0 +1,153 @@
+"""Kill a run at random moments, resume it, and compare with the run that nobody disturbed:
+
+    python -m tests.kills --kills 30
+
+The run saves every second step, at once and in the background in turn. Each kill is a SIGKILL: to
+all processes at once, to one rank, or to all just as a checkpoint is being written. After each the
+run goes on from "latest". In the end weights and losses must equal the undisturbed run's bit for
+bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+STEPS = 60
+MOMENTS = ("all ranks", "one rank", "in the middle of a save")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(survive(Path(folder), options.kills, options.seed, tell=print))
+
+
+def survive(folder: Path, kills: int, seed: int = 0, tell=lambda line: None) -> str:
+    """Raises AssertionError if anything differs; returns what happened."""
+    (folder / "text.txt").write_text("the cat sat on a mat, and then it went to sleep; " * 400)
+    undisturbed = start(folder, "undisturbed")
+    assert undisturbed.wait(120) == 0, (folder / "undisturbed.txt").read_text()
+    rng, counts = random.Random(seed), dict.fromkeys(MOMENTS, 0)
+    done = 0
+    while done < kills:
+        run = start(folder, "killed", in_background=done % 2 == 1)
+        moment = MOMENTS[done % 3]
+        if kill_at(folder, run, moment, rng, latest_step(folder)):
+            done += 1
+            counts[moment] += 1
+            tell(f"kill {done}: {moment}, at step {latest_step(folder)}")
+        elif latest_step(folder) == STEPS:  # it has come to its end: once more from the start
+            compare(folder)
+            (folder / "killed").rename(folder / f"killed-{done}")
+    assert start(folder, "killed").wait(120) == 0, (folder / "killed.txt").read_text()
+    compare(folder)
+    return f"survived {kills} kills {counts}: losses and weights are equal to the last bit"
+
+
+def compare(folder: Path) -> None:
+    expected, survived = (losses(folder / run) for run in ("undisturbed", "killed"))
+    assert survived == expected, "losses differ"
+    for name in (f"step-{STEPS:08d}", "hf"):
+        one, other = (tensors(folder / run / name) for run in ("undisturbed", "killed"))
+        assert one.keys() == other.keys() and len(one) > 20
+        assert all(one[key].equal(other[key]) for key in one), f"weights in {name} differ"
+
+
+def start(folder: Path, name: str, in_background: bool = False) -> subprocess.Popen:
+    """A run in a process group of its own, which goes on from its latest checkpoint."""
+    config = {
+        "distributed": {"dp_size": 2, "use_cpu": True},
+        "model": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        "training": {
+            "total_train_steps": STEPS,
+            "seq_length": 32,
+            "micro_batch_size": 2,
+            "eval_batches": 0,
+        },
+        "dataset": {"name": "text.txt", "cache_dir": "cache"},
+        "checkpoint": {
+            "save_dir": name,
+            "save_frequency": 2,
+            "load_path": "latest",
+            "async": in_background,
+        },
+        "environment": {"OMP_NUM_THREADS": 1},
+    }
+    (folder / f"{name}.json").write_text(json.dumps(config))
+    with (folder / f"{name}.txt").open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), "--config", f"{name}.json"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill_at(
+    folder: Path, run: subprocess.Popen, moment: str, rng: random.Random, began_at: int
+) -> bool:
+    """Kill a run after some random steps of its own; False if it had come to its end before."""
+    goal = min(began_at + rng.randint(1, 8), STEPS - 1)
+    while latest_step(folder) < goal:
+        if run.poll() is not None:
+            assert run.returncode == 0, (folder / "killed.txt").read_text()
+            return False
+        time.sleep(0.001)
+    if moment == "in the middle of a save":
+        deadline = time.monotonic() + 1
+        while not list(folder.glob("killed/.*.partial")) and time.monotonic() < deadline:
+            pass
+    else:
+        time.sleep(rng.random() * 0.05)
+    if moment == "one rank":
+        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(rng.choice(ranks)), signal.SIGKILL) if ranks else None
+        run.wait(30)
+    else:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    return run.returncode != 0
+
+
+def latest_step(folder: Path) -> int:
+    """The last step that the metrics have."""
+    path = folder / "killed/metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines[-3:] if line.endswith("}")), default=0)
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step; a step that was done again must give the same loss again."""
+    found: dict[int, float] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line) if line.endswith("}") else {}
+        if "loss" in record:
+            assert found.setdefault(record["step"], record["loss"]) == record["loss"]
+    return found
+
+
+def tensors(folder: Path) -> dict:
+    return {
+        key: tensor
+        for path in folder.glob("*.safetensors")
+        for key, tensor in load_file(path).items()
+    }
+
+
+if __name__ == "__main__":
+    main()
