@@ -155,6 +155,9 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
     roll_call.listen_for_sigterm()
     with Console(first_step + 1, last_step, prints=is_writer) as console:
         console.header("picotron-min", describe(config, run))
+        for name, before in run.facts.get("data", {}).items():
+            if before != (now := config.data_order[name]):
+                console.warn(f"{name} was {before} and is {now}: from here on other data is seen")
         if first_step >= last_step:
             console.warn(f"nothing to do: {run.start} has {first_step} of {last_step} steps")
         for step in range(first_step, last_step):

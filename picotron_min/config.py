@@ -184,6 +184,15 @@ class Config(Section):
         return self.distributed.dp_size * t.micro_batch_size * t.gradient_accumulation_steps
 
     @property
+    def data_order(self) -> dict[str, object]:
+        """All that decides which sequences a step sees; the layout does not."""
+        keys = ("name", "subset_name", "split", "text_column", "tokenizer")
+        order = {f"dataset.{key}": getattr(self.dataset, key) for key in keys}
+        keys = ("seed", "seq_length", "num_samples", "eval_batches")
+        order |= {f"training.{key}": getattr(self.training, key) for key in keys}
+        return order | {"sequences a step": self.global_batch}
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.training.seq_length
 
@@ -303,8 +312,11 @@ def _describe(error: dict, raw: dict) -> str:
         where, value = f"{section}.{key[0]}", value[key[0]]
         if type(None) in get_args(keys_of(section)[key[0]].annotation):
             expected += " or null"
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+    is_quoted = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false", value.lower())
+    if kind in ("int_type", "float_type", "bool_type") and is_quoted:
         expected += ", without quotes"
+    if kind in ("too_short", "too_long"):
+        expected = "must be a list of 2 numbers"  # betas
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         expected += f", written {int(value)}"
     if value == "float16":

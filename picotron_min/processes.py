@@ -153,8 +153,14 @@ class RollCall:
             yield
         except (Exception, KeyboardInterrupt) as error:
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
-            with contextlib.suppress(dist.DistError):  # the store itself may be gone
+            try:
                 self._tell_once(error, plainly)
+            except dist.DistError:
+                print(
+                    f"\nrank {self.rank} failed: {error}\nand the store is gone, with the node of"
+                    " rank 0\n",
+                    file=sys.stderr,
+                )
             sys.stdout.flush()
             # At once: the usual way out waits for communication that will never come to its end.
             os._exit(code)
@@ -177,9 +183,12 @@ class RollCall:
             silent = [r for r in range(self.world_size) if not self.store.check([f"failed {r}"])]
             if not silent:
                 traceback.print_exception(error)
-            names = " and ".join(map(str, silent)) or str(self.rank)
-            what = "was killed or hangs" if silent else "failed"
-            _tell(f"rank {names} {what}", self.store, (silent or [self.rank])[0])
+                _tell(f"rank {self.rank} failed", self.store, self.rank)
+            elif len(silent) == 1:
+                _tell(f"rank {silent[0]} was killed or hangs", self.store, silent[0])
+            else:
+                names = ", ".join(map(str, silent))
+                _tell(f"ranks {names} were killed or hang", self.store, silent[0])
 
 
 # gloo has no exception of its own: it raises RuntimeErrors in many words.

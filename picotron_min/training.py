@@ -212,6 +212,7 @@ class Training:
             "skipped_steps": self.skipped.total,
             "model": asdict(self.llama),
             "config": self.config.model_dump(by_alias=True),
+            "data": self.config.data_order,
         }
         tensors = training_tensors(self.parameters, self.optimizer)
         if self.saver.in_background:

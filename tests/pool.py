@@ -26,6 +26,7 @@ Every worker imports the test's module: keep heavy imports (transformers, datase
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -169,7 +170,11 @@ def _run_as_rank(call: bytes, store: str, rank: int, world_size: int, timeout: f
     torch.manual_seed(0)  # This and the dtype are what an earlier test may have changed.
     torch.set_default_dtype(torch.float32)
     function, args = pickle.loads(call)
-    return pickle.dumps(function(*args))
+    gc.freeze()  # What is there already need not be looked through again.
+    result = pickle.dumps(function(*args))
+    # Groups in reference cycles keep their threads, and hundreds of threads slow everything down.
+    gc.collect()
+    return result
 
 
 def _collect(workers: list[Worker], deadline: float) -> dict[int, Answer]:

@@ -300,9 +300,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("saved,resumed", PAIRS, ids=map("->".join, PAIRS))
-def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed, tied):
+def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed):
+    tied = PAIRS.index((saved, resumed)) % 2 == 1
     before, after = of_layout(saved, tied), of_layout(resumed, tied)
     assert before.global_batch == after.global_batch == 4
     expected = whole_run(pool, tied)

@@ -77,7 +77,7 @@ BAD = {
     "a beta of 1": ("training", {"betas": [0.9, 1]},
         "training.betas=[0.9, 1]: must be less than 1"),
     "one beta": ("training", {"betas": [0.9]},
-        "training.betas=[0.9]: List should have at least 2 items"),
+        "training.betas=[0.9]: must be a list of 2 numbers"),
     "an unknown schedule": ("training", {"schedule": "cosin"},
         "training.schedule=\"cosin\": must be 'constant', 'cosine' or 'wsd'"),
     "float16": ("model", {"dtype": "float16"},
@@ -379,6 +379,11 @@ def test_layouts_that_do_not_fit_the_model_name_those_that_do():
     ]
     config = Config.model_validate({"distributed": {"tp_size": 8, "pp_size": 16}})
     assert model_problems(config, llama) == []
+
+
+def test_only_a_quoted_number_is_said_to_need_no_quotes():
+    for word, told in (("1e-3", "number, without quotes"), ("big", "number")):
+        assert problems({"training": {"learning_rate": word}})[0].endswith(told)
 
 
 def test_a_sequence_that_cannot_be_cut_is_told_with_the_lengths_that_can():

@@ -320,6 +320,19 @@ def test_the_same_command_twice_keeps_the_first_run(workplace):
         )
 
 
+def test_a_resumed_run_tells_what_makes_its_data_other_and_that_there_is_nothing_to_do(workplace):
+    assert workplace.main(workplace.config("again")).code == 0
+    config = workplace.config(
+        "again", training={"seed": 7, "micro_batch_size": 4}, checkpoint={"load_path": "latest"}
+    )
+    outcome = workplace.main(config)
+    assert outcome.code == 0
+    assert "training.seed was 42 and is 7: from here on other data is seen" in outcome.output
+    assert "sequences a step was 8 and is 16" in outcome.output
+    assert "nothing to do: runs/again/step-00000006 has 6 of 6 steps" in outcome.output
+    assert "dataset.name was" not in outcome.output
+
+
 def test_a_run_that_starts_from_another_keeps_what_it_would_overwrite(workplace, first_run):
     for _ in range(2):
         load_path = {"load_path": "runs/first/step-00000004", "save_dir": "runs/branch"}
