@@ -142,11 +142,16 @@ def build_axes(
     assert pp * dp * cp * tp == dist.get_world_size(), "the axes must multiply to the world size"
     grid = torch.arange(dist.get_world_size()).view(pp, dp, cp, tp)
 
+    meshes: dict[str, DeviceMesh] = {}
+
     def axis(name: str, rows: torch.Tensor | list[torch.Tensor]) -> Axis:
-        group, _ = dist.new_subgroups_by_enumeration(
-            [row.tolist() for row in rows], timeout=timedelta(seconds=timeout_seconds)
-        )
-        return Axis(name, DeviceMesh.from_group(group, device.type))
+        ranks = [row.tolist() for row in rows]
+        if str(ranks) not in meshes:  # dp and dp_cp are the same rows when cp is 1
+            group, _ = dist.new_subgroups_by_enumeration(
+                ranks, timeout=timedelta(seconds=timeout_seconds)
+            )
+            meshes[str(ranks)] = DeviceMesh.from_group(group, device.type)
+        return Axis(name, meshes[str(ranks)])
 
     # Every rank must be in some row: the stages in between have rows that nobody uses.
     ends = grid if pp == 1 else grid[[0, -1]]

@@ -35,7 +35,7 @@ def main() -> None:
         print(survive(Path(folder), options.kills, options.seed, tell=print))
 
 
-def survive(folder: Path, kills: int, seed: int = 0, tell=lambda line: None) -> str:
+def survive(folder: Path, kills: int, seed: int = 0, first: int = 0, tell=lambda line: None) -> str:
     """Raises AssertionError if anything differs; returns what happened."""
     (folder / "text.txt").write_text("the cat sat on a mat, and then it went to sleep; " * 400)
     undisturbed = start(folder, "undisturbed")
@@ -43,8 +43,8 @@ def survive(folder: Path, kills: int, seed: int = 0, tell=lambda line: None) -> 
     rng, counts = random.Random(seed), dict.fromkeys(MOMENTS, 0)
     done = 0
     while done < kills:
-        run = start(folder, "killed", in_background=done % 2 == 1)
-        moment = MOMENTS[done % 3]
+        run = start(folder, "killed", in_background=(first + done) % 2 == 1)
+        moment = MOMENTS[(first + done) % 3]
         if kill_at(folder, run, moment, rng, latest_step(folder)):
             done += 1
             counts[moment] += 1

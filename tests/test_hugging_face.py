@@ -185,12 +185,6 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
 
 def trained_weights(folder: Path, config) -> dict[str, Tensor]:
     """What was saved, put together."""
-    from tests.test_layouts import whole_tensors
-
     training = train_and_save(folder, config)
-    return {
-        name: torch.from_numpy(array)
-        for name, array in whole_tensors(
-            training, {name: p.detach() for name, p in training.parameters.items()}
-        ).items()
-    }
+    parts = training.parts_of_whole({n: p.detach() for n, p in training.parameters.items()})
+    return {name: part.full_tensor() for name, part in parts.items()}

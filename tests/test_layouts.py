@@ -5,6 +5,7 @@ In float64 with SGD, because looser tolerances and Adam hide wrong scales.
 
 import functools
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from picotron_min.config import Config, parse_config
 from picotron_min.data import TokenFile
 from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
+from picotron_min.tensor_parallel import shard_dim
 from picotron_min.training import Training, open_data
 
 GLOBAL_BATCH = 24
@@ -26,9 +28,10 @@ class Trace(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, np.ndarray]  # of the last step, scaled and clipped
-    weights: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]  # of the last step, scaled and clipped; this rank's part
+    weights: dict[str, np.ndarray]  # this rank's part
     val_loss: float
+    tp_rank: int
 
 
 # 61 ids over 2, 4 or 8 ranks leave the last with fewer: 31 + 30, 16 + 16 + 16 + 13, 8 x 7 + 5.
@@ -103,16 +106,11 @@ def train_briefly(config: Config, model: str) -> Trace:
     return Trace(
         [result.loss for result in results],
         [result.grad_norm for result in results],
-        whole_tensors(training, gradients),
-        whole_tensors(training, weights),
+        {name: tensor.numpy() for name, tensor in gradients.items()},
+        {name: tensor.numpy() for name, tensor in weights.items()},
         training.evaluate(),
+        training.axes.tp.rank,
     )
-
-
-def whole_tensors(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Put together what the tp ranks hold parts of."""
-    parts = training.parts_of_whole(tensors)
-    return {name: part.full_tensor().numpy() for name, part in parts.items()}
 
 
 @functools.cache
@@ -128,16 +126,27 @@ def one_rank(pool, model: str, layers: int, seq_length: int) -> Trace:
 def assert_trains_the_same(pool, config: Config, model: str) -> None:
     reference = one_rank(pool, model, config.model.num_hidden_layers, config.training.seq_length)
     names = set()
-    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
+    close = partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
     for trace in pool.run(config.world_size, train_briefly, config, model):
         close(trace.losses, reference.losses, err_msg="losses")
         close(trace.norms, reference.norms, err_msg="gradient norms")
         close(trace.val_loss, reference.val_loss, err_msg="validation loss")
         for name in trace.weights:
-            close(trace.gradients[name], reference.gradients[name], err_msg=f"gradient of {name}")
-            close(trace.weights[name], reference.weights[name], err_msg=name)
+            part = partial(part_of, name=name, rank=trace.tp_rank, size=config.distributed.tp_size)
+            gradient, weight = part(reference.gradients[name]), part(reference.weights[name])
+            close(trace.gradients[name], gradient, err_msg=f"gradient of {name}")
+            close(trace.weights[name], weight, err_msg=name)
         names |= trace.weights.keys()
     assert names == reference.weights.keys()
+
+
+def part_of(whole: np.ndarray, name: str, rank: int, size: int) -> np.ndarray:
+    """What a tp rank has of a parameter: 61 rows over 4 ranks are 16, 16, 16 and 13."""
+    dim = shard_dim(name)
+    if dim is None:
+        return whole
+    each = -(-whole.shape[dim] // size)
+    return np.split(whole, range(each, whole.shape[dim], each), dim)[rank]
 
 
 POWERS = (1, 2, 4, 8)
