@@ -100,12 +100,16 @@ def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel
 
 
 class RingAttention(nn.Module):
-    """Causal attention of this rank's queries to the keys of all ranks of the axis."""
+    """Causal attention of this rank's queries to the keys of all ranks of the axis.
+
+    torch.compile goes round it, as round Ulysses: it cannot look into messages.
+    """
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
         super().__init__()
         self.axis, self.kernel = axis, kernel
 
+    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut zigzag -> [B, Q, S/n, D]
 
@@ -182,6 +186,7 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         self.axis, self.inner = axis, inner
 
+    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut in order -> [B, Q, S/n, D]
 

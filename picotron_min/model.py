@@ -85,7 +85,7 @@ class SelfAttention(nn.Module):
         q = rotate(self.q_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, Q, D]
         k = rotate(self.k_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, K, D]
         v = self.v_proj(x).view(B, S, -1, self.head_dim)
-        out = self.core_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -181,13 +181,17 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def apply_recompute(model: Llama, recompute: str) -> None:
+def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> None:
     """Trade compute for memory: run parts of the forward again in backward instead of saving them.
 
     "full" keeps only each layer's input, [B, S, E]; "selective" recomputes the attention sublayer
     (projections, rotary embedding, attention) and saves the rest; "none" saves everything.
     Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
     5, who keep q, k and v: fused attention has little to recompute but them.
+
+    `compiles`: for a model whose layers are going to be compiled. The compiler does not enter what
+    is recomputed, unless the whole of it can be one graph, which no message may be part of. So a
+    part that the compiler does not enter is compiled by itself; in one that it does, that is void.
     """
     parts = {
         "none": [],
@@ -195,7 +199,7 @@ def apply_recompute(model: Llama, recompute: str) -> None:
         "full": list(model.model.layers.values()),
     }[recompute]
     for part in parts:
-        part.forward = _recomputed(part.forward)
+        part.forward = _recomputed(torch.compile(part.forward) if compiles else part.forward)
 
 
 def _recomputed(forward):

@@ -140,10 +140,10 @@ def _bound(sublayer: nn.Module, boundary: Boundary) -> None:
 
     def forward(x: Tensor, *rest) -> Tensor:
         owed: list[Factors] = [[] for _ in linears]  # anew for every call: many can be in flight
-        x = _Enter.apply(boundary, owed, x, *[linear.weight for linear in linears])
+        x = _enter(boundary, owed, x, *[linear.weight for linear in linears])
         for linear, factors in zip(linears, owed, strict=True):
             linear.owed = factors
-        return _Leave.apply(boundary, inner(x, *rest))
+        return _leave(boundary, inner(x, *rest))
 
     sublayer.forward = forward
 
@@ -184,11 +184,18 @@ class _Leave(torch.autograd.Function):
         return None, ctx.boundary.leave_backward(gradient)
 
 
+# torch.compile would look into the messages and their ledger, and give up. So it is sent round
+# them, and round the linears, whose backward fills a list; it compiles what lies between.
+_enter = torch.compiler.disable(_Enter.apply)
+_leave = torch.compiler.disable(_Leave.apply)
+
+
 class DeferredLinear(nn.Linear):
     """A linear without bias whose backward computes the gradient of its input only."""
 
     owed: Factors  # put here just before each forward, by _bound
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -238,7 +245,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
         ids = tokens - self.first
         is_here = (ids >= 0) & (ids < self.num_embeddings)
         x = F.embedding(ids.where(is_here, 0), self.weight) * is_here[..., None]
-        return _Leave.apply(self.boundary, x)
+        return _leave(self.boundary, x)
 
 
 class VocabularyParallelHead(Head):
@@ -258,7 +265,7 @@ class VocabularyParallelHead(Head):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
-        x = _Enter.apply(self.boundary, [], x)
+        x = _enter(self.boundary, [], x)
         return head_loss(x.flatten(0, 1), self.weight, targets.flatten(), self.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:

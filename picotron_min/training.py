@@ -262,7 +262,7 @@ def build_model(
     apply_context_parallel(model, axes.cp, config.distributed.cp_engine, kernel)
     model.to_empty(device=device)
     model.tie_weights()
-    apply_recompute(model, config.model.recompute)
+    apply_recompute(model, config.model.recompute, config.model.compile)
     if config.model.compile:
         for layer in model.model.layers.values():
             layer.compile()

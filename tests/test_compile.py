@@ -1,0 +1,66 @@
+"""A compiled model trains the same, in every layout, and really is compiled.
+
+The graphs are captured and differentiated as always, and then run by torch instead of inductor,
+whose minutes would test torch.
+"""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.test_layouts import MODELS, make_config, make_training
+
+LAYERS = 4  # all run the same graphs
+
+
+def steps(config, compiles: bool) -> list[tuple]:
+    model = config.model.model_copy(update={"compile": compiles, "num_hidden_layers": LAYERS})
+    llama = MODELS["grouped-query"].override(num_hidden_layers=LAYERS)
+    training = make_training(config.model_copy(update={"model": model}), llama)
+    results = [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
+    return [*results, training.evaluate()]
+
+
+def eager_and_compiled(config) -> tuple:
+    torch._dynamo.reset()
+    counters.clear()
+    expected = steps(config, compiles=False)
+    assert not counters["stats"]
+    on_torch = partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", on_torch):
+        compiled = steps(config, compiles=True)
+    frames = counters["frames"]
+    assert frames["ok"] == frames["total"], "the compiler gave up on a part"
+    return expected, compiled, counters["stats"]["unique_graphs"], counters["graph_break"].total()
+
+
+def compare(pool, config) -> tuple[int, int]:
+    """Returns how many graphs there are, and breaks between them."""
+    expected, compiled, graphs, breaks = pool.run(config.world_size, eager_and_compiled, config)[0]
+    for ours, theirs in zip(compiled, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    return graphs, breaks
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_layer_of_one_process_is_one_graph(pool, recompute):
+    graphs, breaks = compare(pool, make_config(recompute=recompute, micro_batches=2))
+    assert graphs == 2, "training has one for all layers, and evaluation another"
+    assert breaks == 0
+
+
+LAYOUTS = {  # each with the graphs that a layer has at least, in training and in evaluation
+    "tensor": (16, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
+    "ring": (8, {"cp": 2, "recompute": "full"}),
+    "ulysses": (8, {"cp": 2, "cp_engine": "ulysses"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_between_messages_a_layer_is_compiled(pool, layout):
+    expected_graphs, sizes = LAYOUTS[layout]
+    graphs, breaks = compare(pool, make_config(**sizes))
+    assert graphs >= expected_graphs and breaks > 0
