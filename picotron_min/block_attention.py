@@ -115,7 +115,7 @@ def _flash_cuda(q, k, v, is_causal):
 def _flash_cuda_backward(gradient, q, k, v, out, lse, is_causal):
     nothing = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed, which is unused
     return aten._scaled_dot_product_flash_attention_backward(
-        *(gradient, q, k, v, out, lse),
+        *(gradient, q, k, v, out, lse.contiguous()),  # the kernel does not look at its strides
         *(None, None, q.shape[2], k.shape[2]),  # sequences of different lengths: none
         *(0.0, is_causal, nothing, nothing),
     )
