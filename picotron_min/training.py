@@ -81,6 +81,7 @@ class Training:
         """`weights`: the file of every parameter; without it they are drawn."""
         t = config.training
         self.config, self.axes, self.device, self.data = config, axes, device, data
+        self.positions = data.positions.to(device)
         self.llama = llama
         self.chunks = [
             Chunk(stage, build_model(config, llama, axes, device, stage))
@@ -147,10 +148,13 @@ class Training:
         buckets = [buckets for of_chunk in self.buckets for buckets in of_chunk]
         for some in buckets:
             some.zero()
-        loss_sum, num_targets = self.run(self.plan, partial(self.data.batch, step), watch)
+        totals = self.run(self.plan, partial(self.data.batch, step), watch)
         for some in buckets:
             some.wait()
-        norm = self.gradient_norm() / num_targets
+        # The only place in a step where the host waits for a GPU, which is idle from then until the
+        # optimizer is launched; while that runs, the host is already at the next step.
+        loss_sum, num_targets, norm = torch.cat([totals, self.gradient_norm()[None]]).tolist()
+        norm /= num_targets
         skip = self.skipped.record(step + 1, norm)
         if not skip:
             clip = min(1.0, t.grad_clip / (norm + 1e-6)) if t.grad_clip else 1.0
@@ -161,8 +165,8 @@ class Training:
             self.optimizer.step()
         return StepResult(loss_sum / num_targets, norm, rate, skip)
 
-    def gradient_norm(self) -> float:
-        """Of the whole model's gradient; a parameter that several ranks have counts once."""
+    def gradient_norm(self) -> Tensor:
+        """[], of the whole model's gradient; a parameter that several ranks have counts once."""
         copies = [tied_copy(chunk) for chunk in self.chunks]
         mine = [(n, p.grad) for n, p in self.parameters.items() if all(p is not c for c in copies)]
         return gradient_norm(
@@ -170,7 +174,7 @@ class Training:
             replicated=[gradient for name, gradient in mine if shard_dim(name) is None],
             tp=self.axes.tp,
             pp=self.axes.pp,
-        ).item()
+        )
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -179,28 +183,27 @@ class Training:
             self.run(self.eval_plan, partial(self.data.eval_batch, index))
             for index in range(self.data.num_eval_batches)
         ]
-        return sum(loss for loss, _ in sums) / sum(targets for _, targets in sums)
+        loss_sum, num_targets = sum(sums).tolist()
+        return loss_sum / num_targets
 
     def run(
         self,
         plan: Plan,
         read: Callable[[int], Batch],
         watch: Watch = contextlib.nullcontext,
-    ) -> tuple[float, float]:
-        """Run a plan; returns the loss and the number of targets, summed over the global batch."""
+    ) -> Tensor:
+        """Run a plan; returns [loss, number of targets], summed over the global batch."""
         bfloat16 = self.config.model.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
             totals = self.pipeline.run(
                 plan,
                 lambda i: to_device(read(i), self.device),
-                self.data.positions.to(self.device),
+                self.positions,
                 before_last_backward=self.start_reducing,
                 watch=watch,
             )
         all_reduce(totals, self.axes.dp_cp)
-        all_reduce(totals, self.axes.pp)  # only the last stage has seen a loss
-        loss_sum, num_targets = totals.tolist()
-        return loss_sum, num_targets
+        return all_reduce(totals, self.axes.pp)  # only the last stage has seen a loss
 
     def start_reducing(self, chunk: int) -> None:
         for buckets in self.buckets[chunk]:
@@ -270,7 +273,13 @@ def build_model(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
+    """A GPU fetches the tokens from pinned memory by itself, while the host goes on."""
+    if device.type == "cpu":
+        return batch
+    tokens, targets = (
+        x.pin_memory().to(device, non_blocking=True) for x in (batch.tokens, batch.targets)
+    )
+    return batch._replace(tokens=tokens, targets=targets)
 
 
 def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank: int = 0) -> Batches:
