@@ -203,7 +203,8 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
 
 
 def _recomputed(forward):
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    # Nothing in it is random: no state of a generator to keep and to put back.
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def initial_std(name: str, num_hidden_layers: int) -> float:
