@@ -1,15 +1,29 @@
-"""What only a GPU can show, skipped without one; and that the host leaves a GPU alone."""
+"""What only a GPU can show, skipped without one; and what can be shown of it on a CPU:
+that the host leaves a GPU alone, and that benchmarks/gpu.py does its arithmetic."""
 
+import json
+import math
+import time
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import gpu
+from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result
 from picotron_min import block_attention
-from picotron_min.block_attention import FLASH_CUDA
+from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
+from picotron_min.llama_config import PRESETS
+from picotron_min.loss import IGNORE_INDEX, head_loss
+from picotron_min.mesh import build_axes
+from picotron_min.training import Training
 from tests.test_layouts import MODEL, make_config, make_training
+
+GPU = torch.device("cuda")
 
 
 class Reads(TorchDispatchMode):
@@ -42,6 +56,30 @@ def test_the_host_reads_from_the_device_once_a_step(pool, sizes):
         assert counts == (3, 0), "two steps and one evaluation, each with one tolist"
 
 
+def casts_of_a_step(recompute: str) -> tuple[int, int]:
+    config = make_config(micro_batches=4, recompute=recompute)
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    config = config.model_copy(update={"model": model})
+    training = make_training(config, MODEL.override(num_hidden_layers=4))
+    casts = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten._to_copy:
+                casts.extend(n for n, p in training.parameters.items() if p is args[0])
+            return function(*args, **(kwargs or {}))
+
+    with Casts():
+        training.step(0)
+    return casts.count("lm_head.weight"), len(casts) - casts.count("lm_head.weight")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_step_casts_each_weight_once_and_the_head_once_a_micro_batch(pool, recompute):
+    (casts,) = pool.run(1, casts_of_a_step, recompute)
+    assert casts == (4, 4 * 7)
+
+
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
     aten = mock.Mock()
     monkeypatch.setattr(block_attention, "aten", aten)
@@ -50,3 +88,236 @@ def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
     FLASH_CUDA.backward(q[:, :, late], q[:, :, late], q, q, q[:, :, late], lse, False)
     (call,) = aten._scaled_dot_product_flash_attention_backward.call_args_list
     assert call.args[5].is_contiguous() and torch.equal(call.args[5], lse)
+
+
+CPU_RUN = Preset("tiny", 64, tokens=512)
+TINY = PRESETS["tiny"]
+
+
+def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
+    """One whose steps take so long at each micro-batch, and need memory for `fits` at most."""
+    sizes = []
+
+    def step(data, index):
+        sizes.append(data.micro_batch_size)
+        if sizes[-1] > fits:
+            raise torch.OutOfMemoryError
+        time.sleep(seconds[sizes[-1]])
+        return 1.0
+
+    return Contender({}, None, step, lambda: None), sizes
+
+
+@pytest.mark.parametrize(
+    "seconds,fits,best,tried",
+    [
+        ({1: 0.03, 2: 0.02, 4: 0.01, 8: 0.002}, 8, 8, 8),
+        ({1: 0.03, 2: 0.01, 4: 0.03}, 8, 2, 4),
+        ({1: 0.02, 2: 0.01}, 2, 2, 4),
+    ],
+    ids=["the largest", "larger is slower", "larger does not fit"],
+)
+def test_the_fastest_micro_batch_is_found(seconds, fits, best, tried):
+    who, sizes = contender(seconds, fits)
+    assert gpu.fastest_micro_batch(who, CPU_RUN, TINY, torch.device("cpu")) == best
+    assert max(sizes) == tried
+
+
+def test_not_even_one_sequence_that_fits_is_an_error():
+    who, _ = contender({}, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu.fastest_micro_batch(who, CPU_RUN, TINY, torch.device("cpu"))
+
+
+def test_micro_batches_that_cannot_fit_are_not_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80e9))
+    preset = gpu.PRESETS["SmolLM-1.7B"]
+    sizes = gpu.candidates(preset, PRESETS["HuggingFaceTB/SmolLM-1.7B"], GPU)
+    assert sizes == [1, 2, 4] and preset.sequences == 16
+
+
+def test_every_preset_is_a_step_of_whole_micro_batches():
+    for preset in gpu.PRESETS.values():
+        assert preset.sequences * preset.seq_length == preset.tokens
+        sizes = gpu.candidates(preset, TINY, torch.device("cpu"))
+        assert sizes[-1] == preset.sequences
+
+
+def test_a_contender_that_would_take_too_long_is_left_out():
+    who, sizes = contender({1: 0.01}, 1)
+    result = Result("tiny", "somebody", micro_batch=1)
+    with pytest.raises(OutOfTime, match=r"needs 1[0-9] s, and the preset has [0-5] left"):
+        gpu.time_steps(
+            who, CPU_RUN, result, Effort(3, 1000), time.monotonic() + 5, None, torch.device("cpu")
+        )
+    assert len(sizes) == 3 and result.losses == [1.0] * 3 and not result.step_seconds
+
+
+def test_the_table_has_ratios_and_says_what_is_left_out():
+    ours = Result("p", "picotron-min", 4, [0.1, 0.2, 0.9], [5.0], 2000, 0.5, None, 12.34)
+    theirs = Result("p", "transformers", 2, [0.4], [5.0], 1000, 0.25, 0.3, 20)
+    missing = Result("p", "transformers compiled", left_out="no time is left for it")
+    _, *lines = gpu.table([ours, Result("p", "x", left_out="y"), theirs, missing]).splitlines()
+    assert " ".join(lines[0].split()) == "picotron-min 4 200.0 2000 50.0% n/a 12.3 1.000"
+    assert " ".join(lines[2].split()) == "transformers 2 400.0 1000 25.0% 30.0% 20.0 2.000"
+    assert lines[3].endswith("left out: no time is left for it")
+
+
+@pytest.mark.parametrize("last", [5.1, math.nan])
+def test_losses_of_different_work_are_refused(last):
+    ours, theirs = (Result("p", who, losses=[5.0, 5.0]) for who in ("ours", "theirs"))
+    gpu.check_same_work([ours, theirs, Result("other", "ours", losses=[7.0])])
+    theirs.losses[1] = last
+    with pytest.raises(ValueError, match="those of theirs"):
+        gpu.check_same_work([ours, theirs])
+
+
+def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(gpu, "QUICK", Effort(3, 2))
+    file = tmp_path / "numbers.json"
+    options = ["--presets", "tiny", "--device", "cpu", "--quick", "--json", str(file)]
+    gpu.main([*options, "--profile", str(tmp_path / "traces")])
+    written = json.loads(file.read_text())
+    assert {"date", "device", "driver", "torch", "transformers"} <= written.keys()
+    assert [result["contender"] for result in written["results"]] == [
+        who + how for who in ("picotron-min", "transformers") for how in ("", " compiled")
+    ]
+    for result in written["results"]:
+        assert len(result["step_seconds"]) == 2 and result["mfu"] > 0 and not result["left_out"]
+        assert result["micro_batch"] in (1, 2, 4)
+    assert "traceEvents" in json.loads((tmp_path / "traces" / "tiny.json").read_text())
+    assert "Self CPU" in capsys.readouterr().out
+
+
+# From here on a GPU is needed. References are in float64, and errors relative to the whole tensor:
+# bfloat16 has 8 binary digits.
+
+
+def assert_near(ours: Tensor, reference: Tensor, error: float) -> None:
+    ours = ours.double()
+    assert (ours - reference).norm() < error * reference.norm(), (ours - reference).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_ring_s_kernel_equals_attention_in_one_piece(heads, head_dim):
+    """One's own keys, and those of a later rank, which only the late rows see."""
+    assert choose_kernel(GPU, torch.bfloat16, head_dim) is FLASH_CUDA
+    q_heads, kv_heads, S = *heads, 256
+    torch.manual_seed(0)
+    q, own_k, own_v, other_k, other_v, gradient = tensors = [
+        torch.randn(2, n, S, head_dim, device=GPU, dtype=torch.bfloat16)
+        for n in (q_heads, *[kv_heads] * 4, q_heads)
+    ]
+    late = slice(S // 2, S)
+    out, lse = FLASH_CUDA.attend(q, own_k, own_v, True)
+    out = out.float()
+    block = FLASH_CUDA.attend(q[:, :, late], other_k, other_v, False)
+    out[:, :, late], lse[:, :, late] = merge_blocks(out[:, :, late], lse[:, :, late], *block)
+    out = out.to(q.dtype)
+    dq, *own = FLASH_CUDA.backward(gradient, q, own_k, own_v, out, lse, True)
+    of_late = (x[:, :, late] for x in (gradient, q))
+    late_dq, *other = FLASH_CUDA.backward(
+        *of_late, other_k, other_v, out[:, :, late], lse[:, :, late], False
+    )
+    dq[:, :, late] += late_dq
+
+    leaves = [x.double().requires_grad_() for x in tensors[:5]]
+    sees = torch.ones(S, 2 * S, dtype=torch.bool, device=GPU)
+    sees[:, :S] = sees[:, :S].tril()
+    sees[: S // 2, S:] = False
+    keys, values = torch.cat(leaves[1::2], dim=2), torch.cat(leaves[2::2], dim=2)
+    expected = F.scaled_dot_product_attention(
+        leaves[0], keys, values, attn_mask=sees, enable_gqa=True
+    )
+    expected.backward(gradient.double())
+    assert_near(out, expected, 0.01)
+    for ours, leaf in zip((dq, *own, *other), leaves, strict=True):
+        assert ours.shape == leaf.shape
+        assert_near(ours, leaf.grad, 0.01)
+
+
+@pytest.mark.gpu
+def test_the_fused_loss_in_bfloat16_is_near_the_one_in_float64():
+    torch.manual_seed(0)
+    x, weight = torch.randn(3000, 64, device=GPU), 0.1 * torch.randn(5000, 64, device=GPU)
+    targets = torch.randint(5000, (3000,), device=GPU)
+    targets[::7] = IGNORE_INDEX
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    with torch.autocast(GPU.type, torch.bfloat16):
+        loss = head_loss(*leaves, targets)
+    loss.backward()
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    expected = F.cross_entropy(F.linear(*wide), targets, reduction="sum")
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert_near(loss, expected, 1e-3)
+    for ours, reference in zip(leaves, wide, strict=True):
+        assert_near(ours.grad, reference.grad, 0.01)
+
+
+@pytest.fixture
+def gpu_process():
+    with gpu.one_process(GPU.type) as device:
+        yield device
+
+
+def training_of(micro_batch: int, device: torch.device, **model) -> Training:
+    config = gpu.config_of(CPU_RUN, micro_batch, device)
+    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    data = gpu.data_of(CPU_RUN, micro_batch, device)
+    return Training(config, TINY, build_axes(device), device, data)
+
+
+def gradients_by_the_book(training: Training) -> dict[str, Tensor]:
+    """Of the mean loss of the first step, before clipping, in float64."""
+    model = training.chunks[0].model.double()
+    batch = gpu.data_of(CPU_RUN, CPU_RUN.sequences, training.device).batch(0, 0)
+    tokens, targets = batch.tokens.to(training.device), batch.targets.to(training.device)
+    logits = model(tokens, training.positions)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    names, parameters = zip(*training.parameters.items(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recompute, compile):
+    model = {"dtype": "bfloat16", "recompute": recompute, "compile": compile}
+    training = training_of(2, gpu_process, **model)
+    flat = [b.gradients for some in training.buckets[0] for b in some.buckets]
+    result = training.step(0)
+    reference = gradients_by_the_book(training_of(2, gpu_process, dtype="float64"))
+    norm = torch.stack([g.norm() for g in reference.values()]).norm().item()
+    assert result.grad_norm == pytest.approx(norm, rel=0.01)
+    clip = min(1.0, 1.0 / norm)
+    pieces = {name: p.grad for name, p in training.parameters.items()}
+    assert sum(p.numel() for p in pieces.values()) == sum(f.numel() for f in flat)
+    for name, gradient in pieces.items():
+        assert any(gradient._is_view() and gradient._base is f for f in flat), name
+        assert_near(gradient, clip * reference[name], 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recompute):
+    training = training_of(2, gpu_process, dtype="bfloat16", recompute=recompute)
+    training.step(0)
+    tolist, reads = Tensor.tolist, []
+
+    def allowed(tensor: Tensor) -> list:
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(tolist(tensor))
+        torch.cuda.set_sync_debug_mode("error")
+        return reads[-1]
+
+    with mock.patch.object(Tensor, "tolist", allowed):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            training.step(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(reads) == 1

@@ -1,0 +1,453 @@
+"""How fast on one GPU, next to transformers' Llama:
+
+    python benchmarks/gpu.py                                   all presets, in under nine minutes
+    python benchmarks/gpu.py --presets SmolLM-1.7B --profile traces    and where the time goes
+    python benchmarks/gpu.py --presets tiny --device cpu --quick       only to see that it runs
+
+A step is that of train.py, on random tokens: bfloat16 with float32 weights, fused AdamW, clipping,
+the same number of tokens for everybody. Contenders of a preset start from the same weights, and
+their first losses must agree: a comparison of different work is worth nothing.
+
+Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
+micro-batch that is fastest for it: powers of two are tried, as far as costs.py lets hope and until
+one does not fit or is not faster. It is then measured as it is, and once more with its layers
+compiled. The median of 20 steps counts.
+
+Time is held by sharing what is left of `--minutes` among the presets that are left: a contender
+whose steps would take longer than its preset has is left out, and the table says so. More than that
+it can only get by one contender's start, a minute or so. Presets that matter most come first.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from picotron_min.config import Config, parse_config, resolve_model
+from picotron_min.costs import memory_per_rank
+from picotron_min.data import Batches, TokenFile
+from picotron_min.llama_config import LlamaConfig
+from picotron_min.mesh import Launch, build_axes, choose_backend, choose_device, open_process_group
+from picotron_min.metrics import Speedometer
+from picotron_min.optimizer import build_optimizer
+from picotron_min.pipeline_schedule import build_plans
+from picotron_min.training import Training, open_data, to_device
+
+CHECKED_STEPS = 3
+TOLERANCE = 0.01  # relative, between the contenders' losses in those steps: bfloat16 rounds a lot
+STEPS_OF_DATA = 8  # then the tokens come again
+
+
+class Preset(NamedTuple):
+    model: str
+    seq_length: int
+    recompute: str = "none"
+    tokens: int = 2**15  # of a step
+
+    @property
+    def sequences(self) -> int:
+        return self.tokens // self.seq_length
+
+
+PRESETS = {
+    "SmolLM-1.7B": Preset("SmolLM-1.7B", 2048),
+    "Llama-3.2-1B-8k": Preset("Llama-3.2-1B", 8192),
+    "SmolLM-360M": Preset("SmolLM-360M", 2048),
+    "SmolLM-135M": Preset("SmolLM-135M", 2048),
+    "Llama-3.2-1B-4k": Preset("Llama-3.2-1B", 4096),
+    "Llama-3.2-1B-32k": Preset("Llama-3.2-1B", 32_768, "full"),
+    "tiny": Preset("tiny", 64, tokens=256),
+}
+DEFAULT = [name for name in PRESETS if name != "tiny"]
+
+
+class Effort(NamedTuple):
+    warmup: int
+    steps: int
+
+
+FULL, QUICK = Effort(3, 20), Effort(3, 5)
+
+
+class Contender(NamedTuple):
+    """A model on the device, and how it is trained."""
+
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    step: Callable[[Batches, int], float]  # data, which step -> its mean loss
+    compile: Callable[[], None]
+
+
+@dataclass
+class Result:
+    preset: str
+    contender: str
+    micro_batch: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of the first steps
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    memory_gb: float | None = None
+    left_out: str = ""  # why there are no numbers
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=DEFAULT, metavar="NAME")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK.steps} steps, not 20")
+    parser.add_argument("--minutes", type=float, default=7.5, help="for everything; default: 7.5")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="traces, and largest kernels"
+    )
+    options = parser.parse_args(arguments)
+    end = time.monotonic() + 60 * options.minutes
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU: --device cpu --presets tiny shows that the script runs")
+    with one_process(options.device) as device:
+        facts = describe(device)
+        print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+        results = []
+        for i, name in enumerate(options.presets):
+            now = time.monotonic()
+            until = now + (end - now) / (len(options.presets) - i)
+            effort = QUICK if options.quick else FULL
+            results += measure(name, device, effort, until, options.profile)
+            print(f"\n{table(results[-4:])}", flush=True)
+    if options.json:
+        written = facts | {"results": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(written, indent=2) + "\n")
+    check_same_work(results)
+
+
+@contextlib.contextmanager
+def one_process(device: str) -> Iterator[torch.device]:
+    """A process group of this process alone, which Training wants."""
+    launch = Launch(0, 0, 1, lambda timeout: dist.HashStore())
+    chosen = choose_device(launch, use_cpu=device == "cpu")
+    open_process_group(launch, choose_backend(chosen, "auto"), timeout_seconds=600)
+    yield chosen
+    dist.destroy_process_group()
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """What one must know to read the numbers."""
+    on_gpu = device.type == "cuda"
+    try:
+        peer = version("transformers")
+    except PackageNotFoundError:
+        peer = "not installed"
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() + " CPU",
+        "driver": driver() if on_gpu else "none",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "python": platform.python_version(),
+        "transformers": peer,
+    }
+
+
+def driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, IndexError):
+        return "unknown"
+
+
+def measure(
+    name: str, device: torch.device, effort: Effort, until: float, profile_to: Path | None = None
+) -> list[Result]:
+    """Four results: ours and the peer, each as it is and compiled."""
+    preset = PRESETS[name]
+    config = config_of(preset, 1, device)
+    llama = resolve_model(config)
+    speedometer = Speedometer(llama, preset.seq_length, preset.recompute, device, torch.bfloat16)
+    results, weights = [], {}
+    for who, build in {"picotron-min": picotron_min, "transformers": transformers_llama}.items():
+        mine = [Result(name, who), Result(name, f"{who} compiled")]
+        results += mine
+        try:
+            if time.monotonic() > until:
+                raise OutOfTime("no time is left for it")
+            contender = build(preset, config, llama, device)
+            if not weights:  # the first one's are everybody's
+                weights = {n: p.to("cpu", copy=True) for n, p in contender.parameters.items()}
+            size = fastest_micro_batch(contender, preset, llama, device)
+            for result in mine:
+                if result is mine[1]:
+                    torch._dynamo.reset()  # it gives up on a function with too many shapes
+                    contender.compile()
+                start_again(contender, weights)
+                result.micro_batch = size
+                time_steps(contender, preset, result, effort, until, speedometer, device)
+            if profile_to and who == "picotron-min":
+                profile(contender, data_of(preset, size, device), profile_to / f"{name}.json")
+        except (OutOfTime, ImportError, torch.OutOfMemoryError) as error:
+            for result in mine:
+                if not result.step_seconds:
+                    result.left_out = str(error).splitlines()[0]
+        contender = None  # its memory is the next one's
+        clean_up(device)
+    return results
+
+
+class OutOfTime(Exception):
+    """The preset's share of the minutes is used up."""
+
+
+def clean_up(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def config_of(preset: Preset, micro_batch: int, device: torch.device) -> Config:
+    return parse_config(
+        {
+            "distributed": {"use_cpu": device.type == "cpu"},
+            "model": {
+                "name": preset.model,
+                "dtype": "bfloat16",
+                "recompute": preset.recompute,
+            },
+            "training": {
+                "learning_rate": 1e-4,
+                "seq_length": preset.seq_length,
+                "micro_batch_size": micro_batch,
+                "gradient_accumulation_steps": preset.sequences // micro_batch,
+                "eval_batches": 0,
+            },
+        }
+    )
+
+
+def data_of(preset: Preset, micro_batch: int, device: torch.device) -> Batches:
+    """Random tokens: the same steps, whatever the micro-batch."""
+    config = config_of(preset, micro_batch, device)
+    num_tokens = STEPS_OF_DATA * preset.tokens + 1
+    tokens = np.random.default_rng(0).integers(resolve_model(config).vocab_size, size=num_tokens)
+    text = TokenFile(tokens.astype(np.uint32), num_bytes=num_tokens, num_documents=1)
+    return open_data(config, text, dp_rank=0)
+
+
+def picotron_min(
+    preset: Preset, config: Config, llama: LlamaConfig, device: torch.device
+) -> Contender:
+    training = Training(config, llama, build_axes(device), device, data_of(preset, 1, device))
+
+    def step(data: Batches, index: int) -> float:
+        training.data = data
+        (training.plan,) = build_plans("1f1b", 1, data.num_micro_batches, 1)
+        return training.step(index).loss
+
+    def compile() -> None:  # in a single process this is all that model.compile does
+        for layer in training.chunks[0].model.model.layers.values():
+            layer.compile()
+
+    return Contender(training.parameters, training.optimizer, step, compile)
+
+
+def transformers_llama(
+    preset: Preset, config: Config, llama: LlamaConfig, device: torch.device
+) -> Contender:
+    """Hugging Face's model with SDPA, in the loop that its users write, and their loss.
+
+    Compiled are its layers, one by one like ours, and the loss with the projection before it: what
+    compiling the whole would fuse, in a fraction of the time that takes.
+    """
+    import transformers
+
+    with device:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**llama.to_hf(), attn_implementation="sdpa")
+        )
+    if preset.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    t, head_loss = config.training, linear_cross_entropy
+    optimizer = build_optimizer(
+        model.parameters(),
+        name=t.optimizer,
+        learning_rate=t.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        fused=True,
+    )
+
+    def step(data: Batches, index: int) -> float:
+        optimizer.zero_grad()
+        total = torch.zeros((), device=device)
+        for i in range(data.num_micro_batches):
+            batch = to_device(data.batch(index, i), device)
+            with torch.autocast(device.type, torch.bfloat16):
+                x = model.model(batch.tokens, use_cache=False).last_hidden_state
+                loss = head_loss(x, model.lm_head.weight, batch.targets) / data.num_micro_batches
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip)
+        total, _ = torch.stack([total, norm]).tolist()  # once a step, as we do
+        optimizer.step()
+        return total
+
+    def compile() -> None:
+        nonlocal head_loss
+        head_loss = torch.compile(linear_cross_entropy)
+        for layer in model.model.layers:
+            layer.compile()
+
+    return Contender(dict(model.named_parameters()), optimizer, step, compile)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """As in transformers: all logits, in float32."""
+    return F.cross_entropy(F.linear(x, weight).float().flatten(0, 1), targets.flatten())
+
+
+def start_again(contender: Contender, weights: dict[str, Tensor]) -> None:
+    for name, parameter in contender.parameters.items():
+        parameter.data.copy_(weights[name])
+    contender.optimizer.state.clear()
+
+
+def fastest_micro_batch(
+    contender: Contender, preset: Preset, llama: LlamaConfig, device: torch.device
+) -> int:
+    """By trying; torch.OutOfMemoryError if not even a single sequence fits."""
+    best, best_seconds = 0, float("inf")
+    for size in candidates(preset, llama, device):
+        data = data_of(preset, size, device)
+        try:
+            contender.step(data, 0)
+            began = time.perf_counter()
+            contender.step(data, 1)
+            contender.step(data, 2)
+            seconds = time.perf_counter() - began
+        except torch.OutOfMemoryError:
+            if not best:
+                raise
+            break
+        if seconds > 0.99 * best_seconds:
+            break  # larger ones take memory for nothing
+        best, best_seconds = size, seconds
+    clean_up(device)
+    return best
+
+
+def candidates(preset: Preset, llama: LlamaConfig, device: torch.device) -> list[int]:
+    """Powers of two that our own model should fit with; 1 always, let it show."""
+    limit = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else float("inf")
+    needed = partial(
+        memory_per_rank,
+        llama,
+        seq_length=preset.seq_length,
+        dtype="bfloat16",
+        recompute=preset.recompute,
+    )
+    sizes = [2**i for i in range(preset.sequences.bit_length())]
+    return [size for size in sizes if size == 1 or needed(micro_batch_size=size).total <= limit]
+
+
+def time_steps(
+    contender: Contender,
+    preset: Preset,
+    result: Result,
+    effort: Effort,
+    until: float,
+    speedometer: Speedometer,
+    device: torch.device,
+) -> None:
+    """Fill in a result; OutOfTime if its steps would take longer than `until`."""
+    data = data_of(preset, result.micro_batch, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for index in range(effort.warmup + effort.steps):
+        # Every step reads its loss, so the host is never more than one ahead of the GPU.
+        began = time.perf_counter()
+        loss = contender.step(data, index)
+        times.append(time.perf_counter() - began)
+        if index < CHECKED_STEPS:
+            result.losses.append(loss)
+        if index == effort.warmup - 1:
+            needs, has = effort.steps * times[-1], until - time.monotonic()
+            if needs > has:
+                raise OutOfTime(f"needs {needs:.0f} s, and the preset has {max(has, 0):.0f} left")
+    result.step_seconds = times[effort.warmup :]
+    tokens_per_second = preset.tokens / statistics.median(result.step_seconds)
+    measured = speedometer.measure(tokens_per_second, devices=1)
+    for name in ("tokens_per_second", "mfu", "hfu", "memory_gb"):
+        setattr(result, name, measured[name])
+
+
+def profile(contender: Contender, data: Batches, file: Path) -> None:
+    """Print the largest kernels of two steps, and write their Chrome trace."""
+    on_gpu = next(iter(contender.parameters.values())).is_cuda
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for index in range(2):
+            contender.step(data, index)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
+    order = f"self_{'device' if on_gpu else 'cpu'}_time_total"
+    print(f"\n{profiler.key_averages().table(sort_by=order, row_limit=20)}\ntrace: {file}")
+
+
+def table(results: list[Result]) -> str:
+    """The contenders of a preset, ours first; ratios are of our fastest's speed to theirs."""
+    fastest = max((r.tokens_per_second or 0 for r in results[:2]), default=0)
+    lines = [
+        f"{results[0].preset:24}{'mbs':>4}{'ms a step':>11}{'tokens/s':>11}{'MFU':>8}{'HFU':>8}"
+        f"{'GB':>7}{'ours / it':>11}"
+    ]
+    for r in results:
+        if r.left_out:
+            lines.append(f"{r.contender:24}left out: {r.left_out}")
+            continue
+        shares = "".join(f"{'n/a' if x is None else f'{x:.1%}':>8}" for x in (r.mfu, r.hfu))
+        lines.append(
+            f"{r.contender:24}{r.micro_batch:4}{1000 * statistics.median(r.step_seconds):11.1f}"
+            f"{r.tokens_per_second:11.0f}{shares}{r.memory_gb:7.1f}"
+            f"{fastest / r.tokens_per_second:11.3f}"
+        )
+    return "\n".join(lines)
+
+
+def check_same_work(results: list[Result]) -> None:
+    """ValueError if contenders of a preset differ in the loss of an early step."""
+    for other in results:
+        ours = next(result for result in results if result.preset == other.preset)
+        for a, b in zip(ours.losses, other.losses, strict=False):
+            if not abs(a - b) <= TOLERANCE * abs(a):
+                raise ValueError(
+                    f"{ours.preset}: the first losses of {ours.contender} are {ours.losses}, those"
+                    f" of {other.contender} {other.losses}: they do not do the same work, so their"
+                    " times cannot be compared"
+                )
+
+
+if __name__ == "__main__":
+    main()
