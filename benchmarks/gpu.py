@@ -1,6 +1,6 @@
 """How fast on one GPU, next to transformers' Llama:
 
-    python benchmarks/gpu.py                                   all presets, in under nine minutes
+    python benchmarks/gpu.py                                   all presets, in eight minutes or so
     python benchmarks/gpu.py --presets SmolLM-1.7B --profile traces    and where the time goes
     python benchmarks/gpu.py --presets tiny --device cpu --quick       only to see that it runs
 

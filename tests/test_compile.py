@@ -20,8 +20,7 @@ def steps(config, compiles: bool) -> list[tuple]:
     model = config.model.model_copy(update={"compile": compiles, "num_hidden_layers": LAYERS})
     llama = MODELS["grouped-query"].override(num_hidden_layers=LAYERS)
     training = make_training(config.model_copy(update={"model": model}), llama)
-    results = [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
-    return [*results, training.evaluate()]
+    return [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
 
 
 def eager_and_compiled(config) -> tuple:
@@ -48,14 +47,13 @@ def compare(pool, config) -> tuple[int, int]:
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_layer_of_one_process_is_one_graph(pool, recompute):
     graphs, breaks = compare(pool, make_config(recompute=recompute, micro_batches=2))
-    assert graphs == 2, "training has one for all layers, and evaluation another"
-    assert breaks == 0
+    assert (graphs, breaks) == (1, 0), "one for all layers"
 
 
-LAYOUTS = {  # each with the graphs that a layer has at least, in training and in evaluation
-    "tensor": (16, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
-    "ring": (8, {"cp": 2, "recompute": "full"}),
-    "ulysses": (8, {"cp": 2, "cp_engine": "ulysses"}),
+LAYOUTS = {  # each with the graphs that a layer has at least
+    "tensor": (8, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
+    "ring": (4, {"cp": 2, "recompute": "full"}),
+    "ulysses": (4, {"cp": 2, "cp_engine": "ulysses"}),
 }
 
 
