@@ -78,6 +78,41 @@ PRESETS = {
 DEFAULT = [name for name in PRESETS if name != "tiny"]
 
 
+class Work(NamedTuple):
+    """A preset on a device: what every contender is given."""
+
+    preset: Preset
+    device: torch.device
+
+    def config(self, micro_batch: int) -> Config:
+        training = {
+            "learning_rate": 1e-4,
+            "seq_length": self.preset.seq_length,
+            "micro_batch_size": micro_batch,
+            "gradient_accumulation_steps": self.preset.sequences // micro_batch,
+            "eval_batches": 0,
+        }
+        model = {"name": self.preset.model, "recompute": self.preset.recompute}
+        return parse_config(
+            {
+                "distributed": {"use_cpu": self.device.type == "cpu"},
+                "model": model | {"dtype": "bfloat16"},
+                "training": training,
+            }
+        )
+
+    def data(self, micro_batch: int) -> Batches:
+        """Random tokens: the same steps, whatever the micro-batch."""
+        config, num_tokens = self.config(micro_batch), STEPS_OF_DATA * self.preset.tokens + 1
+        tokens = np.random.default_rng(0).integers(self.llama.vocab_size, size=num_tokens)
+        text = TokenFile(tokens.astype(np.uint32), num_bytes=num_tokens, num_documents=1)
+        return open_data(config, text, dp_rank=0)
+
+    @property
+    def llama(self) -> LlamaConfig:
+        return resolve_model(self.config(1))
+
+
 class Effort(NamedTuple):
     warmup: int
     steps: int
@@ -180,30 +215,25 @@ def measure(
     name: str, device: torch.device, effort: Effort, until: float, profile_to: Path | None = None
 ) -> list[Result]:
     """Four results: ours and the peer, each as it is and compiled."""
-    preset = PRESETS[name]
-    config = config_of(preset, 1, device)
-    llama = resolve_model(config)
-    speedometer = Speedometer(llama, preset.seq_length, preset.recompute, device, torch.bfloat16)
-    results, weights = [], {}
+    work, results, weights = Work(PRESETS[name], device), [], {}
     for who, build in {"picotron-min": picotron_min, "transformers": transformers_llama}.items():
-        mine = [Result(name, who), Result(name, f"{who} compiled")]
+        plain, compiled = mine = [Result(name, who), Result(name, f"{who} compiled")]
         results += mine
         try:
             if time.monotonic() > until:
                 raise OutOfTime("no time is left for it")
-            contender = build(preset, config, llama, device)
+            contender = build(work)
             if not weights:  # the first one's are everybody's
                 weights = {n: p.to("cpu", copy=True) for n, p in contender.parameters.items()}
-            size = fastest_micro_batch(contender, preset, llama, device)
-            for result in mine:
-                if result is mine[1]:
-                    torch._dynamo.reset()  # it gives up on a function with too many shapes
-                    contender.compile()
-                start_again(contender, weights)
-                result.micro_batch = size
-                time_steps(contender, preset, result, effort, until, speedometer, device)
+            plain.micro_batch = compiled.micro_batch = fastest_micro_batch(contender, work)
+            start_again(contender, weights)
+            time_steps(contender, work, plain, effort, until)
+            torch._dynamo.reset()  # it gives up on a function that it has seen with many shapes
+            contender.compile()
+            start_again(contender, weights)
+            time_steps(contender, work, compiled, effort, until)
             if profile_to and who == "picotron-min":
-                profile(contender, data_of(preset, size, device), profile_to / f"{name}.json")
+                profile(contender, work.data(compiled.micro_batch), profile_to / f"{name}.json")
         except (OutOfTime, ImportError, torch.OutOfMemoryError) as error:
             for result in mine:
                 if not result.step_seconds:
@@ -223,39 +253,9 @@ def clean_up(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def config_of(preset: Preset, micro_batch: int, device: torch.device) -> Config:
-    return parse_config(
-        {
-            "distributed": {"use_cpu": device.type == "cpu"},
-            "model": {
-                "name": preset.model,
-                "dtype": "bfloat16",
-                "recompute": preset.recompute,
-            },
-            "training": {
-                "learning_rate": 1e-4,
-                "seq_length": preset.seq_length,
-                "micro_batch_size": micro_batch,
-                "gradient_accumulation_steps": preset.sequences // micro_batch,
-                "eval_batches": 0,
-            },
-        }
-    )
-
-
-def data_of(preset: Preset, micro_batch: int, device: torch.device) -> Batches:
-    """Random tokens: the same steps, whatever the micro-batch."""
-    config = config_of(preset, micro_batch, device)
-    num_tokens = STEPS_OF_DATA * preset.tokens + 1
-    tokens = np.random.default_rng(0).integers(resolve_model(config).vocab_size, size=num_tokens)
-    text = TokenFile(tokens.astype(np.uint32), num_bytes=num_tokens, num_documents=1)
-    return open_data(config, text, dp_rank=0)
-
-
-def picotron_min(
-    preset: Preset, config: Config, llama: LlamaConfig, device: torch.device
-) -> Contender:
-    training = Training(config, llama, build_axes(device), device, data_of(preset, 1, device))
+def picotron_min(work: Work) -> Contender:
+    axes = build_axes(work.device)
+    training = Training(work.config(1), work.llama, axes, work.device, work.data(1))
 
     def step(data: Batches, index: int) -> float:
         training.data = data
@@ -269,9 +269,7 @@ def picotron_min(
     return Contender(training.parameters, training.optimizer, step, compile)
 
 
-def transformers_llama(
-    preset: Preset, config: Config, llama: LlamaConfig, device: torch.device
-) -> Contender:
+def transformers_llama(work: Work) -> Contender:
     """Hugging Face's model with SDPA, in the loop that its users write, and their loss.
 
     Compiled are its layers, one by one like ours, and the loss with the projection before it: what
@@ -279,14 +277,15 @@ def transformers_llama(
     """
     import transformers
 
+    device, shape = work.device, work.llama.to_hf()
     with device:
         model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**llama.to_hf(), attn_implementation="sdpa")
+            transformers.LlamaConfig(**shape, attn_implementation="sdpa")
         )
-    if preset.recompute == "full":
+    if work.preset.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    t, head_loss = config.training, linear_cross_entropy
+    t, head_loss = work.config(1).training, linear_cross_entropy
     optimizer = build_optimizer(
         model.parameters(),
         name=t.optimizer,
@@ -331,13 +330,11 @@ def start_again(contender: Contender, weights: dict[str, Tensor]) -> None:
     contender.optimizer.state.clear()
 
 
-def fastest_micro_batch(
-    contender: Contender, preset: Preset, llama: LlamaConfig, device: torch.device
-) -> int:
+def fastest_micro_batch(contender: Contender, work: Work) -> int:
     """By trying; torch.OutOfMemoryError if not even a single sequence fits."""
     best, best_seconds = 0, float("inf")
-    for size in candidates(preset, llama, device):
-        data = data_of(preset, size, device)
+    for size in candidates(work):
+        data = work.data(size)
         try:
             contender.step(data, 0)
             began = time.perf_counter()
@@ -351,16 +348,17 @@ def fastest_micro_batch(
         if seconds > 0.99 * best_seconds:
             break  # larger ones take memory for nothing
         best, best_seconds = size, seconds
-    clean_up(device)
+    clean_up(work.device)
     return best
 
 
-def candidates(preset: Preset, llama: LlamaConfig, device: torch.device) -> list[int]:
+def candidates(work: Work) -> list[int]:
     """Powers of two that our own model should fit with; 1 always, let it show."""
+    preset, device = work.preset, work.device
     limit = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else float("inf")
     needed = partial(
         memory_per_rank,
-        llama,
+        work.llama,
         seq_length=preset.seq_length,
         dtype="bfloat16",
         recompute=preset.recompute,
@@ -370,16 +368,11 @@ def candidates(preset: Preset, llama: LlamaConfig, device: torch.device) -> list
 
 
 def time_steps(
-    contender: Contender,
-    preset: Preset,
-    result: Result,
-    effort: Effort,
-    until: float,
-    speedometer: Speedometer,
-    device: torch.device,
+    contender: Contender, work: Work, result: Result, effort: Effort, until: float
 ) -> None:
     """Fill in a result; OutOfTime if its steps would take longer than `until`."""
-    data = data_of(preset, result.micro_batch, device)
+    preset, device = work.preset, work.device
+    data = work.data(result.micro_batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = []
@@ -395,6 +388,9 @@ def time_steps(
             if needs > has:
                 raise OutOfTime(f"needs {needs:.0f} s, and the preset has {max(has, 0):.0f} left")
     result.step_seconds = times[effort.warmup :]
+    speedometer = Speedometer(
+        work.llama, preset.seq_length, preset.recompute, device, torch.bfloat16
+    )
     tokens_per_second = preset.tokens / statistics.median(result.step_seconds)
     measured = speedometer.measure(tokens_per_second, devices=1)
     for name in ("tokens_per_second", "mfu", "hfu", "memory_gb"):

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
-from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result
+from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention
 from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
-from picotron_min.llama_config import PRESETS
 from picotron_min.loss import IGNORE_INDEX, head_loss
 from picotron_min.mesh import build_axes
 from picotron_min.training import Training
@@ -90,8 +89,8 @@ def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
     assert call.args[5].is_contiguous() and torch.equal(call.args[5], lse)
 
 
-CPU_RUN = Preset("tiny", 64, tokens=512)
-TINY = PRESETS["tiny"]
+TINY = Preset("tiny", 64, tokens=512)
+ON_CPU = Work(TINY, torch.device("cpu"))
 
 
 def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
@@ -105,7 +104,7 @@ def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
         time.sleep(seconds[sizes[-1]])
         return 1.0
 
-    return Contender({}, None, step, lambda: None), sizes
+    return Contender({}, mock.Mock(), step, lambda: None), sizes
 
 
 @pytest.mark.parametrize(
@@ -119,38 +118,46 @@ def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
 )
 def test_the_fastest_micro_batch_is_found(seconds, fits, best, tried):
     who, sizes = contender(seconds, fits)
-    assert gpu.fastest_micro_batch(who, CPU_RUN, TINY, torch.device("cpu")) == best
+    assert gpu.fastest_micro_batch(who, ON_CPU) == best
     assert max(sizes) == tried
 
 
 def test_not_even_one_sequence_that_fits_is_an_error():
     who, _ = contender({}, 0)
     with pytest.raises(torch.OutOfMemoryError):
-        gpu.fastest_micro_batch(who, CPU_RUN, TINY, torch.device("cpu"))
+        gpu.fastest_micro_batch(who, ON_CPU)
 
 
 def test_micro_batches_that_cannot_fit_are_not_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80e9))
-    preset = gpu.PRESETS["SmolLM-1.7B"]
-    sizes = gpu.candidates(preset, PRESETS["HuggingFaceTB/SmolLM-1.7B"], GPU)
-    assert sizes == [1, 2, 4] and preset.sequences == 16
+    work = Work(gpu.PRESETS["SmolLM-1.7B"], torch.device("cuda"))
+    assert gpu.candidates(work) == [1, 2, 4] and work.preset.sequences == 16
 
 
 def test_every_preset_is_a_step_of_whole_micro_batches():
     for preset in gpu.PRESETS.values():
         assert preset.sequences * preset.seq_length == preset.tokens
-        sizes = gpu.candidates(preset, TINY, torch.device("cpu"))
-        assert sizes[-1] == preset.sequences
+        assert gpu.candidates(Work(preset, torch.device("cpu")))[-1] == preset.sequences
 
 
 def test_a_contender_that_would_take_too_long_is_left_out():
     who, sizes = contender({1: 0.01}, 1)
     result = Result("tiny", "somebody", micro_batch=1)
     with pytest.raises(OutOfTime, match=r"needs 1[0-9] s, and the preset has [0-5] left"):
-        gpu.time_steps(
-            who, CPU_RUN, result, Effort(3, 1000), time.monotonic() + 5, None, torch.device("cpu")
-        )
+        gpu.time_steps(who, ON_CPU, result, Effort(3, 1000), time.monotonic() + 5)
     assert len(sizes) == 3 and result.losses == [1.0] * 3 and not result.step_seconds
+
+
+@pytest.mark.parametrize("error", [ImportError("no such thing"), torch.OutOfMemoryError("full")])
+def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, error):
+    ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4)
+    monkeypatch.setattr(gpu, "picotron_min", lambda work: ours)
+    monkeypatch.setattr(gpu, "transformers_llama", mock.Mock(side_effect=error))
+    results = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), math.inf)
+    assert [len(result.step_seconds) for result in results] == [2, 2, 0, 0]
+    assert [result.left_out for result in results] == ["", "", str(error), str(error)]
+    (*_, last) = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), time.monotonic() - 1)
+    assert last.left_out == "no time is left for it"
 
 
 def test_the_table_has_ratios_and_says_what_is_left_out():
@@ -265,16 +272,16 @@ def gpu_process():
 
 
 def training_of(micro_batch: int, device: torch.device, **model) -> Training:
-    config = gpu.config_of(CPU_RUN, micro_batch, device)
+    work = Work(TINY, device)
+    config = work.config(micro_batch)
     config = config.model_copy(update={"model": config.model.model_copy(update=model)})
-    data = gpu.data_of(CPU_RUN, micro_batch, device)
-    return Training(config, TINY, build_axes(device), device, data)
+    return Training(config, work.llama, build_axes(device), device, work.data(micro_batch))
 
 
 def gradients_by_the_book(training: Training) -> dict[str, Tensor]:
     """Of the mean loss of the first step, before clipping, in float64."""
     model = training.chunks[0].model.double()
-    batch = gpu.data_of(CPU_RUN, CPU_RUN.sequences, training.device).batch(0, 0)
+    batch = Work(TINY, training.device).data(TINY.sequences).batch(0, 0)
     tokens, targets = batch.tokens.to(training.device), batch.targets.to(training.device)
     logits = model(tokens, training.positions)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())

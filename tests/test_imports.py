@@ -39,7 +39,7 @@ STANDARD_LIBRARY_ONLY = ("llama_config", "pipeline_schedule", "draw", "costs")
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 
 FILES = sorted(path for path in (ROOT / PACKAGE).glob("*.py") if path.stem != "__init__")
-SCRIPTS = [ROOT / "train.py", ROOT / "create_config.py"]
+SCRIPTS = [ROOT / name for name in ("train.py", "create_config.py", "benchmarks/gpu.py")]
 
 
 def tree(path: Path) -> ast.Module:
