@@ -228,7 +228,6 @@ def measure(
             plain.micro_batch = compiled.micro_batch = fastest_micro_batch(contender, work)
             start_again(contender, weights)
             time_steps(contender, work, plain, effort, until)
-            torch._dynamo.reset()  # it gives up on a function that it has seen with many shapes
             contender.compile()
             start_again(contender, weights)
             time_steps(contender, work, compiled, effort, until)
@@ -248,6 +247,9 @@ class OutOfTime(Exception):
 
 
 def clean_up(device: torch.device) -> None:
+    """Let go of what earlier contenders had, on the device and in the compiler, which gives up on
+    a function that it has seen with too many shapes."""
+    torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
