@@ -181,6 +181,7 @@ def print_costs(config: Config, model: LlamaConfig) -> None:
         recompute=m.recompute,
         sequence_parallel=d.sequence_parallel,
         pp_engine=d.pp_engine,
+        device="cpu" if d.use_cpu else "cuda",
     )
     matmul = matmul_parameters(model)
     print(f"parameters       {parameter_count(model):,}, {matmul:,} a token is multiplied with")

@@ -16,7 +16,7 @@ from picotron_min.pipeline_schedule import ENGINES, peak_live
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 OPTIMIZER_MOMENTS = {"adamw": 2, "sgd": 0}
-CHUNK_ROWS = 1024  # as in loss.py, which this file cannot import without torch
+CHUNK_ROWS = {"cpu": 1024, "cuda": 4096}  # as in loss.py, which cannot be imported without torch
 
 
 def parameter_count(model: LlamaConfig) -> int:
@@ -107,6 +107,7 @@ def memory_per_rank(
     pp_engine: str = "1f1b",
     pp_chunks: int = 1,
     pp_layers: list[int] | None = None,
+    device: str = "cuda",
 ) -> RankMemory:
     """The memory of the pipeline rank that needs most.
 
@@ -117,8 +118,9 @@ def memory_per_rank(
     - activations: `saved_per_token` x layers of a stage (and 2 E for the norm before lm_head)
       x tokens of a micro-batch on this rank x what the schedule keeps alive at once; and, with
       recomputation, the one part of a layer that backward has just brought back.
-    - loss: on the last stage, V/tp logits for CHUNK_ROWS tokens, which become their gradient;
-      and per live micro-batch the gradients of lm_head and of its input, made along with the loss.
+    - loss: on the last stage, V/tp logits for CHUNK_ROWS tokens, which become their gradient, and
+      its cast to bfloat16 if that is the dtype; and per live micro-batch the gradients of lm_head
+      and of its input, made along with the loss.
 
     Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention
     (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
@@ -131,6 +133,8 @@ def memory_per_rank(
     selective = saved_per_token(model, dtype, "selective", tp, sequence_parallel)
     brought_back = {"none": 0, "selective": everything - selective, "full": everything}[recompute]
     last_norm = 2 * wide * E
+    per_logit = wide + (BYTES[dtype] if dtype == "bfloat16" else 0)
+    chunk = per_logit * min(CHUNK_ROWS[device], tokens)
 
     stages = pp_layers or split_layers(model, seq_length, pp * pp_chunks)
 
@@ -150,8 +154,8 @@ def memory_per_rank(
             activations=math.ceil(
                 tokens * (live * (layers * saved + last * last_norm) + brought_back)
             ),
-            loss=last * math.ceil(wide * V / tp * (min(CHUNK_ROWS, tokens) + live * E))
-            + last * math.ceil(live * tokens * BYTES[dtype] * E),
+            loss=last
+            * math.ceil(V / tp * (chunk + live * wide * E) + live * tokens * BYTES[dtype] * E),
         )
 
     return max((memory_of(rank) for rank in range(pp)), key=lambda memory: memory.total)
@@ -172,9 +176,8 @@ def saved_per_token(
     selective   4 E                                 2 E + 4 M
     full        1 E: the layer's input              nothing
 
-    Under autocast a norm's output is wide, and each of q, k, v, gate, up keeps its own cast of it:
-    5 E for 2 E. tp divides heads and MLP, and with sequence parallelism also what is wide; norms'
-    outputs are kept whole, because a projection keeps its input as the all-gather gave it.
+    tp divides heads and MLP, and with sequence parallelism also what is wide; norms' outputs are
+    kept whole, because a projection keeps its input as the all-gather gave it.
     """
     E, M = model.hidden_size, model.intermediate_size
     wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
@@ -184,8 +187,7 @@ def saved_per_token(
     heads = 0
     if recompute == "none":
         heads = 2 * _query_size(model) + 2 * _key_value_size(model)
-    norm_outputs = 5 if dtype == "bfloat16" and recompute == "none" else 2
-    return wide * 4 * E / split + narrow * (norm_outputs * E + (heads + 4 * M) / tp)
+    return wide * 4 * E / split + narrow * (2 * E + (heads + 4 * M) / tp)
 
 
 def split_layers(model: LlamaConfig, seq_length: int, num_stages: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from picotron_min.llama_config import LlamaConfig
-from picotron_min.loss import head_loss
+from picotron_min.loss import chunk_loss, head_loss, linear_dtype, wide_dtype
 
 
 class Llama(nn.Module):
@@ -103,7 +103,7 @@ class SoftmaxAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        scores = at_least_float32(q @ k.mT) / math.sqrt(q.shape[-1])
+        scores = (q @ k.mT).to(wide_dtype(q)) / math.sqrt(q.shape[-1])
         future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -math.inf).softmax(-1).to(v.dtype) @ v
 
@@ -120,7 +120,8 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight; torch computes bfloat16 inputs in float32 inside."""
+    """x / sqrt(mean(x^2) + eps) * weight, rounded once to what the linears after it compute in:
+    under autocast each of them would round it, and keep a copy."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -128,11 +129,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(linear_dtype(x))
 
 
 class Head(nn.Linear):
     """The projection to the vocabulary, and the loss, which is all that training wants of it."""
+
+    chunk_loss = staticmethod(chunk_loss)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E], targets [B, S] -> [], the sum (not the mean) of the tokens' cross entropies.
@@ -140,7 +143,7 @@ class Head(nn.Linear):
         A sum, so that micro-batches and ranks can be added up; the step divides once, by the number
         of targets in the whole global batch. The logits never exist all at once, see loss.py.
         """
-        return head_loss(x.flatten(0, 1), self.weight, targets.flatten())
+        return head_loss(x.flatten(0, 1), self.weight, targets.flatten(), of_chunk=self.chunk_loss)
 
 
 def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -176,11 +179,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it was: softmax statistics and losses need the digits."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> None:
     """Trade compute for memory: run parts of the forward again in backward instead of saving them.
 
@@ -205,6 +203,17 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
 def _recomputed(forward):
     # Nothing in it is random: no state of a generator to keep and to put back.
     return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def apply_compile(model: Llama) -> None:
+    """Fuse what lies between the matmuls of each layer, and the loss, with torch.compile.
+
+    All layers share the graph of one. Shapes never change in a run, so kernels are made for them.
+    """
+    for layer in model.model.layers.values():
+        layer.compile(dynamic=False)
+    if isinstance(model.lm_head, Head):
+        model.lm_head.chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
 
 def initial_std(name: str, num_hidden_layers: int) -> float:

@@ -15,9 +15,10 @@ one all-reduce costs, so the bytes are the same, and memory between sublayers is
 gathered input of a sublayer is kept for backward; gathering it again would save [B, S, E] a
 sublayer and send half as much again in backward.
 
-    b = bytes of [B, S, E]     per layer, forward        per layer, backward
+    b = bytes of [B, S, E]*    per layer, forward        per layer, backward
     plain                      2 all-reduces of b        2 all-reduces of b
     sequence parallel          2 all-gathers and 2 reduce-scatters of b, each way
+    * in bfloat16, if that is what is computed in; the embedding's always in float32
 
 Each costs 2 (n-1)/n b or half of that, and besides the layers there is one pair for the embedding
 (forward) and lm_head (backward), and per chunk of the loss [N] + [2, N] numbers, see loss.py.
@@ -191,14 +192,15 @@ _leave = torch.compiler.disable(_Leave.apply)
 
 
 class DeferredLinear(nn.Linear):
-    """A linear without bias whose backward computes the gradient of its input only."""
+    """A linear without bias whose backward computes the gradient of its input only.
+
+    It computes in the dtype of x, which a norm or the linear before has rounded already.
+    """
 
     owed: Factors  # put here just before each forward, by _bound
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         # The weight's gradient comes by way of _Enter, which is why it is detached here.
         return _DeferredProduct.apply(x, self.weight.detach(), self.owed)
 
@@ -266,7 +268,8 @@ class VocabularyParallelHead(Head):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
         x = _enter(self.boundary, [], x)
-        return head_loss(x.flatten(0, 1), self.weight, targets.flatten(), self.vocabulary)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        return head_loss(x, self.weight, targets, self.vocabulary, of_chunk=self.chunk_loss)
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""

@@ -39,7 +39,7 @@ from picotron_min.data_parallel import GradientBuckets
 from picotron_min.hugging_face import export_hf, read_weights
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import Axes
-from picotron_min.model import Llama, SoftmaxAttention, apply_recompute
+from picotron_min.model import Llama, SoftmaxAttention, apply_compile, apply_recompute
 from picotron_min.optimizer import SkippedSteps, build_optimizer, gradient_norm, learning_rate_at
 from picotron_min.pipeline_parallel import (
     Chunk,
@@ -267,8 +267,7 @@ def build_model(
     model.tie_weights()
     apply_recompute(model, config.model.recompute, config.model.compile)
     if config.model.compile:
-        for layer in model.model.layers.values():
-            layer.compile()
+        apply_compile(model)
     return model
 
 

@@ -114,7 +114,10 @@ def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
         "pp_engine": "afab",
         "pp_chunks": 1,
         "pp_layers": None,
+        "device": "cuda",
     }
+    create(layout + " --exp_name cpu --seq_len 128 --use_cpu")
+    assert asked["device"] == "cpu"
 
 
 def test_the_same_again_is_fine_and_says_so(create):

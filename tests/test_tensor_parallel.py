@@ -134,6 +134,48 @@ def test_calls_and_bytes_are_those_of_the_docstring(pool, n, sequence_parallel):
             assert backward == ({"all_reduce": calls}, {"all_reduce": calls * 2 * half * b})
 
 
+def bytes_in_bfloat16(num_layers: int, sequence_parallel: bool) -> int:
+    config = CONFIG.override(num_hidden_layers=num_layers)
+    model, axis = split_model(config, sequence_parallel, whole_model(config))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.float()(*batch()).backward()
+    return axis.ledger.take_bytes()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_layers_send_two_bytes_a_number_in_bfloat16(pool, sequence_parallel):
+    two, three = (pool.run(2, bytes_in_bfloat16, n, sequence_parallel)[0] for n in (2, 3))
+    assert three - two == 4 * (2 * B * S * CONFIG.hidden_size)  # 4 x 2 (n-1)/n b
+
+
+def gradients_in_bfloat16(model: Llama) -> dict[str, torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        model.float()(*batch()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def errors_in_bfloat16(sequence_parallel: bool) -> dict[str, tuple[float, float]]:
+    """Of every gradient, from the exact one: of two ranks, and of one."""
+    exact = whole_model()
+    exact(*batch()).backward()
+    model, axis = split_model(CONFIG, sequence_parallel, exact)
+    ours, one_rank = gradients_in_bfloat16(model), gradients_in_bfloat16(whole_model())
+    errors = {}
+    for name, parameter in exact.named_parameters():
+        if sequence_parallel and shard_dim(name) is None:
+            dist.all_reduce(ours[name])
+        near = [ours[name], part(name, one_rank[name], axis)]
+        errors[name] = tuple((g - part(name, parameter.grad, axis)).norm().item() for g in near)
+    return errors
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_two_ranks_err_little_more_than_one_in_bfloat16(pool, sequence_parallel):
+    for errors in pool.run(2, errors_in_bfloat16, sequence_parallel):
+        ours, one_rank = (sum(x) for x in zip(*errors.values(), strict=True))
+        assert 0 < ours < 1.5 * one_rank, errors
+
+
 def backward_events(sequence_parallel: bool) -> list[str]:
     """What happens in the backward of one layer, in order."""
     events = []
