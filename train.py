@@ -21,6 +21,7 @@ from filelock import FileLock
 
 from picotron_min.checkpoint import clean_up, find_start, lock_folder, read_facts, set_aside
 from picotron_min.config import Config, load_config, resolve_model
+from picotron_min.console import Console, human
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batches, TokenFile, prepare_tokens
 from picotron_min.hugging_face import find_weights
@@ -36,17 +37,10 @@ from picotron_min.mesh import (
     set_environment,
     torchrun_launch,
 )
-from picotron_min.metrics import (
-    Console,
-    EvalRecord,
-    MetricsLog,
-    SaveRecord,
-    Speedometer,
-    StepRecord,
-    human,
-)
+from picotron_min.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
 from picotron_min.optimizer import Diverged
 from picotron_min.processes import RollCall, start_processes
+from picotron_min.speed import Speedometer
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 from picotron_min.trace import Trace
 from picotron_min.training import DTYPES, Training, open_data
@@ -59,7 +53,7 @@ def main() -> None:
     launch = torchrun_launch()
     with mistakes_told_plainly(launch.local_rank if launch else 0):
         config = load_config(path, processes=launch.world_size if launch else None)
-    set_environment(TOKENIZERS_PARALLELISM=config.environment.TOKENIZERS_PARALLELISM)
+    set_environment(config.environment.TOKENIZERS_PARALLELISM)
     if launch:
         train(config, launch)
     else:

@@ -10,8 +10,9 @@ their first losses must agree: a comparison of different work is worth nothing.
 
 Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
 micro-batch that is fastest for it: powers of two are tried, as far as costs.py lets hope and until
-one does not fit or is not faster. It is then measured as it is, and once more with its layers
-compiled. The median of 20 steps counts.
+one does not fit or is not faster. It is then measured as it is, and once more with its layers and
+its loss compiled: with the same micro-batch, and where time is left with twice that, because what
+is compiled needs less memory. The median of 20 steps counts.
 
 Time is held by sharing what is left of `--minutes` among the presets that are left: a contender
 whose steps would take longer than its preset has is left out, and the table says so. More than that
@@ -22,16 +23,18 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,20 +42,34 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from picotron_min.config import Config, parse_config, resolve_model
 from picotron_min.costs import memory_per_rank
 from picotron_min.data import Batches, TokenFile
-from picotron_min.llama_config import LlamaConfig
-from picotron_min.mesh import Launch, build_axes, choose_backend, choose_device, open_process_group
-from picotron_min.metrics import Speedometer
+from picotron_min.llama_config import LlamaConfig, find_preset
+from picotron_min.mesh import (
+    Launch,
+    build_axes,
+    choose_backend,
+    choose_device,
+    open_process_group,
+    set_environment,
+)
+from picotron_min.model import apply_compile
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_schedule import build_plans
+from picotron_min.speed import Speedometer
 from picotron_min.training import Training, open_data, to_device
 
 CHECKED_STEPS = 3
 TOLERANCE = 0.01  # relative, between the contenders' losses in those steps: bfloat16 rounds a lot
 STEPS_OF_DATA = 8  # then the tokens come again
+ATTENTION = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 class Preset(NamedTuple):
@@ -84,21 +101,40 @@ class Work(NamedTuple):
     preset: Preset
     device: torch.device
 
-    def config(self, micro_batch: int) -> Config:
-        training = {
-            "learning_rate": 1e-4,
-            "seq_length": self.preset.seq_length,
-            "micro_batch_size": micro_batch,
-            "gradient_accumulation_steps": self.preset.sequences // micro_batch,
-            "eval_batches": 0,
-        }
-        model = {"name": self.preset.model, "recompute": self.preset.recompute}
-        return parse_config(
-            {
-                "distributed": {"use_cpu": self.device.type == "cpu"},
-                "model": model | {"dtype": "bfloat16"},
-                "training": training,
-            }
+    def config(self, micro_batch: int) -> SimpleNamespace:
+        """What Training reads of a Config, which is not used itself because it needs pydantic."""
+        return SimpleNamespace(
+            distributed=SimpleNamespace(
+                **dict.fromkeys(("tp_size", "cp_size", "dp_size", "pp_chunks"), 1),
+                pp_engine="1f1b",
+                pp_layers=[self.llama.num_hidden_layers],
+                cp_engine="ring",
+                sequence_parallel=False,
+            ),
+            model=SimpleNamespace(
+                dtype="bfloat16",
+                recompute=self.preset.recompute,
+                compile=False,
+                use_fused_adam=True,
+            ),
+            training=SimpleNamespace(
+                seed=0,
+                seq_length=self.preset.seq_length,
+                micro_batch_size=micro_batch,
+                gradient_accumulation_steps=self.preset.sequences // micro_batch,
+                eval_batches=0,
+                optimizer="adamw",
+                learning_rate=1e-4,
+                min_learning_rate=0.0,
+                schedule="constant",
+                warmup_steps=0,
+                total_train_steps=1000,
+                betas=(0.9, 0.95),
+                weight_decay=0.1,
+                grad_clip=1.0,
+            ),
+            checkpoint=SimpleNamespace(in_background=False, keep=1),
+            use_flash_attention=True,
         )
 
     def data(self, micro_batch: int) -> Batches:
@@ -110,7 +146,7 @@ class Work(NamedTuple):
 
     @property
     def llama(self) -> LlamaConfig:
-        return resolve_model(self.config(1))
+        return find_preset(self.preset.model)
 
 
 class Effort(NamedTuple):
@@ -156,12 +192,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="traces, and largest kernels"
     )
+    parser.add_argument(
+        "--attention", choices=ATTENTION, help="kernel to prefer, for all; default: torch's choice"
+    )
     options = parser.parse_args(arguments)
+    set_environment()
     end = time.monotonic() + 60 * options.minutes
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU: --device cpu --presets tiny shows that the script runs")
-    with one_process(options.device) as device:
-        facts = describe(device)
+    with one_process(options.device) as device, prefer(options.attention):
+        facts = describe(device) | {"attention": options.attention or "torch's choice"}
         print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
         results = []
         for i, name in enumerate(options.presets):
@@ -184,6 +224,13 @@ def one_process(device: str) -> Iterator[torch.device]:
     open_process_group(launch, choose_backend(chosen, "auto"), timeout_seconds=600)
     yield chosen
     dist.destroy_process_group()
+
+
+def prefer(attention: str | None) -> contextlib.AbstractContextManager:
+    if not attention:
+        return contextlib.nullcontext()
+    others = [kernel for name, kernel in ATTENTION.items() if name != attention]
+    return sdpa_kernel([ATTENTION[attention], *others], set_priority=True)
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -230,7 +277,11 @@ def measure(
             time_steps(contender, work, plain, effort, until)
             contender.compile()
             start_again(contender, weights)
+            began = time.monotonic()
             time_steps(contender, work, compiled, effort, until)
+            took, twice = time.monotonic() - began, 2 * compiled.micro_batch
+            if twice <= work.preset.sequences and time.monotonic() + took < until:
+                compiled = results[-1] = faster_with(twice, contender, work, compiled, effort)
             if profile_to and who == "picotron-min":
                 profile(contender, work.data(compiled.micro_batch), profile_to / f"{name}.json")
         except (OutOfTime, ImportError, torch.OutOfMemoryError) as error:
@@ -240,6 +291,18 @@ def measure(
         contender = None  # its memory is the next one's
         clean_up(device)
     return results
+
+
+def faster_with(
+    micro_batch: int, contender: Contender, work: Work, result: Result, effort: Effort
+) -> Result:
+    """The result with this micro-batch if it fits and is faster, else the one there is."""
+    other = replace(result, micro_batch=micro_batch, step_seconds=[])
+    try:
+        time_steps(contender, work, other, effort)
+    except torch.OutOfMemoryError:
+        return result
+    return max(result, other, key=lambda r: r.tokens_per_second)
 
 
 class OutOfTime(Exception):
@@ -264,10 +327,7 @@ def picotron_min(work: Work) -> Contender:
         (training.plan,) = build_plans("1f1b", 1, data.num_micro_batches, 1)
         return training.step(index).loss
 
-    def compile() -> None:  # in a single process this is all that model.compile does
-        for layer in training.chunks[0].model.model.layers.values():
-            layer.compile()
-
+    compile = partial(apply_compile, training.chunks[0].model)  # as model.compile in one process
     return Contender(training.parameters, training.optimizer, step, compile)
 
 
@@ -314,9 +374,9 @@ def transformers_llama(work: Work) -> Contender:
 
     def compile() -> None:
         nonlocal head_loss
-        head_loss = torch.compile(linear_cross_entropy)
+        head_loss = torch.compile(linear_cross_entropy, dynamic=False)
         for layer in model.model.layers:
-            layer.compile()
+            layer.compile(dynamic=False)
 
     return Contender(dict(model.named_parameters()), optimizer, step, compile)
 
@@ -370,25 +430,25 @@ def candidates(work: Work) -> list[int]:
 
 
 def time_steps(
-    contender: Contender, work: Work, result: Result, effort: Effort, until: float
+    contender: Contender, work: Work, result: Result, effort: Effort, until: float = math.inf
 ) -> None:
     """Fill in a result; OutOfTime if its steps would take longer than `until`."""
     preset, device = work.preset, work.device
     data = work.data(result.micro_batch)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     times = []
     for index in range(effort.warmup + effort.steps):
         # Every step reads its loss, so the host is never more than one ahead of the GPU.
         began = time.perf_counter()
         loss = contender.step(data, index)
         times.append(time.perf_counter() - began)
-        if index < CHECKED_STEPS:
+        if len(result.losses) < CHECKED_STEPS:
             result.losses.append(loss)
         if index == effort.warmup - 1:
             needs, has = effort.steps * times[-1], until - time.monotonic()
             if needs > has:
                 raise OutOfTime(f"needs {needs:.0f} s, and the preset has {max(has, 0):.0f} left")
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
     result.step_seconds = times[effort.warmup :]
     speedometer = Speedometer(
         work.llama, preset.seq_length, preset.recompute, device, torch.bfloat16

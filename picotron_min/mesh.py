@@ -73,11 +73,16 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout: tim
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
-def set_environment(**variables: bool | None) -> None:
-    """Set variables for this process and those it starts; None leaves one as it is."""
-    os.environ |= {
-        name: str(value).lower() for name, value in variables.items() if value is not None
-    }
+def set_environment(tokenizers_parallelism: bool | None = None) -> None:
+    """Set variables for this process and those it starts, before it touches a GPU.
+
+    A GPU's memory comes in segments that can grow, or in time it is all in pieces too small for
+    anything: unless the user has chosen otherwise. None leaves tokenizers as they are.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if tokenizers_parallelism is not None:
+        os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
 
 
 def choose_device(launch: Launch, use_cpu: bool) -> torch.device:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from picotron_min.checkpoint import (
     training_tensors,
 )
 from picotron_min.collectives import all_reduce
-from picotron_min.config import Config
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import split_layers
 from picotron_min.data import Batch, Batches, TokenFile
@@ -56,6 +55,9 @@ from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
 from picotron_min.tokenizer import Tokenizer
 from picotron_min.trace import Watch
 
+if TYPE_CHECKING:  # it is only read from, and benchmarks/gpu.py does without pydantic
+    from picotron_min.config import Config
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -71,7 +73,7 @@ class Training:
 
     def __init__(
         self,
-        config: Config,
+        config: "Config",
         llama: LlamaConfig,
         axes: Axes,
         device: torch.device,
@@ -239,7 +241,7 @@ class Training:
         export_hf(folder, self.parts_of_whole(weights), self.llama, tokenizer)
 
 
-def layers_of_stages(config: Config, llama: LlamaConfig) -> list[int]:
+def layers_of_stages(config: "Config", llama: LlamaConfig) -> list[int]:
     """How many layers each pipeline stage has."""
     d = config.distributed
     return d.pp_layers or split_layers(
@@ -248,7 +250,7 @@ def layers_of_stages(config: Config, llama: LlamaConfig) -> list[int]:
 
 
 def build_model(
-    config: Config, llama: LlamaConfig, axes: Axes, device: torch.device, stage: Stage
+    config: "Config", llama: LlamaConfig, axes: Axes, device: torch.device, stage: Stage
 ) -> Llama:
     """A stage, built without memory; the parallelisms swap their parts; what is left is allocated,
     and not yet initialised."""
@@ -281,7 +283,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch._replace(tokens=tokens, targets=targets)
 
 
-def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank: int = 0) -> Batches:
+def open_data(config: "Config", text: TokenFile, dp_rank: int, cp_rank: int = 0) -> Batches:
     """The micro-batches of this rank."""
     d, t = config.distributed, config.training
     return Batches(

@@ -3,8 +3,13 @@ that the host leaves a GPU alone, and that benchmarks/gpu.py does its arithmetic
 
 import json
 import math
+import os
+import statistics
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,10 +23,11 @@ from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention
 from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
 from picotron_min.loss import IGNORE_INDEX, head_loss
-from picotron_min.mesh import build_axes
+from picotron_min.mesh import build_axes, set_environment
 from picotron_min.training import Training
 from tests.test_layouts import MODEL, make_config, make_training
 
+ROOT = Path(__file__).parent.parent
 GPU = torch.device("cuda")
 
 
@@ -148,6 +154,17 @@ def test_a_contender_that_would_take_too_long_is_left_out():
     assert len(sizes) == 3 and result.losses == [1.0] * 3 and not result.step_seconds
 
 
+@pytest.mark.parametrize("seconds,fits,kept", [(0.03, 2, 2), (0.09, 2, 1), (0.03, 1, 1)], ids=str)
+def test_twice_the_micro_batch_is_kept_if_it_fits_and_is_faster(seconds, fits, kept):
+    who, sizes = contender({1: 0.06, 2: seconds}, fits)
+    result = Result("tiny", "somebody", micro_batch=1)
+    gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
+    best = gpu.faster_with(2, who, ON_CPU, result, Effort(1, 2))
+    assert 2 in sizes and best.micro_batch == kept
+    median = statistics.median(best.step_seconds)
+    assert best.tokens_per_second == pytest.approx(TINY.tokens / median)
+
+
 @pytest.mark.parametrize("error", [ImportError("no such thing"), torch.OutOfMemoryError("full")])
 def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, error):
     ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4)
@@ -158,6 +175,24 @@ def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, err
     assert [result.left_out for result in results] == ["", "", str(error), str(error)]
     (*_, last) = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), time.monotonic() - 1)
     assert last.left_out == "no time is left for it"
+
+
+def test_the_kernel_that_is_asked_for_comes_first():
+    usual = torch._C._get_sdp_priority_order()
+    with gpu.prefer("cudnn"):
+        assert torch._C._get_sdp_priority_order()[0] == gpu.ATTENTION["cudnn"].value
+        assert torch.backends.cuda.math_sdp_enabled(), "for what it cannot do"
+    with gpu.prefer(None):
+        assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "mine")
+        set_environment()
+        assert os.environ.pop(name) == "mine" and "PYTORCH_ALLOC_CONF" not in os.environ
+    set_environment()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_the_table_has_ratios_and_says_what_is_left_out():
@@ -183,8 +218,8 @@ def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(gpu, "QUICK", Effort(3, 2))
     file = tmp_path / "numbers.json"
-    options = ["--presets", "tiny", "--device", "cpu", "--quick", "--json", str(file)]
-    gpu.main([*options, "--profile", str(tmp_path / "traces")])
+    options = ["--presets", "tiny", "--device", "cpu", "--quick", "--attention", "flash"]
+    gpu.main([*options, "--json", str(file), "--profile", str(tmp_path / "traces")])
     written = json.loads(file.read_text())
     assert {"date", "device", "driver", "torch", "transformers"} <= written.keys()
     assert [result["contender"] for result in written["results"]] == [
@@ -195,6 +230,24 @@ def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
         assert result["micro_batch"] in (1, 2, 4)
     assert "traceEvents" in json.loads((tmp_path / "traces" / "tiny.json").read_text())
     assert "Self CPU" in capsys.readouterr().out
+
+
+BARE = """
+import sys
+for name in "pydantic rich datasets transformers tokenizers huggingface_hub wandb".split():
+    sys.modules[name] = None  # as if it were not installed
+from benchmarks import gpu
+with gpu.one_process("cpu") as device:
+    work = gpu.Work(gpu.PRESETS["tiny"], device)
+    print(gpu.picotron_min(work).step(work.data(1), 0))
+"""
+
+
+def test_the_benchmark_needs_nothing_but_torch_numpy_and_safetensors():
+    """filelock comes with torch."""
+    run = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) == pytest.approx(math.log(257), rel=0.01)
 
 
 # From here on a GPU is needed. References are in float64, and errors relative to the whole tensor:
@@ -274,7 +327,7 @@ def gpu_process():
 def training_of(micro_batch: int, device: torch.device, **model) -> Training:
     work = Work(TINY, device)
     config = work.config(micro_batch)
-    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    vars(config.model).update(model)
     return Training(config, work.llama, build_axes(device), device, work.data(micro_batch))
 
 

@@ -1,0 +1,43 @@
+"""The yardsticks of speed and memory."""
+
+import pytest
+import torch
+
+from picotron_min.speed import memory_gb, peak_flops, table_peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16", "float32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 66.9e12),
+        ("NVIDIA H100 PCIe", 756e12, 51.2e12),
+        ("NVIDIA H200", 989.4e12, 66.9e12),
+        ("NVIDIA B200", 2250e12, 75e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("AMD Instinct MI300X", 1307.4e12, 163.4e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("Tesla T4", None, None),
+    ],
+)
+def test_peaks_are_of_exactly_that_device(name, bfloat16, float32):
+    assert table_peak_flops(name, torch.bfloat16) == pytest.approx(bfloat16)
+    assert table_peak_flops(name, torch.float32) == pytest.approx(float32)
+
+
+def test_a_dtype_that_is_not_in_the_table_has_no_peak():
+    assert table_peak_flops("NVIDIA L4", torch.float64) is None
+
+
+def test_a_cpus_peak_is_measured_in_the_dtype():
+    cpu = torch.device("cpu")
+    single, double = (peak_flops(cpu, d) for d in (torch.float32, torch.float64))
+    assert 1e9 < double < single < 1e15
+
+
+def test_memory_is_this_process_in_gigabytes():
+    assert 0.05 < memory_gb(torch.device("cpu")) < 50
