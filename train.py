@@ -60,6 +60,18 @@ def main() -> None:
         start_processes(partial(train, config), config.world_size)
 
 
+@contextlib.contextmanager
+def mistakes_told_plainly(local_rank: int) -> Iterator[None]:
+    """The user's mistakes, ValueError and OSError here, end in their message and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if local_rank:
+            time.sleep(5)  # rank 0 most likely says the same, and has all others ended by leaving
+        print(f"\n{error}\n", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
 def train(config: Config, launch: Launch) -> None:
     """What every process does, from finding its place to the finished model."""
     d = config.distributed
@@ -67,7 +79,8 @@ def train(config: Config, launch: Launch) -> None:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     with mistakes_told_plainly(launch.local_rank):  # while no process waits for another
         run = prepare(config, launch)
-    roll_call = RollCall(open_process_group(launch, run.backend, d.timeout_seconds), launch)
+    store = open_process_group(launch, run.backend, d.timeout_seconds)
+    roll_call = RollCall(store, launch, d.timeout_seconds)
     with roll_call.failures_told(plainly=(OSError, Diverged)):
         axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
         training = Training(config, run.llama, axes, run.device, run.data, run.weights)
@@ -103,41 +116,51 @@ def prepare(config: Config, launch: Launch) -> Run:
     llama = resolve_model(config)
     text = open_text(config, llama)
     here = coordinates(launch.rank, **sizes)
-    start = find_start(config.checkpoint.load_path, save_dir)
+    start, facts, weights = find_start(config.checkpoint.load_path, save_dir), {"step": 0}, None
+    if start:
+        facts = read_facts(start, llama, config.training.optimizer)
+    elif config.model.weights:
+        weights = find_weights(config.model.weights, llama, set(config.model.overrides))
     return Run(
-        sizes,
-        device,
-        choose_backend(device, d.backend),
-        llama,
-        load_tokenizer(config.dataset.tokenizer),
-        text,
-        open_data(config, text, here.dp, here.cp),
-        start,
-        read_facts(start, llama, config.training.optimizer) if start else {"step": 0},
-        find_weights(config.model.weights, llama, set(config.model.overrides))
-        if config.model.weights and not start
-        else None,
-        lock_folder(save_dir) if launch.rank == 0 else None,
+        sizes=sizes,
+        device=device,
+        backend=choose_backend(device, d.backend),
+        llama=llama,
+        tokenizer=load_tokenizer(config.dataset.tokenizer),
+        text=text,
+        data=open_data(config, text, here.dp, here.cp),
+        start=start,
+        facts=facts,
+        weights=weights,
+        lock=lock_folder(save_dir) if launch.rank == 0 else None,
+    )
+
+
+def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
+    """The tokens of the dataset, made now if no run has made them before."""
+    dataset = config.dataset
+    return prepare_tokens(
+        dataset.name,
+        subset_name=dataset.subset_name,
+        split=dataset.split,
+        text_column=dataset.text_column,
+        num_samples=config.training.num_samples,
+        num_proc=dataset.num_proc,
+        tokenizer=dataset.tokenizer,
+        vocab_size=llama.vocab_size,
+        cache_dir=dataset.cache_dir,
     )
 
 
 def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call: RollCall) -> None:
     """Step after step, with all that is told and saved on the way; then the finished model."""
-    t, save_dir, data, axes = (
-        config.training,
-        Path(config.checkpoint.save_dir),
-        run.data,
-        training.axes,
-    )
+    t, data, save_dir = config.training, run.data, Path(config.checkpoint.save_dir)
     first_step, last_step = run.facts["step"], t.total_train_steps
     if t.max_tokens:
         last_step = min(last_step, math.ceil(t.max_tokens / data.tokens_per_step))
     is_writer = launch.rank == 0
-    goes_on = run.start is not None and run.start.resolve().parent == save_dir.resolve()
-    if is_writer and (leftovers := clean_up(save_dir)):
-        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
-    if is_writer and (aside := set_aside(save_dir, newer_than=run.start if goes_on else None)):
-        print(f"{save_dir} held an earlier run: it is now in {aside}")
+    if is_writer:
+        make_room(save_dir, run.start)
     log = MetricsLog(
         Path(config.metrics_file), writes=is_writer, wandb_options=wandb_options(config)
     )
@@ -145,7 +168,9 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
         run.llama, t.seq_length, config.model.recompute, run.device, DTYPES[config.model.dtype]
     )
     traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
-    trace = Trace(range(first_step + 2, first_step + 2 + traced_steps), axes.pp, run.device)
+    trace = Trace(
+        range(first_step + 2, first_step + 2 + traced_steps), training.axes.pp, run.device
+    )
     roll_call.listen_for_sigterm()
     with Console(first_step + 1, last_step, prints=is_writer) as console:
         console.header("picotron-min", describe(config, run))
@@ -167,7 +192,7 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 learning_rate=result.learning_rate,
                 tokens=done * data.tokens_per_step,
                 step_seconds=seconds,
-                comm_bytes=take_bytes(axes),
+                comm_bytes=take_bytes(training.axes),
                 **speedometer.measure(data.tokens_per_step / seconds, config.world_size),
             )
             log.write(record)
@@ -176,12 +201,12 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 console.warn(f"step {done} changed nothing: its gradient is not finite")
             if data.num_eval_batches and due(done, t.eval_frequency, last_step):
                 loss = training.evaluate()
-                take_bytes(axes)  # they are not the next step's
+                take_bytes(training.axes)  # they are not the next step's
                 record = EvalRecord(done, loss, loss / math.log(2) * run.text.tokens_per_byte)
                 log.write(record)
                 console.evaluation(record)
             training.saver.check()
-            stops = roll_call.stop_agreed(run.device)
+            stops = roll_call.stop_agreed()
             if stops or due(done, config.checkpoint.save_frequency, last_step):
                 began = time.perf_counter()
                 training.save(save_dir, done)
@@ -198,37 +223,19 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 log.close()
                 return
     training.export(save_dir / "hf", run.tokenizer)
-    here = coordinates(launch.rank, **run.sizes)
-    if config.logging.trace_file and here.dp == here.cp == here.tp == 0:
+    if config.logging.trace_file and training.axes.dp_cp_tp.rank == 0:  # one of each stage
         trace.write(Path(config.logging.trace_file))
     console.summary(save_dir / "hf", training.saver.latest or run.start)
     log.close()
 
 
-def take_bytes(axes: Axes) -> dict[str, int]:
-    """Bytes that this rank has sent over each axis since the last time, without the silent ones."""
-    return {axis.name: sent for axis in axes if (sent := axis.ledger.take_bytes())}
-
-
-def due(done: int, every: int, last_step: int) -> bool:
-    """After every so many steps (0: none), and always after the last."""
-    return done == last_step or (every > 0 and done % every == 0)
-
-
-def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
-    """The tokens of the dataset, made now if no run has made them before."""
-    dataset = config.dataset
-    return prepare_tokens(
-        dataset.name,
-        subset_name=dataset.subset_name,
-        split=dataset.split,
-        text_column=dataset.text_column,
-        num_samples=config.training.num_samples,
-        num_proc=dataset.num_proc,
-        tokenizer=dataset.tokenizer,
-        vocab_size=llama.vocab_size,
-        cache_dir=dataset.cache_dir,
-    )
+def make_room(save_dir: Path, start: Path | None) -> None:
+    """Move an earlier run out of the way, but for what this one goes on from."""
+    goes_on_here = start is not None and start.resolve().parent == save_dir.resolve()
+    if leftovers := clean_up(save_dir):
+        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
+    if aside := set_aside(save_dir, newer_than=start if goes_on_here else None):
+        print(f"{save_dir} held an earlier run: it is now in {aside}")
 
 
 def wandb_options(config: Config) -> dict | None:
@@ -261,16 +268,14 @@ def describe(config: Config, run: Run) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def mistakes_told_plainly(local_rank: int) -> Iterator[None]:
-    """The user's mistakes, ValueError and OSError here, end in their message and exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if local_rank:
-            time.sleep(5)  # rank 0 most likely says the same, and has all others ended by leaving
-        print(f"\n{error}\n", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+def take_bytes(axes: Axes) -> dict[str, int]:
+    """Bytes that this rank has sent over each axis since the last time, without the silent ones."""
+    return {axis.name: sent for axis in axes if (sent := axis.ledger.take_bytes())}
+
+
+def due(done: int, every: int, last_step: int) -> bool:
+    """After every so many steps (0: none), and always after the last."""
+    return done == last_step or (every > 0 and done % every == 0)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ and two blocks merge as the mean of their means: with total = log(exp(lse_1) + e
 Backward needs no such chain. Given the lse of the *whole* row, the probabilities of any block are
 p = exp(s - lse), so each block computes its share of the gradients alone, and shares add up:
 
-    dv = p^T dout     dp = dout v^T     ds = p (dp - sum(dout out))     dq = ds k     dk = ds^T q
+    dv = p^T dout    dp = dout v^T    ds = p (dp - sum(dout out))    dq = ds k / sqrt(D)
+                                                                     dk = ds^T q / sqrt(D)
 
-Flash attention does this within a GPU, block by block; ring attention does it across ranks. No row
-may be masked in full: torch's kernels give such a row weight 1 (lse = 0) instead of none.
+Flash attention does this within a GPU, block by block; ring attention does it across ranks.
 
 Shapes: q [B, Q, S, D]; k and v [B, K, S', D], before head repetition: Q/K query heads share one.
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022,
@@ -113,11 +113,22 @@ def _flash_cuda(q, k, v, is_causal):
 
 
 def _flash_cuda_backward(gradient, q, k, v, out, lse, is_causal):
-    nothing = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed, which is unused
+    seed = offset = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout: none
     return aten._scaled_dot_product_flash_attention_backward(
-        *(gradient, q, k, v, out, lse.contiguous()),  # the kernel does not look at its strides
-        *(None, None, q.shape[2], k.shape[2]),  # sequences of different lengths: none
-        *(0.0, is_causal, nothing, nothing),
+        gradient,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),  # the kernel does not look at its strides
+        None,  # where sequences of different lengths begin: there are none
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        is_causal,
+        seed,
+        offset,
     )
 
 

@@ -50,8 +50,7 @@ def initialise(
     """Give parameters, by their names in the whole model, their initial weights.
 
     A weight is a function of (seed, name): every layout starts from bit-identical weights, of
-    which each rank keeps its part. Drawn in
-    float32 on the CPU, one at a time.
+    which each rank keeps its part. Drawn in float32 on the CPU, one at a time.
     """
     shapes = model.parameter_shapes()
     for name, parameter in parameters.items():
@@ -89,27 +88,24 @@ class Saver:
         self.latest: Path | None = None  # the newest complete checkpoint
         self.copies: dict[str, Tensor] = {}
 
-    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the CPU, in the memory of the ones before: new memory would take longer."""
-        self.wait()
-        for name, tensor in tensors.items():
-            if name not in self.copies:
-                self.copies[name] = torch.empty_like(
-                    tensor, device="cpu", pin_memory=tensor.is_cuda
-                )
-            self.copies[name].copy_(tensor)
-        return self.copies
-
     def save(
-        self, save_dir: Path, step: int, tensors: Callable[[], dict[str, DTensor]], facts: dict
+        self,
+        save_dir: Path,
+        step: int,
+        tensors: dict[str, Tensor],
+        parts_of_whole: Callable[[dict[str, Tensor]], dict[str, DTensor]],
+        facts: dict,
     ) -> None:
-        """Write the checkpoint of a step; in the background, the tensors must stay as they are.
+        """Write the checkpoint of a step; in the background, a copy of it.
 
-        They are asked for by the writer, for to make DTensors takes as long as to copy tensors.
+        `parts_of_whole` is left to the writer: to make DTensors takes as long as to copy tensors.
         """
+        self.wait()
+        if self.in_background:
+            tensors = self._copy(tensors)
 
         def write(folder: Path) -> None:
-            write_tensors(folder, tensors(), self.group)
+            write_tensors(folder, parts_of_whole(tensors), self.group)
             if dist.get_rank() == 0:
                 write_json(folder / "state.json", {"step": step, **facts})
 
@@ -120,10 +116,19 @@ class Saver:
                 _forget_older(folder, self.keep)
             self.latest = folder
 
-        self.wait()
         self.writing = self.thread.submit(run)
         if not self.in_background:
             self.wait()
+
+    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On the CPU, in the memory of the copies before: new memory would take longer."""
+        for name, tensor in tensors.items():
+            if name not in self.copies:
+                self.copies[name] = torch.empty_like(
+                    tensor, device="cpu", pin_memory=tensor.is_cuda
+                )
+            self.copies[name].copy_(tensor)
+        return self.copies
 
     def check(self) -> None:
         """Raise what the writer has raised, if it has."""

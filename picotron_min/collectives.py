@@ -208,4 +208,4 @@ def ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
         shift = Shift(tensor, axis)
         yield (axis.rank - hop) % axis.size, tensor
         tensor = shift.wait()
-    yield axis.next, tensor
+    yield axis.next, tensor  # n-1 hops back, round the ring, is one on

@@ -59,14 +59,16 @@ from picotron_min.model import Llama
 
 
 def zigzag_positions(rank: int, size: int, seq_length: int) -> Tensor:
-    """[S/n]: where in the sequence the tokens of a rank are. ValueError unless 2n divides S."""
+    """[S/n]: where in the sequence the tokens of a rank are. 2n must divide S: see config.py."""
+    assert seq_length % (2 * size) == 0, f"{seq_length} positions in {2 * size} chunks"
     early, late = rank, 2 * size - 1 - rank
     chunks = torch.arange(seq_length).view(2 * size, -1)
     return torch.cat((chunks[early], chunks[late]))
 
 
 def contiguous_positions(rank: int, size: int, seq_length: int) -> Tensor:
-    """The same, cut in order."""
+    """The same, cut in order; n must divide S."""
+    assert seq_length % size == 0, f"{seq_length} positions over {size} ranks"
     return torch.arange(seq_length).view(size, -1)[rank]
 
 
@@ -164,14 +166,17 @@ class _RingAttention(torch.autograd.Function):
             dkv[1][:, :, columns] += dv_part
             if source != axis.rank:
                 arriving = Shift(dkv, axis)
-        dk, dv = (own_dkv + arriving.wait()).to(kv.dtype)
+        if arriving:
+            own_dkv += arriving.wait()
+        dk, dv = own_dkv.to(kv.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 
 def needed_block(rank: int, source: int, length: int) -> tuple[slice, slice]:
     """Which of a rank's rows see which of the source's columns, `length` = S/n of each.
 
-    Without a mask, but for source == rank, whose block is causal.
+    Cut, not masked: torch's kernels give a row that is masked in full the weight 1 (lse = 0), not
+    none. Only the block of source == rank is causal.
     """
     everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:

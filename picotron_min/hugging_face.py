@@ -28,7 +28,7 @@ from picotron_min.collectives import Axis
 from picotron_min.llama_config import LlamaConfig, RopeScaling
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 
-DTYPES = ("F64", "F32", "BF16", "F16")
+READABLE = ("F64", "F32", "BF16", "F16")
 # transformers once saved this table with every layer; it follows from rope_theta.
 DERIVED = ".rotary_emb.inv_freq"
 
@@ -37,7 +37,7 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
     """The file of every parameter, in a local folder or on the hub.
 
     Checks that the folder holds this very model, reading no weights yet: names, shapes, and what
-    its config.json says, but for what is `given` in config.json to be otherwise.
+    the folder's config.json says. `given` are the fields that the run's config sets on purpose.
     Raises ValueError with every tensor that is missing, unexpected or misshapen, and OSError if a
     file is damaged.
     """
@@ -65,8 +65,8 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
                     problems.append(f"{path}: {key} {shape} is no tensor of this model")
                 elif shape != expected:
                     problems.append(f"{path}: {key} is {shape}, and this model's is {expected}")
-                elif dtype not in DTYPES:
-                    problems.append(f"{path}: {key} is {dtype}, not one of {', '.join(DTYPES)}")
+                elif dtype not in READABLE:
+                    problems.append(f"{path}: {key} is {dtype}, not one of {', '.join(READABLE)}")
                 elif key in found:
                     problems.append(f"{path}: {key} is also in {found[key].name}")
                 else:
@@ -138,10 +138,15 @@ def read_weights(
 
 
 def export_hf(
-    folder: Path, weights: dict[str, Tensor], model: LlamaConfig, tokenizer: Tokenizer
+    folder: Path,
+    weights: dict[str, Tensor],
+    model: LlamaConfig,
+    tokenizer: Tokenizer,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a model as a Hugging Face folder, on all ranks together.
 
+    The others wait in `group` for rank 0, which puts the parts together: a patient one is wanted.
     `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
     """
     dtype = next(iter(weights.values())).dtype
@@ -149,14 +154,14 @@ def export_hf(
     end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
 
     def write(folder: Path) -> None:
-        write_tensors(folder, weights, None, enable_consolidation=True)
+        write_tensors(folder, weights, group, enable_consolidation=True)
         if dist.get_rank() == 0:
             shutil.rmtree(folder / "sharded")  # what the consolidated files were made from
             write_json(folder / "config.json", about | end_of_text)
             write_json(folder / "generation_config.json", end_of_text)
             tokenizer.save(folder)
 
-    complete_or_absent(folder, write)
+    complete_or_absent(folder, write, group)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,8 @@ that will be needed of them: the loss, and the gradients of both factors of the 
                                                                              dw += (p - onehot)^T x
 
 Backward then only multiplies by the upstream gradient. That is a trade: dw is kept from forward to
-backward (4 bytes per element of w), and no logit is computed twice.
+backward (4 bytes per element of w, and that for each micro-batch that is alive in a pipeline), and
+no logit is computed twice.
 
 The vocabulary may be split over ranks, each holding some rows of w. The softmax needs two numbers
 of the other ranks per token, the largest logit and the sum of exponentials; the target's logit is
@@ -102,7 +103,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        # Scaled in place, and let go: good for one backward.
+        assert hasattr(ctx, "dx"), "the gradients are scaled in place and let go: one backward only"
         dx, dw = ctx.dx.mul_(upstream), ctx.dw.mul_(upstream)
         del ctx.dx, ctx.dw
         return dx, dw, None, None, None, None, None

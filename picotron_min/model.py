@@ -187,9 +187,9 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
     Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
     5, who keep q, k and v: fused attention has little to recompute but them.
 
-    `compiles`: for a model whose layers are going to be compiled. The compiler does not enter what
-    is recomputed, unless the whole of it can be one graph, which no message may be part of. So a
-    part that the compiler does not enter is compiled by itself; in one that it does, that is void.
+    `compiles`: the layers are going to be compiled. torch.compile leaves out a recomputed part that
+    it cannot make one graph of, and no graph can hold a message. So each part is also compiled by
+    itself; where the layer's own graph takes a part in, that does nothing.
     """
     parts = {
         "none": [],

@@ -8,8 +8,9 @@ in the store that they found each other through: the step that it is in, and tha
     rank 1   in step 7                no word: it was killed, or it hangs
     rank 2   in step 7   failed
 
-Whoever fails by a fault of its own tells it. Whoever fails first by waiting looks a little later
-who has not failed, and names them. All others leave without a word, so there is one message.
+The first to fail by a fault of its own tells it. The first to fail by waiting looks a little later
+who has not failed, and names them: the one that hangs, and such as began to wait later than that.
+All others leave without a word, so there is one message.
 
 SIGTERM, which is what a cluster sends, ends a run in good order: all ranks save after the step that
 they are in, and exit with code 0. Exit codes: 0 done, 2 the user's mistake, 130 Ctrl-C, 1 the rest.
@@ -25,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -106,7 +108,7 @@ def _wait(ranks: list, store: str) -> int:
             rank = waiting.pop(sentinel)
             ranks[rank].join()
             if code := ranks[rank].exitcode:
-                if code < 0:  # else it has told why
+                if code < 0:  # else it has said why itself, in failures_told
                     notes = dist.FileStore(store, len(ranks))
                     _tell(f"rank {rank} was killed by {signal.Signals(-code).name}", notes, rank)
                 return max(code, 1)
@@ -116,8 +118,9 @@ def _wait(ranks: list, store: str) -> int:
 class RollCall:
     """What the ranks note for each other, and what is told when one of them fails."""
 
-    def __init__(self, store: dist.Store, launch: Launch) -> None:
+    def __init__(self, store: dist.Store, launch: Launch, timeout_seconds: float) -> None:
         self.store, self.rank, self.world_size = store, launch.rank, launch.world_size
+        self.timeout = timedelta(seconds=timeout_seconds)
         self.stop_requested = False
 
     def note_step(self, step: int) -> None:
@@ -129,18 +132,22 @@ class RollCall:
         self.store.set("saved", str(folder))
 
     def listen_for_sigterm(self) -> None:
+        """From now on; to be called by all ranks."""
+        # On CPUs, also between GPUs: else every step would wait for the GPU to answer.
+        self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+
         def request_stop(*_) -> None:
             self.stop_requested = True
 
         signal.signal(signal.SIGTERM, request_stop)
 
-    def stop_agreed(self, device: torch.device) -> bool:
+    def stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; the same answer on all ranks, which must all ask.
 
         The signal reaches them at different moments, and all must stop after the same step.
         """
-        requested = torch.tensor(self.stop_requested, dtype=torch.uint8, device=device)
-        dist.all_reduce(requested, dist.ReduceOp.MAX)
+        requested = torch.tensor(self.stop_requested, dtype=torch.uint8)
+        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
         return bool(requested)
 
     @contextlib.contextmanager
@@ -168,27 +175,29 @@ class RollCall:
     def _tell_once(self, error: BaseException, plainly: tuple[type[Exception], ...]) -> None:
         is_first = self.store.add("failures", 1) == 1
         self.store.set(f"failed {self.rank}", "")
-        is_told_by_all = isinstance(error, (KeyboardInterrupt, *plainly))
-        is_fault = not is_told_by_all and not _is_of_communication(error)
-        if is_fault:
-            traceback.print_exception(error)
-            _tell(f"rank {self.rank} failed", self.store, self.rank)
-        elif not is_first:
+        is_plain = isinstance(error, (KeyboardInterrupt, *plainly))
+        is_fault = not is_plain and not _is_of_communication(error)
+        if is_fault and self.store.add("faults", 1) == 1:
+            self._tell_with_traceback(error)
+        elif is_fault or not is_first:
             time.sleep(2 * GRACE)  # the launcher ends all when one leaves: the first is to tell
-        elif is_told_by_all:
+        elif is_plain:
             what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
             _tell(what, self.store, self.rank)
         else:
             time.sleep(GRACE)
             silent = [r for r in range(self.world_size) if not self.store.check([f"failed {r}"])]
             if not silent:
-                traceback.print_exception(error)
-                _tell(f"rank {self.rank} failed", self.store, self.rank)
+                self._tell_with_traceback(error)
             elif len(silent) == 1:
                 _tell(f"rank {silent[0]} was killed or hangs", self.store, silent[0])
             else:
                 names = ", ".join(map(str, silent))
-                _tell(f"ranks {names} were killed or hang", self.store, silent[0])
+                _tell(f"some of ranks {names} were killed or hang", self.store, silent[0])
+
+    def _tell_with_traceback(self, error: BaseException) -> None:
+        traceback.print_exception(error)
+        _tell(f"rank {self.rank} failed", self.store, self.rank)
 
 
 # gloo has no exception of its own: it raises RuntimeErrors in many words.

@@ -20,9 +20,10 @@ sublayer and send half as much again in backward.
     sequence parallel          2 all-gathers and 2 reduce-scatters of b, each way
     * in bfloat16, if that is what is computed in; the embedding's always in float32
 
-Each costs 2 (n-1)/n b or half of that, and besides the layers there is one pair for the embedding
-(forward) and lm_head (backward), and per chunk of the loss [N] + [2, N] numbers, see loss.py.
-Recomputation repeats the forward's, but for the last `leave` of the part that it runs again.
+An all-reduce costs 2 (n-1)/n b, the others half of that. Besides the layers the embedding leaves
+and lm_head enters, each as a sublayer does, and per chunk of the loss go [N] + [2, N] numbers, see
+loss.py. Recomputation repeats the forward's, but for the last `leave` of the part that it runs
+again: it stops as soon as it has all that backward needs.
 
 The gradient that `enter` sends in backward is started before the weight gradients of its sublayer
 are computed and waited for after them: nobody needs weight gradients soon, so they fill the time.
@@ -81,7 +82,7 @@ def apply_tensor_parallel(model: Llama, axis: Axis, sequence_parallel: bool) -> 
             for name, linear in list(sublayer.named_children()):
                 if isinstance(linear, nn.Linear):
                     setattr(sublayer, name, _narrowed(name, linear, axis))
-            _bound(sublayer, boundary)
+            _put_around(sublayer, boundary)
     if isinstance(model.model.embed_tokens, nn.Embedding):
         model.model.embed_tokens = VocabularyParallelEmbedding(model.model.embed_tokens, boundary)
     if isinstance(model.lm_head, Head):
@@ -134,8 +135,8 @@ Boundary = ReplicaBoundary | SequenceBoundary
 Factors = list[tuple[Tensor, Tensor]]  # of a weight gradient: input and output gradient of a linear
 
 
-def _bound(sublayer: nn.Module, boundary: Boundary) -> None:
-    """Put the collectives around a sublayer's forward."""
+def _put_around(sublayer: nn.Module, boundary: Boundary) -> None:
+    """Make a sublayer's forward begin and end with the boundary's collectives."""
     linears = [child for child in sublayer.children() if isinstance(child, DeferredLinear)]
     inner: Callable[..., Tensor] = sublayer.forward
 
@@ -197,7 +198,7 @@ class DeferredLinear(nn.Linear):
     It computes in the dtype of x, which a norm or the linear before has rounded already.
     """
 
-    owed: Factors  # put here just before each forward, by _bound
+    owed: Factors  # put here just before each forward, by _put_around
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -147,12 +148,12 @@ class Training:
             warmup_steps=t.warmup_steps,
             total_steps=t.total_train_steps,
         )
-        buckets = [buckets for of_chunk in self.buckets for buckets in of_chunk]
-        for some in buckets:
-            some.zero()
+        all_buckets = list(chain(*self.buckets))
+        for buckets in all_buckets:
+            buckets.zero()
         totals = self.run(self.plan, partial(self.data.batch, step), watch)
-        for some in buckets:
-            some.wait()
+        for buckets in all_buckets:
+            buckets.wait()
         # The only place in a step where the host waits for a GPU, which is idle from then until the
         # optimizer is launched; while that runs, the host is already at the next step.
         loss_sum, num_targets, norm = torch.cat([totals, self.gradient_norm()[None]]).tolist()
@@ -160,8 +161,8 @@ class Training:
         skip = self.skipped.record(step + 1, norm)
         if not skip:
             clip = min(1.0, t.grad_clip / (norm + 1e-6)) if t.grad_clip else 1.0
-            for some in buckets:
-                some.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
+            for buckets in all_buckets:
+                buckets.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -220,9 +221,7 @@ class Training:
             "data": self.config.data_order,
         }
         tensors = training_tensors(self.parameters, self.optimizer)
-        if self.saver.in_background:
-            tensors = self.saver.copy(tensors)
-        self.saver.save(save_dir, step, partial(self.parts_of_whole, tensors), facts)
+        self.saver.save(save_dir, step, tensors, self.parts_of_whole, facts)
 
     def load(self, folder: Path, facts: dict) -> None:
         """Go on from a checkpoint as if there had been no break."""
@@ -238,7 +237,8 @@ class Training:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
         dtype = DTYPES[self.config.model.dtype]
         weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
-        export_hf(folder, self.parts_of_whole(weights), self.llama, tokenizer)
+        parts = self.parts_of_whole(weights)
+        export_hf(folder, parts, self.llama, tokenizer, self.saver.group)
 
 
 def layers_of_stages(config: "Config", llama: LlamaConfig) -> list[int]:

@@ -7,6 +7,7 @@ import pickle
 import time
 import warnings
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -646,6 +648,22 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
     assert ids[0].tolist() == list(TEXT.encode())
     assert tokenizer.decode(ids[0]) == TEXT
     assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+
+
+def slow_export(folder: Path) -> None:
+    training = make_training(make_config(dp=2))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+
+    class SlowTokenizer(BytesTokenizer):
+        def save(self, folder: Path) -> None:
+            time.sleep(3)
+
+    training.export(folder, SlowTokenizer())
+
+
+def test_an_export_may_take_longer_than_the_timeout(pool, tmp_path):
+    pool.run(2, slow_export, tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").exists()
 
 
 def failing_export(folder: Path) -> None:

@@ -63,7 +63,7 @@ def test_zigzag_is_an_early_and_a_late_chunk():
 
 
 def test_a_length_that_cannot_be_cut_is_refused():
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(AssertionError, match="positions in"):
         zigzag_positions(0, 2, 10)
 
 
@@ -159,6 +159,7 @@ def full_attention(shape: tuple, dtype=torch.float64, rounded_to=torch.float64) 
 
 # ranks, then batch, query heads, key-value heads, length
 SHAPES = {
+    "one rank": (1, (2, 4, 2, 16)),
     "MHA": (2, (1, 4, 4, 16)),
     "GQA": (4, (3, 8, 2, 16)),
     "odd heads": (2, (2, 9, 3, 12)),
@@ -306,11 +307,11 @@ def peak_bytes_of_a_step(cp: int, cp_engine: str, trace: str) -> int:
     return peak
 
 
-# The ring adds two blocks that travel; Ulysses keeps the output in both of its shapes.
+# The ring has two blocks on their way, if not at the worst moment; Ulysses keeps the output twice.
 @pytest.mark.parametrize("engine,more", [("ring", 1.05), ("ulysses", 1.3)])
 def test_memory_does_not_grow_with_the_ranks_at_fixed_tokens_a_rank(pool, engine, more, tmp_path):
     one, two, four = (
         max(pool.run(cp, peak_bytes_of_a_step, cp, engine, str(tmp_path / "trace")))
         for cp in (1, 2, 4)
     )
-    assert one < two < more * one and four < 1.1 * two
+    assert one <= two < more * one and four < 1.1 * two

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,8 @@ from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention
 from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
 from picotron_min.loss import IGNORE_INDEX, head_loss
-from picotron_min.mesh import build_axes, set_environment
+from picotron_min.mesh import Launch, build_axes, set_environment
+from picotron_min.processes import RollCall
 from picotron_min.training import Training
 from tests.test_layouts import MODEL, make_config, make_training
 
@@ -365,6 +367,8 @@ def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recomput
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recompute):
     training = training_of(2, gpu_process, dtype="bfloat16", recompute=recompute)
+    roll_call = RollCall(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
+    roll_call.listen_for_sigterm()
     training.step(0)
     tolist, reads = Tensor.tolist, []
 
@@ -378,6 +382,7 @@ def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recom
         torch.cuda.set_sync_debug_mode("error")
         try:
             training.step(1)
+            assert not roll_call.stop_agreed()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(reads) == 1

@@ -74,6 +74,14 @@ def test_large_logits_do_not_overflow_and_ignored_rows_have_no_gradient():
     assert gradient.isfinite().all() and gradient[2].abs().sum() == 0
 
 
+def test_a_second_backward_is_refused():
+    x, weight, targets, _ = inputs()
+    loss = head_loss(x.requires_grad_(), weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="one backward only"):
+        loss.backward()
+
+
 def test_nothing_is_kept_for_backward_without_gradients():
     x, weight, targets, _ = inputs()
     weight.requires_grad_()

@@ -79,6 +79,24 @@ def test_a_rank_that_fails_ends_the_others_and_is_named_once(workplace, sabotage
     assert workplace.files(name) == ["metrics.jsonl", "step-00000002"]
 
 
+def all_ranks_raise() -> None:
+    step = Training.step
+
+    def sabotaged(self, number, *watch):
+        if number == 2:
+            raise KeyError("a fault in the program")
+        return step(self, number, *watch)
+
+    Training.step = sabotaged
+
+
+def test_a_fault_that_all_ranks_have_is_told_once(workplace):
+    config = workplace.config("all raise", distributed={"dp_size": 4})
+    outcome = workplace.main(config, all_ranks_raise)
+    assert outcome.code == 1
+    assert outcome.output.count("Traceback") == outcome.output.count("go on from") == 1
+
+
 def test_what_fails_before_anything_is_saved_says_so(workplace):
     config = workplace.config("unsaved", checkpoint={"save_frequency": 0})
     outcome = workplace.main(config, rank_1_dies)
