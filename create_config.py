@@ -20,7 +20,9 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.config import SECTIONS, Config, ConfigError, keys_of, parse_config, resolve_model
+from picotron_min.config import SECTIONS, Config, ConfigError, keys_of
+from picotron_min.config_checks import resolve_model
+from picotron_min.config_file import parse_config
 from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
 from picotron_min.llama_config import LlamaConfig, find_preset
 

@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-from picotron_min.checkpoint import clean_up, find_start, lock_folder, read_facts, set_aside
-from picotron_min.config import Config, load_config, resolve_model
+from picotron_min.checkpoint import read_facts
+from picotron_min.config import Config
+from picotron_min.config_checks import resolve_model
+from picotron_min.config_file import load_config
 from picotron_min.console import Console, human
 from picotron_min.costs import parameter_count
-from picotron_min.data import Batches, TokenFile, prepare_tokens
+from picotron_min.data import Batches
+from picotron_min.folders import clean_up, find_start, lock_folder, set_aside
 from picotron_min.hugging_face import find_weights
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import (
@@ -41,6 +44,7 @@ from picotron_min.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
 from picotron_min.optimizer import Diverged
 from picotron_min.processes import RollCall, start_processes
 from picotron_min.speed import Speedometer
+from picotron_min.token_file import TokenFile, prepare_tokens
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 from picotron_min.trace import Trace
 from picotron_min.training import DTYPES, Training, open_data

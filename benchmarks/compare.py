@@ -63,20 +63,23 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from picotron_min.checkpoint import initial_weight, initialise
 from picotron_min.collectives import all_reduce
-from picotron_min.config import Config, Distributed, parse_config, resolve_model
+from picotron_min.config import Config, Distributed
+from picotron_min.config_checks import resolve_model
+from picotron_min.config_file import parse_config
 from picotron_min.costs import parameter_count
-from picotron_min.data import Batch, Batches, TokenFile
+from picotron_min.data import Batch, Batches
+from picotron_min.initialise import initial_std, initial_weight, initialise
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.loss import head_loss
 from picotron_min.mesh import Axes, Launch, build_axes, open_process_group
-from picotron_min.model import Llama, initial_std
+from picotron_min.model import Llama
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
 from picotron_min.pipeline_schedule import bubble
 from picotron_min.processes import start_processes
 from picotron_min.tensor_parallel import shard_dim
+from picotron_min.token_file import TokenFile
 from picotron_min.training import Training, layers_of_stages, open_data
 
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_min.costs import memory_per_rank
-from picotron_min.data import Batches, TokenFile
+from picotron_min.data import Batches
 from picotron_min.llama_config import LlamaConfig, find_preset
 from picotron_min.mesh import (
     Launch,
@@ -59,6 +59,7 @@ from picotron_min.model import apply_compile
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_schedule import build_plans
 from picotron_min.speed import Speedometer
+from picotron_min.token_file import TokenFile
 from picotron_min.training import Training, open_data, to_device
 
 CHECKED_STEPS = 3

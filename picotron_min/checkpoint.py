@@ -1,4 +1,4 @@
-"""Where weights come from and where they go: initialise, save, load.
+"""Saving and loading: any layout in, any layout out.
 
 A checkpoint is a folder `step-00000010` of safetensors shards, a file a rank, and `state.json` with
 the few facts that are not tensors. Model and optimizer tensors lie side by side under the names of
@@ -13,10 +13,7 @@ checkpoint is a complete one. Nothing is pickled, so a stranger's checkpoint can
 `torch.distributed.checkpoint` does the work: it writes what several ranks hold alike only once.
 """
 
-import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -26,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -34,42 +30,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.collectives import Axis
+from picotron_min.folders import complete_or_absent, forget_older, write_json
+from picotron_min.initialise import ShardDim
 from picotron_min.llama_config import LlamaConfig
-from picotron_min.model import initial_std
-
-ShardDim = Callable[[str], int | None]  # tensor_parallel.shard_dim
-
-
-def initialise(
-    parameters: dict[str, nn.Parameter],
-    model: LlamaConfig,
-    seed: int,
-    shard_dim: ShardDim,
-    tp: Axis,
-) -> None:
-    """Give parameters, by their names in the whole model, their initial weights.
-
-    A weight is a function of (seed, name): every layout starts from bit-identical weights, of
-    which each rank keeps its part. Drawn in float32 on the CPU, one at a time.
-    """
-    shapes = model.parameter_shapes()
-    for name, parameter in parameters.items():
-        std = initial_std(name, model.num_hidden_layers)
-        weight = initial_weight(name, shapes[name], seed, std)
-        dim = shard_dim(name)
-        if dim is not None:
-            part = tp.part(weight.shape[dim])
-            weight = weight.narrow(dim, part.start, part.stop - part.start)
-        parameter.data.copy_(weight)
-
-
-def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
-    """Normal with mean 0 for matrices, ones for norms; float32 on the CPU."""
-    if len(shape) < 2:
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    return torch.empty(shape).normal_(std=std, generator=generator)
 
 
 class Saver:
@@ -113,7 +76,7 @@ class Saver:
             folder = save_dir / f"step-{step:08d}"
             complete_or_absent(folder, write, self.group)
             if dist.get_rank() == 0 and self.keep:
-                _forget_older(folder, self.keep)
+                forget_older(folder, self.keep)
             self.latest = folder
 
         self.writing = self.thread.submit(run)
@@ -142,7 +105,9 @@ class Saver:
             writing.result()
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group, **options) -> None:
+def write_tensors(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, **options
+) -> None:
     """Write this rank's part of the tensors; OSError if any rank cannot."""
     writer = HuggingFaceStorageWriter(folder, save_distributed=True, **options)
     try:
@@ -150,13 +115,6 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group, **options) ->
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank} cannot write {folder}: {cause}") from error
-
-
-def _forget_older(folder: Path, keep: int) -> None:
-    """Delete the oldest checkpoints beside one, so that with it there are `keep`."""
-    older = [path for path in _checkpoints(folder.parent) if path.name < folder.name]
-    for path in sorted(older, reverse=True)[keep - 1 :]:
-        _delete(path)
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -180,34 +138,6 @@ def open_safetensors(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise OSError(f"{path} is damaged, or no safetensors file: {error}") from None
-
-
-def lock_folder(save_dir: Path) -> FileLock:
-    """Make the folder, and keep other runs out of it as long as the result and this process live.
-
-    ValueError if another run is in it: two would move each other's files away.
-    """
-    save_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(save_dir / ".lock", blocking=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(
-            f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end, or name"
-            " another folder"
-        ) from None
-    return lock
-
-
-def find_start(load_path: str | None, save_dir: Path) -> Path | None:
-    """The checkpoint to start from: "latest" is the newest in save_dir, None if there is none."""
-    if load_path == "latest":
-        return max(_checkpoints(save_dir), default=None)
-    return Path(load_path) if load_path else None
-
-
-def _checkpoints(save_dir: Path) -> list[Path]:
-    return list(save_dir.glob("step-" + "[0-9]" * 8))
 
 
 def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
@@ -275,73 +205,6 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(steps)
-
-
-def complete_or_absent(folder: Path, write: Callable[[Path], None], group=None) -> None:
-    """Let all ranks write a folder aside, and give it its name once it is on the disk."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-        partial.mkdir(parents=True)
-    dist.barrier(group)
-    write(partial)
-    dist.barrier(group)
-    if dist.get_rank() == 0:
-        for path in [*partial.iterdir(), partial]:
-            _sync(path)
-        if folder.exists():
-            _delete(folder)
-        os.replace(partial, folder)
-        _sync(folder.parent)
-    dist.barrier(group)
-
-
-def _delete(folder: Path) -> None:
-    """First the name, then the content: what is called a checkpoint is one to the last moment."""
-    leftover = folder.with_name(f".{folder.name}.deleted")
-    os.replace(folder, leftover)
-    shutil.rmtree(leftover)
-
-
-def clean_up(save_dir: Path) -> list[Path]:
-    """Delete what killed saves have left; returns what that was."""
-    leftovers = [p for end in ("partial", "deleted") for p in save_dir.glob(f".*.{end}")]
-    for path in leftovers:
-        shutil.rmtree(path)
-    return leftovers
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
-    """Move an earlier run out of the way of a new one that writes to the same folder.
-
-    A run that goes on from a checkpoint there, `newer_than`, moves only those after it: else
-    "latest" could one day find the steps of a branch that was left.
-    Returns where it went, `save_dir/earlier-1` or the next free number, or None if there was none.
-    Only what a run writes is moved: save_dir may be the user's working directory.
-    """
-    patterns = ("step-*", "hf", "metrics.jsonl")
-    earlier = [path for pattern in patterns for path in save_dir.glob(pattern)]
-    if newer_than:
-        earlier = [path for path in save_dir.glob("step-*") if path.name > newer_than.name]
-    if not earlier:
-        return None
-    number = 1
-    while (aside := save_dir / f"earlier-{number}").exists():
-        number += 1
-    aside.mkdir()
-    for path in earlier:
-        path.rename(aside / path.name)
-    return aside
 
 
 if __name__ == "__main__":

@@ -16,15 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min.checkpoint import (
-    ShardDim,
-    complete_or_absent,
-    load,
-    open_safetensors,
-    write_json,
-    write_tensors,
-)
+from picotron_min.checkpoint import load, open_safetensors, write_tensors
 from picotron_min.collectives import Axis
+from picotron_min.folders import complete_or_absent, write_json
+from picotron_min.initialise import ShardDim
 from picotron_min.llama_config import LlamaConfig, RopeScaling
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 

@@ -214,14 +214,3 @@ def apply_compile(model: Llama) -> None:
         layer.compile(dynamic=False)
     if isinstance(model.lm_head, Head):
         model.lm_head.chunk_loss = torch.compile(chunk_loss, dynamic=False)
-
-
-def initial_std(name: str, num_hidden_layers: int) -> float:
-    """Standard deviation of the initial normal distribution of a weight matrix.
-
-    0.02 as in Hugging Face's Llama; divided by sqrt(2 layers) for the two projections per layer
-    that write into the residual stream, so that its variance does not grow with depth (Radford et
-    al. 2019, section 2.3).
-    """
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return 0.02 / math.sqrt(2 * num_hidden_layers) if writes_residual else 0.02

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from picotron_min.block_attention import SOFTMAX, choose_kernel
 from picotron_min.checkpoint import (
     Saver,
-    initialise,
     load,
     parts_of_whole,
     set_optimizer_steps,
@@ -34,9 +33,10 @@ from picotron_min.checkpoint import (
 from picotron_min.collectives import all_reduce
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import split_layers
-from picotron_min.data import Batch, Batches, TokenFile
+from picotron_min.data import Batch, Batches
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.hugging_face import export_hf, read_weights
+from picotron_min.initialise import initialise
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama, SoftmaxAttention, apply_compile, apply_recompute
@@ -53,6 +53,7 @@ from picotron_min.pipeline_parallel import (
 )
 from picotron_min.pipeline_schedule import Plan, build_plans, forward_only, insert_communication
 from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
+from picotron_min.token_file import TokenFile
 from picotron_min.tokenizer import Tokenizer
 from picotron_min.trace import Watch
 

@@ -20,18 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min import checkpoint, hugging_face
-from picotron_min.checkpoint import (
-    clean_up,
-    find_start,
-    parts_of_whole,
-    read_facts,
-    set_aside,
-    training_tensors,
-)
-from picotron_min.config import Config, parse_config, resolve_model
-from picotron_min.data import TokenFile
+from picotron_min.checkpoint import parts_of_whole, read_facts, training_tensors
+from picotron_min.config import Config
+from picotron_min.config_checks import resolve_model
+from picotron_min.config_file import parse_config
+from picotron_min.folders import clean_up, find_start, set_aside
 from picotron_min.mesh import build_axes
 from picotron_min.tensor_parallel import shard_dim
+from picotron_min.token_file import TokenFile
 from picotron_min.tokenizer import BytesTokenizer
 from picotron_min.training import StepResult, Training, open_data
 
@@ -370,9 +366,9 @@ def saves_that_fail(folder: Path) -> None:
     first = training.saver.latest
     before = {path.name: path.read_bytes() for path in first.iterdir()}
     training.step(0)
-    for broken in ("write_json", "_sync", "dcp.save"):
+    for broken in ("checkpoint.write_json", "folders._sync", "checkpoint.dcp.save"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"picotron_min.checkpoint.{broken}", fail)
+            patch.setattr(f"picotron_min.{broken}", fail)
             for step in (1, 2):
                 with pytest.raises(OSError, match="the disk is full"):
                     training.save(folder, step)

@@ -8,14 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from picotron_min.config import (
-    Config,
-    ConfigError,
-    load_config,
-    model_problems,
-    parse_config,
-    resolve_model,
-)
+from picotron_min.config import Config, ConfigError
+from picotron_min.config_checks import model_problems, resolve_model
+from picotron_min.config_file import load_config, parse_config
 from picotron_min.llama_config import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -435,7 +430,9 @@ def test_a_wrong_number_of_processes_is_told_with_the_other_problems(tmp_path):
 
 def test_a_config_is_checked_without_importing_torch():
     code = (
-        "import sys; from picotron_min.config import *; resolve_model(load_config('config.json')); "
+        "import sys; from picotron_min.config_file import load_config;"
+        "from picotron_min.config_checks import resolve_model;"
+        "resolve_model(load_config('config.json'));"
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

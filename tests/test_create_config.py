@@ -10,7 +10,7 @@ import pytest
 from create_config import main
 from picotron_min import config as schema
 from picotron_min import costs
-from picotron_min.config import load_config
+from picotron_min.config_file import load_config
 
 PICOTRON = (
     "--tp 1 --cp 1 --dp 4 --pp 1 --pp_engine afab --model_name HuggingFaceTB/SmolLM-360M-Instruct"

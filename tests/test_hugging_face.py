@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from picotron_min import hugging_face
-from picotron_min.config import resolve_model
+from picotron_min.config_checks import resolve_model
 from picotron_min.hugging_face import find_weights
 from tests.test_checkpoint import make_config, make_training, names, train_and_save
 

@@ -16,12 +16,15 @@ MAY_IMPORT = {
     "tokenizer": set(),
     "costs": {"llama_config", "pipeline_schedule"},
     "config": {"llama_config"},
+    "config_checks": {"config", "llama_config"},
+    "config_file": {"config", "config_checks"},
     "collectives": set(),
     "mesh": {"collectives"},
     "processes": {"mesh"},
     "loss": set(),
     "model": {"llama_config", "loss"},
-    "data": {"loss", "tokenizer"},
+    "token_file": {"tokenizer"},
+    "data": {"loss"},
     "metrics": set(),
     "console": {"metrics"},
     "speed": {"costs", "llama_config"},
@@ -32,8 +35,12 @@ MAY_IMPORT = {
     "block_attention": set(),
     "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
-    "checkpoint": {"collectives", "hugging_face", "llama_config", "model"},
-    "hugging_face": {"checkpoint", "collectives", "llama_config", "tokenizer"},
+    "initialise": {"collectives", "llama_config"},
+    "folders": set(),
+    "checkpoint": {"collectives", "folders", "hugging_face", "initialise", "llama_config"},
+    "hugging_face": {
+        *("checkpoint", "collectives", "folders", "initialise", "llama_config", "tokenizer")
+    },
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
 MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training", "processes"}

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min.config import Config, parse_config
-from picotron_min.data import TokenFile
+from picotron_min.config import Config
+from picotron_min.config_file import parse_config
 from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
 from picotron_min.tensor_parallel import shard_dim
+from picotron_min.token_file import TokenFile
 from picotron_min.training import Training, open_data
 
 GLOBAL_BATCH = 24

@@ -3,6 +3,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from picotron_min.initialise import initial_std
 from picotron_min.llama_config import PRESETS, LlamaConfig, RopeScaling, find_preset
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import (
@@ -10,7 +11,6 @@ from picotron_min.model import (
     Llama,
     SoftmaxAttention,
     apply_recompute,
-    initial_std,
 )
 
 BASE = LlamaConfig(97, 32, 56, 3, 4, 4)

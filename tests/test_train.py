@@ -25,7 +25,9 @@ import torch.nn.functional as F
 import picotron_min.training
 import train
 from picotron_min import draw
-from picotron_min.config import Config, load_config, resolve_model
+from picotron_min.config import Config
+from picotron_min.config_checks import resolve_model
+from picotron_min.config_file import load_config
 from picotron_min.data import Batch
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes

@@ -1,0 +1,346 @@
+"""The stream of token ids: what it is made from, by whom, and the mistakes on the way."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from picotron_min import token_file
+from picotron_min.token_file import prepare_tokens
+from picotron_min.tokenizer import BytesTokenizer, load_tokenizer
+
+TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]
+STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """prepare_tokens with a cache of this test's own."""
+    return lambda name, **options: prepare_tokens(
+        str(name), **{"vocab_size": 257, "cache_dir": tmp_path / "cache"} | options
+    )
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def write_jsonl(path, texts=TEXTS, column="text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in texts))
+    return path
+
+
+def write_dataset(kind, folder):
+    """TEXTS in one of the forms a dataset can have."""
+    from datasets import Dataset, DatasetDict
+
+    folder.mkdir()
+    dataset = Dataset.from_dict({"text": TEXTS})
+    if kind == "jsonl":
+        return write_jsonl(folder / "a.jsonl")
+    if kind == "json":
+        (folder / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+        return folder / "a.json"
+    if kind == "parquet":
+        dataset.to_parquet(folder / "a.parquet")
+        return folder / "a.parquet"
+    if kind == "saved dataset":
+        dataset.save_to_disk(folder)
+    if kind == "saved splits":
+        other = Dataset.from_dict({"text": ["other"]})
+        DatasetDict({"test": other, "train": dataset}).save_to_disk(folder)
+    if kind == "folder of text":
+        # Names that `datasets` would read as patterns, and files that are not part of a dataset.
+        (folder / "deep").mkdir()
+        for name, text in zip(["a[1].txt", "b*.txt", "deep/c.TXT"], TEXTS, strict=True):
+            (folder / name).write_bytes(text.encode())
+        (folder / "README.md").write_text("about")
+        (folder / ".hidden.txt").write_text("hidden")
+    if kind == "folder of jsonl":
+        write_jsonl(folder / "a" / "1.jsonl", TEXTS[:2])
+        write_jsonl(folder / "b" / "1.jsonl", TEXTS[2:])
+    return folder
+
+
+KINDS = ["jsonl", "json", "parquet", "saved dataset", "saved splits"]
+KINDS += ["folder of text", "folder of jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain words, isn't it",
+        " \n\n\t leading",
+        "é 日本 😀 \x00\r\n",
+        "".join(map(chr, range(999))),
+    ],
+)
+def test_the_saved_bytes_tokenizer_gives_the_bytes_back(text, tmp_path):
+    from transformers import AutoTokenizer
+
+    BytesTokenizer().save(tmp_path)
+    # Beside a Llama's config, as in a finished model's folder, which must not change its class.
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 257}')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert BytesTokenizer().encode([text])[0].tolist() == ids
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
+    assert tokenizer.decode([65, 256], skip_special_tokens=True) == "A"
+
+
+def test_a_tokenizer_folder_makes_the_same_stream_as_its_original(prepare, tmp_path):
+    BytesTokenizer().save(tmp_path / "tokenizer")
+    path = write_jsonl(tmp_path / "a.jsonl")
+    file = prepare(path, tokenizer=str(tmp_path / "tokenizer"))
+    assert file.tokens.tolist() == STREAM
+    load_tokenizer(str(tmp_path / "tokenizer")).save(tmp_path / "again")
+    assert load_tokenizer(str(tmp_path / "again")).vocab_size == 257
+
+
+def save_word_tokenizer(folder, num_words, **special):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)}, "w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(prepare, tmp_path):
+    tokenizer = save_word_tokenizer(tmp_path / "words", 70_000, eos_token="w69999")
+    path = write_jsonl(tmp_path / "a.jsonl", ["w65536 w1", "w2"])
+    file = prepare(path, tokenizer=tokenizer, vocab_size=70_000)
+    assert file.tokens.dtype == np.uint32
+    assert file.tokens.tolist() == [65536, 1, 69_999, 2, 69_999]
+    assert file.tokens_per_byte == 5 / 11
+
+
+def test_a_changed_tokenizer_folder_is_noticed(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["w1"])
+    for num_words in (10, 20):
+        save_word_tokenizer(tmp_path / "words", num_words, eos_token=f"w{num_words - 1}")
+        file = prepare(path, tokenizer=str(tmp_path / "words"))
+        assert file.tokens.tolist() == [1, num_words - 1]
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no end-of-text token.*set \"eos_token\""):
+        load_tokenizer(save_word_tokenizer(tmp_path / "words", 10))
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named_with_the_remedy(tmp_path, offline):
+    for name in ("nobody/nothing", str(tmp_path)):
+        with pytest.raises(ValueError, match=rf"cannot load tokenizer '{name}'.*set dataset.token"):
+            load_tokenizer(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_dataset_gives_the_same_stream(kind, prepare, tmp_path):
+    file = prepare(write_dataset(kind, tmp_path / "text"))
+    assert file.tokens.tolist() == STREAM
+    assert file.tokens.dtype == np.uint16
+    assert (file.num_documents, file.num_bytes) == (3, len(STREAM) - 3)
+    assert file.tokens_per_byte == len(STREAM) / (len(STREAM) - 3)
+
+
+def test_the_standard_library_is_text_on_every_machine(prepare):
+    file = prepare("stdlib")
+    assert len(file.tokens) > 1_000_000
+    assert (file.tokens == 256).sum() == file.num_documents
+    assert file.num_documents + file.num_bytes == len(file.tokens)
+    text = Path(json.__file__).parent.parent.joinpath("argparse.py").read_bytes()
+    assert text in file.tokens.astype(np.uint8).tobytes()
+
+
+def test_options_choose_documents(prepare, tmp_path):
+    saved = write_dataset("saved splits", tmp_path / "saved")
+    assert bytes(prepare(saved, split="test").tokens[:-1].tolist()) == b"other"
+    path = write_jsonl(tmp_path / "a.jsonl", column="body")
+    assert prepare(path, text_column="body", num_samples=1).num_documents == 1
+    assert prepare(path, text_column="body", num_samples=9).num_documents == 3
+
+
+def test_more_processes_make_the_same_stream(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 5)
+    assert prepare(path, num_proc=2).tokens.tolist() == STREAM * 5
+
+
+def test_empty_documents_are_left_out(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [""] * 1500 + TEXTS[:1] + [""] + TEXTS[1:])
+    assert prepare(path).tokens.tolist() == STREAM
+
+
+def test_a_text_is_tokenised_once_and_again_when_it_changes(prepare, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    written = []
+    write = token_file._write_token_file
+    monkeypatch.setattr(
+        token_file, "_write_token_file", lambda *args: (written.append(args[0]), write(*args))
+    )
+    prepare(path)
+    assert prepare(path).tokens.tolist() == STREAM
+    assert len(written) == 1
+    os.utime(path, ns=(0, 0))  # as long as before, but of another time
+    prepare(path)
+    assert len(written) == 2
+    write_jsonl(path, ["other"])
+    assert bytes(prepare(path).tokens[:-1].tolist()) == b"other"
+    prepare(path, num_samples=1)
+    assert len(set(written)) == 4
+
+
+def test_a_finished_cache_is_opened_without_a_lock_so_it_may_be_read_only(
+    prepare, tmp_path, monkeypatch
+):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    prepare(path)
+    monkeypatch.setattr("filelock.FileLock", None)
+    assert prepare(path).tokens.tolist() == STREAM
+
+
+def run_forked(function, count):
+    processes = [multiprocessing.get_context("fork").Process(target=function) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    return [process.exitcode for process in processes]
+
+
+def test_processes_that_start_together_tokenise_once(prepare, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    log = tmp_path / "log"
+    write = token_file._write_token_file
+
+    def slow_write(*args):
+        with log.open("a") as file:
+            file.write("written\n")
+        time.sleep(0.3)
+        write(*args)
+
+    monkeypatch.setattr(token_file, "_write_token_file", slow_write)
+
+    def check():
+        assert prepare(path).tokens.tolist() == STREAM
+
+    assert run_forked(check, 3) == [0, 0, 0]
+    assert log.read_text() == "written\n"
+
+
+def test_a_process_killed_in_the_middle_leaves_nothing_half_made(prepare, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(token_file.os, "replace", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+        assert run_forked(lambda: prepare(path), 1) == [-signal.SIGKILL]
+    left = [entry.suffix for entry in (tmp_path / "cache").iterdir()]
+    assert ".partial" in left and "" not in left
+    assert prepare(path).tokens.tolist() == STREAM
+    assert sorted(entry.suffix for entry in (tmp_path / "cache").iterdir()) in ([""], ["", ".lock"])
+
+
+def test_bytes_need_neither_transformers_nor_once_prepared_datasets(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    code = (
+        "import sys; from picotron_min.token_file import prepare_tokens;"
+        f"prepare_tokens({str(path)!r}, vocab_size=257, cache_dir={str(tmp_path / 'c')!r});"
+        "print('transformers' in sys.modules, 'datasets' in sys.modules)"
+    )
+    for expected in ("False True", "False False"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.stdout.strip(), done.stderr) == (expected, "")
+
+
+MISTAKES = {  # what is on disk, the options, what the user is told
+    "no text at all": ({"a.txt": ""}, {}, r"is empty: all of its 1 file\(s\) have 0 bytes"),
+    "only empty documents": ({"a.jsonl": '{"text": ""}\n' * 3}, {}, "all of its documents are emp"),
+    "a missing column": (
+        {"a.jsonl": '{"body": "x", "n": 1}'},
+        {},
+        r"no column 'text': set dataset.text_column to one of \['body', 'n'\]",
+    ),
+    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "column 'text' .* holds int64, not text"),
+    "lists for text": ({"a.jsonl": '{"text": ["x"]}'}, {}, "column 'text' .* not text"),
+    "a null": ({"a.jsonl": '{"text": "x"}\n{"text": null}'}, {}, r"row 1 of .* has no text \(null"),
+    "a null among processes": (
+        {"a.jsonl": '{"text": "x"}\n' * 5 + '{"text": null}'},
+        {"num_proc": 2},
+        r"row 5 of .* has no text \(null\)",
+    ),
+    "a split of a file": ({"a.txt": "x"}, {"split": "test"}, r"no split 'test': .* \['train'\]"),
+    "a subset of a file": ({"a.txt": "x"}, {"subset_name": "en"}, "subset_name='en' .* to null"),
+    "broken JSON": ({"a.jsonl": '{"text": '}, {}, "cannot read dataset .*a.jsonl"),
+    "not UTF-8": ({"a.txt": b"\xff\xfe"}, {}, "cannot read dataset .* can't decode byte 0xff"),
+    "an unknown kind": ({"a.docx": "x"}, {}, r"is one of .txt, .jsonl, .json, .parquet, not .docx"),
+    "an outside token": (
+        {"a.txt": "x"},
+        {"vocab_size": 256},
+        "token id 256 of tokenizer 'bytes' is outside a vocabulary of 256: set .* to 257 or more",
+    ),
+    "mixed kinds": (
+        {"text/a.txt": "x", "text/b.jsonl": "{}"},
+        {},
+        r"mixes 2 kinds of dataset \(a.txt, b.jsonl\)",
+    ),
+    "a folder of nothing": (
+        {"text/a.docx": "x"},
+        {},
+        "holds no dataset: none of its files is .txt",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_with_the_remedy(mistake, prepare, tmp_path):
+    files, options, message = MISTAKES[mistake]
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        prepare(tmp_path / "text" if path.parent.name == "text" else path, **options)
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_an_unknown_split_of_saved_datasets_lists_the_known_ones(prepare, tmp_path):
+    saved = write_dataset("saved splits", tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"no split 'tset'.*\['test', 'train'\]"):
+        prepare(saved, split="tset")
+
+
+def test_a_dataset_that_the_hub_does_not_give_is_told_with_what_was_tried(prepare, offline):
+    with pytest.raises(ValueError, match=r"'no/thing'.*subset 'en', split 'train'.*\"stdlib\""):
+        prepare("no/thing", subset_name="en")
+
+
+def test_a_name_without_an_owner_does_not_train_on_the_working_directory(
+    prepare, tmp_path, offline, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("private.jsonl"))
+    for name in ("text", "json", "./missing/file.txt"):
+        with pytest.raises(ValueError, match=f"dataset '{name}' is not .* would be owner/name"):
+            prepare(name)
+
+
+def test_a_damaged_cache_is_noticed(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    prepare(path)
+    next((tmp_path / "cache").glob("*/tokens.bin")).write_bytes(b"1234")
+    with pytest.raises(ValueError, match=rf"has 2 tokens instead of {len(STREAM)}. Delete it"):
+        prepare(path)
