@@ -1,10 +1,10 @@
 """What lies in save_dir, and how folders come and go there.
 
-    .lock                held by the run that writes here
-    .step-00000030.partial      being written
-    step-00000020        complete: it got its name when it was on the disk
-    hf                   the finished model, the same way
-    earlier-1            a run that was here before
+    .lock                     held by the run that writes here
+    .step-00000030.partial    being written
+    step-00000020             complete: it got its name when it was on the disk
+    hf                        the finished model, the same way
+    earlier-1                 a run that was here before
 
 A folder is written aside and renamed, and renamed before it is deleted. So whatever moment a kill
 comes at, what has a checkpoint's name is a complete one.

@@ -68,7 +68,7 @@ def head_loss(
     Under autocast both factors are cast, like those of any linear layer. chunk_rows is CHUNK_ROWS
     of the device by default; of_chunk is `chunk_loss`, which a caller may have compiled.
     """
-    x, weight = x.to(linear_dtype(x)), weight.to(linear_dtype(weight))
+    x = x.to(linear_dtype(x))
     chunk_rows, of_chunk = chunk_rows or CHUNK_ROWS[x.device.type], of_chunk or chunk_loss
     return _HeadLoss.apply(
         *(x, weight, targets, vocabulary, chunk_rows, of_chunk, torch.is_grad_enabled())
@@ -92,6 +92,7 @@ class _HeadLoss(torch.autograd.Function):
         total = x.new_zeros((), dtype=wide_dtype(x))
         if wants_gradients:
             ctx.dx, ctx.dw = torch.empty_like(x), torch.zeros_like(weight, dtype=total.dtype)
+        weight = weight.to(x.dtype)  # here, not before: autograd would cast dw to it and back
         for start in range(0, len(x), chunk_rows):
             rows = slice(start, start + chunk_rows)
             loss, gradient = of_chunk(x[rows], weight, targets[rows], vocabulary)
