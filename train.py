@@ -26,7 +26,13 @@ from picotron_min.config_file import load_config
 from picotron_min.console import Console, human
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batches
-from picotron_min.folders import clean_up, find_start, lock_folder, set_aside
+from picotron_min.folders import (
+    check_shared,
+    clean_up,
+    find_start,
+    lock_folder,
+    set_aside,
+)
 from picotron_min.hugging_face import find_weights
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import (
@@ -86,7 +92,9 @@ def train(config: Config, launch: Launch) -> None:
     store = open_process_group(launch, run.backend, d.timeout_seconds)
     roll_call = RollCall(store, launch, d.timeout_seconds)
     with roll_call.failures_told(plainly=(OSError, Diverged)):
+        name = roll_call.agree(facts_in_common(config, run))
         axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
+        check_shared(Path(config.checkpoint.save_dir), name)
         training = Training(config, run.llama, axes, run.device, run.data, run.weights)
         if run.start:
             training.load(run.start, run.facts)
@@ -154,6 +162,13 @@ def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
         vocab_size=llama.vocab_size,
         cache_dir=dataset.cache_dir,
     )
+
+
+def facts_in_common(config: Config, run: Run) -> dict[str, object]:
+    """What must be the same on all nodes, or they would train different models."""
+    keys = config.model_dump(include={"distributed", "model", "training"})
+    flat = {f"{section}.{key}": v for section, of in keys.items() for key, v in of.items()}
+    return flat | {"step": run.facts["step"], "tokens of the dataset": len(run.text.tokens)}
 
 
 def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call: RollCall) -> None:

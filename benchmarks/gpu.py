@@ -197,6 +197,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--attention", choices=ATTENTION, help="kernel to prefer, for all; default: torch's choice"
     )
     options = parser.parse_args(arguments)
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"--json {options.json}: name a file in a folder that is there")
+    if options.profile:
+        if options.profile.is_file():
+            parser.error(f"--profile {options.profile} is a file: name a folder")
+        options.profile.mkdir(parents=True, exist_ok=True)
     set_environment()
     end = time.monotonic() + 60 * options.minutes
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -469,7 +475,6 @@ def profile(contender: Contender, data: Batches, file: Path) -> None:
     with torch.profiler.profile(activities=activities) as profiler:
         for index in range(2):
             contender.step(data, index)
-    file.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(file))
     order = f"self_{'device' if on_gpu else 'cpu'}_time_total"
     print(f"\n{profiler.key_averages().table(sort_by=order, row_limit=20)}\ntrace: {file}")

@@ -13,7 +13,6 @@ checkpoint is a complete one. Nothing is pickled, so a stranger's checkpoint can
 `torch.distributed.checkpoint` does the work: it writes what several ranks hold alike only once.
 """
 
-import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -30,8 +29,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.collectives import Axis
-from picotron_min.folders import complete_or_absent, forget_older, write_json
+from picotron_min.folders import checkpoints, complete_or_absent, forget_older
 from picotron_min.initialise import ShardDim
+from picotron_min.json_file import read_json, write_json
 from picotron_min.llama_config import LlamaConfig
 
 
@@ -70,7 +70,8 @@ class Saver:
         def write(folder: Path) -> None:
             write_tensors(folder, parts_of_whole(tensors), self.group)
             if dist.get_rank() == 0:
-                write_json(folder / "state.json", {"step": step, **facts})
+                files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+                write_json(folder / "state.json", {"step": step, "files": files, **facts})
 
         def run() -> None:
             folder = save_dir / f"step-{step:08d}"
@@ -140,9 +141,45 @@ def open_safetensors(path: Path) -> safe_open:
         raise OSError(f"{path} is damaged, or no safetensors file: {error}") from None
 
 
+def read_state(folder: Path) -> dict:
+    """The facts of a checkpoint; ValueError if it is none, or not whole.
+
+    Without its last part a tensor would look like a smaller one, and without another part like one
+    with a gap: torch would load what there is.
+    """
+    path = folder / "state.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no checkpoint (it has no state.json)")
+    facts = read_json(path)
+    problems = [
+        f"state.json has no {key} as it was saved"
+        for key, kind in FACTS.items()
+        if not isinstance(facts.get(key), kind)
+    ]
+    for name, size in {} if problems else facts["files"].items():
+        file = folder / name
+        if not file.exists():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            problems.append(f"{name} has {file.stat().st_size} bytes, not {size}")
+    if problems:
+        others = [other for other in checkpoints(folder.parent) if other.name < folder.name]
+        raise ValueError(
+            f"the checkpoint {folder} is damaged: {', '.join(problems)}. Delete it, or name another"
+            f" in checkpoint.load_path{f': {max(others)} is before it' if others else ''}"
+        )
+    return facts
+
+
+FACTS = {
+    **{"step": int, "files": dict},
+    **{"skipped_steps": int, "model": dict, "config": dict, "data": dict},  # of Training.save
+}
+
+
 def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
-    """What `save` was given; ValueError if the checkpoint is of another model or optimizer."""
-    facts = json.loads((folder / "state.json").read_text())
+    """The same; ValueError also if the checkpoint is of another model or optimizer."""
+    facts = read_state(folder)
     saved = facts["model"] | {"optimizer": facts["config"]["training"]["optimizer"]}
     wanted = asdict(model) | {"optimizer": optimizer}
     problems = [f"{k}={saved.get(k)!r}, now {v!r}" for k, v in wanted.items() if saved.get(k) != v]

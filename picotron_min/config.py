@@ -10,10 +10,8 @@ config_file.py reads it, config_checks.py looks whether its keys fit each other 
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -59,7 +57,7 @@ class Distributed(Section):
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     use_cpu: bool = False
-    timeout_seconds: PositiveInt = 60  # a collective that takes longer ends the run
+    timeout_seconds: int = Field(60, gt=0, le=10**6)  # what takes longer ends the run
 
 
 class Model(Section):
@@ -220,31 +218,6 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(problems))
-
-
-def read_json(path: Path) -> tuple[dict, list[str]]:
-    """The object in a JSON file, and its repeated keys, which Python's reader would hide."""
-    repeated = []
-
-    def collect(pairs: list[tuple]) -> dict:
-        repeated.extend(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
-        return dict(pairs)
-
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        raw = json.loads(text, object_pairs_hook=collect)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except json.JSONDecodeError as e:
-        # A column counts characters, so a tab is shown as one, or the caret would miss.
-        line = text.split("\n")[e.lineno - 1].replace("\t", " ")
-        where = f"{path} is not JSON: line {e.lineno}, column {e.colno}: {e.msg}"
-        raise ConfigError(f"{where}\n    {line}\n    {' ' * (e.colno - 1)}^") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON in UTF-8: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold one object, {{ ... }}, not {shown(raw)}")
-    return raw, repeated
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,8 @@ import os
 import re
 from pathlib import Path
 
-from picotron_min.config import Config, ConfigError, choice, read_json, shown
+from picotron_min.config import Config, ConfigError, choice, shown
+from picotron_min.json_file import read_json
 from picotron_min.llama_config import PRESETS, LlamaConfig, find_preset
 
 
@@ -84,6 +85,9 @@ def _path_problems(config: Config) -> list[str]:
         problems += _missing("model.weights", config.model.weights, [])
     problems += _missing("dataset.tokenizer", config.dataset.tokenizer, ["bytes"])
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
+    for key in ("metrics_file", "trace_file"):
+        if (path := getattr(config.logging, key)) and os.path.isdir(path):
+            problems.append(f"logging.{key}={path} is a folder: name a file")
     if os.path.isfile(save_dir):
         problems.append(f"checkpoint.save_dir={save_dir} is a file: name a folder")
     if load_path not in (None, "latest") and not Path(load_path, "state.json").is_file():
@@ -122,9 +126,11 @@ def resolve_model(config: Config) -> LlamaConfig:
     needs the network.
     """
     preset = find_preset(config.model.name)
-    hf = None if preset else _hugging_face_config(config.model.name)
     try:
-        llama = (preset or LlamaConfig.from_hf(hf)).override(**config.model.overrides)
+        llama = preset or LlamaConfig.from_hf(_hugging_face_config(config.model.name))
+        llama = llama.override(**config.model.overrides)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"model.name={config.model.name}: {error}") from None
     if problems := model_problems(config, llama):
@@ -137,7 +143,7 @@ def _hugging_face_config(name: str) -> dict:
     if not _on_hub(name):
         if missing := _missing("model.name", name, [preset.split("/")[-1] for preset in PRESETS]):
             raise ConfigError(*missing)
-        return read_json(Path(name, "config.json"))[0]
+        return read_json(Path(name, "config.json"))
     from huggingface_hub import hf_hub_download
 
     try:
@@ -148,7 +154,7 @@ def _hugging_face_config(name: str) -> dict:
             f" ({str(error).strip().partition(chr(10))[0]}): check the spelling, the network and"
             " your access, or use a preset or a local folder"
         ) from None
-    return read_json(Path(path))[0]
+    return read_json(Path(path))
 
 
 def model_problems(config: Config, llama: LlamaConfig) -> list[str]:

@@ -12,17 +12,9 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.config import (
-    AXES,
-    SECTIONS,
-    Config,
-    ConfigError,
-    choice,
-    keys_of,
-    read_json,
-    shown,
-)
+from picotron_min.config import AXES, SECTIONS, Config, ConfigError, choice, keys_of, shown
 from picotron_min.config_checks import problems_of
+from picotron_min.json_file import read_json_strictly
 
 
 def load_config(path: str | os.PathLike, processes: int | None = None) -> Config:
@@ -30,7 +22,10 @@ def load_config(path: str | os.PathLike, processes: int | None = None) -> Config
 
     `processes` is how many were started, if somebody else started them.
     """
-    raw, repeated = read_json(Path(path))
+    try:
+        raw, repeated = read_json_strictly(Path(path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     problems = [f"{key} is given more than once: keep one" for key in repeated]
     return parse_config(raw, problems, lambda config: _launch_problems(config, processes, path))
 

@@ -1,6 +1,7 @@
 """What lies in save_dir, and how folders come and go there.
 
     .lock                     held by the run that writes here
+    .run                      its name, by which all nodes know that this is one folder
     .step-00000030.partial    being written
     step-00000020             complete: it got its name when it was on the disk
     hf                        the finished model, the same way
@@ -10,7 +11,6 @@ A folder is written aside and renamed, and renamed before it is deleted. So what
 comes at, what has a checkpoint's name is a complete one.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -37,14 +37,27 @@ def lock_folder(save_dir: Path) -> FileLock:
     return lock
 
 
+def check_shared(save_dir: Path, run: str) -> None:
+    """OSError unless all ranks see the same folder; `run` is a name that all have for this run."""
+    if dist.get_rank() == 0:
+        (save_dir / ".run").write_text(run)
+    dist.barrier()
+    seen = save_dir / ".run"
+    if not seen.exists() or seen.read_text() != run:
+        raise OSError(
+            f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
+            f" {dist.get_rank()} does not see there what rank 0 has written. Name one that all see"
+        )
+
+
 def find_start(load_path: str | None, save_dir: Path) -> Path | None:
     """The checkpoint to start from: "latest" is the newest in save_dir, None if there is none."""
     if load_path == "latest":
-        return max(_checkpoints(save_dir), default=None)
+        return max(checkpoints(save_dir), default=None)
     return Path(load_path) if load_path else None
 
 
-def _checkpoints(save_dir: Path) -> list[Path]:
+def checkpoints(save_dir: Path) -> list[Path]:
     return list(save_dir.glob("step-" + "[0-9]" * 8))
 
 
@@ -82,13 +95,9 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
 def forget_older(folder: Path, keep: int) -> None:
     """Delete the oldest checkpoints beside one, so that with it there are `keep`."""
-    older = [path for path in _checkpoints(folder.parent) if path.name < folder.name]
+    older = [path for path in checkpoints(folder.parent) if path.name < folder.name]
     for path in sorted(older, reverse=True)[keep - 1 :]:
         _delete(path)
 

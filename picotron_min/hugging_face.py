@@ -7,7 +7,6 @@ out    every finished run; or later, from any checkpoint, in one process:
 """
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -16,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min.checkpoint import load, open_safetensors, write_tensors
+from picotron_min.checkpoint import load, open_safetensors, read_state, write_tensors
 from picotron_min.collectives import Axis
-from picotron_min.folders import complete_or_absent, write_json
+from picotron_min.folders import complete_or_absent
 from picotron_min.initialise import ShardDim
+from picotron_min.json_file import read_json, write_json
 from picotron_min.llama_config import LlamaConfig, RopeScaling
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 
@@ -37,6 +37,8 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
     file is damaged.
     """
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ValueError(f"model.weights={name} is a file: name its folder")
     if not folder.is_dir():
         folder = _fetch(name)
     paths = sorted(folder.glob("*.safetensors"))
@@ -46,7 +48,7 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
             " run code. transformers' save_pretrained writes safetensors"
         )
     problems = _config_problems(folder, model, given)
-    shapes, found = model.parameter_shapes(), {}
+    shapes, found, unfit = model.parameter_shapes(), {}, set()
     for path in paths:
         with open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118 (it is no dict)
@@ -56,6 +58,7 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
                 shape, dtype = tuple(part.get_shape()), part.get_dtype()
                 if key.endswith(DERIVED):
                     continue
+                unfit.add(key)
                 if expected is None:
                     problems.append(f"{path}: {key} {shape} is no tensor of this model")
                 elif shape != expected:
@@ -66,14 +69,14 @@ def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Pa
                     problems.append(f"{path}: {key} is also in {found[key].name}")
                 else:
                     found[key] = path
-    for key in shapes.keys() - found.keys():
-        problems.append(f"{folder}: {key} {shapes[key]} is missing")
+    missing = shapes.keys() - found.keys() - unfit
+    problems += [f"{folder}: {key} {shapes[key]} is missing" for key in missing]
+    if missing == {"lm_head.weight"}:
+        problems.append("with model.tie_word_embeddings true it would be model.embed_tokens.weight")
     if problems:
-        raise ValueError(
-            "\n".join(
-                [f"model.weights={name} is not the model of this config:", *sorted(problems)[:20]]
-            )
-        )
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        about = f"model.weights={name} is not the model of this config: does model.name fit it?"
+        raise ValueError("\n".join([about, *sorted(problems)[:20], *more]))
     if "lm_head.weight" in found and model.tie_word_embeddings:
         _refuse_unequal(found["lm_head.weight"], found["model.embed_tokens.weight"])
     return found
@@ -97,7 +100,10 @@ def _config_problems(folder: Path, model: LlamaConfig, given: set[str]) -> list[
     path = folder / "config.json"
     if not path.exists():
         return []
-    theirs = LlamaConfig.from_hf(json.loads(path.read_text()))
+    try:
+        theirs = LlamaConfig.from_hf(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"model.weights: {path}: {error}") from None
     silent = ("num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps")
     return [
         f"{path}: {name} is {getattr(theirs, name)}, and this model's is {getattr(model, name)}"
@@ -169,8 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.folder.exists():
             raise ValueError(f"{options.folder} exists: name another folder, or delete it")
-        facts = json.loads((options.checkpoint / "state.json").read_text())
-        export_checkpoint(options.checkpoint, options.folder, facts)
+        export_checkpoint(options.checkpoint, options.folder, read_state(options.checkpoint))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

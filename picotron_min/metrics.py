@@ -64,8 +64,11 @@ class MetricsLog:
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
         values = {name: finite_or_none(value) for name, value in asdict(record).items()}
         if self._file:
-            self._file.write(json.dumps(values, allow_nan=False) + "\n")
-            self._file.flush()  # so that a killed run leaves every step it finished
+            try:
+                self._file.write(json.dumps(values, allow_nan=False) + "\n")
+                self._file.flush()  # so that a killed run leaves every step it finished
+            except OSError as error:  # which does not say where
+                raise OSError(error.errno, error.strerror, self._file.name) from None
         if self._run:
             known = {name: value for name, value in values.items() if value is not None}
             self._run.log(known, step=known.pop("step"))

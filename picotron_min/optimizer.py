@@ -81,14 +81,20 @@ class SkippedSteps:
     total: int = 0
     in_a_row: int = 0
     limit: int = 3
+    has_learned: bool = False  # in this process
 
     def record(self, step: int, norm: float) -> bool:
         """True if this step must be skipped; raises Diverged at the third in a row."""
         if math.isfinite(norm):
-            self.in_a_row = 0
+            self.in_a_row, self.has_learned = 0, True
             return False
         self.total += 1
         self.in_a_row += 1
+        if self.in_a_row == self.limit and not self.has_learned:
+            raise Diverged(
+                f"the gradient was not finite in the first {self.limit} steps, before any weight"
+                " was changed: those that it started from are not finite, or much too large"
+            )
         if self.in_a_row == self.limit:
             raise Diverged(
                 f"the gradient was not finite in {self.limit} steps in a row, up to step {step}:"

@@ -4,19 +4,20 @@ Ranks wait for each other all the time, so one that is gone soon stops all. What
 is not what happened: a closed connection, or a wait that took too long. So each rank leaves notes
 in the store that they found each other through: the step that it is in, and that it has failed.
 
-    rank 0   in step 7   failed       waited for rank 1, and got an error
-    rank 1   in step 7                no word: it was killed, or it hangs
-    rank 2   in step 7   failed
+    rank 0   in step 7   88 beats   failed    waited for rank 1, and got an error
+    rank 1   in step 7   86 beats             and no more: it was killed, or it hangs
+    rank 2   in step 7   88 beats             alive, and still waiting
 
 The first to fail by a fault of its own tells it. The first to fail by waiting looks a little later
-who has not failed, and names them: the one that hangs, and such as began to wait later than that.
-All others leave without a word, so there is one message.
+who has not failed, and names those without a heartbeat; if all have one, the one that hangs is
+among them. All others leave without a word, so there is one message.
 
 SIGTERM, which is what a cluster sends, ends a run in good order: all ranks save after the step that
 they are in, and exit with code 0. Exit codes: 0 done, 2 the user's mistake, 130 Ctrl-C, 1 the rest.
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -37,6 +39,7 @@ import torch.distributed as dist
 from picotron_min.mesh import Launch
 
 GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
+BEAT = 0.4  # seconds between a rank's signs of life
 
 
 def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
@@ -115,6 +118,10 @@ def _wait(ranks: list, store: str) -> int:
     return 0
 
 
+class Disagreement(Exception):
+    """The processes were not all started alike."""
+
+
 class RollCall:
     """What the ranks note for each other, and what is told when one of them fails."""
 
@@ -122,6 +129,33 @@ class RollCall:
         self.store, self.rank, self.world_size = store, launch.rank, launch.world_size
         self.timeout = timedelta(seconds=timeout_seconds)
         self.stop_requested = False
+        self.saved = ""  # the checkpoint to go on from
+        self.done = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        """Show that this process is alive, also while it waits for others."""
+        with contextlib.suppress(dist.DistError):  # the store may go first
+            while not self.done.wait(BEAT):
+                self.store.add(f"beats {self.rank}", 1)
+
+    def agree(self, facts: dict[str, object]) -> str:
+        """Raise Disagreement unless all ranks come with the same facts as rank 0.
+
+        Returns a name for this run that no other has.
+        """
+        mine = json.dumps(facts)
+        if self.rank == 0:
+            self.store.set("run", uuid.uuid4().hex)
+            self.store.set("facts", mine)
+        facts, expected = json.loads(mine), json.loads(self.store.get("facts"))
+        if different := [key for key in facts if facts[key] != expected.get(key)]:
+            raise Disagreement(
+                f"rank {self.rank} was started otherwise than rank 0: it has "
+                + ", ".join(f"{key}={facts[key]!r}, not {expected.get(key)!r}" for key in different)
+                + ". Use the same config.json, and the same files, on all nodes"
+            )
+        return self.store.get("run").decode()
 
     def note_step(self, step: int) -> None:
         """This rank begins a step."""
@@ -129,7 +163,8 @@ class RollCall:
 
     def note_saved(self, folder: Path) -> None:
         """There is a checkpoint to go on from."""
-        self.store.set("saved", str(folder))
+        self.saved = str(folder)
+        self.store.set("saved", self.saved)
 
     def listen_for_sigterm(self) -> None:
         """From now on; to be called by all ranks."""
@@ -158,16 +193,16 @@ class RollCall:
         """
         try:
             yield
+            self.done.set()
         except (Exception, KeyboardInterrupt) as error:
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             try:
                 self._tell_once(error, plainly)
             except dist.DistError:
-                print(
-                    f"\nrank {self.rank} failed: {error}\nand the store is gone, with the node of"
-                    " rank 0\n",
-                    file=sys.stderr,
-                )
+                # Whose fault it is nobody can look up any more.
+                cause, _, _ = str(error).partition("\n")
+                where = "the ranks' store is gone, and with it the process or the node it was on"
+                _print(f"rank {self.rank} cannot go on: {where} ({cause})", self.saved)
             sys.stdout.flush()
             # At once: the usual way out waits for communication that will never come to its end.
             os._exit(code)
@@ -175,7 +210,7 @@ class RollCall:
     def _tell_once(self, error: BaseException, plainly: tuple[type[Exception], ...]) -> None:
         is_first = self.store.add("failures", 1) == 1
         self.store.set(f"failed {self.rank}", "")
-        is_plain = isinstance(error, (KeyboardInterrupt, *plainly))
+        is_plain = isinstance(error, (KeyboardInterrupt, Disagreement, *plainly))
         is_fault = not is_plain and not _is_of_communication(error)
         if is_fault and self.store.add("faults", 1) == 1:
             self._tell_with_traceback(error)
@@ -185,15 +220,20 @@ class RollCall:
             what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
             _tell(what, self.store, self.rank)
         else:
+            ranks = range(self.world_size)
+            before = [self.store.add(f"beats {r}", 0) for r in ranks]
             time.sleep(GRACE)
-            silent = [r for r in range(self.world_size) if not self.store.check([f"failed {r}"])]
+            silent = [r for r in ranks if not self.store.check([f"failed {r}"])]
+            dead = [r for r in silent if self.store.add(f"beats {r}", 0) == before[r]]
+            names = ", ".join(map(str, dead or silent))
             if not silent:
                 self._tell_with_traceback(error)
-            elif len(silent) == 1:
-                _tell(f"rank {silent[0]} was killed or hangs", self.store, silent[0])
+            elif len(dead or silent) == 1:
+                _tell(f"rank {names} was killed or hangs", self.store, (dead or silent)[0])
+            elif dead:
+                _tell(f"ranks {names} were killed or hang", self.store, dead[0])
             else:
-                names = ", ".join(map(str, silent))
-                _tell(f"some of ranks {names} were killed or hang", self.store, silent[0])
+                _tell(f"one of ranks {names} hangs", self.store, silent[0])
 
     def _tell_with_traceback(self, error: BaseException) -> None:
         traceback.print_exception(error)
@@ -218,7 +258,11 @@ def _tell(what: str, notes: dist.Store, rank: int) -> None:
     def noted(key: str) -> str | None:
         return notes.get(key).decode() if notes.check([key]) else None
 
-    step, saved = noted(f"step {rank}"), noted("saved")
+    step = noted(f"step {rank}")
     where = f"in step {step}" if step else "before the first step"
+    _print(f"{what}\nThat was {where}", noted("saved"))
+
+
+def _print(what: str, saved: str | None) -> None:
     go_on = f"go on from {saved} with checkpoint.load_path latest" if saved else "nothing was saved"
-    print(f"\n{what}, {where}: {go_on}\n", file=sys.stderr, flush=True)
+    print(f"\n{what}: {go_on}\n", file=sys.stderr, flush=True)

@@ -481,8 +481,8 @@ def test_what_the_background_writer_raises_reaches_the_loop(pool, tmp_path):
     pool.run(1, background_save_that_fails, tmp_path)
 
 
-def saves(folder: Path, keep: int, steps: int) -> None:
-    training = make_training(make_config(checkpoint={"keep": keep}))
+def saves(folder: Path, keep: int, steps: int, config: Config | None = None) -> None:
+    training = make_training(config or make_config(checkpoint={"keep": keep}))
     for step in range(1, steps + 1):
         training.save(folder, step)
 
@@ -526,9 +526,43 @@ def test_a_damaged_checkpoint_is_told_with_its_file(pool, tmp_path, damage):
     assert (str(path) if damage != "gone" else str(path.parent)) in told
 
 
+@pytest.mark.parametrize("shard", ["shard-00001", "shard-00002"])
+@pytest.mark.parametrize("damage,told", [("gone", "is missing"), ("cut", "has 2000 bytes, not")])
+def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, told):
+    config = make_config(tp=2)
+    pool.run(2, saves, tmp_path, 0, 2, config)
+    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    (path,) = newer.glob(f"{shard}*")
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:2000])
+    assert read_facts(older, resolve_model(config), "adamw")["step"] == 1
+    with pytest.raises(ValueError, match=rf"{newer} is damaged: {path.name} {told}.*{older} is"):
+        read_facts(newer, resolve_model(config), "adamw")
+
+
+@pytest.mark.parametrize(
+    "content,told",
+    [
+        ("", "is not JSON: line 1"),
+        ("[]", "must hold one object"),
+        ("{}", "is damaged: state.json has no step"),
+        ('{"step": "six"}', "is damaged: state.json has no step"),
+    ],
+)
+def test_a_damaged_state_is_told_plainly(tmp_path, content, told):
+    with pytest.raises(ValueError, match=r"is no checkpoint \(it has no state.json\)"):
+        read_facts(tmp_path, resolve_model(make_config()), "adamw")
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(ValueError, match=told):
+        read_facts(tmp_path, resolve_model(make_config()), "adamw")
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     llama = resolve_model(make_config())
     facts = {"step": 7, "model": asdict(llama), "config": make_config().model_dump()}
+    facts |= {"files": {}, "skipped_steps": 0, "data": {}}
     (tmp_path / "state.json").write_text(json.dumps(facts))
     assert read_facts(tmp_path, llama, "adamw")["step"] == 7
     wider = llama.override(hidden_size=64, tie_word_embeddings=True)

@@ -142,6 +142,10 @@ BAD = {
         "dataset.tokenizer=/nowhere/at/all does not exist"),
     "a file to save into": ("checkpoint", {"save_dir": __file__},
         f"checkpoint.save_dir={__file__} is a file: name a folder"),
+    "a folder to log into": ("logging", {"metrics_file": "/"},
+        "logging.metrics_file=/ is a folder: name a file"),
+    "too patient": ("distributed", {"timeout_seconds": 10**10},
+        "distributed.timeout_seconds=10000000000: must be less than or equal to 1000000"),
     "no checkpoint": ("checkpoint", {"load_path": "nowhere"},
         "checkpoint.load_path=nowhere is no checkpoint (it has no state.json): use latest, "
         "or a folder like checkpoints/step-00000010"),

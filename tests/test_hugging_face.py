@@ -118,10 +118,14 @@ def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
         f"{path}: model.layers.7.mlp.up_proj.weight (2,) is no tensor of this model",
         f"{path}: model.norm.weight is I32, not one of F64, F32, BF16, F16",
         f"{tmp_path}: {up} (48, 32) is missing",
+        "does model.name fit it?",
         "config.json: rms_norm_eps is 0.1, and this model's is 1e-05",
     ):
         assert part in str(error.value)
     assert "inv_freq" not in str(error.value)
+    assert str(error.value).count(q) == 1
+    with pytest.raises(ValueError, match=r"\nand \d+ more$"):
+        find_weights(str(tmp_path), llama.override(num_hidden_layers=6), set())
     with pytest.raises(ValueError) as error:
         find_weights(str(tmp_path), llama, {"rms_norm_eps"})
     assert "rms_norm_eps" not in str(error.value)
@@ -141,6 +145,29 @@ def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(tmp_pa
         find_weights(str(tmp_path), tied, set())
 
 
+def test_tied_weights_for_an_untied_model_are_told_with_the_remedy(tmp_path):
+    write_theirs(tmp_path, tied=True)
+    untied = resolve_model(make_config(model=SHAPE))
+    with pytest.raises(ValueError, match=r"with model\.tie_word_embeddings true it would be"):
+        find_weights(str(tmp_path), untied, {"tie_word_embeddings"})
+
+
+@pytest.mark.parametrize(
+    "content,told",
+    [
+        ("[1]", "must hold one object"),
+        ('{"a": ', "is not JSON: line 1"),
+        ('{"model_type": "gpt2"}', "model_type='gpt2' is not supported"),
+    ],
+)
+def test_a_config_beside_weights_that_is_none_is_told_with_its_path(tmp_path, content, told):
+    write_theirs(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError) as error:
+        find_weights(str(tmp_path), resolve_model(make_config(model=SHAPE)), set())
+    assert str(tmp_path / "config.json") in str(error.value) and told in str(error.value)
+
+
 def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
     llama = resolve_model(make_config(model=SHAPE))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -150,6 +177,8 @@ def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(OSError, match=r"model\.safetensors is damaged"):
             find_weights(str(tmp_path), llama, set())
+    with pytest.raises(ValueError, match=r"model\.safetensors is a file: name its folder"):
+        find_weights(str(tmp_path / "model.safetensors"), llama, set())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -176,7 +205,7 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
     for wrong, told in (
         (arguments, "exists: name another folder"),
-        (["export", "nowhere", "other"], "nowhere"),
+        (["export", "nowhere", "other"], "nowhere is no checkpoint"),
     ):
         with pytest.raises(SystemExit, match="2"):
             hugging_face.main(wrong)

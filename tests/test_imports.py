@@ -16,8 +16,8 @@ MAY_IMPORT = {
     "tokenizer": set(),
     "costs": {"llama_config", "pipeline_schedule"},
     "config": {"llama_config"},
-    "config_checks": {"config", "llama_config"},
-    "config_file": {"config", "config_checks"},
+    "config_checks": {"config", "json_file", "llama_config"},
+    "config_file": {"config", "config_checks", "json_file"},
     "collectives": set(),
     "mesh": {"collectives"},
     "processes": {"mesh"},
@@ -37,14 +37,18 @@ MAY_IMPORT = {
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
     "initialise": {"collectives", "llama_config"},
     "folders": set(),
-    "checkpoint": {"collectives", "folders", "hugging_face", "initialise", "llama_config"},
+    "json_file": set(),
+    "checkpoint": {
+        *("collectives", "folders", "hugging_face", "initialise", "json_file", "llama_config"),
+    },
     "hugging_face": {
-        *("checkpoint", "collectives", "folders", "initialise", "llama_config", "tokenizer")
+        *("checkpoint", "collectives", "folders", "initialise", "json_file", "llama_config"),
+        "tokenizer",
     },
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
 MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training", "processes"}
-STANDARD_LIBRARY_ONLY = ("llama_config", "pipeline_schedule", "draw", "costs")
+STANDARD_LIBRARY_ONLY = ("llama_config", "json_file", "pipeline_schedule", "draw", "costs")
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 
 FILES = sorted(path for path in (ROOT / PACKAGE).glob("*.py") if path.stem != "__init__")

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,11 @@ def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path):
     log.write(EvalRecord(step=7, val_loss=2.5))
     assert read(tmp_path / "m.jsonl") == [{"step": 7, "val_loss": 2.5, "bits_per_byte": None}]
     log.close()
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        MetricsLog(Path("/dev/full"), writes=True).write(RECORD)
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from filelock import FileLock
 
+import train
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 
@@ -54,7 +56,7 @@ def rank_0_finds_the_disk_full() -> None:
     at_the_third_step(0, happens)
 
 
-GO_ON = ", in step 3: go on from runs/{}/step-00000002 with checkpoint.load_path latest"
+GO_ON = "\nThat was in step 3: go on from runs/{}/step-00000002 with checkpoint.load_path latest"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,41 @@ def test_a_fault_that_all_ranks_have_is_told_once(workplace):
 def test_what_fails_before_anything_is_saved_says_so(workplace):
     config = workplace.config("unsaved", checkpoint={"save_frequency": 0})
     outcome = workplace.main(config, rank_1_dies)
-    assert "rank 1 was killed by SIGKILL, in step 3: nothing was saved" in outcome.output
+    assert "rank 1 was killed by SIGKILL\nThat was in step 3: nothing was saved" in outcome.output
+
+
+def rank_1_has_another_config() -> None:
+    facts_in_common = train.facts_in_common
+
+    def other(config, run):
+        is_rank_0 = run.lock is not None
+        return facts_in_common(config, run) | ({} if is_rank_0 else {"training.seed": 7})
+
+    train.facts_in_common = other
+
+
+def test_ranks_that_were_started_otherwise_are_refused(workplace):
+    config = workplace.config("otherwise")
+    outcome = workplace.main(config, rank_1_has_another_config)
+    assert outcome.code == 1 and "Traceback" not in outcome.output
+    told = "rank 1 was started otherwise than rank 0: it has training.seed=7, not 42."
+    assert outcome.output.count(told) == 1, outcome.output
+    assert workplace.files("otherwise") == []
+
+
+def rank_1_sees_another_folder() -> None:
+    check_shared = train.check_shared
+    train.check_shared = lambda folder, run: check_shared(
+        folder if dist.get_rank() == 0 else Path("elsewhere"), run
+    )
+
+
+def test_nodes_that_do_not_share_save_dir_are_told_before_the_first_step(workplace):
+    outcome = workplace.main(workplace.config("unshared"), rank_1_sees_another_folder)
+    assert outcome.code == 1 and "Traceback" not in outcome.output
+    told = "checkpoint.save_dir=elsewhere is not the same folder on all nodes: rank 1 does not see"
+    assert outcome.output.count(told) == 1, outcome.output
+    assert workplace.files("unshared") == []
 
 
 def sigterm_to_the_parent() -> None:
@@ -179,7 +215,7 @@ def test_ctrl_c_ends_all_with_one_line(workplace):
     assert process.wait(20) == 130
     wait_until_all_are_gone(process.pid)
     output = (workplace.folder / "interrupted.txt").read_text()
-    assert output.count("stopped by Ctrl-C, in step") == 1 and "Traceback" not in output
+    assert output.count("stopped by Ctrl-C\nThat was in step") == 1 and "Traceback" not in output
 
 
 def test_a_second_run_in_the_same_folder_is_refused(workplace):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,7 +118,7 @@ class Workplace:
 
     def files(self, run: str) -> list[str]:
         names = (path.name for path in (self.folder / "runs" / run).iterdir())
-        return sorted(name for name in names if name != ".lock")
+        return sorted(name for name in names if name not in (".lock", ".run"))
 
 
 def run_main(folder: Path, config: str, output: Path, sabotage: Callable[[], None] | None) -> None:
@@ -408,19 +409,30 @@ def test_a_trace_of_the_pipeline_is_drawn_under_its_plan(workplace, capsys):
     assert "rank 1" in drawn and "bubble" in drawn
 
 
-def gradients_are_never_finite() -> None:
-    norm = picotron_min.training.gradient_norm
-    picotron_min.training.gradient_norm = lambda **gradients: norm(**gradients) * math.nan
+def gradients_are_not_finite(after: int) -> None:
+    norm, steps = picotron_min.training.gradient_norm, itertools.count()
+    picotron_min.training.gradient_norm = lambda **gradients: (
+        norm(**gradients) * (math.nan if next(steps) >= after else 1)
+    )
 
 
-def test_a_run_that_diverges_stops_with_the_remedy(workplace):
-    config = workplace.config("diverges", distributed={"dp_size": 1})
-    outcome = workplace.main(config, gradients_are_never_finite)
+@pytest.mark.parametrize(
+    "finite,told",
+    [
+        (0, "not finite in the first 3 steps, before any weight was changed"),
+        (2, "not finite in 3 steps in a row, up to step 5: the run has diverged. Use a lower"),
+    ],
+)
+def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, told):
+    name = f"diverges after {finite}"
+    config = workplace.config(name, distributed={"dp_size": 1})
+    outcome = workplace.main(config, partial(gradients_are_not_finite, finite))
     assert outcome.code == 1
-    for step in (1, 2):
+    for step in (finite + 1, finite + 2):
         assert f"step {step} changed nothing: its gradient is not finite" in outcome.output
-    assert "3 steps in a row, up to step 3: the run has diverged" in outcome.output
-    assert [record["grad_norm"] for record in workplace.steps("diverges")] == [None, None]
+    assert told in outcome.output
+    norms = [record["grad_norm"] for record in workplace.steps(name)]
+    assert norms[finite:] == [None, None] and None not in norms[:finite]
 
 
 def skipping(optimizer: str) -> None:

@@ -102,5 +102,5 @@ def test_when_a_node_dies_the_other_ends_and_names_its_ranks(workplace):
     finally:
         end(process)
     told = (workplace.folder / "node0.txt").read_text()
-    assert told.count("ranks 2, 3 were killed or hang, in step") == 1, told
+    assert told.count("ranks 2, 3 were killed or hang\nThat was in step") == 1, told
     assert "go on from runs/dies/step-" in told
