@@ -101,7 +101,7 @@ def start(folder: Path, name: str, in_background: bool = False) -> subprocess.Po
 def kill_at(
     folder: Path, run: subprocess.Popen, moment: str, rng: random.Random, began_at: int
 ) -> bool:
-    """Kill a run after some random steps of its own; False if it had come to its end before."""
+    """Kill a run after some random steps of its own; False if the moment did not come."""
     goal = min(began_at + rng.randint(1, 8), STEPS - 1)
     while latest_step(folder) < goal:
         if run.poll() is not None:
@@ -110,18 +110,20 @@ def kill_at(
         time.sleep(0.001)
     if moment == "in the middle of a save":
         deadline = time.monotonic() + 1
-        while not list(folder.glob("killed/.*.partial")) and time.monotonic() < deadline:
-            pass
+        while not (saving := list(folder.glob("killed/.*.partial"))):
+            if time.monotonic() > deadline or run.poll() is not None:
+                break
     else:
         time.sleep(rng.random() * 0.05)
     if moment == "one rank":
         ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        os.kill(int(rng.choice(ranks)), signal.SIGKILL) if ranks else None
+        if ranks:
+            os.kill(int(rng.choice(ranks)), signal.SIGKILL)
         run.wait(30)
     else:
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
-    return run.returncode != 0
+    return run.returncode != 0 and (moment != "in the middle of a save" or bool(saving))
 
 
 def latest_step(folder: Path) -> int:

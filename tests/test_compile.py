@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from tests.test_layouts import MODELS, make_config, make_training
 
-LAYERS = 4  # all run the same graphs
+LAYERS = 3  # all run the same graphs
 
 
 def steps(config, compiles: bool) -> list[tuple]:

@@ -70,7 +70,7 @@ GO_ON = "\nThat was in step 3: go on from runs/{}/step-00000002 with checkpoint.
 )
 def test_a_rank_that_fails_ends_the_others_and_is_named_once(workplace, sabotage, told, tracebacks):
     name = sabotage.__name__
-    config = workplace.config(name, distributed={"dp_size": 4, "timeout_seconds": 4})
+    config = workplace.config(name, distributed={"dp_size": 4, "timeout_seconds": 2})
     outcome = workplace.main(config, sabotage)
     assert outcome.code == 1 and outcome.seconds < 30
     assert outcome.output.count(told + GO_ON.format(name)) == 1, outcome.output
