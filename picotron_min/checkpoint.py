@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.collectives import Axis
@@ -198,6 +199,9 @@ def parts_of_whole(
 
     The memory is shared: what is loaded into the result is loaded into the tensors.
     """
+    device = next(iter(tensors.values())).device.type
+    # A DTensor moves its part to the device of its mesh; copies of a GPU's tensors are on the CPU.
+    mesh = DeviceMesh.from_group(tp.group, device)
     whole = {}
     for name, shape in model.parameter_shapes().items():
         dim = shard_dim(name)
@@ -206,7 +210,7 @@ def parts_of_whole(
                 continue
             whole[key] = DTensor.from_local(
                 tensors[key],
-                tp.submesh,
+                mesh,
                 [Replicate() if dim is None else Shard(dim)],
                 run_check=False,
                 shape=torch.Size(shape),

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min import checkpoint, hugging_face
 from picotron_min.checkpoint import parts_of_whole, read_facts, training_tensors
+from picotron_min.collectives import Axis
 from picotron_min.config import Config
 from picotron_min.config_checks import resolve_model
 from picotron_min.config_file import parse_config
@@ -678,6 +680,18 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
     assert ids[0].tolist() == list(TEXT.encode())
     assert tokenizer.decode(ids[0]) == TEXT
     assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+
+
+def part_of_a_copy() -> None:
+    gpus = Axis("tp", DeviceMesh.from_group(dist.group.WORLD, "cuda"))  # asks for no GPU
+    copies = {"model.norm.weight": torch.ones(SHAPE["hidden_size"])}
+    whole = parts_of_whole(copies, resolve_model(make_config()), shard_dim, gpus)
+    local = whole["model.norm.weight"].to_local()
+    assert local.data_ptr() == copies["model.norm.weight"].data_ptr()
+
+
+def test_a_background_save_does_not_move_its_copies_back_to_the_gpu(pool):
+    pool.run(1, part_of_a_copy)
 
 
 def slow_export(folder: Path) -> None:

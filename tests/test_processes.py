@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,9 @@ def test_when_the_parent_dies_the_ranks_die(workplace):
 
 
 def test_ctrl_c_ends_all_with_one_line(workplace):
-    process = start(workplace, "interrupted")
+    # As from a terminal, also where these tests were started with SIGINT ignored.
+    as_usual = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = start(workplace, "interrupted", preexec_fn=as_usual)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(20) == 130
     wait_until_all_are_gone(process.pid)
