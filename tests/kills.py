@@ -10,18 +10,20 @@ bit.
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent
+import train
+
 STEPS = 60
 MOMENTS = ("all ranks", "one rank", "in the middle of a save")
 
@@ -39,7 +41,7 @@ def survive(folder: Path, kills: int, seed: int = 0, first: int = 0, tell=lambda
     """Raises AssertionError if anything differs; returns what happened."""
     (folder / "text.txt").write_text("the cat sat on a mat, and then it went to sleep; " * 400)
     undisturbed = start(folder, "undisturbed")
-    assert undisturbed.wait(120) == 0, (folder / "undisturbed.txt").read_text()
+    assert ended_with(undisturbed, 120) == 0, (folder / "undisturbed.txt").read_text()
     rng, counts = random.Random(seed), dict.fromkeys(MOMENTS, 0)
     done = 0
     while done < kills:
@@ -52,9 +54,15 @@ def survive(folder: Path, kills: int, seed: int = 0, first: int = 0, tell=lambda
         elif latest_step(folder) == STEPS:  # it has come to its end: once more from the start
             compare(folder)
             (folder / "killed").rename(folder / f"killed-{done}")
-    assert start(folder, "killed").wait(120) == 0, (folder / "killed.txt").read_text()
+    last = start(folder, "killed")
+    assert ended_with(last, 120) == 0, (folder / "killed.txt").read_text()
     compare(folder)
     return f"survived {kills} kills {counts}: losses and weights are equal to the last bit"
+
+
+def ended_with(run: BaseProcess, seconds: float) -> int | None:
+    run.join(seconds)
+    return run.exitcode
 
 
 def compare(folder: Path) -> None:
@@ -66,7 +74,7 @@ def compare(folder: Path) -> None:
         assert all(one[key].equal(other[key]) for key in one), f"weights in {name} differ"
 
 
-def start(folder: Path, name: str, in_background: bool = False) -> subprocess.Popen:
+def start(folder: Path, name: str, in_background: bool = False) -> BaseProcess:
     """A run in a process group of its own, which goes on from its latest checkpoint."""
     config = {
         "distributed": {"dp_size": 2, "use_cpu": True},
@@ -87,31 +95,36 @@ def start(folder: Path, name: str, in_background: bool = False) -> subprocess.Po
         "environment": {"OMP_NUM_THREADS": 1},
     }
     (folder / f"{name}.json").write_text(json.dumps(config))
-    with (folder / f"{name}.txt").open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--config", f"{name}.json"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    # A fork of a process that has imported torch: starting is most of what this takes.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "train"])
+    run = context.Process(target=train_in, args=(folder, name))
+    run.start()
+    return run
 
 
-def kill_at(
-    folder: Path, run: subprocess.Popen, moment: str, rng: random.Random, began_at: int
-) -> bool:
+def train_in(folder: Path, name: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    with open(f"{name}.txt", "w") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    sys.argv = ["train.py", "--config", f"{name}.json"]
+    train.main()
+
+
+def kill_at(folder: Path, run: BaseProcess, moment: str, rng: random.Random, began_at: int) -> bool:
     """Kill a run after some random steps of its own; False if the moment did not come."""
     goal = min(began_at + rng.randint(1, 8), STEPS - 1)
     while latest_step(folder) < goal:
-        if run.poll() is not None:
-            assert run.returncode == 0, (folder / "killed.txt").read_text()
+        if not run.is_alive():
+            assert run.exitcode == 0, (folder / "killed.txt").read_text()
             return False
         time.sleep(0.001)
     if moment == "in the middle of a save":
         deadline = time.monotonic() + 1
         while not (saving := list(folder.glob("killed/.*.partial"))):
-            if time.monotonic() > deadline or run.poll() is not None:
+            if time.monotonic() > deadline or not run.is_alive():
                 break
     else:
         time.sleep(rng.random() * 0.05)
@@ -119,11 +132,9 @@ def kill_at(
         ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         if ranks:
             os.kill(int(rng.choice(ranks)), signal.SIGKILL)
-        run.wait(30)
     else:
         os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-    return run.returncode != 0 and (moment != "in the middle of a save" or bool(saving))
+    return ended_with(run, 30) != 0 and (moment != "in the middle of a save" or bool(saving))
 
 
 def latest_step(folder: Path) -> int:
