@@ -193,11 +193,8 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
     roll_call.listen_for_sigterm()
     with Console(first_step + 1, last_step, prints=is_writer) as console:
         console.header("picotron-min", describe(config, run))
-        for name, before in run.facts.get("data", {}).items():
-            if before != (now := config.data_order[name]):
-                console.warn(f"{name} was {before} and is {now}: from here on other data is seen")
-        if first_step >= last_step:
-            console.warn(f"nothing to do: {run.start} has {first_step} of {last_step} steps")
+        for warning in doubts(config, run, last_step):
+            console.warn(warning)
         for step in range(first_step, last_step):
             roll_call.note_step(step + 1)
             began = time.perf_counter()
@@ -219,9 +216,7 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
             if result.skipped:
                 console.warn(f"step {done} changed nothing: its gradient is not finite")
             if data.num_eval_batches and due(done, t.eval_frequency, last_step):
-                loss = training.evaluate()
-                take_bytes(training.axes)  # they are not the next step's
-                record = EvalRecord(done, loss, loss / math.log(2) * run.text.tokens_per_byte)
+                record = evaluate(training, done, run.text)
                 log.write(record)
                 console.evaluation(record)
             training.saver.check()
@@ -285,6 +280,21 @@ def describe(config: Config, run: Run) -> dict[str, str]:
         if run.start
         else config.model.weights or f"random weights, seed {t.seed}",
     }
+
+
+def doubts(config: Config, run: Run, last_step: int) -> Iterator[str]:
+    """What the user may not have meant when resuming."""
+    for name, before in run.facts.get("data", {}).items():
+        if before != (now := config.data_order[name]):
+            yield f"{name} was {before} and is {now}: from here on other data is seen"
+    if (done := run.facts["step"]) >= last_step:
+        yield f"nothing to do: {run.start} has {done} of {last_step} steps"
+
+
+def evaluate(training: Training, step: int, text: TokenFile) -> EvalRecord:
+    loss = training.evaluate()
+    take_bytes(training.axes)  # they are not the next step's
+    return EvalRecord(step, loss, loss / math.log(2) * text.tokens_per_byte)
 
 
 def take_bytes(axes: Axes) -> dict[str, int]:

@@ -74,13 +74,12 @@ from picotron_min.llama_config import LlamaConfig
 from picotron_min.loss import head_loss
 from picotron_min.mesh import Axes, Launch, build_axes, open_process_group
 from picotron_min.model import Llama
-from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
 from picotron_min.pipeline_schedule import bubble
 from picotron_min.processes import start_processes
 from picotron_min.tensor_parallel import shard_dim
 from picotron_min.token_file import TokenFile
-from picotron_min.training import Training, layers_of_stages, open_data
+from picotron_min.training import Training, layers_of_stages, open_data, optimizer_of
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
@@ -266,7 +265,7 @@ def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = Fa
         return modules[-1].head.loss(x, targets) / tokens_a_micro_batch
 
     runner = schedule(stages if looped else stages[0], num_micro_batches, loss_fn=loss)
-    optimizer = peer_optimizer(place, modules)
+    optimizer = optimizer_of(place.config, modules.parameters())
 
     def step(index: int) -> Done:
         optimizer.zero_grad()
@@ -367,7 +366,7 @@ def eager_loop(
     clip: Callable[[Iterable[nn.Parameter], float], Tensor] = torch.nn.utils.clip_grad_norm_,
 ) -> Step:
     """The usual train step; `accumulating` surrounds every micro-batch but the last."""
-    t, optimizer = place.config.training, peer_optimizer(place, model)
+    t, optimizer = place.config.training, optimizer_of(place.config, model.parameters())
     num_micro_batches = t.gradient_accumulation_steps
 
     def step(index: int) -> Done:
@@ -385,19 +384,6 @@ def eager_loop(
         return Done(total.item() / place.axes.dp_cp.size, norm.item())
 
     return step
-
-
-def peer_optimizer(place: Place, model: nn.Module) -> torch.optim.Optimizer:
-    """The one that we use, which is torch's fused AdamW."""
-    t = place.config.training
-    return build_optimizer(
-        model.parameters(),
-        name=t.optimizer,
-        learning_rate=t.learning_rate,
-        betas=t.betas,
-        weight_decay=t.weight_decay,
-        fused=True,
-    )
 
 
 # What two ranks could be at best, and what the machine makes of two processes that share nothing.

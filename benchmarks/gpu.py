@@ -56,11 +56,10 @@ from picotron_min.mesh import (
     set_environment,
 )
 from picotron_min.model import apply_compile
-from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_schedule import build_plans
 from picotron_min.speed import Speedometer
 from picotron_min.token_file import TokenFile
-from picotron_min.training import Training, open_data, to_device
+from picotron_min.training import Training, open_data, optimizer_of, to_device
 
 CHECKED_STEPS = 3
 TOLERANCE = 0.01  # relative, between the contenders' losses in those steps: bfloat16 rounds a lot
@@ -354,15 +353,8 @@ def transformers_llama(work: Work) -> Contender:
     if work.preset.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    t, head_loss = work.config(1).training, linear_cross_entropy
-    optimizer = build_optimizer(
-        model.parameters(),
-        name=t.optimizer,
-        learning_rate=t.learning_rate,
-        betas=t.betas,
-        weight_decay=t.weight_decay,
-        fused=True,
-    )
+    grad_clip, head_loss = work.config(1).training.grad_clip, linear_cross_entropy
+    optimizer = optimizer_of(work.config(1), model.parameters())
 
     def step(data: Batches, index: int) -> float:
         optimizer.zero_grad()
@@ -374,7 +366,7 @@ def transformers_llama(work: Work) -> Contender:
                 loss = head_loss(x, model.lm_head.weight, batch.targets) / data.num_micro_batches
             loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         total, _ = torch.stack([total, norm]).tolist()  # once a step, as we do
         optimizer.step()
         return total

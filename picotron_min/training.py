@@ -11,7 +11,7 @@ This file and train.py are the only ones that know all parallelisms.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from picotron_min.block_attention import SOFTMAX, choose_kernel
@@ -97,14 +97,7 @@ class Training:
         else:
             initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
         self.buckets = [self.build_buckets(chunk) for chunk in self.chunks]
-        self.optimizer = build_optimizer(
-            self.parameters.values(),
-            name=t.optimizer,
-            learning_rate=t.learning_rate,
-            betas=t.betas,
-            weight_decay=t.weight_decay,
-            fused=config.model.use_fused_adam,
-        )
+        self.optimizer = optimizer_of(config, self.parameters.values())
         self.skipped = SkippedSteps()
         self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
         d, num_micro_batches = config.distributed, t.gradient_accumulation_steps
@@ -240,6 +233,19 @@ class Training:
         weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
         parts = self.parts_of_whole(weights)
         export_hf(folder, parts, self.llama, tokenizer, self.saver.group)
+
+
+def optimizer_of(config: "Config", parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The one that the config asks for; benchmarks give it to others' models, too."""
+    t = config.training
+    return build_optimizer(
+        parameters,
+        name=t.optimizer,
+        learning_rate=t.learning_rate,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        fused=config.model.use_fused_adam,
+    )
 
 
 def layers_of_stages(config: "Config", llama: LlamaConfig) -> list[int]:
