@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -100,7 +101,7 @@ def train(config: Config, launch: Launch) -> None:
             training.load(run.start, run.facts)
             roll_call.note_saved(run.start)
         loop(config, launch, run, training, roll_call)
-        dist.barrier()  # nobody leaves while another still needs it
+        dist.barrier(training.saver.group)  # rank 0 may have to upload to wandb
         dist.destroy_process_group()
 
 
@@ -166,8 +167,10 @@ def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
 
 def facts_in_common(config: Config, run: Run) -> dict[str, object]:
     """What must be the same on all nodes, or they would train different models."""
-    keys = config.model_dump(include={"distributed", "model", "training"})
-    flat = {f"{section}.{key}": v for section, of in keys.items() for key, v in of.items()}
+    sections = config.model_dump(include={"distributed", "model", "training"})
+    sections["model"] |= asdict(run.llama)
+    flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
+    del flat["model.name"], flat["model.weights"]  # may lie in another place on each node
     return flat | {"step": run.facts["step"], "tokens of the dataset": len(run.text.tokens)}
 
 

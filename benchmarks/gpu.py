@@ -6,7 +6,7 @@
 
 A step is that of train.py, on random tokens: bfloat16 with float32 weights, fused AdamW, clipping,
 the same number of tokens for everybody. Contenders of a preset start from the same weights, and
-their first losses must agree: a comparison of different work is worth nothing.
+their first losses and gradient norms must agree: to compare different work is worth nothing.
 
 Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
 micro-batch that is fastest for it: powers of two are tried, as far as costs.py lets hope and until
@@ -14,20 +14,22 @@ one does not fit or is not faster. It is then measured as it is, and once more w
 its loss compiled: with the same micro-batch, and where time is left with twice that, because what
 is compiled needs less memory. The median of 20 steps counts.
 
-Time is held by sharing what is left of `--minutes` among the presets that are left: a contender
-whose steps would take longer than its preset has is left out, and the table says so. More than that
-it can only get by one contender's start, a minute or so. Presets that matter most come first.
+What is left of `--minutes` is shared among the presets that are left, and among their contenders:
+one that is too slow for its share is left out, and the table says so. The clock is read between
+runs, so it can be late by one start, a minute or so. Presets that matter most come first.
 """
 
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import math
 import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -62,7 +64,9 @@ from picotron_min.token_file import TokenFile
 from picotron_min.training import Training, open_data, optimizer_of, to_device
 
 CHECKED_STEPS = 3
-TOLERANCE = 0.01  # relative, between the contenders' losses in those steps: bfloat16 rounds a lot
+# Relative, between the contenders in those steps: bfloat16 rounds a lot. Random tokens cost ln V
+# whatever a model does, so it is the gradient's norm that tells models apart.
+TOLERANCES = {"losses": 0.01, "norms": 0.03}
 STEPS_OF_DATA = 8  # then the tokens come again
 ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -162,7 +166,7 @@ class Contender(NamedTuple):
 
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    step: Callable[[Batches, int], float]  # data, which step -> its mean loss
+    step: Callable[[Batches, int], tuple[float, float]]  # data, which step -> loss, gradient norm
     compile: Callable[[], None]
 
 
@@ -178,6 +182,7 @@ class Result:
     hfu: float | None = None
     memory_gb: float | None = None
     left_out: str = ""  # why there are no numbers
+    norms: list[float] = field(default_factory=list)  # beside the losses
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -216,9 +221,9 @@ def main(arguments: list[str] | None = None) -> None:
             effort = QUICK if options.quick else FULL
             results += measure(name, device, effort, until, options.profile)
             print(f"\n{table(results[-4:])}", flush=True)
-    if options.json:
-        written = facts | {"results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(written, indent=2) + "\n")
+            if options.json:
+                written = facts | {"results": [asdict(result) for result in results]}
+                options.json.write_text(json.dumps(written, indent=2) + "\n")
     check_same_work(results)
 
 
@@ -267,36 +272,55 @@ def driver() -> str:
 def measure(
     name: str, device: torch.device, effort: Effort, until: float, profile_to: Path | None = None
 ) -> list[Result]:
-    """Four results: ours and the peer, each as it is and compiled."""
+    """Four results: ours and the peer, each as it is and compiled, sharing the time."""
     work, results, weights = Work(PRESETS[name], device), [], {}
-    for who, build in {"picotron-min": picotron_min, "transformers": transformers_llama}.items():
-        plain, compiled = mine = [Result(name, who), Result(name, f"{who} compiled")]
-        results += mine
-        try:
-            if time.monotonic() > until:
+    contenders = {"picotron-min": picotron_min, "transformers": transformers_llama}
+    for to_come, (who, build) in zip((2, 1), contenders.items(), strict=True):
+        now = time.monotonic()
+        share = now + (until - now) / to_come
+        plain, compiled = Result(name, who), Result(name, f"{who} compiled")
+        results += [plain, compiled]
+        contender = None
+        with leaving_out(plain, compiled):
+            if now > until:
                 raise OutOfTime("no time is left for it")
             contender = build(work)
             if not weights:  # the first one's are everybody's
                 weights = {n: p.to("cpu", copy=True) for n, p in contender.parameters.items()}
-            plain.micro_batch = compiled.micro_batch = fastest_micro_batch(contender, work)
-            start_again(contender, weights)
-            time_steps(contender, work, plain, effort, until)
-            contender.compile()
-            start_again(contender, weights)
-            began = time.monotonic()
-            time_steps(contender, work, compiled, effort, until)
-            took, twice = time.monotonic() - began, 2 * compiled.micro_batch
-            if twice <= work.preset.sequences and time.monotonic() + took < until:
-                compiled = results[-1] = faster_with(twice, contender, work, compiled, effort)
-            if profile_to and who == "picotron-min":
-                profile(contender, work.data(compiled.micro_batch), profile_to / f"{name}.json")
-        except (OutOfTime, ImportError, torch.OutOfMemoryError) as error:
-            for result in mine:
-                if not result.step_seconds:
-                    result.left_out = str(error).splitlines()[0]
+        if contender:
+            with leaving_out(plain):
+                plain.micro_batch = fastest_micro_batch(contender, work)
+                start_again(contender, weights)
+                time_steps(contender, work, plain, effort, share)
+            with leaving_out(compiled):
+                compiled.micro_batch = plain.micro_batch or 1
+                contender.compile()
+                start_again(contender, weights)
+                began = time.monotonic()
+                time_steps(contender, work, compiled, effort, share)
+                took, twice = time.monotonic() - began, 2 * compiled.micro_batch
+                if twice <= work.preset.sequences and time.monotonic() + took < share:
+                    compiled = results[-1] = faster_with(twice, contender, work, compiled, effort)
+                if profile_to and who == "picotron-min":
+                    profile(contender, work.data(compiled.micro_batch), profile_to / f"{name}.json")
         contender = None  # its memory is the next one's
         clean_up(device)
     return results
+
+
+@contextlib.contextmanager
+def leaving_out(*results: Result) -> Iterator[None]:
+    """Whatever is wrong with a contender, the others get their numbers, which cost minutes."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        if not isinstance(error, (OutOfTime, ImportError, torch.OutOfMemoryError)):
+            traceback.print_exception(error)
+            reason = f"{type(error).__name__}: {reason}"
+        for result in results:
+            if not result.step_seconds:
+                result.left_out = reason
 
 
 def faster_with(
@@ -328,10 +352,12 @@ def picotron_min(work: Work) -> Contender:
     axes = build_axes(work.device)
     training = Training(work.config(1), work.llama, axes, work.device, work.data(1))
 
-    def step(data: Batches, index: int) -> float:
+    def step(data: Batches, index: int) -> tuple[float, float]:
         training.data = data
+        # A Training is made for one micro-batch size; a new one would draw its weights again.
         (training.plan,) = build_plans("1f1b", 1, data.num_micro_batches, 1)
-        return training.step(index).loss
+        result = training.step(index)
+        return result.loss, result.grad_norm
 
     compile = partial(apply_compile, training.chunks[0].model)  # as model.compile in one process
     return Contender(training.parameters, training.optimizer, step, compile)
@@ -356,7 +382,7 @@ def transformers_llama(work: Work) -> Contender:
     grad_clip, head_loss = work.config(1).training.grad_clip, linear_cross_entropy
     optimizer = optimizer_of(work.config(1), model.parameters())
 
-    def step(data: Batches, index: int) -> float:
+    def step(data: Batches, index: int) -> tuple[float, float]:
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for i in range(data.num_micro_batches):
@@ -367,9 +393,9 @@ def transformers_llama(work: Work) -> Contender:
             loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-        total, _ = torch.stack([total, norm]).tolist()  # once a step, as we do
+        total, norm = torch.stack([total, norm]).tolist()  # once a step, as we do
         optimizer.step()
-        return total
+        return total, norm
 
     def compile() -> None:
         nonlocal head_loss
@@ -438,10 +464,11 @@ def time_steps(
     for index in range(effort.warmup + effort.steps):
         # Every step reads its loss, so the host is never more than one ahead of the GPU.
         began = time.perf_counter()
-        loss = contender.step(data, index)
+        loss, norm = contender.step(data, index)
         times.append(time.perf_counter() - began)
         if len(result.losses) < CHECKED_STEPS:
             result.losses.append(loss)
+            result.norms.append(norm)
         if index == effort.warmup - 1:
             needs, has = effort.steps * times[-1], until - time.monotonic()
             if needs > has:
@@ -493,16 +520,17 @@ def table(results: list[Result]) -> str:
 
 
 def check_same_work(results: list[Result]) -> None:
-    """ValueError if contenders of a preset differ in the loss of an early step."""
-    for other in results:
-        ours = next(result for result in results if result.preset == other.preset)
-        for a, b in zip(ours.losses, other.losses, strict=False):
-            if not abs(a - b) <= TOLERANCE * abs(a):
-                raise ValueError(
-                    f"{ours.preset}: the first losses of {ours.contender} are {ours.losses}, those"
-                    f" of {other.contender} {other.losses}: they do not do the same work, so their"
-                    " times cannot be compared"
-                )
+    """ValueError if contenders of a preset differ in the loss or the norm of an early step."""
+    for other, (what, tolerance) in itertools.product(results, TOLERANCES.items()):
+        same = [r for r in results if r.preset == other.preset and getattr(r, what)]
+        ours = same[0] if same else other
+        mine, theirs = getattr(ours, what), getattr(other, what)
+        if any(not abs(a - b) <= tolerance * abs(a) for a, b in zip(mine, theirs, strict=False)):
+            raise ValueError(
+                f"{ours.preset}: the first {what} of {ours.contender} are {mine}, those of"
+                f" {other.contender} {theirs}: they do not do the same work, so their times cannot"
+                " be compared"
+            )
 
 
 if __name__ == "__main__":

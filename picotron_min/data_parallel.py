@@ -23,6 +23,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 sections 3.2 and 4.2. In production: `torch.nn.parallel.DistributedDataParallel`.
 """
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -92,10 +93,14 @@ class GradientBuckets:
             bucket.work.wait()
 
     def _arrival(self, bucket: "_Bucket", name: str):
+        # Weak, because Python never frees a cycle that goes through a hook of a tensor.
+        me, its_bucket = weakref.ref(self), weakref.ref(bucket)
+
         def gradient_is_complete(_: nn.Parameter) -> None:
-            if self.reducing:
-                bucket.missing.discard(name)
-                self._start_complete_buckets()
+            buckets = me()
+            if buckets.reducing:
+                its_bucket().missing.discard(name)
+                buckets._start_complete_buckets()
 
         return gradient_is_complete
 

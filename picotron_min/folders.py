@@ -13,6 +13,7 @@ comes at, what has a checkpoint's name is a complete one.
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,13 +38,20 @@ def lock_folder(save_dir: Path) -> FileLock:
     return lock
 
 
+PATIENCE = 30.0  # seconds; NFS remembers for so long what was not there
+
+
 def check_shared(save_dir: Path, run: str) -> None:
     """OSError unless all ranks see the same folder; `run` is a name that all have for this run."""
     if dist.get_rank() == 0:
         (save_dir / ".run").write_text(run)
     dist.barrier()
-    seen = save_dir / ".run"
-    if not seen.exists() or seen.read_text() != run:
+    seen, deadline = save_dir / ".run", time.monotonic() + PATIENCE
+    while not (is_seen := seen.exists() and seen.read_text() == run):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    if not is_seen:
         raise OSError(
             f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
             f" {dist.get_rank()} does not see there what rank 0 has written. Name one that all see"

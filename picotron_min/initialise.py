@@ -27,8 +27,7 @@ def initialise(
 ) -> None:
     """Give parameters, by their names in the whole model, their initial weights.
 
-    A weight is a function of (seed, name): every layout starts from bit-identical weights, of
-    which each rank keeps its part. Drawn in float32 on the CPU, one at a time.
+    Drawn in float32 on the CPU, one tensor at a time.
     """
     shapes = model.parameter_shapes()
     for name, parameter in parameters.items():

@@ -76,8 +76,8 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout: tim
 def set_environment(tokenizers_parallelism: bool | None = None) -> None:
     """Set variables for this process and those it starts, before it touches a GPU.
 
-    A GPU's memory comes in segments that can grow, or in time it is all in pieces too small for
-    anything: unless the user has chosen otherwise. None leaves tokenizers as they are.
+    Unless the user has chosen otherwise, a GPU's memory comes in segments that can grow: fixed ones
+    end up in pieces, each too small for a large tensor. None leaves tokenizers as they are.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

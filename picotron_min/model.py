@@ -120,8 +120,10 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, rounded once to what the linears after it compute in:
-    under autocast each of them would round it, and keep a copy."""
+    """x / sqrt(mean(x^2) + eps) * weight, in the dtype that linears compute in.
+
+    Under autocast each linear would round it for itself, and keep a copy of its own for backward.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -187,9 +189,9 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
     Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
     5, who keep q, k and v: fused attention has little to recompute but them.
 
-    `compiles`: the layers are going to be compiled. torch.compile leaves out a recomputed part that
-    it cannot make one graph of, and no graph can hold a message. So each part is also compiled by
-    itself; where the layer's own graph takes a part in, that does nothing.
+    `compiles`: the layers will be compiled. torch.compile runs a recomputed part as it is unless it
+    is a single graph, and with tp or cp messages break it. So the part is compiled by itself, too;
+    in one process that changes nothing.
     """
     parts = {
         "none": [],
@@ -197,7 +199,9 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
         "full": list(model.model.layers.values()),
     }[recompute]
     for part in parts:
-        part.forward = _recomputed(torch.compile(part.forward) if compiles else part.forward)
+        part.forward = _recomputed(
+            torch.compile(part.forward, dynamic=False) if compiles else part.forward
+        )
 
 
 def _recomputed(forward):

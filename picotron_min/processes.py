@@ -8,9 +8,11 @@ in the store that they found each other through: the step that it is in, and tha
     rank 1   in step 7   86 beats             and no more: it was killed, or it hangs
     rank 2   in step 7   88 beats             alive, and still waiting
 
-The first to fail by a fault of its own tells it. The first to fail by waiting looks a little later
-who has not failed, and names those without a heartbeat; if all have one, the one that hangs is
-among them. All others leave without a word, so there is one message.
+The first rank with an error of its own tells it. If all that went wrong are waits, the first whose
+wait did pauses for two seconds and names the ranks that have not failed: those without a heartbeat,
+or, if all have one, all of them. The others leave without a word, so there is one message.
+
+With NCCL a wait that takes too long ends the process, not in an exception: see the README.
 
 SIGTERM, which is what a cluster sends, ends a run in good order: all ranks save after the step that
 they are in, and exit with code 0. Exit codes: 0 done, 2 the user's mistake, 130 Ctrl-C, 1 the rest.
@@ -39,7 +41,7 @@ import torch.distributed as dist
 from picotron_min.mesh import Launch
 
 GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
-BEAT = 0.4  # seconds between a rank's signs of life
+BEAT = 0.4  # seconds between a rank's signs of life, 20 bytes each where the store is a file
 
 
 def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
@@ -131,13 +133,15 @@ class RollCall:
         self.stop_requested = False
         self.saved = ""  # the checkpoint to go on from
         self.done = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self.heart = threading.Thread(target=self._beat, daemon=True)
+        self.heart.start()
 
     def _beat(self) -> None:
         """Show that this process is alive, also while it waits for others."""
         with contextlib.suppress(dist.DistError):  # the store may go first
+            store = self.store.clone()  # one connection does one thing at a time
             while not self.done.wait(BEAT):
-                self.store.add(f"beats {self.rank}", 1)
+                store.add(f"beats {self.rank}", 1)
 
     def agree(self, facts: dict[str, object]) -> str:
         """Raise Disagreement unless all ranks come with the same facts as rank 0.
@@ -194,6 +198,7 @@ class RollCall:
         try:
             yield
             self.done.set()
+            self.heart.join(GRACE)
         except (Exception, KeyboardInterrupt) as error:
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             try:

@@ -61,4 +61,5 @@ LAYOUTS = {  # each with the graphs that a layer has at least
 def test_between_messages_a_layer_is_compiled(pool, layout):
     expected_graphs, sizes = LAYOUTS[layout]
     graphs, breaks = compare(pool, make_config(**sizes))
-    assert graphs >= expected_graphs and breaks > 0
+    # Not as many for every layer: they share theirs.
+    assert expected_graphs <= graphs < LAYERS * expected_graphs and breaks > 0

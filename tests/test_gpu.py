@@ -4,10 +4,12 @@ that the host leaves a GPU alone, and that benchmarks/gpu.py does its arithmetic
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -23,8 +25,9 @@ from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention
 from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
-from picotron_min.loss import IGNORE_INDEX, head_loss
+from picotron_min.loss import IGNORE_INDEX, chunk_loss, head_loss
 from picotron_min.mesh import Launch, build_axes, set_environment
+from picotron_min.model import FlashAttention
 from picotron_min.processes import RollCall
 from picotron_min.training import Training
 from tests.test_layouts import MODEL, make_config, make_training
@@ -110,7 +113,7 @@ def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
         if sizes[-1] > fits:
             raise torch.OutOfMemoryError
         time.sleep(seconds[sizes[-1]])
-        return 1.0
+        return 1.0, 2.0
 
     return Contender({}, mock.Mock(), step, lambda: None), sizes
 
@@ -151,9 +154,10 @@ def test_every_preset_is_a_step_of_whole_micro_batches():
 def test_a_contender_that_would_take_too_long_is_left_out():
     who, sizes = contender({1: 0.01}, 1)
     result = Result("tiny", "somebody", micro_batch=1)
-    with pytest.raises(OutOfTime, match=r"needs 1[0-9] s, and the preset has [0-5] left"):
+    with pytest.raises(OutOfTime, match=r"needs \d+ s, and the preset has [0-5] left"):
         gpu.time_steps(who, ON_CPU, result, Effort(3, 1000), time.monotonic() + 5)
     assert len(sizes) == 3 and result.losses == [1.0] * 3 and not result.step_seconds
+    assert result.norms == [2.0] * 3
 
 
 @pytest.mark.parametrize("seconds,fits,kept", [(0.03, 2, 2), (0.09, 2, 1), (0.03, 1, 1)], ids=str)
@@ -167,14 +171,17 @@ def test_twice_the_micro_batch_is_kept_if_it_fits_and_is_faster(seconds, fits, k
     assert best.tokens_per_second == pytest.approx(TINY.tokens / median)
 
 
-@pytest.mark.parametrize("error", [ImportError("no such thing"), torch.OutOfMemoryError("full")])
+@pytest.mark.parametrize(
+    "error", [ImportError("no such thing"), torch.OutOfMemoryError("full"), KeyError("a surprise")]
+)
 def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, error):
     ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4)
     monkeypatch.setattr(gpu, "picotron_min", lambda work: ours)
     monkeypatch.setattr(gpu, "transformers_llama", mock.Mock(side_effect=error))
     results = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), math.inf)
     assert [len(result.step_seconds) for result in results] == [2, 2, 0, 0]
-    assert [result.left_out for result in results] == ["", "", str(error), str(error)]
+    reasons = [result.left_out for result in results]
+    assert reasons[:2] == ["", ""] and all(reason.endswith(str(error)) for reason in reasons[2:])
     (*_, last) = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), time.monotonic() - 1)
     assert last.left_out == "no time is left for it"
 
@@ -207,13 +214,50 @@ def test_the_table_has_ratios_and_says_what_is_left_out():
     assert lines[3].endswith("left out: no time is left for it")
 
 
-@pytest.mark.parametrize("last", [5.1, math.nan])
-def test_losses_of_different_work_are_refused(last):
-    ours, theirs = (Result("p", who, losses=[5.0, 5.0]) for who in ("ours", "theirs"))
-    gpu.check_same_work([ours, theirs, Result("other", "ours", losses=[7.0])])
-    theirs.losses[1] = last
-    with pytest.raises(ValueError, match="those of theirs"):
-        gpu.check_same_work([ours, theirs])
+@pytest.mark.parametrize("what,last", [("losses", 5.1), ("losses", math.nan), ("norms", 5.2)])
+def test_different_work_is_refused(what, last):
+    ours, theirs = (Result("p", n, losses=[5.0] * 2, norms=[5.0] * 2) for n in ("ours", "theirs"))
+    missing = Result("p", "left out", left_out="no time")
+    gpu.check_same_work([missing, ours, theirs, Result("other", "ours", losses=[7.0])])
+    getattr(theirs, what)[1] = last
+    with pytest.raises(ValueError, match=f"first {what} of ours are .* those of theirs"):
+        gpu.check_same_work([missing, ours, theirs])
+
+
+class NotCausal(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def early_steps(attention: type[torch.nn.Module] = FlashAttention) -> Result:
+    with mock.patch("picotron_min.model.FlashAttention", attention):
+        who, result = gpu.picotron_min(ON_CPU), Result("tiny", str(attention), micro_batch=4)
+        gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
+    return result
+
+
+def one_with_another_attention() -> None:
+    gpu.check_same_work([early_steps(), early_steps()])
+    with pytest.raises(ValueError, match="first norms of"):
+        gpu.check_same_work([early_steps(), early_steps(NotCausal)])
+
+
+def test_a_model_with_another_attention_is_other_work(pool):
+    pool.run(1, one_with_another_attention)
+
+
+def left_after_a_contender() -> int:
+    who = gpu.picotron_min(ON_CPU)
+    who.step(ON_CPU.data(4), 0)
+    tensors = [weakref.ref(p) for p in who.parameters.values()]
+    tensors += [weakref.ref(p.grad) for p in who.parameters.values()]
+    del who
+    gpu.clean_up(ON_CPU.device)
+    return sum(tensor() is not None for tensor in tensors)
+
+
+def test_nothing_is_left_of_a_contender_in_the_next_one_s_memory(pool):
+    assert pool.run(1, left_after_a_contender) == [0]
 
 
 def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -241,7 +285,8 @@ for name in "pydantic rich datasets transformers tokenizers huggingface_hub wand
 from benchmarks import gpu
 with gpu.one_process("cpu") as device:
     work = gpu.Work(gpu.PRESETS["tiny"], device)
-    print(gpu.picotron_min(work).step(work.data(1), 0))
+    loss, _ = gpu.picotron_min(work).step(work.data(1), 0)
+    print(loss)
 """
 
 
@@ -302,14 +347,16 @@ def test_the_ring_s_kernel_equals_attention_in_one_piece(heads, head_dim):
 
 
 @pytest.mark.gpu
-def test_the_fused_loss_in_bfloat16_is_near_the_one_in_float64():
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_fused_loss_in_bfloat16_is_near_the_one_in_float64(compiled):
     torch.manual_seed(0)
     x, weight = torch.randn(3000, 64, device=GPU), 0.1 * torch.randn(5000, 64, device=GPU)
     targets = torch.randint(5000, (3000,), device=GPU)
     targets[::7] = IGNORE_INDEX
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    of_chunk = torch.compile(chunk_loss, dynamic=False) if compiled else None
     with torch.autocast(GPU.type, torch.bfloat16):
-        loss = head_loss(*leaves, targets)
+        loss = head_loss(*leaves, targets, chunk_rows=1024, of_chunk=of_chunk)
     loss.backward()
     wide = [t.double().requires_grad_() for t in (x, weight)]
     expected = F.cross_entropy(F.linear(*wide), targets, reduction="sum")
@@ -385,4 +432,6 @@ def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recom
             assert not roll_call.stop_agreed()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            roll_call.done.set()
     assert len(reads) == 1

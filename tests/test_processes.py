@@ -14,6 +14,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 import train
+from picotron_min import folders
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 
@@ -126,7 +127,7 @@ def test_ranks_that_were_started_otherwise_are_refused(workplace):
 
 
 def rank_1_sees_another_folder() -> None:
-    check_shared = train.check_shared
+    folders.PATIENCE, check_shared = 0, train.check_shared
     train.check_shared = lambda folder, run: check_shared(
         folder if dist.get_rank() == 0 else Path("elsewhere"), run
     )

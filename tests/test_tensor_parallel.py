@@ -172,8 +172,8 @@ def errors_in_bfloat16(sequence_parallel: bool) -> dict[str, tuple[float, float]
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 def test_two_ranks_err_little_more_than_one_in_bfloat16(pool, sequence_parallel):
     for errors in pool.run(2, errors_in_bfloat16, sequence_parallel):
-        ours, one_rank = (sum(x) for x in zip(*errors.values(), strict=True))
-        assert 0 < ours < 1.5 * one_rank, errors
+        for name, (ours, one_rank) in errors.items():
+            assert 0 < ours < 2 * one_rank, name
 
 
 def backward_events(sequence_parallel: bool) -> list[str]:
