@@ -90,12 +90,14 @@ def train(config: Config, launch: Launch) -> None:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     with mistakes_told_plainly(launch.local_rank):  # while no process waits for another
         run = prepare(config, launch)
-    store = open_process_group(launch, run.backend, d.timeout_seconds)
+        store = launch.open_store(d.timeout_seconds)
     roll_call = RollCall(store, launch, d.timeout_seconds)
-    with roll_call.failures_told(plainly=(OSError, Diverged)):
+    with roll_call.failures_told(plainly=(OSError, Diverged), for_good=Diverged):
+        open_process_group(launch, run.backend, store, d.timeout_seconds)
         name = roll_call.agree(facts_in_common(config, run))
+        save_dir, patience = Path(config.checkpoint.save_dir), d.timeout_seconds / 2
+        check_shared(save_dir, name, roll_call.group, patience)
         axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
-        check_shared(Path(config.checkpoint.save_dir), name)
         training = Training(config, run.llama, axes, run.device, run.data, run.weights)
         if run.start:
             training.load(run.start, run.facts)
@@ -224,7 +226,10 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 console.evaluation(record)
             training.saver.check()
             stops = roll_call.stop_agreed()
-            if stops or due(done, config.checkpoint.save_frequency, last_step):
+            # Before any weight has changed there is nothing to save, and others to lose by `keep`.
+            if training.skipped.has_learned and (
+                stops or due(done, config.checkpoint.save_frequency, last_step)
+            ):
                 began = time.perf_counter()
                 training.save(save_dir, done)
                 log.write(SaveRecord(done, time.perf_counter() - began))
@@ -234,8 +239,9 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 roll_call.note_saved(training.saver.latest)
             if stops and done < last_step:
                 console.warn(
-                    f"stopped by SIGTERM after step {done}, saved as {training.saver.latest}:"
-                    " checkpoint.load_path latest goes on from it"
+                    f"stopped by SIGTERM after step {done}, saved as"
+                    f" {training.saver.latest or run.start}: checkpoint.load_path latest goes on"
+                    " from it"
                 )
                 log.close()
                 return
@@ -291,7 +297,7 @@ def doubts(config: Config, run: Run, last_step: int) -> Iterator[str]:
         if before != (now := config.data_order[name]):
             yield f"{name} was {before} and is {now}: from here on other data is seen"
     if (done := run.facts["step"]) >= last_step:
-        yield f"nothing to do: {run.start} has {done} of {last_step} steps"
+        yield f"no step is left: {run.start} has {done} of {last_step}; its model is written anew"
 
 
 def evaluate(training: Training, step: int, text: TokenFile) -> EvalRecord:

@@ -627,7 +627,8 @@ def run_rank(
 ) -> None:
     torch.set_num_threads(1)
     d, llama = config.distributed, resolve_model(config)
-    open_process_group(launch, d.backend, d.timeout_seconds)
+    store = launch.open_store(d.timeout_seconds)
+    open_process_group(launch, d.backend, store, d.timeout_seconds)
     axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
     num_tokens = 50 * config.tokens_per_step
     tokens = np.random.default_rng(0).integers(llama.vocab_size, size=num_tokens + 1)

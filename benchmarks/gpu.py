@@ -230,9 +230,10 @@ def main(arguments: list[str] | None = None) -> None:
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[torch.device]:
     """A process group of this process alone, which Training wants."""
-    launch = Launch(0, 0, 1, lambda timeout: dist.HashStore())
+    launch = Launch(0, 0, 1, open_store=lambda timeout: dist.HashStore())
     chosen = choose_device(launch, use_cpu=device == "cpu")
-    open_process_group(launch, choose_backend(chosen, "auto"), timeout_seconds=600)
+    backend = choose_backend(chosen, "auto")
+    open_process_group(launch, backend, launch.open_store(600), timeout_seconds=600)
     yield chosen
     dist.destroy_process_group()
 

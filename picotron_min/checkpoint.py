@@ -33,7 +33,7 @@ from picotron_min.collectives import Axis
 from picotron_min.folders import checkpoints, complete_or_absent, forget_older
 from picotron_min.initialise import ShardDim
 from picotron_min.json_file import read_json, write_json
-from picotron_min.llama_config import LlamaConfig
+from picotron_min.llama_config import LlamaConfig, RopeScaling
 
 
 class Saver:
@@ -122,11 +122,8 @@ def write_tensors(
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read a checkpoint into the given tensors, in place, on all ranks together.
 
-    OSError if a file is damaged or missing.
+    OSError if that fails; what `read_state` has passed is whole.
     """
-    for path in folder.glob("*.safetensors"):
-        with open_safetensors(path):
-            pass
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
@@ -148,42 +145,69 @@ def read_state(folder: Path) -> dict:
     Without its last part a tensor would look like a smaller one, and without another part like one
     with a gap: torch would load what there is.
     """
-    path = folder / "state.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no checkpoint (it has no state.json)")
-    facts = read_json(path)
-    problems = [
-        f"state.json has no {key} as it was saved"
-        for key, kind in FACTS.items()
-        if not isinstance(facts.get(key), kind)
-    ]
-    for name, size in {} if problems else facts["files"].items():
+    try:
+        facts = read_json(folder / "state.json")
+        problems = _problems(folder, facts)
+    except (ValueError, OSError) as error:
+        problems = [str(error)]
+    if problems:
+        others = [other for other in checkpoints(folder.parent) if other.name < folder.name]
+        raise ValueError(
+            f"{folder} is no checkpoint, or damaged: {', '.join(problems)}. Name another"
+            f"{f': {max(others)} is before it' if others else ''}"
+        )
+    return facts
+
+
+def _problems(folder: Path, facts: dict) -> list[str]:
+    absent = [key for key, kind in FACTS.items() if not isinstance(_at(facts, key), kind)]
+    if absent:
+        return [f"state.json lacks {', '.join(absent)} as they were saved"]
+    model_of(facts)
+    problems = []
+    if facts["step"] < 0 or facts["skipped_steps"] < 0:
+        problems.append("state.json counts fewer than 0 steps")
+    for name, size in facts["files"].items():
         file = folder / name
         if not file.exists():
             problems.append(f"{name} is missing")
         elif file.stat().st_size != size:
             problems.append(f"{name} has {file.stat().st_size} bytes, not {size}")
-    if problems:
-        others = [other for other in checkpoints(folder.parent) if other.name < folder.name]
-        raise ValueError(
-            f"the checkpoint {folder} is damaged: {', '.join(problems)}. Delete it, or name another"
-            f" in checkpoint.load_path{f': {max(others)} is before it' if others else ''}"
-        )
+        else:
+            open_safetensors(file)
+    return problems
+
+
+# What is read of state.json: here, by Training.load and by the export.
+FACTS = {
+    **{"step": int, "skipped_steps": int, "files": dict, "data": dict, "model": dict},
+    **{"config.training.optimizer": str, "config.model.dtype": str},
+    **{"config.dataset.tokenizer": str},
+}
+
+
+def _at(facts: object, dotted: str) -> object:
+    for key in dotted.split("."):
+        facts = facts.get(key) if isinstance(facts, dict) else None
     return facts
 
 
-FACTS = {
-    **{"step": int, "files": dict},
-    **{"skipped_steps": int, "model": dict, "config": dict, "data": dict},  # of Training.save
-}
+def model_of(facts: dict) -> LlamaConfig:
+    """The model that a checkpoint is of."""
+    try:
+        scaling = facts["model"].get("rope_scaling")
+        scaling = RopeScaling(**scaling) if scaling else None
+        return LlamaConfig(**facts["model"] | {"rope_scaling": scaling})
+    except TypeError as error:
+        raise ValueError(f"state.json's model is none that was saved ({error})") from None
 
 
 def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
     """The same; ValueError also if the checkpoint is of another model or optimizer."""
     facts = read_state(folder)
-    saved = facts["model"] | {"optimizer": facts["config"]["training"]["optimizer"]}
+    saved = asdict(model_of(facts)) | {"optimizer": facts["config"]["training"]["optimizer"]}
     wanted = asdict(model) | {"optimizer": optimizer}
-    problems = [f"{k}={saved.get(k)!r}, now {v!r}" for k, v in wanted.items() if saved.get(k) != v]
+    problems = [f"{k}={saved[k]!r}, now {v!r}" for k, v in wanted.items() if saved[k] != v]
     if problems:
         raise ValueError(
             f"the checkpoint {folder} is of another run: it has {'; '.join(problems)}."

@@ -38,23 +38,27 @@ def lock_folder(save_dir: Path) -> FileLock:
     return lock
 
 
-PATIENCE = 30.0  # seconds; NFS remembers for so long what was not there
+def check_shared(
+    save_dir: Path, run: str, group: dist.ProcessGroup | None = None, patience: float = 30.0
+) -> None:
+    """OSError, on all ranks, unless they see the same folder. `run` is their name for this run.
 
-
-def check_shared(save_dir: Path, run: str) -> None:
-    """OSError unless all ranks see the same folder; `run` is a name that all have for this run."""
+    A rank waits `patience` seconds for what it does not see: for so long NFS remembers that.
+    """
+    note = save_dir / ".run"
     if dist.get_rank() == 0:
-        (save_dir / ".run").write_text(run)
-    dist.barrier()
-    seen, deadline = save_dir / ".run", time.monotonic() + PATIENCE
-    while not (is_seen := seen.exists() and seen.read_text() == run):
-        if time.monotonic() > deadline:
-            break
+        note.write_text(run)
+    dist.barrier(group)
+    deadline = time.monotonic() + patience
+    while not (sees := note.exists() and note.read_text() == run) and time.monotonic() < deadline:
         time.sleep(0.5)
-    if not is_seen:
+    all_see = [None] * dist.get_world_size()
+    dist.all_gather_object(all_see, sees, group)
+    if False in all_see:
         raise OSError(
             f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
-            f" {dist.get_rank()} does not see there what rank 0 has written. Name one that all see"
+            f" {all_see.index(False)} does not see there what rank 0 has written. Name one that"
+            " all see"
         )
 
 

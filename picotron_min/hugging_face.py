@@ -15,12 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min.checkpoint import load, open_safetensors, read_state, write_tensors
+from picotron_min.checkpoint import (
+    load,
+    model_of,
+    open_safetensors,
+    read_state,
+    write_tensors,
+)
 from picotron_min.collectives import Axis
 from picotron_min.folders import complete_or_absent
 from picotron_min.initialise import ShardDim
 from picotron_min.json_file import read_json, write_json
-from picotron_min.llama_config import LlamaConfig, RopeScaling
+from picotron_min.llama_config import LlamaConfig
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
 
 READABLE = ("F64", "F32", "BF16", "F16")
@@ -100,8 +106,9 @@ def _config_problems(folder: Path, model: LlamaConfig, given: set[str]) -> list[
     path = folder / "config.json"
     if not path.exists():
         return []
+    content = read_json(path)
     try:
-        theirs = LlamaConfig.from_hf(read_json(path))
+        theirs = LlamaConfig.from_hf(content)
     except ValueError as error:
         raise ValueError(f"model.weights: {path}: {error}") from None
     silent = ("num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps")
@@ -184,10 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def export_checkpoint(checkpoint: Path, folder: Path, facts: dict) -> None:
     """In one process, which holds the whole model in memory."""
-    model = dict(facts["model"])
-    if model["rope_scaling"]:
-        model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
-    model, settings = LlamaConfig(**model), facts["config"]
+    model, settings = model_of(facts), facts["config"]
     dtype = getattr(torch, settings["model"]["dtype"])
     kept_as = torch.float64 if dtype == torch.float64 else torch.float32
     weights = {

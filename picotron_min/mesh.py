@@ -27,7 +27,7 @@ class Launch(NamedTuple):
     rank: int
     local_rank: int  # on this node
     world_size: int
-    open_store: Callable[[timedelta], dist.Store]  # where the ranks find each other
+    open_store: Callable[[float], dist.Store]  # given a timeout in seconds; where ranks meet
 
 
 class Coordinates(NamedTuple):
@@ -68,8 +68,21 @@ def torchrun_launch() -> Launch | None:
     return Launch(rank, local_rank, world_size, open_store)
 
 
-def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout: timedelta):
-    store = dist.TCPStore(host, port, is_master=is_master, timeout=timeout, multi_tenant=is_master)
+def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout_seconds: float):
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_seconds),
+            multi_tenant=is_master,
+        )
+    except dist.DistError as error:
+        cause, _, _ = str(error).partition("\n")
+        raise ConnectionError(
+            f"rank 0 cannot be reached at {host}:{port} within {timeout_seconds:g} s: if it has"
+            f" ended, the output of its node says why; else check the address ({cause})"
+        ) from None
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
@@ -110,21 +123,17 @@ def choose_backend(device: torch.device, backend: str) -> str:
     return backend
 
 
-def open_process_group(launch: Launch, backend: str, timeout_seconds: float) -> dist.Store:
-    """Meet the other ranks. Any communication that takes longer than the timeout then raises.
-
-    Returns a store that all ranks can leave notes in.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-    store = launch.open_store(timeout)
+def open_process_group(
+    launch: Launch, backend: str, store: dist.Store, timeout_seconds: float
+) -> None:
+    """Meet the other ranks. Any communication that takes longer than the timeout then raises."""
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("process group", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_seconds),
     )
-    return store
 
 
 def coordinates(rank: int, *, pp: int, dp: int, cp: int, tp: int) -> Coordinates:

@@ -93,12 +93,14 @@ class SkippedSteps:
         if self.in_a_row == self.limit and not self.has_learned:
             raise Diverged(
                 f"the gradient was not finite in the first {self.limit} steps, before any weight"
-                " was changed: those that it started from are not finite, or much too large"
+                " was changed: those that it started from are not finite, or much too large."
+                " Start from others"
             )
         if self.in_a_row == self.limit:
             raise Diverged(
                 f"the gradient was not finite in {self.limit} steps in a row, up to step {step}:"
-                " the run has diverged. Use a lower learning_rate, more warmup_steps or a smaller"
-                " grad_clip"
+                " the run has diverged. Go on from a checkpoint well before, by its name in"
+                " checkpoint.load_path, with a lower learning_rate or a smaller grad_clip; or start"
+                " anew, also with more warmup_steps"
             )
         return True

@@ -19,7 +19,6 @@ they are in, and exit with code 0. Exit codes: 0 done, 2 the user's mistake, 130
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -73,9 +72,9 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
         raise SystemExit(code)
 
 
-def _file_store(path: str, world_size: int, timeout) -> dist.Store:
+def _file_store(path: str, world_size: int, timeout_seconds: float) -> dist.Store:
     store = dist.FileStore(path, world_size)
-    store.set_timeout(timeout)
+    store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
 
 
@@ -133,6 +132,7 @@ class RollCall:
         self.stop_requested = False
         self.saved = ""  # the checkpoint to go on from
         self.done = threading.Event()
+        self.store.add(f"beats {self.rank}", 1)  # it has come
         self.heart = threading.Thread(target=self._beat, daemon=True)
         self.heart.start()
 
@@ -144,22 +144,23 @@ class RollCall:
                 store.add(f"beats {self.rank}", 1)
 
     def agree(self, facts: dict[str, object]) -> str:
-        """Raise Disagreement unless all ranks come with the same facts as rank 0.
+        """Raise Disagreement, on all ranks, unless they come with the same facts.
 
         Returns a name for this run that no other has.
         """
-        mine = json.dumps(facts)
-        if self.rank == 0:
-            self.store.set("run", uuid.uuid4().hex)
-            self.store.set("facts", mine)
-        facts, expected = json.loads(mine), json.loads(self.store.get("facts"))
-        if different := [key for key in facts if facts[key] != expected.get(key)]:
-            raise Disagreement(
-                f"rank {self.rank} was started otherwise than rank 0: it has "
-                + ", ".join(f"{key}={facts[key]!r}, not {expected.get(key)!r}" for key in different)
-                + ". Use the same config.json, and the same files, on all nodes"
-            )
-        return self.store.get("run").decode()
+        # On CPUs, also between GPUs: else every step would wait for the GPU to answer.
+        self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, (uuid.uuid4().hex, facts), self.group)
+        name, expected = everyone[0]
+        for rank, (_, facts) in enumerate(everyone):
+            if different := [key for key in facts if facts[key] != expected.get(key)]:
+                said = (f"{key}={facts[key]!r}, not {expected.get(key)!r}" for key in different)
+                raise Disagreement(
+                    f"rank {rank} was started otherwise than rank 0: it has {', '.join(said)}."
+                    " Use the same config.json, and the same files, on all nodes"
+                )
+        return name
 
     def note_step(self, step: int) -> None:
         """This rank begins a step."""
@@ -171,9 +172,7 @@ class RollCall:
         self.store.set("saved", self.saved)
 
     def listen_for_sigterm(self) -> None:
-        """From now on; to be called by all ranks."""
-        # On CPUs, also between GPUs: else every step would wait for the GPU to answer.
-        self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        """From now on `stop_agreed` answers."""
 
         def request_stop(*_) -> None:
             self.stop_requested = True
@@ -190,10 +189,13 @@ class RollCall:
         return bool(requested)
 
     @contextlib.contextmanager
-    def failures_told(self, plainly: tuple[type[Exception], ...]) -> Iterator[None]:
+    def failures_told(
+        self, plainly: tuple[type[Exception], ...], for_good: type[Exception]
+    ) -> Iterator[None]:
         """Whatever fails in here ends this process, and one rank of all says why.
 
-        `plainly` are exceptions whose message is enough; others come with their traceback.
+        `plainly` are exceptions whose message is enough; others come with their traceback. After
+        those that are `for_good` too, to go on from where it was would end in the same way.
         """
         try:
             yield
@@ -202,17 +204,18 @@ class RollCall:
         except (Exception, KeyboardInterrupt) as error:
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             try:
-                self._tell_once(error, plainly)
+                self._tell_once(error, plainly, for_good)
             except dist.DistError:
                 # Whose fault it is nobody can look up any more.
                 cause, _, _ = str(error).partition("\n")
                 where = "the ranks' store is gone, and with it the process or the node it was on"
-                _print(f"rank {self.rank} cannot go on: {where} ({cause})", self.saved)
+                how = _how_to_go_on(self.saved)
+                _print(f"rank {self.rank} cannot go on: {where} ({cause}): {how}")
             sys.stdout.flush()
             # At once: the usual way out waits for communication that will never come to its end.
             os._exit(code)
 
-    def _tell_once(self, error: BaseException, plainly: tuple[type[Exception], ...]) -> None:
+    def _tell_once(self, error: BaseException, plainly: tuple, for_good: type) -> None:
         is_first = self.store.add("failures", 1) == 1
         self.store.set(f"failed {self.rank}", "")
         is_plain = isinstance(error, (KeyboardInterrupt, Disagreement, *plainly))
@@ -223,41 +226,54 @@ class RollCall:
             time.sleep(2 * GRACE)  # the launcher ends all when one leaves: the first is to tell
         elif is_plain:
             what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
-            _tell(what, self.store, self.rank)
+            _tell(what, self.store, self.rank, goes_on=not isinstance(error, for_good))
         else:
-            ranks = range(self.world_size)
-            before = [self.store.add(f"beats {r}", 0) for r in ranks]
-            time.sleep(GRACE)
-            silent = [r for r in ranks if not self.store.check([f"failed {r}"])]
-            dead = [r for r in silent if self.store.add(f"beats {r}", 0) == before[r]]
-            names = ", ".join(map(str, dead or silent))
-            if not silent:
-                self._tell_with_traceback(error)
-            elif len(dead or silent) == 1:
-                _tell(f"rank {names} was killed or hangs", self.store, (dead or silent)[0])
-            elif dead:
-                _tell(f"ranks {names} were killed or hang", self.store, dead[0])
+            what, rank = self._whom_all_wait_for()
+            if what:
+                _tell(what, self.store, rank)
             else:
-                _tell(f"one of ranks {names} hangs", self.store, silent[0])
+                self._tell_with_traceback(error)
+
+    def _whom_all_wait_for(self) -> tuple[str, int]:
+        """In words, and one of them; no words if none is left to be waited for."""
+        ranks = range(self.world_size)
+        before = [self.store.add(f"beats {r}", 0) for r in ranks]
+        time.sleep(GRACE)
+        silent = [r for r in ranks if not self.store.check([f"failed {r}"])]
+        dead = [r for r in silent if self.store.add(f"beats {r}", 0) == before[r]]
+        if absent := [r for r in dead if before[r] == 0]:
+            seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
+            what = f"{_named(absent)} did not come within {seconds}: look at the output there"
+            return what, absent[0]
+        if dead:
+            return f"lost {_named(dead)}: killed, or hanging", dead[0]
+        if silent:
+            one_of = "one of " if len(silent) > 1 else ""
+            return f"waited in vain for {one_of}{_named(silent)}", silent[0]
+        return "", self.rank
 
     def _tell_with_traceback(self, error: BaseException) -> None:
         traceback.print_exception(error)
         _tell(f"rank {self.rank} failed", self.store, self.rank)
 
 
-# gloo has no exception of its own: it raises RuntimeErrors in many words.
-COMMUNICATION = ("gloo", "connection", "closure", "timed out", "timeout")
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# gloo has no exception of its own. Its RuntimeErrors name its source files, but for these.
+NAMELESS = ("application timeout caused pair closure", "operation timed out!", "wait timeout")
 
 
 def _is_of_communication(error: BaseException) -> bool:
     """Another rank is gone, or takes too long."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)
-        and any(word in str(error).lower() for word in COMMUNICATION)
+        and any(words in str(error).lower() for words in ("gloo", *NAMELESS))
     )
 
 
-def _tell(what: str, notes: dist.Store, rank: int) -> None:
+def _tell(what: str, notes: dist.Store, rank: int, goes_on: bool = True) -> None:
     """One message: what happened, where, and how to go on."""
 
     def noted(key: str) -> str | None:
@@ -265,9 +281,15 @@ def _tell(what: str, notes: dist.Store, rank: int) -> None:
 
     step = noted(f"step {rank}")
     where = f"in step {step}" if step else "before the first step"
-    _print(f"{what}\nThat was {where}", noted("saved"))
+    how = f": {_how_to_go_on(noted('saved'))}" if goes_on else ""
+    _print(f"{what}\nThat was {where}{how}")
 
 
-def _print(what: str, saved: str | None) -> None:
-    go_on = f"go on from {saved} with checkpoint.load_path latest" if saved else "nothing was saved"
-    print(f"\n{what}: {go_on}\n", file=sys.stderr, flush=True)
+def _print(text: str) -> None:
+    print(f"\n{text}\n", file=sys.stderr, flush=True)
+
+
+def _how_to_go_on(saved: str | None) -> str:
+    if saved:
+        return f"go on from {saved} with checkpoint.load_path latest"
+    return "this run has saved nothing"

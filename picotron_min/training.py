@@ -85,6 +85,8 @@ class Training:
         """`weights`: the file of every parameter; without it they are drawn."""
         t = config.training
         self.config, self.axes, self.device, self.data = config, axes, device, data
+        # First, while all ranks have just met: to meet for this, they would wait for an hour.
+        self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
         self.positions = data.positions.to(device)
         self.llama = llama
         self.chunks = [
@@ -99,7 +101,6 @@ class Training:
         self.buckets = [self.build_buckets(chunk) for chunk in self.chunks]
         self.optimizer = optimizer_of(config, self.parameters.values())
         self.skipped = SkippedSteps()
-        self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
         d, num_micro_batches = config.distributed, t.gradient_accumulation_steps
         plans = build_plans(d.pp_engine, axes.pp.size, num_micro_batches, d.pp_chunks)
         self.plan = plans[axes.pp.rank]

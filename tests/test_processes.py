@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from filelock import FileLock
 
+import picotron_min.training
 import train
-from picotron_min import folders
+from picotron_min.mesh import torchrun_launch
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 
@@ -42,7 +43,7 @@ def rank_1_dies() -> None:
 
 def rank_1_raises() -> None:
     def happens():
-        raise KeyError("a fault in the program")
+        raise RuntimeError("the connection to a database timed out")
 
     at_the_third_step(1, happens)
 
@@ -66,7 +67,7 @@ GO_ON = "\nThat was in step 3: go on from runs/{}/step-00000002 with checkpoint.
     [
         (rank_1_dies, "rank 1 was killed by SIGKILL", 0),
         (rank_1_raises, "rank 1 failed", 1),
-        (rank_1_hangs, "rank 1 was killed or hangs", 0),
+        (rank_1_hangs, "waited in vain for rank 1", 0),
         (rank_0_finds_the_disk_full, "No space left on device: 'runs/somewhere'", 0),
     ],
 )
@@ -104,7 +105,10 @@ def test_a_fault_that_all_ranks_have_is_told_once(workplace):
 def test_what_fails_before_anything_is_saved_says_so(workplace):
     config = workplace.config("unsaved", checkpoint={"save_frequency": 0})
     outcome = workplace.main(config, rank_1_dies)
-    assert "rank 1 was killed by SIGKILL\nThat was in step 3: nothing was saved" in outcome.output
+    assert (
+        "rank 1 was killed by SIGKILL\nThat was in step 3: this run has saved nothing"
+        in outcome.output
+    )
 
 
 def rank_1_has_another_config() -> None:
@@ -127,18 +131,66 @@ def test_ranks_that_were_started_otherwise_are_refused(workplace):
 
 
 def rank_1_sees_another_folder() -> None:
-    folders.PATIENCE, check_shared = 0, train.check_shared
-    train.check_shared = lambda folder, run: check_shared(
-        folder if dist.get_rank() == 0 else Path("elsewhere"), run
+    check_shared = train.check_shared
+    train.check_shared = lambda folder, *others: check_shared(
+        folder if dist.get_rank() != 1 else Path("elsewhere"), *others
     )
 
 
 def test_nodes_that_do_not_share_save_dir_are_told_before_the_first_step(workplace):
-    outcome = workplace.main(workplace.config("unshared"), rank_1_sees_another_folder)
+    config = workplace.config("unshared", distributed={"dp_size": 4, "timeout_seconds": 2})
+    outcome = workplace.main(config, rank_1_sees_another_folder)
     assert outcome.code == 1 and "Traceback" not in outcome.output
-    told = "checkpoint.save_dir=elsewhere is not the same folder on all nodes: rank 1 does not see"
+    told = "is not the same folder on all nodes: rank 1 does not see there what rank 0 has written"
     assert outcome.output.count(told) == 1, outcome.output
+    assert outcome.seconds < 20
     assert workplace.files("unshared") == []
+
+
+def rank_1_does_not_come() -> None:
+    prepare = train.prepare
+
+    def hangs(config, launch):
+        if launch.rank == 1:
+            time.sleep(600)
+        return prepare(config, launch)
+
+    train.prepare = hangs
+
+
+def test_ranks_that_do_not_come_are_named(workplace):
+    config = workplace.config("absent", distributed={"dp_size": 4, "timeout_seconds": 2})
+    outcome = workplace.main(config, rank_1_does_not_come)
+    assert outcome.code == 1 and "Traceback" not in outcome.output
+    told = "rank 1 did not come within 2 s (distributed.timeout_seconds): look at the output there"
+    assert outcome.output.count(told) == 1, outcome.output
+
+
+def rank_1_hangs_over_its_weights() -> None:
+    initialise = picotron_min.training.initialise
+
+    def hangs(*arguments):
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        initialise(*arguments)
+
+    picotron_min.training.initialise = hangs
+
+
+def test_a_rank_that_hangs_before_the_first_step_is_named(workplace):
+    config = workplace.config("early", distributed={"dp_size": 2, "timeout_seconds": 2})
+    outcome = workplace.main(config, rank_1_hangs_over_its_weights)
+    told = "waited in vain for rank 1\nThat was before the first step: this run has saved nothing"
+    assert outcome.code == 1 and told in outcome.output, outcome.output
+
+
+def test_a_rank_0_that_is_not_there_is_told(monkeypatch):
+    torchrun = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match=r"rank 0 cannot be reached at 127.0.0.1:29533 within 1 s"):
+        torchrun_launch().open_store(1)
 
 
 def sigterm_to_the_parent() -> None:
@@ -251,7 +303,7 @@ def test_torchrun_restarts_a_run_that_goes_on_from_the_latest_checkpoint(workpla
     config = workplace.config("restarted", checkpoint={"load_path": "latest"})
     outcome = workplace.command(*torchrun, "--max-restarts", "2", str(script), "--config", config)
     assert outcome.code == 0, outcome.output
-    assert "rank 1 was killed or hangs" + GO_ON.format("restarted") in outcome.output
+    assert "lost rank 1: killed, or hanging" + GO_ON.format("restarted") in outcome.output
     assert workplace.main(workplace.config("once")).code == 0
     assert numbers(workplace.steps("restarted")) == numbers(workplace.steps("once"))
 

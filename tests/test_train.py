@@ -332,7 +332,7 @@ def test_a_resumed_run_tells_what_makes_its_data_other_and_that_there_is_nothing
     assert outcome.code == 0
     assert "training.seed was 42 and is 7: from here on other data is seen" in outcome.output
     assert "sequences a step was 8 and is 16" in outcome.output
-    assert "nothing to do: runs/again/step-00000006 has 6 of 6 steps" in outcome.output
+    assert "no step is left: runs/again/step-00000006 has 6 of 6" in outcome.output
     assert "dataset.name was" not in outcome.output
 
 
@@ -420,7 +420,7 @@ def gradients_are_not_finite(after: int) -> None:
     "finite,told",
     [
         (0, "not finite in the first 3 steps, before any weight was changed"),
-        (2, "not finite in 3 steps in a row, up to step 5: the run has diverged. Use a lower"),
+        (2, "not finite in 3 steps in a row, up to step 5: the run has diverged. Go on from a"),
     ],
 )
 def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, told):
@@ -431,6 +431,10 @@ def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, told):
     for step in (finite + 1, finite + 2):
         assert f"step {step} changed nothing: its gradient is not finite" in outcome.output
     assert told in outcome.output
+    assert outcome.output.count("That was in step") == 1
+    # Not from the checkpoint after step 4: it would end in the same way.
+    assert "with checkpoint.load_path latest" not in outcome.output
+    assert ("step-00000002" in workplace.files(name)) == (finite == 2)
     norms = [record["grad_norm"] for record in workplace.steps(name)]
     assert norms[finite:] == [None, None] and None not in norms[:finite]
 
