@@ -122,6 +122,8 @@ def memory_per_rank(
       its cast to bfloat16 if that is the dtype; and per live micro-batch the gradients of lm_head
       and of its input, made along with the loss.
 
+    The logits are gone when a layer is brought back, so only the larger of both counts.
+
     Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention
     (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
     slack, and torch and its libraries themselves.
@@ -147,15 +149,18 @@ def memory_per_rank(
         parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
         plan = ENGINES[pp_engine](rank, pp, num_micro_batches, pp_chunks)
         live = peak_live(plan) / pp_chunks  # each of one chunk, a part of the rank's layers
+        logits, layer = last * V / tp * chunk, tokens * brought_back
         return RankMemory(
             weights=wide * parameters + (math.ceil(2 * matmul) if dtype == "bfloat16" else 0),
             gradients=wide * parameters,
             optimizer_state=OPTIMIZER_MOMENTS[optimizer] * wide * parameters,
             activations=math.ceil(
-                tokens * (live * (layers * saved + last * last_norm) + brought_back)
+                tokens * live * (layers * saved + last * last_norm) + layer * (layer >= logits)
             ),
-            loss=last
-            * math.ceil(V / tp * (chunk + live * wide * E) + live * tokens * BYTES[dtype] * E),
+            loss=math.ceil(
+                last * live * E * (wide * V / tp + BYTES[dtype] * tokens)
+                + logits * (logits > layer)
+            ),
         )
 
     return max((memory_of(rank) for rank in range(pp)), key=lambda memory: memory.total)
