@@ -137,11 +137,14 @@ class RollCall:
         self.heart.start()
 
     def _beat(self) -> None:
-        """Show that this process is alive, also while it waits for others."""
+        """Show that this process is alive, also while it waits for others; until one has told why
+        the run ends, then this process ends too. Not every wait notices that another is gone."""
         with contextlib.suppress(dist.DistError):  # the store may go first
             store = self.store.clone()  # one connection does one thing at a time
             while not self.done.wait(BEAT):
                 store.add(f"beats {self.rank}", 1)
+                if store.check(["told"]):
+                    _leave(1)
 
     def agree(self, facts: dict[str, object]) -> str:
         """Raise Disagreement, on all ranks, unless they come with the same facts.
@@ -202,6 +205,7 @@ class RollCall:
             self.done.set()
             self.heart.join(GRACE)
         except (Exception, KeyboardInterrupt) as error:
+            self.done.set()
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             try:
                 self._tell_once(error, plainly, for_good)
@@ -211,9 +215,7 @@ class RollCall:
                 where = "the ranks' store is gone, and with it the process or the node it was on"
                 how = _how_to_go_on(self.saved)
                 _print(f"rank {self.rank} cannot go on: {where} ({cause}): {how}")
-            sys.stdout.flush()
-            # At once: the usual way out waits for communication that will never come to its end.
-            os._exit(code)
+            _leave(code)
 
     def _tell_once(self, error: BaseException, plainly: tuple, for_good: type) -> None:
         is_first = self.store.add("failures", 1) == 1
@@ -283,10 +285,17 @@ def _tell(what: str, notes: dist.Store, rank: int, goes_on: bool = True) -> None
     where = f"in step {step}" if step else "before the first step"
     how = f": {_how_to_go_on(noted('saved'))}" if goes_on else ""
     _print(f"{what}\nThat was {where}{how}")
+    notes.set("told", "")
 
 
 def _print(text: str) -> None:
     print(f"\n{text}\n", file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> None:
+    """At once: the usual way out waits for communication that will never come to its end."""
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _how_to_go_on(saved: str | None) -> str:

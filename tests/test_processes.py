@@ -1,5 +1,6 @@
 """How runs end: well, badly, and on request."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from filelock import FileLock
 
 import picotron_min.training
 import train
-from picotron_min.mesh import torchrun_launch
+from picotron_min.mesh import Launch, torchrun_launch
+from picotron_min.processes import BEAT, RollCall
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 
@@ -191,6 +193,30 @@ def test_a_rank_0_that_is_not_there_is_told(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(OSError, match=r"rank 0 cannot be reached at 127.0.0.1:29533 within 1 s"):
         torchrun_launch().open_store(1)
+
+
+def waits(store: str) -> None:
+    RollCall(dist.FileStore(store, 2), Launch(1, 1, 2, None), timeout_seconds=60)
+    time.sleep(60)
+
+
+def fails(store: str) -> None:
+    roll_call = RollCall(dist.FileStore(store, 2), Launch(0, 0, 2, None), timeout_seconds=60)
+    with roll_call.failures_told(plainly=(OSError,), for_good=ValueError):
+        raise OSError("for a reason")
+
+
+def test_a_rank_that_waits_leaves_when_another_has_told_why_it_failed(tmp_path):
+    store, fork = str(tmp_path / "store"), multiprocessing.get_context("fork")
+    waiting, failing = (fork.Process(target=f, args=(store,)) for f in (waits, fails))
+    waiting.start()
+    time.sleep(2 * BEAT)
+    assert waiting.is_alive()
+    failing.start()
+    for process in (failing, waiting):
+        process.join(10)
+        process.kill()
+    assert failing.exitcode == waiting.exitcode == 1
 
 
 def sigterm_to_the_parent() -> None:
