@@ -112,8 +112,8 @@ def memory_per_rank(
     """The memory of the pipeline rank that needs most.
 
     - weights, gradients: a float32 (float64 if that is the dtype) for each parameter of the rank;
-      tp divides matrices, not norms; dp and cp divide nothing. Computing in bfloat16, autocast
-      also keeps a copy of every matmul parameter, counted with the weights.
+      tp divides matrices, not norms; dp and cp divide nothing. Computing in bfloat16, there is
+      also a copy of every matmul parameter, counted with the weights.
     - optimizer state: two more such numbers a parameter for AdamW, none for SGD.
     - activations: `saved_per_token` x layers of a stage (and 2 E for the norm before lm_head)
       x tokens of a micro-batch on this rank x what the schedule keeps alive at once; and, with

@@ -10,7 +10,8 @@ One all-reduce per parameter after backward would do; it has two faults, and buc
 Many small messages cost latency, so gradients live side by side in a few flat buffers, and a buffer
 is one message. And the network idles while backward computes, so a bucket is sent as soon as its
 last gradient has arrived: parameters are laid out in reverse order of use, the order in which
-backward finishes them. `p.grad` is a view into its bucket, so nothing is ever copied.
+backward finishes them. `p.grad` is a view into its bucket, so nothing is ever copied; where p only
+computes for another parameter, in fewer bits, its gradient is added to the other's.
 
 Gradients are summed, never averaged: the loss is a sum over tokens, and the step divides once by
 the number of target tokens in the whole global batch. The axis is (dp, cp): the ranks of a context-
@@ -24,7 +25,7 @@ sections 3.2 and 4.2. In production: `torch.nn.parallel.DistributedDataParallel`
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -46,24 +47,26 @@ class GradientBuckets:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         axis: Axis,
         bucket_bytes: int = BUCKET_BYTES,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:
         """named_parameters in order of use; the ranks of the axis must give the same ones.
 
-        A parameter larger than `bucket_bytes` gets a bucket to itself.
+        A parameter larger than `bucket_bytes` gets a bucket to itself. Some may be copies: then
+        `masters` has the parameters whose gradients are wanted.
         """
         self.axis = axis
         self.buckets: list[_Bucket] = []
         self.reducing = False
-        for name, parameter in reversed(list(named_parameters)):
+        for name, used in reversed(list(named_parameters)):
+            parameter = (masters or {}).get(used, used)
             # A sum of bfloat16 gradients over many ranks loses the small ones.
             assert parameter.dtype in (torch.float32, torch.float64), f"{name}: {parameter.dtype}"
             if not self.buckets or self.buckets[-1].num_bytes + parameter.nbytes > bucket_bytes:
                 self.buckets.append(_Bucket())
             self.buckets[-1].add(name, parameter)
+            used.register_post_accumulate_grad_hook(self._arrival(self.buckets[-1], name))
         for bucket in self.buckets:
             bucket.allocate()
-            for name, parameter in bucket.parameters.items():
-                parameter.register_post_accumulate_grad_hook(self._arrival(bucket, name))
 
     def zero(self) -> None:
         for bucket in self.buckets:
@@ -96,10 +99,14 @@ class GradientBuckets:
         # Weak, because Python never frees a cycle that goes through a hook of a tensor.
         me, its_bucket = weakref.ref(self), weakref.ref(bucket)
 
-        def gradient_is_complete(_: nn.Parameter) -> None:
-            buckets = me()
+        def gradient_is_complete(used: nn.Parameter) -> None:
+            buckets, bucket = me(), its_bucket()
+            parameter = bucket.parameters[name]
+            if parameter is not used:
+                parameter.grad += used.grad
+                used.grad = None
             if buckets.reducing:
-                its_bucket().missing.discard(name)
+                bucket.missing.discard(name)
                 buckets._start_complete_buckets()
 
         return gradient_is_complete

@@ -209,6 +209,22 @@ def _recomputed(forward):
     return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+def apply_copies(model: Llama, dtype: torch.dtype) -> dict[nn.Parameter, nn.Parameter]:
+    """Let the layers' linears compute with copies of their weights; returns weight by copy.
+
+    The weights stay what the optimizer changes: to bfloat16's three digits most updates would add
+    nothing. A step begins with copying them, and gradients of the copies are added to theirs.
+    Autocast casts, too, but where layers are compiled once a micro-batch, and all gradients back.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1: master weights.
+    """
+    masters = {}
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            master, module.weight = module.weight, nn.Parameter(module.weight.to(dtype))
+            masters[module.weight] = master
+    return masters
+
+
 def apply_compile(model: Llama) -> None:
     """Fuse what lies between the matmuls of each layer, and the loss, with torch.compile.
 

@@ -195,7 +195,7 @@ _leave = torch.compiler.disable(_Leave.apply)
 class DeferredLinear(nn.Linear):
     """A linear without bias whose backward computes the gradient of its input only.
 
-    It computes in the dtype of x, which a norm or the linear before has rounded already.
+    x must have the dtype of the weight: autocast does not look in here.
     """
 
     owed: Factors  # put here just before each forward, by _put_around
@@ -209,16 +209,15 @@ class DeferredLinear(nn.Linear):
 class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, owed):
-        # Not the weight's cast, of which every micro-batch in flight would keep one of its own.
         ctx.save_for_backward(x, weight)
         ctx.owed = owed
-        return F.linear(x, weight.to(x.dtype))
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         ctx.owed.append((x, gradient))
-        return gradient @ weight.to(gradient.dtype), None, None
+        return gradient @ weight, None, None
 
 
 def weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Building it goes the same way in every layout: a model without memory; the paral
 parts of it; what is left is allocated and given its weights; then gradients find their places.
 
     build_model    Llama on the meta device -> keep my stage -> tensor, context parallel -> allocate
-    Training       initialise -> gradient buckets -> optimizer -> the plan of this rank's actions
+    Training       initialise -> bfloat16 copies -> gradient buckets -> optimizer -> the plan of
+                   this rank's actions
 
 This file and train.py are the only ones that know all parallelisms.
 """
@@ -39,7 +40,13 @@ from picotron_min.hugging_face import export_hf, read_weights
 from picotron_min.initialise import initialise
 from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import Axes
-from picotron_min.model import Llama, SoftmaxAttention, apply_compile, apply_recompute
+from picotron_min.model import (
+    Llama,
+    SoftmaxAttention,
+    apply_compile,
+    apply_copies,
+    apply_recompute,
+)
 from picotron_min.optimizer import SkippedSteps, build_optimizer, gradient_norm, learning_rate_at
 from picotron_min.pipeline_parallel import (
     Chunk,
@@ -98,6 +105,10 @@ class Training:
             read_weights(weights, self.parameters, shard_dim, axes.tp)
         else:
             initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
+        self.masters = {}  # by copy: what is trained where bfloat16 copies compute
+        if config.model.dtype == "bfloat16":
+            for chunk in self.chunks:
+                self.masters |= apply_copies(chunk.model, torch.bfloat16)
         self.buckets = [self.build_buckets(chunk) for chunk in self.chunks]
         self.optimizer = optimizer_of(config, self.parameters.values())
         self.skipped = SkippedSteps()
@@ -130,7 +141,9 @@ class Training:
             else:
                 axis = axes.dp_cp
             by_axis[axis].append((name, parameter))
-        return [GradientBuckets(named, axis) for axis, named in by_axis.items()]
+        return [
+            GradientBuckets(named, axis, masters=self.masters) for axis, named in by_axis.items()
+        ]
 
     def step(self, step: int, watch: Watch = contextlib.nullcontext) -> StepResult:
         """Train on the step-th global batch, counted from 0; for `watch` see trace.py."""
@@ -191,6 +204,8 @@ class Training:
         watch: Watch = contextlib.nullcontext,
     ) -> Tensor:
         """Run a plan; returns [loss, number of targets], summed over the global batch."""
+        for copy, master in self.masters.items():
+            copy.data.copy_(master.data)
         bfloat16 = self.config.model.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
             totals = self.pipeline.run(

@@ -644,9 +644,10 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
     for _ in range(2):  # the second replaces the first
         training.export(folder, BytesTokenizer())
     tokens = torch.tensor([list(TEXT.encode())])
-    with torch.no_grad():
+    rounds = config.model.dtype == "bfloat16"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=rounds):
         logits = model(tokens, torch.arange(tokens.shape[1]))
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: p.detach() for name, p in training.parameters.items()}
     weights = parts_of_whole(weights, model.config, shard_dim, training.axes.tp)
     return {name: part.full_tensor() for name, part in weights.items()}, logits
 

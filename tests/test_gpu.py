@@ -1,6 +1,7 @@
 """What only a GPU can show, skipped without one; and what can be shown of it on a CPU:
 that the host leaves a GPU alone, and that benchmarks/gpu.py does its arithmetic."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import picotron_min.training
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention
@@ -66,28 +69,51 @@ def test_the_host_reads_from_the_device_once_a_step(pool, sizes):
         assert counts == (3, 0), "two steps and one evaluation, each with one tolist"
 
 
-def casts_of_a_step(recompute: str) -> tuple[int, int]:
+def casts_of_a_step(recompute: str) -> Counter[str]:
     config = make_config(micro_batches=4, recompute=recompute)
     model = config.model.model_copy(update={"dtype": "bfloat16"})
     config = config.model_copy(update={"model": model})
     training = make_training(config, MODEL.override(num_hidden_layers=4))
-    casts = []
+    copies = {copy.data_ptr() for copy in training.masters}
+    matrices = {copy.shape for copy in training.masters}
+    head, casts = training.parameters["lm_head.weight"], Counter()
 
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.overloadpacket is torch.ops.aten._to_copy:
-                casts.extend(n for n, p in training.parameters.items() if p is args[0])
+            is_cast = function.overloadpacket is torch.ops.aten._to_copy
+            is_copy = function.overloadpacket is torch.ops.aten.copy_
+            casts["head"] += is_cast and args[0] is head
+            casts["weights"] += is_copy and args[0].data_ptr() in copies
+            casts["weights or gradients"] += is_cast and args[0].shape in matrices
             return function(*args, **(kwargs or {}))
 
     with Casts():
         training.step(0)
-    return casts.count("lm_head.weight"), len(casts) - casts.count("lm_head.weight")
+    return casts
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_step_casts_each_weight_once_and_the_head_once_a_micro_batch(pool, recompute):
     (casts,) = pool.run(1, casts_of_a_step, recompute)
-    assert casts == (4, 4 * 7)
+    assert casts == {"head": 4, "weights": 4 * 7, "weights or gradients": 0}
+
+
+def steps_in_bfloat16(with_copies: bool, sizes: dict) -> list[tuple]:
+    config = make_config(micro_batches=2, optimizer="adamw", **sizes)
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    without = mock.patch.object(picotron_min.training, "apply_copies", lambda *_: {})
+    with contextlib.nullcontext() if with_copies else without:
+        training = make_training(config.model_copy(update={"model": model}), MODEL)
+    results = [training.step(step) for step in range(3)]
+    weights = [p.detach().double().sum().item() for p in training.parameters.values()]
+    return [(result.loss, result.grad_norm) for result in results], weights
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 2, "recompute": "full"}, {"pp": 2}], ids=str)
+def test_copies_of_the_weights_give_what_autocast_would_to_the_last_bit(pool, sizes):
+    world_size = make_config(**sizes).world_size
+    expected = pool.run(world_size, steps_in_bfloat16, False, sizes)
+    assert pool.run(world_size, steps_in_bfloat16, True, sizes) == expected
 
 
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
