@@ -49,7 +49,7 @@ from picotron_min.mesh import (
 )
 from picotron_min.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
 from picotron_min.optimizer import Diverged
-from picotron_min.processes import RollCall, start_processes
+from picotron_min.processes import RollCall, how_to_go_on, start_processes
 from picotron_min.speed import Speedometer
 from picotron_min.token_file import TokenFile, prepare_tokens
 from picotron_min.tokenizer import Tokenizer, load_tokenizer
@@ -172,7 +172,9 @@ def facts_in_common(config: Config, run: Run) -> dict[str, object]:
     sections = config.model_dump(include={"distributed", "model", "training"})
     sections["model"] |= asdict(run.llama)
     flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
-    del flat["model.name"], flat["model.weights"]  # may lie in another place on each node
+    del flat["model.name"]  # may be a folder, in another place on each node
+    flat["model.weights"] = "given" if config.model.weights else None
+    flat["checkpoint.save_frequency"] = config.checkpoint.save_frequency
     return flat | {"step": run.facts["step"], "tokens of the dataset": len(run.text.tokens)}
 
 
@@ -226,10 +228,11 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 console.evaluation(record)
             training.saver.check()
             stops = roll_call.stop_agreed()
-            # Before any weight has changed there is nothing to save, and others to lose by `keep`.
-            if training.skipped.has_learned and (
-                stops or due(done, config.checkpoint.save_frequency, last_step)
-            ):
+            is_last = stops or done == last_step
+            saves = is_last or due(done, config.checkpoint.save_frequency, last_step)
+            # What a skipped step leaves has learned nothing, or may have diverged: to save it could
+            # cost a good checkpoint, by `keep`.
+            if saves and training.skipped.has_learned and (is_last or not result.skipped):
                 began = time.perf_counter()
                 training.save(save_dir, done)
                 log.write(SaveRecord(done, time.perf_counter() - began))
@@ -238,11 +241,8 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
             if training.saver.latest:
                 roll_call.note_saved(training.saver.latest)
             if stops and done < last_step:
-                console.warn(
-                    f"stopped by SIGTERM after step {done}, saved as"
-                    f" {training.saver.latest or run.start}: checkpoint.load_path latest goes on"
-                    " from it"
-                )
+                how = how_to_go_on(training.saver.latest or run.start)
+                console.warn(f"stopped by SIGTERM after step {done}: {how}")
                 log.close()
                 return
     training.export(save_dir / "hf", run.tokenizer)
@@ -294,7 +294,7 @@ def describe(config: Config, run: Run) -> dict[str, str]:
 def doubts(config: Config, run: Run, last_step: int) -> Iterator[str]:
     """What the user may not have meant when resuming."""
     for name, before in run.facts.get("data", {}).items():
-        if before != (now := config.data_order[name]):
+        if before != (now := config.data_order.get(name)):
             yield f"{name} was {before} and is {now}: from here on other data is seen"
     if (done := run.facts["step"]) >= last_step:
         yield f"no step is left: {run.start} has {done} of {last_step}; its model is written anew"

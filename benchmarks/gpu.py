@@ -294,6 +294,8 @@ def measure(
                 start_again(contender, weights)
                 time_steps(contender, work, plain, effort, share)
             with leaving_out(compiled):
+                if time.monotonic() > share:
+                    raise OutOfTime("no time is left for it")
                 compiled.micro_batch = plain.micro_batch or 1
                 contender.compile()
                 start_again(contender, weights)

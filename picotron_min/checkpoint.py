@@ -135,7 +135,7 @@ def open_safetensors(path: Path) -> safe_open:
     """A file of named tensors; OSError if it is none, or not whole."""
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise OSError(f"{path} is damaged, or no safetensors file: {error}") from None
 
 
@@ -153,8 +153,8 @@ def read_state(folder: Path) -> dict:
     if problems:
         others = [other for other in checkpoints(folder.parent) if other.name < folder.name]
         raise ValueError(
-            f"{folder} is no checkpoint, or damaged: {', '.join(problems)}. Name another"
-            f"{f': {max(others)} is before it' if others else ''}"
+            f"{folder} is no checkpoint, or damaged: {', '.join(problems)}. Name another, to go on"
+            f" from in checkpoint.load_path{f': {max(others)} is before it' if others else ''}"
         )
     return facts
 
@@ -165,8 +165,8 @@ def _problems(folder: Path, facts: dict) -> list[str]:
         return [f"state.json lacks {', '.join(absent)} as they were saved"]
     model_of(facts)
     problems = []
-    if facts["step"] < 0 or facts["skipped_steps"] < 0:
-        problems.append("state.json counts fewer than 0 steps")
+    if not 0 <= facts["skipped_steps"] <= facts["step"] < 10**8:
+        problems.append("state.json counts {skipped_steps} of {step} steps".format(**facts))
     for name, size in facts["files"].items():
         file = folder / name
         if not file.exists():
@@ -180,9 +180,14 @@ def _problems(folder: Path, facts: dict) -> list[str]:
 
 # What is read of state.json: here, by Training.load and by the export.
 FACTS = {
-    **{"step": int, "skipped_steps": int, "files": dict, "data": dict, "model": dict},
-    **{"config.training.optimizer": str, "config.model.dtype": str},
-    **{"config.dataset.tokenizer": str},
+    "step": int,
+    "skipped_steps": int,
+    "files": dict,
+    "data": dict,
+    "model": dict,
+    "config.training.optimizer": str,
+    "config.model.dtype": str,
+    "config.dataset.tokenizer": str,
 }
 
 

@@ -12,13 +12,15 @@ from rich.text import Text
 
 from picotron_min.metrics import EvalRecord, StepRecord
 
+PATIENCE = 300.0  # seconds; a run that gives no sign for longer looks as if it hung
+
 
 class Console:
     """What the user sees: a header, progress, warnings and a summary.
 
     On a terminal a status line and a bar stay at the bottom; everywhere about 20 evenly spaced
-    steps, the first and the last among them, are printed as lines of at most 80 columns. Use it as
-    a context manager around the training loop.
+    steps, the first and the last among them, and one every five minutes, are printed as lines of at
+    most 80 columns. Use it as a context manager around the training loop.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Console:
         self._evaluation: EvalRecord | None = None
         self._first_at = 0.0  # when the first step was done
         self._printed_step: int | None = None
+        self._printed_at = 0.0
         live = prints and self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._live = Live(console=self._rich, transient=True) if live else None
 
@@ -57,7 +60,8 @@ class Console:
             self._first, self._first_at = record, time.perf_counter()
         self._latest = record
         at_an_end = record is self._first or record.step == self._last_step
-        if at_an_end or record.step % self._every == 0:
+        waited = time.monotonic() - self._printed_at
+        if at_an_end or record.step % self._every == 0 or waited > PATIENCE:
             self._print_step(record)
         if self._live:
             bar = ProgressBar(total=self._last_step, completed=record.step)
@@ -115,7 +119,7 @@ class Console:
         )
 
     def _print_step(self, record: StepRecord) -> None:
-        self._printed_step = record.step
+        self._printed_step, self._printed_at = record.step, time.monotonic()
         self._print(self._status(record))
 
     def _print_rows(self, rows: dict[str, str]) -> None:

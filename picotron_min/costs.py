@@ -122,7 +122,8 @@ def memory_per_rank(
       its cast to bfloat16 if that is the dtype; and per live micro-batch the gradients of lm_head
       and of its input, made along with the loss.
 
-    The logits are gone when a layer is brought back, so only the larger of both counts.
+    The logits are gone when a layer is brought back, so only the larger of both counts. (With it
+    would go lm_head's copy; that stays counted.)
 
     Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention
     (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
@@ -150,17 +151,13 @@ def memory_per_rank(
         plan = ENGINES[pp_engine](rank, pp, num_micro_batches, pp_chunks)
         live = peak_live(plan) / pp_chunks  # each of one chunk, a part of the rank's layers
         logits, layer = last * V / tp * chunk, tokens * brought_back
+        logits, layer = (logits, 0) if logits > layer else (0, layer)
         return RankMemory(
             weights=wide * parameters + (math.ceil(2 * matmul) if dtype == "bfloat16" else 0),
             gradients=wide * parameters,
             optimizer_state=OPTIMIZER_MOMENTS[optimizer] * wide * parameters,
-            activations=math.ceil(
-                tokens * live * (layers * saved + last * last_norm) + layer * (layer >= logits)
-            ),
-            loss=math.ceil(
-                last * live * E * (wide * V / tp + BYTES[dtype] * tokens)
-                + logits * (logits > layer)
-            ),
+            activations=math.ceil(tokens * live * (layers * saved + last * last_norm) + layer),
+            loss=math.ceil(last * live * E * (wide * V / tp + BYTES[dtype] * tokens) + logits),
         )
 
     return max((memory_of(rank) for rank in range(pp)), key=lambda memory: memory.total)

@@ -10,8 +10,8 @@ One all-reduce per parameter after backward would do; it has two faults, and buc
 Many small messages cost latency, so gradients live side by side in a few flat buffers, and a buffer
 is one message. And the network idles while backward computes, so a bucket is sent as soon as its
 last gradient has arrived: parameters are laid out in reverse order of use, the order in which
-backward finishes them. `p.grad` is a view into its bucket, so nothing is ever copied; where p only
-computes for another parameter, in fewer bits, its gradient is added to the other's.
+backward finishes them. `p.grad` is a view into its bucket, so nothing is ever copied. Only where a
+bfloat16 copy computes in place of p, the copy's gradient is made apart, and added to p's.
 
 Gradients are summed, never averaged: the loss is a sum over tokens, and the step divides once by
 the number of target tokens in the whole global batch. The axis is (dp, cp): the ranks of a context-
@@ -51,14 +51,14 @@ class GradientBuckets:
     ) -> None:
         """named_parameters in order of use; the ranks of the axis must give the same ones.
 
-        A parameter larger than `bucket_bytes` gets a bucket to itself. Some may be copies: then
-        `masters` has the parameters whose gradients are wanted.
+        A parameter larger than `bucket_bytes` gets a bucket to itself. `masters` has, for those
+        that are copies, the parameters that want their gradients.
         """
         self.axis = axis
         self.buckets: list[_Bucket] = []
         self.reducing = False
         for name, used in reversed(list(named_parameters)):
-            parameter = (masters or {}).get(used, used)
+            parameter = (masters or {}).get(used, used)  # used is a copy, or the parameter itself
             # A sum of bfloat16 gradients over many ranks loses the small ones.
             assert parameter.dtype in (torch.float32, torch.float64), f"{name}: {parameter.dtype}"
             if not self.buckets or self.buckets[-1].num_bytes + parameter.nbytes > bucket_bytes:
@@ -96,7 +96,7 @@ class GradientBuckets:
             bucket.work.wait()
 
     def _arrival(self, bucket: "_Bucket", name: str):
-        # Weak, because Python never frees a cycle that goes through a hook of a tensor.
+        # Weak, because Python's collector does not see a cycle that goes through such a hook.
         me, its_bucket = weakref.ref(self), weakref.ref(bucket)
 
         def gradient_is_complete(used: nn.Parameter) -> None:

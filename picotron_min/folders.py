@@ -38,12 +38,10 @@ def lock_folder(save_dir: Path) -> FileLock:
     return lock
 
 
-def check_shared(
-    save_dir: Path, run: str, group: dist.ProcessGroup | None = None, patience: float = 30.0
-) -> None:
+def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: float) -> None:
     """OSError, on all ranks, unless they see the same folder. `run` is their name for this run.
 
-    A rank waits `patience` seconds for what it does not see: for so long NFS remembers that.
+    For up to `patience` seconds NFS may go on saying that a file is not there.
     """
     note = save_dir / ".run"
     if dist.get_rank() == 0:

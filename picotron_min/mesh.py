@@ -79,6 +79,10 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout_seco
         )
     except dist.DistError as error:
         cause, _, _ = str(error).partition("\n")
+        if is_master:
+            raise ConnectionError(
+                f"cannot listen on port {port}, which another run may have: name another ({cause})"
+            ) from None
         raise ConnectionError(
             f"rank 0 cannot be reached at {host}:{port} within {timeout_seconds:g} s: if it has"
             f" ended, the output of its node says why; else check the address ({cause})"

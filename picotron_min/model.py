@@ -214,7 +214,8 @@ def apply_copies(model: Llama, dtype: torch.dtype) -> dict[nn.Parameter, nn.Para
 
     The weights stay what the optimizer changes: to bfloat16's three digits most updates would add
     nothing. A step begins with copying them, and gradients of the copies are added to theirs.
-    Autocast casts, too, but where layers are compiled once a micro-batch, and all gradients back.
+    Autocast would do it, but casts every gradient to float32 before it is added, and, in compiled
+    layers, the weights again in each micro-batch.
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1: master weights.
     """
     masters = {}

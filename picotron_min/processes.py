@@ -8,9 +8,10 @@ in the store that they found each other through: the step that it is in, and tha
     rank 1   in step 7   86 beats             and no more: it was killed, or it hangs
     rank 2   in step 7   88 beats             alive, and still waiting
 
-The first rank with an error of its own tells it. If all that went wrong are waits, the first whose
-wait did pauses for two seconds and names the ranks that have not failed: those without a heartbeat,
-or, if all have one, all of them. The others leave without a word, so there is one message.
+The first rank with an error of its own tells it. If only waits failed, the first rank whose wait
+failed gives the others two seconds, then names those that have not failed: those without a
+heartbeat, or, if all have one, all of them. The others leave without a word, so there is one
+message; also those in a wait that has noticed nothing, by their hearts.
 
 With NCCL a wait that takes too long ends the process, not in an exception: see the README.
 
@@ -137,13 +138,14 @@ class RollCall:
         self.heart.start()
 
     def _beat(self) -> None:
-        """Show that this process is alive, also while it waits for others; until one has told why
-        the run ends, then this process ends too. Not every wait notices that another is gone."""
+        """Show that this process is alive, also while it waits for others; and end it when another
+        has told why the run ends. Not every wait notices that another is gone."""
         with contextlib.suppress(dist.DistError):  # the store may go first
             store = self.store.clone()  # one connection does one thing at a time
             while not self.done.wait(BEAT):
                 store.add(f"beats {self.rank}", 1)
-                if store.check(["told"]):
+                # Time to finish by itself what needs no other rank any more, a checkpoint say.
+                if store.check(["told"]) and not self.done.wait(GRACE):
                     _leave(1)
 
     def agree(self, facts: dict[str, object]) -> str:
@@ -175,7 +177,7 @@ class RollCall:
         self.store.set("saved", self.saved)
 
     def listen_for_sigterm(self) -> None:
-        """From now on `stop_agreed` answers."""
+        """From now on `stop_agreed` answers. After `agree`, which makes the group that it asks."""
 
         def request_stop(*_) -> None:
             self.stop_requested = True
@@ -213,11 +215,18 @@ class RollCall:
                 # Whose fault it is nobody can look up any more.
                 cause, _, _ = str(error).partition("\n")
                 where = "the ranks' store is gone, and with it the process or the node it was on"
-                how = _how_to_go_on(self.saved)
+                how = how_to_go_on(self.saved)
                 _print(f"rank {self.rank} cannot go on: {where} ({cause}): {how}")
-            _leave(code)
+            finally:
+                _leave(code)
 
-    def _tell_once(self, error: BaseException, plainly: tuple, for_good: type) -> None:
+    def _tell_once(
+        self,
+        error: BaseException,
+        plainly: tuple[type[Exception], ...],
+        for_good: type[Exception],
+    ) -> None:
+        time.sleep(BEAT if self.rank else 0)  # what all have, rank 0 tells: there users look
         is_first = self.store.add("failures", 1) == 1
         self.store.set(f"failed {self.rank}", "")
         is_plain = isinstance(error, (KeyboardInterrupt, Disagreement, *plainly))
@@ -231,6 +240,8 @@ class RollCall:
             _tell(what, self.store, self.rank, goes_on=not isinstance(error, for_good))
         else:
             what, rank = self._whom_all_wait_for()
+            if self.store.check(["told"]):
+                return  # meanwhile one had an error of its own
             if what:
                 _tell(what, self.store, rank)
             else:
@@ -283,7 +294,7 @@ def _tell(what: str, notes: dist.Store, rank: int, goes_on: bool = True) -> None
 
     step = noted(f"step {rank}")
     where = f"in step {step}" if step else "before the first step"
-    how = f": {_how_to_go_on(noted('saved'))}" if goes_on else ""
+    how = f": {how_to_go_on(noted('saved'))}" if goes_on else ""
     _print(f"{what}\nThat was {where}{how}")
     notes.set("told", "")
 
@@ -298,7 +309,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _how_to_go_on(saved: str | None) -> str:
+def how_to_go_on(saved: Path | str | None) -> str:
     if saved:
         return f"go on from {saved} with checkpoint.load_path latest"
     return "this run has saved nothing"

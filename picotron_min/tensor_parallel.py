@@ -195,7 +195,8 @@ _leave = torch.compiler.disable(_Leave.apply)
 class DeferredLinear(nn.Linear):
     """A linear without bias whose backward computes the gradient of its input only.
 
-    x must have the dtype of the weight: autocast does not look in here.
+    In bfloat16 both factors are that already, and so is what is kept of them: x comes from a norm
+    or a linear, the weight is a copy (see `apply_copies`).
     """
 
     owed: Factors  # put here just before each forward, by _put_around

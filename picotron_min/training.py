@@ -92,7 +92,8 @@ class Training:
         """`weights`: the file of every parameter; without it they are drawn."""
         t = config.training
         self.config, self.axes, self.device, self.data = config, axes, device, data
-        # First, while all ranks have just met: to meet for this, they would wait for an hour.
+        # First: all ranks must meet to make its group, and its timeout is an hour. A rank that
+        # fails before, over its weights say, would not be missed till then.
         self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
         self.positions = data.positions.to(device)
         self.llama = llama
@@ -105,7 +106,7 @@ class Training:
             read_weights(weights, self.parameters, shard_dim, axes.tp)
         else:
             initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
-        self.masters = {}  # by copy: what is trained where bfloat16 copies compute
+        self.masters = {}  # by copy, which is what it was when `run` was last called
         if config.model.dtype == "bfloat16":
             for chunk in self.chunks:
                 self.masters |= apply_copies(chunk.model, torch.bfloat16)

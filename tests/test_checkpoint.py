@@ -554,7 +554,8 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, t
         ("[]", "must hold one object"),
         ("{}", "state.json lacks step, skipped_steps, files"),
         ({"step": "six"}, "state.json lacks step as"),
-        ({"step": -3}, "state.json counts fewer than 0 steps"),
+        ({"step": -3}, "state.json counts 0 of -3 steps"),
+        ({"skipped_steps": 8}, "state.json counts 8 of 7 steps"),
         ({"config": {}}, "lacks config.training.optimizer, config.model.dtype, config.dataset"),
         ({"config": []}, "lacks config.training.optimizer, config.model.dtype, config.dataset"),
         ({"model": {}}, r"state.json's model is none that was saved \(.*'vocab_size'"),
@@ -573,7 +574,7 @@ def test_a_damaged_state_is_told_with_the_remedy(tmp_path, content, told):
         (newer / "state.json").write_text(content)
     with pytest.raises(ValueError, match=rf"^{newer} is no checkpoint, or damaged: .*{told}") as e:
         read_facts(newer, llama, "adamw")
-    assert f". Name another: {older} is before it" in str(e.value)
+    assert f" in checkpoint.load_path: {older} is before it" in str(e.value)
 
 
 def whole_facts() -> dict:

@@ -50,6 +50,10 @@ def test_a_layer_of_one_process_is_one_graph(pool, recompute):
     assert (graphs, breaks) == (2, 0), "one for all layers, one for the loss"
 
 
+def test_bfloat16_copies_are_compiled_too(pool):
+    assert compare(pool, make_config(micro_batches=2, dtype="bfloat16")) == (2, 0)
+
+
 LAYOUTS = {  # each with the graphs that a layer has at least
     "tensor": (8, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
     "ring": (4, {"cp": 2, "recompute": "full"}),

@@ -1,6 +1,7 @@
 """The console as users and logs see it."""
 
 import io
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -45,6 +46,14 @@ def test_about_twenty_steps_are_printed_with_the_first_and_the_last(first, last)
     steps = printed_steps(text)
     assert steps[0] == first and steps[-1] == last
     assert len(steps) == len(set(steps)) and min(10, last - first + 1) <= len(steps) <= 22
+
+
+def test_a_slow_run_prints_a_step_every_five_minutes(monkeypatch):
+    seconds = itertools.count(1, 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    text = run_console(range(1, 20), 1000, stop_at=18)
+    printed = printed_steps(text)
+    assert printed[0] == 1 and 4 < len(printed) < 18
 
 
 def test_a_run_that_stops_early_prints_its_last_step_too():

@@ -178,6 +178,9 @@ def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(OSError, match=r"model\.safetensors is damaged"):
             find_weights(str(tmp_path), llama, set())
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"folder\.safetensors is damaged, or no safetensors file"):
+        find_weights(str(tmp_path), llama, set())
     with pytest.raises(ValueError, match=r"model\.safetensors is a file: name its folder"):
         find_weights(str(tmp_path / "model.safetensors"), llama, set())
 

@@ -55,6 +55,7 @@ def make_config(
     recompute="none",
     cp=1,
     cp_engine="ring",
+    dtype="float64",
     **training,
 ) -> Config:
     return parse_config(
@@ -72,7 +73,7 @@ def make_config(
             },
             "model": {name: getattr(MODEL, name) for name in SIZES if name != "vocab_size"}
             # One more layer than stages, so that they are of different sizes.
-            | {"num_hidden_layers": pp * chunks + 1, "dtype": "float64", "recompute": recompute},
+            | {"num_hidden_layers": pp * chunks + 1, "dtype": dtype, "recompute": recompute},
             "training": {
                 "optimizer": "sgd",
                 "learning_rate": 0.5,

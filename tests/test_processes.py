@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from filelock import FileLock
 import picotron_min.training
 import train
 from picotron_min.mesh import Launch, torchrun_launch
-from picotron_min.processes import BEAT, RollCall
+from picotron_min.processes import BEAT, GRACE, RollCall
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 
@@ -140,7 +141,7 @@ def rank_1_sees_another_folder() -> None:
 
 
 def test_nodes_that_do_not_share_save_dir_are_told_before_the_first_step(workplace):
-    config = workplace.config("unshared", distributed={"dp_size": 4, "timeout_seconds": 2})
+    config = workplace.config("unshared", distributed={"dp_size": 2, "timeout_seconds": 4})
     outcome = workplace.main(config, rank_1_sees_another_folder)
     assert outcome.code == 1 and "Traceback" not in outcome.output
     told = "is not the same folder on all nodes: rank 1 does not see there what rank 0 has written"
@@ -161,7 +162,7 @@ def rank_1_does_not_come() -> None:
 
 
 def test_ranks_that_do_not_come_are_named(workplace):
-    config = workplace.config("absent", distributed={"dp_size": 4, "timeout_seconds": 2})
+    config = workplace.config("absent", distributed={"dp_size": 2, "timeout_seconds": 2})
     outcome = workplace.main(config, rank_1_does_not_come)
     assert outcome.code == 1 and "Traceback" not in outcome.output
     told = "rank 1 did not come within 2 s (distributed.timeout_seconds): look at the output there"
@@ -186,12 +187,18 @@ def test_a_rank_that_hangs_before_the_first_step_is_named(workplace):
     assert outcome.code == 1 and told in outcome.output, outcome.output
 
 
-def test_a_rank_0_that_is_not_there_is_told(monkeypatch):
-    torchrun = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OSError, match=r"rank 0 cannot be reached at 127.0.0.1:29533 within 1 s"):
+def test_a_rank_0_that_is_not_there_or_has_no_port_is_told(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(OSError, match=f"cannot listen on port {port}, which another run may"):
+            torchrun_launch().open_store(1)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(OSError, match=f"rank 0 cannot be reached at 127.0.0.1:{port} within 1 s"):
         torchrun_launch().open_store(1)
 
 
@@ -200,23 +207,41 @@ def waits(store: str) -> None:
     time.sleep(60)
 
 
-def fails(store: str) -> None:
-    roll_call = RollCall(dist.FileStore(store, 2), Launch(0, 0, 2, None), timeout_seconds=60)
+def fails(store: str, rank: int, error: Exception, after_seconds: float = 0) -> None:
+    roll_call = RollCall(dist.FileStore(store, 2), Launch(rank, rank, 2, None), timeout_seconds=60)
     with roll_call.failures_told(plainly=(OSError,), for_good=ValueError):
-        raise OSError("for a reason")
+        time.sleep(after_seconds)
+        raise error
+
+
+def fork(function: Callable, *arguments) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def exit_codes(*processes: multiprocessing.Process) -> list[int]:
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return [process.exitcode for process in processes]
 
 
 def test_a_rank_that_waits_leaves_when_another_has_told_why_it_failed(tmp_path):
-    store, fork = str(tmp_path / "store"), multiprocessing.get_context("fork")
-    waiting, failing = (fork.Process(target=f, args=(store,)) for f in (waits, fails))
-    waiting.start()
+    store = str(tmp_path / "store")
+    waiting = fork(waits, store)
     time.sleep(2 * BEAT)
     assert waiting.is_alive()
-    failing.start()
-    for process in (failing, waiting):
-        process.join(10)
-        process.kill()
-    assert failing.exitcode == waiting.exitcode == 1
+    assert exit_codes(fork(fails, store, 0, OSError("for a reason")), waiting) == [1, 1]
+
+
+def test_a_fault_is_told_alone_also_if_a_wait_has_failed_before(tmp_path, capfd):
+    store = str(tmp_path / "store")
+    gone = fork(fails, store, 0, RuntimeError("gloo: connection closed"))
+    faulty = fork(fails, store, 1, KeyError("a fault"), GRACE / 2)
+    assert exit_codes(gone, faulty) == [1, 1]
+    told = capfd.readouterr().err
+    assert told.count("Traceback") == told.count("That was") == 1 and "rank 1 failed" in told
 
 
 def sigterm_to_the_parent() -> None:
@@ -241,7 +266,7 @@ def test_sigterm_saves_after_the_step_and_the_run_goes_on_as_if_nothing_had_been
     # The signal takes its way through the parent process.
     assert done == 3 if sabotage is sigterm_to_one_rank else 3 <= done < 6
     saved = f"runs/{name}/step-0000000{done}"
-    assert f"stopped by SIGTERM after step {done}, saved as {saved}" in stopped.output
+    assert f"stopped by SIGTERM after step {done}: go on from {saved} with" in stopped.output
     assert "hf" not in workplace.files(name)
     config = workplace.config(name, checkpoint={"load_path": "latest"})
     assert workplace.main(config).code == 0

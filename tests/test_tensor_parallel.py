@@ -9,7 +9,7 @@ import torch.distributed as dist
 from picotron_min import tensor_parallel
 from picotron_min.llama_config import PRESETS, LlamaConfig
 from picotron_min.mesh import build_axes
-from picotron_min.model import Llama, apply_recompute
+from picotron_min.model import Llama, apply_copies, apply_recompute
 from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
 
 CONFIG = LlamaConfig(50, 32, 48, 2, 4, 2)
@@ -149,9 +149,10 @@ def test_layers_send_two_bytes_a_number_in_bfloat16(pool, sequence_parallel):
 
 
 def gradients_in_bfloat16(model: Llama) -> dict[str, torch.Tensor]:
+    apply_copies(model.float(), torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        model.float()(*batch()).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+        model(*batch()).backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
 def errors_in_bfloat16(sequence_parallel: bool) -> dict[str, tuple[float, float]]:
