@@ -209,6 +209,7 @@ def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, err
     ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4)
     monkeypatch.setattr(gpu, "picotron_min", lambda work: ours)
     monkeypatch.setattr(gpu, "transformers_llama", mock.Mock(side_effect=error))
+    monkeypatch.setattr(gpu, "clean_up", lambda device: None)  # seconds, for nothing here
     results = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), math.inf)
     assert [len(result.step_seconds) for result in results] == [2, 2, 0, 0]
     reasons = [result.left_out for result in results]

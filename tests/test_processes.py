@@ -17,8 +17,9 @@ from filelock import FileLock
 
 import picotron_min.training
 import train
+from picotron_min import processes
 from picotron_min.mesh import Launch, torchrun_launch
-from picotron_min.processes import BEAT, GRACE, RollCall
+from picotron_min.processes import RollCall
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 
@@ -28,8 +29,13 @@ def workplace(pool, tmp_path_factory) -> Workplace:
     return Workplace(tmp_path_factory.mktemp("processes"), pool)
 
 
+def be_impatient() -> None:
+    processes.BEAT, processes.GRACE = 0.1, 1.0
+
+
 def at_the_third_step(rank: int, happens: Callable[[], None]) -> None:
     """Patch the train step of one rank; forked processes inherit it."""
+    be_impatient()
     step = Training.step
 
     def sabotaged(self, number, *watch):
@@ -151,6 +157,7 @@ def test_nodes_that_do_not_share_save_dir_are_told_before_the_first_step(workpla
 
 
 def rank_1_does_not_come() -> None:
+    be_impatient()
     prepare = train.prepare
 
     def hangs(config, launch):
@@ -170,6 +177,7 @@ def test_ranks_that_do_not_come_are_named(workplace):
 
 
 def rank_1_hangs_over_its_weights() -> None:
+    be_impatient()
     initialise = picotron_min.training.initialise
 
     def hangs(*arguments):
@@ -203,11 +211,13 @@ def test_a_rank_0_that_is_not_there_or_has_no_port_is_told(monkeypatch):
 
 
 def waits(store: str) -> None:
+    be_impatient()
     RollCall(dist.FileStore(store, 2), Launch(1, 1, 2, None), timeout_seconds=60)
     time.sleep(60)
 
 
 def fails(store: str, rank: int, error: Exception, after_seconds: float = 0) -> None:
+    be_impatient()
     roll_call = RollCall(dist.FileStore(store, 2), Launch(rank, rank, 2, None), timeout_seconds=60)
     with roll_call.failures_told(plainly=(OSError,), for_good=ValueError):
         time.sleep(after_seconds)
@@ -230,7 +240,7 @@ def exit_codes(*processes: multiprocessing.Process) -> list[int]:
 def test_a_rank_that_waits_leaves_when_another_has_told_why_it_failed(tmp_path):
     store = str(tmp_path / "store")
     waiting = fork(waits, store)
-    time.sleep(2 * BEAT)
+    time.sleep(0.5)
     assert waiting.is_alive()
     assert exit_codes(fork(fails, store, 0, OSError("for a reason")), waiting) == [1, 1]
 
@@ -238,7 +248,7 @@ def test_a_rank_that_waits_leaves_when_another_has_told_why_it_failed(tmp_path):
 def test_a_fault_is_told_alone_also_if_a_wait_has_failed_before(tmp_path, capfd):
     store = str(tmp_path / "store")
     gone = fork(fails, store, 0, RuntimeError("gloo: connection closed"))
-    faulty = fork(fails, store, 1, KeyError("a fault"), GRACE / 2)
+    faulty = fork(fails, store, 1, KeyError("a fault"), 0.5)
     assert exit_codes(gone, faulty) == [1, 1]
     told = capfd.readouterr().err
     assert told.count("Traceback") == told.count("That was") == 1 and "rank 1 failed" in told
