@@ -174,6 +174,7 @@ def facts_in_common(config: Config, run: Run) -> dict[str, object]:
     flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
     del flat["model.name"]  # may be a folder, in another place on each node
     flat["model.weights"] = "given" if config.model.weights else None
+    flat["logging.trace_file"] = "given" if config.logging.trace_file else None
     flat["checkpoint.save_frequency"] = config.checkpoint.save_frequency
     return flat | {"step": run.facts["step"], "tokens of the dataset": len(run.text.tokens)}
 

@@ -226,12 +226,13 @@ class RollCall:
         plainly: tuple[type[Exception], ...],
         for_good: type[Exception],
     ) -> None:
-        time.sleep(BEAT if self.rank else 0)  # what all have, rank 0 tells: there users look
-        is_first = self.store.add("failures", 1) == 1
         self.store.set(f"failed {self.rank}", "")
         is_plain = isinstance(error, (KeyboardInterrupt, Disagreement, *plainly))
         is_fault = not is_plain and not _is_of_communication(error)
-        if is_fault and self.store.add("faults", 1) == 1:
+        tells_fault = is_fault and self.store.add("faults", 1) == 1
+        time.sleep(BEAT if self.rank else 0)  # what all have, rank 0 tells: there users look
+        is_first = self.store.add("failures", 1) == 1
+        if tells_fault:
             self._tell_with_traceback(error)
         elif is_fault or not is_first:
             time.sleep(2 * GRACE)  # the launcher ends all when one leaves: the first is to tell
@@ -240,8 +241,9 @@ class RollCall:
             _tell(what, self.store, self.rank, goes_on=not isinstance(error, for_good))
         else:
             what, rank = self._whom_all_wait_for()
-            if self.store.check(["told"]):
-                return  # meanwhile one had an error of its own
+            if self.store.add("faults", 0):  # meanwhile one had an error of its own, and tells it
+                time.sleep(2 * GRACE)
+                return
             if what:
                 _tell(what, self.store, rank)
             else:
