@@ -2,8 +2,8 @@
 
     python create_config.py --out_dir runs --exp_name first --dp 2 --model_name tiny --use_cpu
 
-writes runs/first/config.json. Every key of the schema in picotron_min/config.py is a flag; those
-that picotron's create_config.py has go by its names too (`--tp`, `--mbs`, `--seq_len`, ...). Only
+writes runs/first/config.json. Every key of the schema in picotron_min/runtime/config.py is a flag;
+those that picotron's create_config.py has go by its names too (`--tp`, `--mbs`, ...). Only
 what is given is written, everything else stays at the schema's default. Nothing is ever deleted,
 no other file is overwritten without --force, and the network is not used.
 """
@@ -20,11 +20,12 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.config import SECTIONS, Config, ConfigError, keys_of
-from picotron_min.config_checks import resolve_model
-from picotron_min.config_file import parse_config
 from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
-from picotron_min.llama_config import LlamaConfig, find_preset
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.config import SECTIONS, Config, ConfigError, keys_of
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.public_models import find_preset
 
 ALIASES = {
     "distributed.tp_size": "--tp",
@@ -166,25 +167,10 @@ def print_rank_grid(sizes: list[int], most_rows: int = 8) -> None:
         print(f"  and {more} rows more")
 
 
-def print_costs(config: Config, model: LlamaConfig) -> None:
-    d, m, t = config.distributed, config.model, config.training
-    memory = memory_per_rank(
-        model,
-        seq_length=t.seq_length,
-        micro_batch_size=t.micro_batch_size,
-        num_micro_batches=t.gradient_accumulation_steps,
-        pp=d.pp_size,
-        pp_chunks=d.pp_chunks,
-        pp_layers=d.pp_layers,
-        cp=d.cp_size,
-        tp=d.tp_size,
-        dtype=m.dtype,
-        optimizer=t.optimizer,
-        recompute=m.recompute,
-        sequence_parallel=d.sequence_parallel,
-        pp_engine=d.pp_engine,
-        device="cpu" if d.use_cpu else "cuda",
-    )
+def print_costs(config: Config, model: ModelConfig) -> None:
+    m, t = config.model, config.training
+    device = "cpu" if config.distributed.use_cpu else "cuda"
+    memory = memory_per_rank(model, config.layout, config.workload, device)
     matmul = matmul_parameters(model)
     print(f"parameters       {parameter_count(model):,}, {matmul:,} a token is multiplied with")
     print("memory per rank  by the formulas of picotron_min/costs.py, memory_per_rank:")

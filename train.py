@@ -21,39 +21,37 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from picotron_min.checkpoint import read_facts
-from picotron_min.config import Config
-from picotron_min.config_checks import resolve_model
-from picotron_min.config_file import load_config
-from picotron_min.console import Console, human
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batches
-from picotron_min.folders import (
+from picotron_min.mesh import Axes, build_axes
+from picotron_min.model_config import ModelConfig
+from picotron_min.optimizer import Diverged
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import load_config
+from picotron_min.runtime.console import Console, human
+from picotron_min.runtime.folders import (
     check_shared,
     clean_up,
     find_start,
     lock_folder,
     set_aside,
 )
-from picotron_min.hugging_face import find_weights
-from picotron_min.llama_config import LlamaConfig
-from picotron_min.mesh import (
-    Axes,
+from picotron_min.runtime.hugging_face import find_weights
+from picotron_min.runtime.launch import (
     Launch,
-    build_axes,
     choose_backend,
     choose_device,
-    coordinates,
     open_process_group,
     set_environment,
     torchrun_launch,
 )
-from picotron_min.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
-from picotron_min.optimizer import Diverged
-from picotron_min.processes import RollCall, how_to_go_on, start_processes
-from picotron_min.speed import Speedometer
-from picotron_min.token_file import TokenFile, prepare_tokens
-from picotron_min.tokenizer import Tokenizer, load_tokenizer
-from picotron_min.trace import Trace
+from picotron_min.runtime.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
+from picotron_min.runtime.processes import RollCall, how_to_go_on, start_processes
+from picotron_min.runtime.speed import Speedometer
+from picotron_min.runtime.token_file import TokenFile, prepare_tokens
+from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
+from picotron_min.runtime.trace import Trace
 from picotron_min.training import DTYPES, Training, open_data
 
 
@@ -98,7 +96,7 @@ def train(config: Config, launch: Launch) -> None:
         save_dir, patience = Path(config.checkpoint.save_dir), d.timeout_seconds / 2
         check_shared(save_dir, name, roll_call.group, patience)
         axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
-        training = Training(config, run.llama, axes, run.device, run.data, run.weights)
+        training = Training(config, run.model_config, axes, run.device, run.data, run.weights)
         if run.start:
             training.load(run.start, run.facts)
             roll_call.note_saved(run.start)
@@ -113,7 +111,7 @@ class Run(NamedTuple):
     sizes: dict[str, int]  # of the axes
     device: torch.device
     backend: str
-    llama: LlamaConfig
+    model_config: ModelConfig
     tokenizer: Tokenizer
     text: TokenFile
     data: Batches
@@ -128,19 +126,19 @@ def prepare(config: Config, launch: Launch) -> Run:
     d, save_dir = config.distributed, Path(config.checkpoint.save_dir)
     sizes = {"pp": d.pp_size, "dp": d.dp_size, "cp": d.cp_size, "tp": d.tp_size}
     device = choose_device(launch, d.use_cpu)
-    llama = resolve_model(config)
-    text = open_text(config, llama)
-    here = coordinates(launch.rank, **sizes)
+    model_config = resolve_model(config)
+    text = open_text(config, model_config)
+    here = config.layout.coordinates(launch.rank)
     start, facts, weights = find_start(config.checkpoint.load_path, save_dir), {"step": 0}, None
     if start:
-        facts = read_facts(start, llama, config.training.optimizer)
+        facts = read_facts(start, model_config, config.training.optimizer)
     elif config.model.weights:
-        weights = find_weights(config.model.weights, llama, set(config.model.overrides))
+        weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
     return Run(
         sizes=sizes,
         device=device,
         backend=choose_backend(device, d.backend),
-        llama=llama,
+        model_config=model_config,
         tokenizer=load_tokenizer(config.dataset.tokenizer),
         text=text,
         data=open_data(config, text, here.dp, here.cp),
@@ -151,7 +149,7 @@ def prepare(config: Config, launch: Launch) -> Run:
     )
 
 
-def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
+def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
     """The tokens of the dataset, made now if no run has made them before."""
     dataset = config.dataset
     return prepare_tokens(
@@ -162,7 +160,7 @@ def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
         num_samples=config.training.num_samples,
         num_proc=dataset.num_proc,
         tokenizer=dataset.tokenizer,
-        vocab_size=llama.vocab_size,
+        vocab_size=model_config.vocab_size,
         cache_dir=dataset.cache_dir,
     )
 
@@ -170,7 +168,7 @@ def open_text(config: Config, llama: LlamaConfig) -> TokenFile:
 def facts_in_common(config: Config, run: Run) -> dict[str, object]:
     """What must be the same on all nodes, or they would train different models."""
     sections = config.model_dump(include={"distributed", "model", "training"})
-    sections["model"] |= asdict(run.llama)
+    sections["model"] |= asdict(run.model_config)
     flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
     del flat["model.name"]  # may be a folder, in another place on each node
     flat["model.weights"] = "given" if config.model.weights else None
@@ -192,7 +190,11 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
         Path(config.metrics_file), writes=is_writer, wandb_options=wandb_options(config)
     )
     speedometer = Speedometer(
-        run.llama, t.seq_length, config.model.recompute, run.device, DTYPES[config.model.dtype]
+        run.model_config,
+        t.seq_length,
+        config.model.recompute,
+        run.device,
+        DTYPES[config.model.dtype],
     )
     traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
     trace = Trace(
@@ -277,7 +279,7 @@ def describe(config: Config, run: Run) -> dict[str, str]:
     """What is being trained, for the console's header."""
     d, t, data, text = config.distributed, config.training, run.data, run.text
     return {
-        "model": f"{config.model.name}, {human(parameter_count(run.llama))} parameters"
+        "model": f"{config.model.name}, {human(parameter_count(run.model_config))} parameters"
         f" in {config.model.dtype}",
         "layout": f"{config.world_size} x {run.device.type} over {run.backend}:"
         f" dp {d.dp_size} x pp {d.pp_size} x cp {d.cp_size} x tp {d.tp_size}",

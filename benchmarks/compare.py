@@ -64,22 +64,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from picotron_min.collectives import all_reduce
-from picotron_min.config import Config, Distributed
-from picotron_min.config_checks import resolve_model
-from picotron_min.config_file import parse_config
-from picotron_min.costs import parameter_count
+from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
 from picotron_min.initialise import initial_std, initial_weight, initialise
-from picotron_min.llama_config import LlamaConfig
 from picotron_min.loss import head_loss
-from picotron_min.mesh import Axes, Launch, build_axes, open_process_group
+from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
 from picotron_min.pipeline_schedule import bubble
-from picotron_min.processes import start_processes
+from picotron_min.runtime.config import Config, Distributed
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.launch import Launch, open_process_group
+from picotron_min.runtime.processes import start_processes
+from picotron_min.runtime.public_models import to_hf
+from picotron_min.runtime.token_file import TokenFile
 from picotron_min.tensor_parallel import shard_dim
-from picotron_min.token_file import TokenFile
-from picotron_min.training import Training, layers_of_stages, open_data, optimizer_of
+from picotron_min.training import Training, open_data, optimizer_of
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
@@ -110,7 +112,7 @@ class Place(NamedTuple):
     """What a contender is built from: the same for all of a row, but for the rank's own data."""
 
     config: Config
-    llama: LlamaConfig
+    model_config: ModelConfig
     axes: Axes
     data: Batches
     folder: Path  # for files, deleted in the end; the same on all ranks
@@ -138,7 +140,7 @@ class Row(NamedTuple):
 
 
 def picotron_min(place: Place) -> Step:
-    training = Training(place.config, place.llama, place.axes, CPU, place.data)
+    training = Training(place.config, place.model_config, place.axes, CPU, place.data)
 
     def step(index: int) -> Done:
         result = training.step(index)
@@ -151,10 +153,10 @@ def transformers_llama(place: Place) -> Step:
     """Hugging Face's model and loss, SDPA attention, in the eager loop that its users write."""
     import transformers
 
-    config = transformers.LlamaConfig(**place.llama.to_hf())
+    config = transformers.LlamaConfig(**to_hf(place.model_config))
     model = transformers.LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
-        std = initial_std(name, place.llama.num_hidden_layers)
+        std = initial_std(name, place.model_config.num_hidden_layers)
         weight = initial_weight(name, parameter.shape, place.config.training.seed, std)
         parameter.data.copy_(weight)
 
@@ -250,7 +252,7 @@ def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = Fa
     """The same stages under torch's own schedule; `looped` ones take a list of several a rank."""
     t, axis = place.config.training, place.axes.pp
     num_micro_batches = t.gradient_accumulation_steps
-    num_layers = layers_of_stages(place.config, place.llama)
+    num_layers = layers_of_stages(place.model_config, place.config.layout, t.seq_length)
     mine = my_stages(num_layers, axis)
     modules = nn.ModuleList(
         StageOfPeer(plain_llama(place), stage, place.data.positions) for stage in mine
@@ -291,7 +293,7 @@ def one_process(place: Place, on_every_rank: bool = False) -> Step:
     config = place.config.model_copy(update={"distributed": Distributed(use_cpu=True)})
     alone = Axes(*[place.axes.dp] * len(Axes._fields))  # dp has one rank in all rows that use this
     text = TokenFile(place.data.tokens, num_bytes=len(place.data.tokens), num_documents=1)
-    training = Training(config, place.llama, alone, CPU, open_data(config, text, dp_rank=0))
+    training = Training(config, place.model_config, alone, CPU, open_data(config, text, dp_rank=0))
 
     def step(index: int) -> Done:
         if dist.get_rank() > 0 and not on_every_rank:
@@ -306,7 +308,7 @@ def checkpoint_saves(place: Place, in_background: bool) -> Step:
     """How long the step loop stands still for a checkpoint, the step itself not counted."""
     settings = place.config.checkpoint.model_copy(update={"in_background": in_background})
     config = place.config.model_copy(update={"checkpoint": settings})
-    training = Training(config, place.llama, place.axes, CPU, place.data)
+    training = Training(config, place.model_config, place.axes, CPU, place.data)
     result = training.step(0)
     folder = place.folder / f"in_background-{in_background}"
 
@@ -329,7 +331,7 @@ def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def loss_alone(place: Place, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
     """Forward and backward of nothing but the loss, of two micro-batches with 32 times the model's
     vocabulary: 2048 tokens and 128k."""
-    t, vocab_size = place.config.training, 32 * place.llama.vocab_size
+    t, vocab_size = place.config.training, 32 * place.model_config.vocab_size
     tokens = 2 * t.micro_batch_size * t.seq_length
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, 64, generator=generator).requires_grad_()
@@ -347,10 +349,10 @@ def loss_alone(place: Place, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -
 
 def plain_llama(place: Place) -> Llama:
     """Our model on one device, with the weights that all contenders start from."""
-    model = Llama(place.llama)
+    model = Llama(place.model_config)
     initialise(
         dict(model.named_parameters()),
-        place.llama,
+        place.model_config,
         place.config.training.seed,
         shard_dim=lambda name: None,
         tp=place.axes.tp,
@@ -626,15 +628,15 @@ def run_rank(
     config: Config, row: str, function: Callable, results, folder: Path, launch: Launch
 ) -> None:
     torch.set_num_threads(1)
-    d, llama = config.distributed, resolve_model(config)
+    d, model_config = config.distributed, resolve_model(config)
     store = launch.open_store(d.timeout_seconds)
     open_process_group(launch, d.backend, store, d.timeout_seconds)
     axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
     num_tokens = 50 * config.tokens_per_step
-    tokens = np.random.default_rng(0).integers(llama.vocab_size, size=num_tokens + 1)
+    tokens = np.random.default_rng(0).integers(model_config.vocab_size, size=num_tokens + 1)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)
     data = open_data(config, text, axes.dp.rank, axes.cp.rank)
-    place = Place(config, llama, axes, data, folder)
+    place = Place(config, model_config, axes, data, folder)
     results.put((launch.rank, function(place, ROWS[row])))
     dist.barrier()
     dist.destroy_process_group()

@@ -48,19 +48,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_min.costs import memory_per_rank
 from picotron_min.data import Batches
-from picotron_min.llama_config import LlamaConfig, find_preset
-from picotron_min.mesh import (
+from picotron_min.layout import Layout, Workload
+from picotron_min.mesh import build_axes
+from picotron_min.model import apply_compile
+from picotron_min.model_config import ModelConfig
+from picotron_min.pipeline_schedule import build_plans
+from picotron_min.runtime.launch import (
     Launch,
-    build_axes,
     choose_backend,
     choose_device,
     open_process_group,
     set_environment,
 )
-from picotron_min.model import apply_compile
-from picotron_min.pipeline_schedule import build_plans
-from picotron_min.speed import Speedometer
-from picotron_min.token_file import TokenFile
+from picotron_min.runtime.public_models import find_preset, to_hf
+from picotron_min.runtime.speed import Speedometer
+from picotron_min.runtime.token_file import TokenFile
 from picotron_min.training import Training, open_data, optimizer_of, to_device
 
 CHECKED_STEPS = 3
@@ -111,7 +113,7 @@ class Work(NamedTuple):
             distributed=SimpleNamespace(
                 **dict.fromkeys(("tp_size", "cp_size", "dp_size", "pp_chunks"), 1),
                 pp_engine="1f1b",
-                pp_layers=[self.llama.num_hidden_layers],
+                pp_layers=[self.model_config.num_hidden_layers],
                 cp_engine="ring",
                 sequence_parallel=False,
             ),
@@ -138,18 +140,19 @@ class Work(NamedTuple):
                 grad_clip=1.0,
             ),
             checkpoint=SimpleNamespace(in_background=False, keep=1),
+            layout=Layout(),
             use_flash_attention=True,
         )
 
     def data(self, micro_batch: int) -> Batches:
         """Random tokens: the same steps, whatever the micro-batch."""
         config, num_tokens = self.config(micro_batch), STEPS_OF_DATA * self.preset.tokens + 1
-        tokens = np.random.default_rng(0).integers(self.llama.vocab_size, size=num_tokens)
+        tokens = np.random.default_rng(0).integers(self.model_config.vocab_size, size=num_tokens)
         text = TokenFile(tokens.astype(np.uint32), num_bytes=num_tokens, num_documents=1)
         return open_data(config, text, dp_rank=0)
 
     @property
-    def llama(self) -> LlamaConfig:
+    def model_config(self) -> ModelConfig:
         return find_preset(self.preset.model)
 
 
@@ -353,7 +356,7 @@ def clean_up(device: torch.device) -> None:
 
 def picotron_min(work: Work) -> Contender:
     axes = build_axes(work.device)
-    training = Training(work.config(1), work.llama, axes, work.device, work.data(1))
+    training = Training(work.config(1), work.model_config, axes, work.device, work.data(1))
 
     def step(data: Batches, index: int) -> tuple[float, float]:
         training.data = data
@@ -374,7 +377,7 @@ def transformers_llama(work: Work) -> Contender:
     """
     import transformers
 
-    device, shape = work.device, work.llama.to_hf()
+    device, shape = work.device, to_hf(work.model_config)
     with device:
         model = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(**shape, attn_implementation="sdpa")
@@ -446,15 +449,14 @@ def candidates(work: Work) -> list[int]:
     """Powers of two that our own model should fit with; 1 always, let it show."""
     preset, device = work.preset, work.device
     limit = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else float("inf")
-    needed = partial(
-        memory_per_rank,
-        work.llama,
-        seq_length=preset.seq_length,
-        dtype="bfloat16",
-        recompute=preset.recompute,
-    )
+    workload = Workload(preset.seq_length, dtype="bfloat16", recompute=preset.recompute)
+
+    def needed(size: int) -> int:
+        workload_of_size = replace(workload, micro_batch_size=size)
+        return memory_per_rank(work.model_config, Layout(), workload_of_size).total
+
     sizes = [2**i for i in range(preset.sequences.bit_length())]
-    return [size for size in sizes if size == 1 or needed(micro_batch_size=size).total <= limit]
+    return [size for size in sizes if size == 1 or needed(size) <= limit]
 
 
 def time_steps(
@@ -480,7 +482,7 @@ def time_steps(
                 torch.cuda.reset_peak_memory_stats(device)
     result.step_seconds = times[effort.warmup :]
     speedometer = Speedometer(
-        work.llama, preset.seq_length, preset.recompute, device, torch.bfloat16
+        work.model_config, preset.seq_length, preset.recompute, device, torch.bfloat16
     )
     tokens_per_second = preset.tokens / statistics.median(result.step_seconds)
     measured = speedometer.measure(tokens_per_second, devices=1)

@@ -13,6 +13,7 @@ checkpoint is a complete one. Nothing is pickled, so a stranger's checkpoint can
 `torch.distributed.checkpoint` does the work: it writes what several ranks hold alike only once.
 """
 
+import runpy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -30,10 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.collectives import Axis
-from picotron_min.folders import checkpoints, complete_or_absent, forget_older
 from picotron_min.initialise import ShardDim
-from picotron_min.json_file import read_json, write_json
-from picotron_min.llama_config import LlamaConfig, RopeScaling
+from picotron_min.model_config import ModelConfig, RopeScaling
+from picotron_min.runtime.folders import checkpoints, complete_or_absent, forget_older
+from picotron_min.runtime.json_file import read_json, write_json
 
 
 class Saver:
@@ -197,17 +198,17 @@ def _at(facts: object, dotted: str) -> object:
     return facts
 
 
-def model_of(facts: dict) -> LlamaConfig:
+def model_of(facts: dict) -> ModelConfig:
     """The model that a checkpoint is of."""
     try:
         scaling = facts["model"].get("rope_scaling")
         scaling = RopeScaling(**scaling) if scaling else None
-        return LlamaConfig(**facts["model"] | {"rope_scaling": scaling})
+        return ModelConfig(**facts["model"] | {"rope_scaling": scaling})
     except TypeError as error:
         raise ValueError(f"state.json's model is none that was saved ({error})") from None
 
 
-def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
+def read_facts(folder: Path, model: ModelConfig, optimizer: str) -> dict:
     """The same; ValueError also if the checkpoint is of another model or optimizer."""
     facts = read_state(folder)
     saved = asdict(model_of(facts)) | {"optimizer": facts["config"]["training"]["optimizer"]}
@@ -222,7 +223,7 @@ def read_facts(folder: Path, model: LlamaConfig, optimizer: str) -> dict:
 
 
 def parts_of_whole(
-    tensors: dict[str, Tensor], model: LlamaConfig, shard_dim: ShardDim, tp: Axis
+    tensors: dict[str, Tensor], model: ModelConfig, shard_dim: ShardDim, tp: Axis
 ) -> dict[str, DTensor]:
     """Say of each parameter's tensor, or its optimizer state's, which part of the full one it is.
 
@@ -278,6 +279,4 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    from picotron_min.hugging_face import main
-
-    main()
+    runpy.run_module("picotron_min.runtime.hugging_face", run_name="__main__")

@@ -11,7 +11,8 @@ E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, V
 import math
 from dataclasses import dataclass
 
-from picotron_min.llama_config import LlamaConfig
+from picotron_min.layout import Layout, Workload
+from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import ENGINES, peak_live
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -19,12 +20,12 @@ OPTIMIZER_MOMENTS = {"adamw": 2, "sgd": 0}
 CHUNK_ROWS = {"cpu": 1024, "cuda": 4096}  # as in loss.py, which cannot be imported without torch
 
 
-def parameter_count(model: LlamaConfig) -> int:
+def parameter_count(model: ModelConfig) -> int:
     """All parameters; tied embeddings count once."""
     return sum(math.prod(shape) for shape in model.parameter_shapes().values())
 
 
-def matmul_parameters(model: LlamaConfig) -> int:
+def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that every token is multiplied with.
 
     The embedding is a lookup, not a matmul; `lm_head` is one, also when it shares its weight.
@@ -32,13 +33,13 @@ def matmul_parameters(model: LlamaConfig) -> int:
     return model.num_hidden_layers * _layer_matrices(model) + model.vocab_size * model.hidden_size
 
 
-def model_flops_per_token(model: LlamaConfig, seq_length: int) -> int:
+def model_flops_per_token(model: ModelConfig, seq_length: int) -> int:
     """FLOPs of forward and backward, as if nothing were computed twice: the M of MFU."""
     attention = model.num_hidden_layers * _attention_flops(model, seq_length)
     return 6 * matmul_parameters(model) + 3 * attention
 
 
-def hardware_flops_per_token(model: LlamaConfig, seq_length: int, recompute: str = "none") -> int:
+def hardware_flops_per_token(model: ModelConfig, seq_length: int, recompute: str = "none") -> int:
     """The same plus what `recompute` makes backward run again: the H of HFU.
 
     torch's checkpoint stops once the last tensor that backward needs is there, and a linear needs
@@ -56,23 +57,23 @@ def hardware_flops_per_token(model: LlamaConfig, seq_length: int, recompute: str
     return model_flops_per_token(model, seq_length) + model.num_hidden_layers * again
 
 
-def _layer_matrices(model: LlamaConfig) -> int:
+def _layer_matrices(model: ModelConfig) -> int:
     """Parameters of q, k, v, o, and of gate, up, down."""
     E = model.hidden_size
     attention = 2 * E * _query_size(model) + 2 * E * _key_value_size(model)
     return attention + 3 * E * model.intermediate_size
 
 
-def _attention_flops(model: LlamaConfig, seq_length: int) -> int:
+def _attention_flops(model: ModelConfig, seq_length: int) -> int:
     """Forward FLOPs per token and layer of q k^T and of the weighted sum of v, causal half."""
     return 4 * _query_size(model) * seq_length // 2
 
 
-def _query_size(model: LlamaConfig) -> int:
+def _query_size(model: ModelConfig) -> int:
     return model.num_attention_heads * model.head_dim
 
 
-def _key_value_size(model: LlamaConfig) -> int:
+def _key_value_size(model: ModelConfig) -> int:
     return model.num_key_value_heads * model.head_dim
 
 
@@ -92,22 +93,7 @@ class RankMemory:
 
 
 def memory_per_rank(
-    model: LlamaConfig,
-    *,
-    seq_length: int,
-    micro_batch_size: int = 1,
-    num_micro_batches: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    tp: int = 1,
-    dtype: str = "float32",
-    optimizer: str = "adamw",
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    pp_engine: str = "1f1b",
-    pp_chunks: int = 1,
-    pp_layers: list[int] | None = None,
-    device: str = "cuda",
+    model: ModelConfig, layout: Layout, workload: Workload, device: str = "cuda"
 ) -> RankMemory:
     """The memory of the pipeline rank that needs most.
 
@@ -129,17 +115,21 @@ def memory_per_rank(
     (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
     slack, and torch and its libraries themselves.
     """
+    pp, tp, dtype, recompute = layout.pp, layout.tp, workload.dtype, workload.recompute
     wide = max(BYTES["float32"], BYTES[dtype])  # parameters, residual stream, loss
-    E, V, tokens = model.hidden_size, model.vocab_size, micro_batch_size * seq_length // cp
-    saved = saved_per_token(model, dtype, recompute, tp, sequence_parallel)
-    everything = saved_per_token(model, dtype, "none", tp, sequence_parallel)
-    selective = saved_per_token(model, dtype, "selective", tp, sequence_parallel)
+    E, V = model.hidden_size, model.vocab_size
+    tokens = workload.micro_batch_size * workload.seq_length // layout.cp
+    saved, everything, selective = (
+        saved_per_token(model, dtype, how, tp, layout.sequence_parallel)
+        for how in (recompute, "none", "selective")
+    )
     brought_back = {"none": 0, "selective": everything - selective, "full": everything}[recompute]
     last_norm = 2 * wide * E
     per_logit = wide + (BYTES[dtype] if dtype == "bfloat16" else 0)
     chunk = per_logit * min(CHUNK_ROWS[device], tokens)
 
-    stages = pp_layers or split_layers(model, seq_length, pp * pp_chunks)
+    stages = layers_of_stages(model, layout, workload.seq_length)
+    schedule = ENGINES[layout.pp_engine]
 
     def memory_of(rank: int) -> RankMemory:
         first, last = rank == 0, rank == pp - 1
@@ -148,14 +138,14 @@ def memory_per_rank(
         shares_head = last and model.tie_word_embeddings  # with pp > 1 both ends have a copy
         lookup = V * E / tp if first and not shares_head else 0
         parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
-        plan = ENGINES[pp_engine](rank, pp, num_micro_batches, pp_chunks)
-        live = peak_live(plan) / pp_chunks  # each of one chunk, a part of the rank's layers
+        plan = schedule(rank, pp, workload.num_micro_batches, layout.pp_chunks)
+        live = peak_live(plan) / layout.pp_chunks  # each of one chunk, a part of the rank's layers
         logits, layer = last * V / tp * chunk, tokens * brought_back
         logits, layer = (logits, 0) if logits > layer else (0, layer)
         return RankMemory(
             weights=wide * parameters + (math.ceil(2 * matmul) if dtype == "bfloat16" else 0),
             gradients=wide * parameters,
-            optimizer_state=OPTIMIZER_MOMENTS[optimizer] * wide * parameters,
+            optimizer_state=OPTIMIZER_MOMENTS[workload.optimizer] * wide * parameters,
             activations=math.ceil(tokens * live * (layers * saved + last * last_norm) + layer),
             loss=math.ceil(last * live * E * (wide * V / tp + BYTES[dtype] * tokens) + logits),
         )
@@ -164,7 +154,7 @@ def memory_per_rank(
 
 
 def saved_per_token(
-    model: LlamaConfig,
+    model: ModelConfig,
     dtype: str = "float32",
     recompute: str = "none",
     tp: int = 1,
@@ -192,7 +182,12 @@ def saved_per_token(
     return wide * 4 * E / split + narrow * (2 * E + (heads + 4 * M) / tp)
 
 
-def split_layers(model: LlamaConfig, seq_length: int, num_stages: int) -> list[int]:
+def layers_of_stages(model: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
+    """How many layers each pipeline stage has: as given, or else balanced."""
+    return list(layout.pp_layers or split_layers(model, seq_length, layout.num_stages))
+
+
+def split_layers(model: ModelConfig, seq_length: int, num_stages: int) -> list[int]:
     """How many layers each pipeline stage gets, so that the slowest is as fast as can be.
 
     lm_head counts for as many layers as its FLOPs are worth, and may leave the last stage with

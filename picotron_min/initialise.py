@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from picotron_min.collectives import Axis
-from picotron_min.llama_config import LlamaConfig
+from picotron_min.model_config import ModelConfig
 
 ShardDim = Callable[[str], int | None]  # tensor_parallel.shard_dim
 
 
 def initialise(
     parameters: dict[str, nn.Parameter],
-    model: LlamaConfig,
+    model: ModelConfig,
     seed: int,
     shard_dim: ShardDim,
     tp: Axis,

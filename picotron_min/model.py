@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from picotron_min.llama_config import LlamaConfig
 from picotron_min.loss import chunk_loss, head_loss, linear_dtype, wide_dtype
+from picotron_min.model_config import ModelConfig
 
 
 class Llama(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.model = nn.Module()  # the level that Hugging Face's names have: "model.layers.0..."
@@ -57,7 +57,7 @@ class Llama(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(config)
@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         E, D = config.hidden_size, config.head_dim
         self.head_dim = D
@@ -109,7 +109,7 @@ class SoftmaxAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -148,7 +148,7 @@ class Head(nn.Linear):
         return head_loss(x.flatten(0, 1), self.weight, targets.flatten(), of_chunk=self.chunk_loss)
 
 
-def rotary_table(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
+def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned.
 
     Both halves of D hold the same angles, sin with the signs that `rotate` wants.

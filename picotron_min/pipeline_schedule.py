@@ -23,6 +23,7 @@ shape back; v chunks make about v times as many boundaries. In production: torch
 `torch.distributed.pipelining`. Standard library only: schedules are looked at without torch.
 """
 
+import runpy
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -370,6 +371,4 @@ def live_activations(
 
 
 if __name__ == "__main__":
-    from picotron_min.draw import main
-
-    main()
+    runpy.run_module("picotron_min.runtime.draw", run_name="__main__")

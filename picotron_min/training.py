@@ -33,12 +33,10 @@ from picotron_min.checkpoint import (
 )
 from picotron_min.collectives import all_reduce
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
-from picotron_min.costs import split_layers
+from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batch, Batches
 from picotron_min.data_parallel import GradientBuckets
-from picotron_min.hugging_face import export_hf, read_weights
 from picotron_min.initialise import initialise
-from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import Axes
 from picotron_min.model import (
     Llama,
@@ -47,6 +45,7 @@ from picotron_min.model import (
     apply_copies,
     apply_recompute,
 )
+from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import SkippedSteps, build_optimizer, gradient_norm, learning_rate_at
 from picotron_min.pipeline_parallel import (
     Chunk,
@@ -59,13 +58,14 @@ from picotron_min.pipeline_parallel import (
     tied_copy,
 )
 from picotron_min.pipeline_schedule import Plan, build_plans, forward_only, insert_communication
+from picotron_min.runtime.hugging_face import export_hf, read_weights
+from picotron_min.runtime.token_file import TokenFile
+from picotron_min.runtime.tokenizer import Tokenizer
+from picotron_min.runtime.trace import Watch
 from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
-from picotron_min.token_file import TokenFile
-from picotron_min.tokenizer import Tokenizer
-from picotron_min.trace import Watch
 
 if TYPE_CHECKING:  # it is only read from, and benchmarks/gpu.py does without pydantic
-    from picotron_min.config import Config
+    from picotron_min.runtime.config import Config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -83,7 +83,7 @@ class Training:
     def __init__(
         self,
         config: "Config",
-        llama: LlamaConfig,
+        model_config: ModelConfig,
         axes: Axes,
         device: torch.device,
         data: Batches,
@@ -96,16 +96,17 @@ class Training:
         # fails before, over its weights say, would not be missed till then.
         self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
         self.positions = data.positions.to(device)
-        self.llama = llama
+        self.model_config = model_config
+        num_layers = layers_of_stages(model_config, config.layout, t.seq_length)
         self.chunks = [
-            Chunk(stage, build_model(config, llama, axes, device, stage))
-            for stage in my_stages(layers_of_stages(config, llama), axes.pp)
+            Chunk(stage, build_model(config, model_config, axes, device, stage))
+            for stage in my_stages(num_layers, axes.pp)
         ]
         self.parameters = parameters_by_name(self.chunks)
         if weights:
             read_weights(weights, self.parameters, shard_dim, axes.tp)
         else:
-            initialise(self.parameters, llama, t.seed, shard_dim, axes.tp)
+            initialise(self.parameters, model_config, t.seed, shard_dim, axes.tp)
         self.masters = {}  # by copy, which is what it was when `run` was last called
         if config.model.dtype == "bfloat16":
             for chunk in self.chunks:
@@ -124,7 +125,7 @@ class Training:
             axes.pp,
             partial(
                 torch.empty,
-                (t.micro_batch_size, sequence, llama.hidden_size),
+                (t.micro_batch_size, sequence, model_config.hidden_size),
                 dtype=next(iter(self.parameters.values())).dtype,
                 device=device,
             ),
@@ -227,7 +228,7 @@ class Training:
         """Write the checkpoint of this moment, `step` steps done; see Saver."""
         facts = {
             "skipped_steps": self.skipped.total,
-            "model": asdict(self.llama),
+            "model": asdict(self.model_config),
             "config": self.config.model_dump(by_alias=True),
             "data": self.config.data_order,
         }
@@ -242,14 +243,14 @@ class Training:
 
     def parts_of_whole(self, tensors: dict[str, Tensor]) -> dict[str, DTensor]:
         """Say of each tensor which part this rank has."""
-        return parts_of_whole(tensors, self.llama, shard_dim, self.axes.tp)
+        return parts_of_whole(tensors, self.model_config, shard_dim, self.axes.tp)
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
         dtype = DTYPES[self.config.model.dtype]
         weights = {name: p.data.to(dtype) for name, p in self.parameters.items()}
         parts = self.parts_of_whole(weights)
-        export_hf(folder, parts, self.llama, tokenizer, self.saver.group)
+        export_hf(folder, parts, self.model_config, tokenizer, self.saver.group)
 
 
 def optimizer_of(config: "Config", parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -265,23 +266,15 @@ def optimizer_of(config: "Config", parameters: Iterable[nn.Parameter]) -> torch.
     )
 
 
-def layers_of_stages(config: "Config", llama: LlamaConfig) -> list[int]:
-    """How many layers each pipeline stage has."""
-    d = config.distributed
-    return d.pp_layers or split_layers(
-        llama, config.training.seq_length, num_stages=d.pp_size * d.pp_chunks
-    )
-
-
 def build_model(
-    config: "Config", llama: LlamaConfig, axes: Axes, device: torch.device, stage: Stage
+    config: "Config", model_config: ModelConfig, axes: Axes, device: torch.device, stage: Stage
 ) -> Llama:
     """A stage, built without memory; the parallelisms swap their parts; what is left is allocated,
     and not yet initialised."""
     with torch.device("meta"):
-        model = Llama(llama)
+        model = Llama(model_config)
     model.to(torch.float64 if config.model.dtype == "float64" else torch.float32)
-    kernel = choose_kernel(device, DTYPES[config.model.dtype], llama.head_dim)
+    kernel = choose_kernel(device, DTYPES[config.model.dtype], model_config.head_dim)
     if not config.use_flash_attention:
         kernel = SOFTMAX
         for layer in model.model.layers.values():

@@ -20,17 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_min import checkpoint, hugging_face
+from picotron_min import checkpoint
 from picotron_min.checkpoint import parts_of_whole, read_facts, training_tensors
 from picotron_min.collectives import Axis
-from picotron_min.config import Config
-from picotron_min.config_checks import resolve_model
-from picotron_min.config_file import parse_config
-from picotron_min.folders import clean_up, find_start, set_aside
 from picotron_min.mesh import build_axes
+from picotron_min.runtime import hugging_face
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.folders import clean_up, find_start, set_aside
+from picotron_min.runtime.token_file import TokenFile
+from picotron_min.runtime.tokenizer import BytesTokenizer
 from picotron_min.tensor_parallel import shard_dim
-from picotron_min.token_file import TokenFile
-from picotron_min.tokenizer import BytesTokenizer
 from picotron_min.training import StepResult, Training, open_data
 
 CPU = torch.device("cpu")
@@ -179,7 +180,7 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
     State(whole).assert_equal(State(first))
 
     second = make_training(config)
-    facts = read_facts(path, second.llama, config.training.optimizer)
+    facts = read_facts(path, second.model_config, config.training.optimizer)
     second.load(path, facts)
     resumed = results[:3] + run_steps(second, range(facts["step"], 6), bad_step)
     # Through text, because nan, the norm of a skipped step, is not equal to itself.
@@ -281,7 +282,7 @@ def go_on(folder: Path, config: Config, start: int) -> tuple[list[StepResult], i
     if start:
         with LargestTensor() as largest:
             path = find_start("latest", folder)
-            training.load(path, read_facts(path, training.llama, "adamw"))
+            training.load(path, read_facts(path, training.model_config, "adamw"))
     results = run_steps(training, range(start, 6), bad_step=None)
     return results[start - 6 :] if start else results, largest.numbers if start else 0
 
@@ -334,7 +335,7 @@ def save_a_step(folder: Path, config: Config) -> tuple[State, dict]:
     training = make_training(config)
     training.step(0)
     training.save(folder, 1)
-    return State(training), read_facts(training.saver.latest, training.llama, "adamw")
+    return State(training), read_facts(training.saver.latest, training.model_config, "adamw")
 
 
 def test_what_two_ranks_saved_one_rank_loads(pool, tmp_path):
@@ -368,7 +369,7 @@ def saves_that_fail(folder: Path) -> None:
     first = training.saver.latest
     before = {path.name: path.read_bytes() for path in first.iterdir()}
     training.step(0)
-    for broken in ("checkpoint.write_json", "folders._sync", "checkpoint.dcp.save"):
+    for broken in ("checkpoint.write_json", "runtime.folders._sync", "checkpoint.dcp.save"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"picotron_min.{broken}", fail)
             for step in (1, 2):
@@ -567,13 +568,13 @@ def test_a_damaged_state_is_told_with_the_remedy(tmp_path, content, told):
     older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
     older.mkdir()
     newer.mkdir()
-    llama = resolve_model(make_config())
+    model_config = resolve_model(make_config())
     if isinstance(content, dict):
         content = json.dumps(whole_facts() | content)
     if content is not None:
         (newer / "state.json").write_text(content)
     with pytest.raises(ValueError, match=rf"^{newer} is no checkpoint, or damaged: .*{told}") as e:
-        read_facts(newer, llama, "adamw")
+        read_facts(newer, model_config, "adamw")
     assert f" in checkpoint.load_path: {older} is before it" in str(e.value)
 
 
@@ -584,10 +585,10 @@ def whole_facts() -> dict:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    llama = resolve_model(make_config())
+    model_config = resolve_model(make_config())
     (tmp_path / "state.json").write_text(json.dumps(whole_facts()))
-    assert read_facts(tmp_path, llama, "adamw")["step"] == 7
-    wider = llama.override(hidden_size=64, tie_word_embeddings=True)
+    assert read_facts(tmp_path, model_config, "adamw")["step"] == 7
+    wider = model_config.override(hidden_size=64, tie_word_embeddings=True)
     with pytest.raises(ValueError) as error:
         read_facts(tmp_path, wider, "sgd")
     for part in (

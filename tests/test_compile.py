@@ -18,8 +18,8 @@ LAYERS = 3  # all run the same graphs
 
 def steps(config, compiles: bool) -> list[tuple]:
     model = config.model.model_copy(update={"compile": compiles, "num_hidden_layers": LAYERS})
-    llama = MODELS["grouped-query"].override(num_hidden_layers=LAYERS)
-    training = make_training(config.model_copy(update={"model": model}), llama)
+    model_config = MODELS["grouped-query"].override(num_hidden_layers=LAYERS)
+    training = make_training(config.model_copy(update={"model": model}), model_config)
     return [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from picotron_min.config import Config, ConfigError
-from picotron_min.config_checks import model_problems, resolve_model
-from picotron_min.config_file import load_config, parse_config
-from picotron_min.llama_config import PRESETS
+from picotron_min.runtime.config import Config, ConfigError
+from picotron_min.runtime.config_checks import model_problems, resolve_model
+from picotron_min.runtime.config_file import load_config, parse_config
+from picotron_min.runtime.public_models import PRESETS, to_hf
 
 ROOT = Path(__file__).parent.parent
 
@@ -324,7 +324,7 @@ def test_a_preset_with_its_owners_name_is_checked_without_the_network():
 def test_a_local_folder_gives_the_model(tmp_path, monkeypatch):
     path = tmp_path / "owner" / "llama" / "config.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(PRESETS["HuggingFaceTB/SmolLM-360M"].to_hf()))
+    path.write_text(json.dumps(to_hf(PRESETS["HuggingFaceTB/SmolLM-360M"])))
     config = {"model": {"name": str(path.parent), "num_hidden_layers": 2}}
     model = resolve_model(parse_config(config))
     assert (model.hidden_size, model.num_hidden_layers) == (960, 2)
@@ -347,10 +347,10 @@ def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=message):
         resolve_model(config)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(PRESETS["meta-llama/Llama-3.2-1B"].to_hf()))
+    path.write_text(json.dumps(to_hf(PRESETS["meta-llama/Llama-3.2-1B"])))
     hub.hf_hub_download = lambda name, file: path
     assert resolve_model(config) == PRESETS["meta-llama/Llama-3.2-1B"]
-    path.write_text(json.dumps(PRESETS["tiny"].to_hf()))
+    path.write_text(json.dumps(to_hf(PRESETS["tiny"])))
     with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
         resolve_model(config)
 
@@ -368,16 +368,16 @@ def test_local_files_are_accepted_and_the_newest_checkpoint_is_offered(tmp_path)
 
 
 def test_layouts_that_do_not_fit_the_model_name_those_that_do():
-    llama = PRESETS["meta-llama/Llama-3.2-1B"]
+    model_config = PRESETS["meta-llama/Llama-3.2-1B"]
     config = Config.model_validate({"distributed": {"tp_size": 3, "pp_size": 9, "pp_chunks": 2}})
-    assert model_problems(config, llama) == [
+    assert model_problems(config, model_config) == [
         "tp_size=3 does not divide num_attention_heads=32: use 1, 2, 4 or 8",
         "tp_size=3 does not divide num_key_value_heads=8: use 1, 2, 4 or 8",
         "tp_size=3 does not divide intermediate_size=8192: use 1, 2, 4 or 8",
         "pp_size=9 x pp_chunks=2 makes 18 stages of num_hidden_layers=16: use at most 16 stages",
     ]
     config = Config.model_validate({"distributed": {"tp_size": 8, "pp_size": 16}})
-    assert model_problems(config, llama) == []
+    assert model_problems(config, model_config) == []
 
 
 def test_only_a_quoted_number_is_said_to_need_no_quotes():
@@ -434,8 +434,8 @@ def test_a_wrong_number_of_processes_is_told_with_the_other_problems(tmp_path):
 
 def test_a_config_is_checked_without_importing_torch():
     code = (
-        "import sys; from picotron_min.config_file import load_config;"
-        "from picotron_min.config_checks import resolve_model;"
+        "import sys; from picotron_min.runtime.config_file import load_config;"
+        "from picotron_min.runtime.config_checks import resolve_model;"
         "resolve_model(load_config('config.json'));"
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()"
     )

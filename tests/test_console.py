@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console as RichConsole
 
-from picotron_min.console import Console, duration, human
-from picotron_min.metrics import EvalRecord
+from picotron_min.runtime.console import Console, duration, human
+from picotron_min.runtime.metrics import EvalRecord
 from tests.test_metrics import RECORD
 
 

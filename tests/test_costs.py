@@ -1,6 +1,7 @@
 """The formulas of costs.py against the real model: what torch counts, and what it saves."""
 
 import itertools
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -10,11 +11,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
-from picotron_min.llama_config import PRESETS, LlamaConfig, find_preset
+from picotron_min.layout import Layout, Workload
 from picotron_min.loss import CHUNK_ROWS
 from picotron_min.model import Llama, apply_recompute
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.public_models import PRESETS, find_preset
 
-GQA = LlamaConfig(
+GQA = ModelConfig(
     vocab_size=512,
     hidden_size=128,
     intermediate_size=352,
@@ -26,7 +29,13 @@ SHAPES = {"gqa": GQA, "mha": GQA.override(num_key_value_heads=4), "tied": PRESET
 B, S = 2, 64
 
 
-def build(model: LlamaConfig, recompute: str) -> tuple[Llama, torch.Tensor, torch.Tensor]:
+def planned(model, device="cuda", **options) -> costs.RankMemory:
+    """memory_per_rank, with the fields of a Layout and of a Workload together."""
+    sizes = {f.name: options.pop(f.name) for f in fields(Layout) if f.name in options}
+    return costs.memory_per_rank(model, Layout(**sizes), Workload(**options), device)
+
+
+def build(model: ModelConfig, recompute: str) -> tuple[Llama, torch.Tensor, torch.Tensor]:
     llama = Llama(model)
     apply_recompute(llama, recompute)
     return llama, torch.randint(model.vocab_size, (B, S)), torch.arange(S)
@@ -76,7 +85,7 @@ def test_model_flops_of_llama_2_7b_by_hand():
     assert costs.model_flops_per_token(find_preset("Llama-2-7B"), 4096) == expected
 
 
-def saved_bytes(model: LlamaConfig, recompute: str, dtype: str) -> int:
+def saved_bytes(model: ModelConfig, recompute: str, dtype: str) -> int:
     """Bytes of all distinct storages that forward keeps for backward, without parameters."""
     llama, tokens, positions = build(model, recompute)
     if dtype == "float64":
@@ -113,7 +122,7 @@ def test_activations_of_a_layer_are_what_torch_saves(recompute, dtype):
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
 def test_memory_of_one_rank_is_what_torch_keeps(model):
-    memory = costs.memory_per_rank(model, seq_length=S, micro_batch_size=B)
+    memory = planned(model, seq_length=S, micro_batch_size=B)
     assert memory.weights == memory.gradients == 4 * costs.parameter_count(model)
     assert memory.optimizer_state == 8 * costs.parameter_count(model)
     assert memory.activations == pytest.approx(saved_bytes(model, "none", "float32"), rel=0.15)
@@ -122,14 +131,14 @@ def test_memory_of_one_rank_is_what_torch_keeps(model):
 def test_memory_of_the_loss_is_a_chunk_of_logits_and_what_it_keeps_for_backward():
     llama, tokens, positions = build(GQA, "none")
     kept = llama(tokens, positions, tokens).grad_fn
-    memory = costs.memory_per_rank(GQA, seq_length=S, micro_batch_size=B)
+    memory = planned(GQA, seq_length=S, micro_batch_size=B)
     assert costs.CHUNK_ROWS == CHUNK_ROWS and min(CHUNK_ROWS.values()) > B * S
     assert memory.loss == kept.dx.nbytes + kept.dw.nbytes + 4 * B * S * GQA.vocab_size
     V, E, tokens = GQA.vocab_size, GQA.hidden_size, 8192
     for device, rows in CHUNK_ROWS.items():
-        planned = partial(costs.memory_per_rank, GQA, seq_length=tokens, device=device)
-        assert planned().loss == 4 * V * rows + 4 * V * E + 4 * tokens * E
-        assert planned(dtype="bfloat16").loss == (4 + 2) * V * rows + 4 * V * E + 2 * tokens * E
+        plan = partial(planned, GQA, seq_length=tokens, device=device)
+        assert plan().loss == 4 * V * rows + 4 * V * E + 4 * tokens * E
+        assert plan(dtype="bfloat16").loss == (4 + 2) * V * rows + 4 * V * E + 2 * tokens * E
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -147,15 +156,15 @@ def test_the_fullest_moment_of_a_step_is_as_full_as_planned(vocab_size, recomput
             loss = llama(tokens, positions, tokens)
         loss.backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    planned = partial(costs.memory_per_rank, model, seq_length=1024, dtype=dtype, device="cpu")
-    memory = planned(recompute=recompute, optimizer="sgd")
+    plan = partial(planned, model, seq_length=1024, dtype=dtype, device="cpu")
+    memory = plan(recompute=recompute, optimizer="sgd")
     assert memory.total == pytest.approx(peak, rel=0.08)  # gradients on their way are not planned
 
 
 def test_recomputation_needs_less_and_full_the_least():
     model = find_preset("Llama-3.2-1B")
     none, selective, full = (
-        costs.memory_per_rank(model, seq_length=4096, recompute=recompute).activations
+        planned(model, seq_length=4096, recompute=recompute).activations
         for recompute in ("none", "selective", "full")
     )
     assert full < selective < none
@@ -166,18 +175,18 @@ def test_recomputation_needs_less_and_full_the_least():
 
 def test_layouts_divide_what_they_should():
     model = find_preset("Llama-2-7B")
-    one = costs.memory_per_rank(model, seq_length=4096)
-    tp = costs.memory_per_rank(model, seq_length=4096, tp=4)
+    one = planned(model, seq_length=4096)
+    tp = planned(model, seq_length=4096, tp=4)
     norms = 65 * 4096 * 4
     assert tp.weights - norms == (one.weights - norms) / 4
     heads_and_mlp = 32 * 4 * (4 * 4096 + 4 * 11_008) * 4096
     assert one.activations - tp.activations == heads_and_mlp * 3 / 4
-    sp = costs.memory_per_rank(model, seq_length=4096, tp=4, sequence_parallel=True)
+    sp = planned(model, seq_length=4096, tp=4, sequence_parallel=True)
     assert one.activations / 4 < sp.activations < tp.activations
-    cp = costs.memory_per_rank(model, seq_length=4096, cp=4)
+    cp = planned(model, seq_length=4096, cp=4)
     assert cp.activations == one.activations / 4
     assert cp.weights == one.weights
-    bf16 = costs.memory_per_rank(model, seq_length=4096, dtype="bfloat16", optimizer="sgd")
+    bf16 = planned(model, seq_length=4096, dtype="bfloat16", optimizer="sgd")
     assert bf16.weights == one.weights + 2 * costs.matmul_parameters(model)
     assert bf16.optimizer_state == 0
 
@@ -201,7 +210,7 @@ def test_no_other_split_of_the_layers_has_a_faster_slowest_stage(vocab_size):
 def test_the_fullest_stage_is_planned():
     # a huge vocabulary makes the last stage the fullest, although the first keeps more alive
     model = GQA.override(vocab_size=100_000)
-    memory = costs.memory_per_rank(model, seq_length=S, pp=2, num_micro_batches=4)
+    memory = planned(model, seq_length=S, pp=2, num_micro_batches=4)
     layer = costs.parameter_count(GQA) - costs.parameter_count(GQA.override(num_hidden_layers=1))
     assert memory.weights == 4 * (layer + 128 + 100_000 * 128)
     assert memory.loss > 0
@@ -210,9 +219,7 @@ def test_the_fullest_stage_is_planned():
 @pytest.mark.parametrize(("engine", "live"), [("1f1b", 1), ("afab", 8)])
 def test_activations_grow_with_the_micro_batches_that_are_alive(engine, live):
     def plan(micro_batches):
-        return costs.memory_per_rank(
-            GQA, seq_length=S, num_micro_batches=micro_batches, pp_engine=engine
-        )
+        return planned(GQA, seq_length=S, num_micro_batches=micro_batches, pp_engine=engine)
 
     assert plan(8).activations == live * plan(1).activations
     head_and_input = 4 * GQA.hidden_size * (GQA.vocab_size + S)

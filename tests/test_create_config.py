@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from create_config import main
-from picotron_min import config as schema
 from picotron_min import costs
-from picotron_min.config_file import load_config
+from picotron_min.layout import Layout, Workload
+from picotron_min.runtime import config as schema
+from picotron_min.runtime.config_file import load_config
+from picotron_min.runtime.public_models import PRESETS
 
 PICOTRON = (
     "--tp 1 --cp 1 --dp 4 --pp 1 --pp_engine afab --model_name HuggingFaceTB/SmolLM-360M-Instruct"
@@ -91,33 +94,16 @@ def test_the_rank_grid_has_tp_innermost_and_stays_short(create):
 
 
 def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
-    asked = {}
-
-    def memory_per_rank(model, **kwargs):
-        asked.update(kwargs)
-        return costs.memory_per_rank(model, **kwargs)
-
-    monkeypatch.setattr("create_config.memory_per_rank", memory_per_rank)
+    asked = mock.Mock(wraps=costs.memory_per_rank)
+    monkeypatch.setattr("create_config.memory_per_rank", asked)
     layout = "--pp 4 --cp 1 --tp 2 --sequence_parallel --pp_engine afab --mbs 3 --grad_acc_steps 5"
     create(layout + " --seq_len 128 --dtype bfloat16 --optimizer sgd --recompute full")
-    assert asked == {
-        "seq_length": 128,
-        "micro_batch_size": 3,
-        "num_micro_batches": 5,
-        "pp": 4,
-        "cp": 1,
-        "tp": 2,
-        "dtype": "bfloat16",
-        "optimizer": "sgd",
-        "recompute": "full",
-        "sequence_parallel": True,
-        "pp_engine": "afab",
-        "pp_chunks": 1,
-        "pp_layers": None,
-        "device": "cuda",
-    }
-    create(layout + " --exp_name cpu --seq_len 128 --use_cpu")
-    assert asked["device"] == "cpu"
+    asked.assert_called_once_with(
+        PRESETS["tiny"],
+        Layout(pp=4, tp=2, pp_engine="afab", sequence_parallel=True),
+        Workload(128, 3, 5, "bfloat16", "full", "sgd"),
+        "cuda",
+    )
 
 
 def test_the_same_again_is_fine_and_says_so(create):

@@ -7,12 +7,12 @@ from torch import nn
 
 from picotron_min.collectives import Axis
 from picotron_min.data_parallel import GradientBuckets
-from picotron_min.llama_config import LlamaConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import gradient_norm
 
-CONFIG = LlamaConfig(61, 32, 48, 2, 4, 2)
+CONFIG = ModelConfig(61, 32, 48, 2, 4, 2)
 
 
 def all_reduce_each_gradient(model: nn.Module, axis: Axis) -> None:

@@ -29,9 +29,10 @@ from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention
 from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
 from picotron_min.loss import IGNORE_INDEX, chunk_loss, head_loss
-from picotron_min.mesh import Launch, build_axes, set_environment
+from picotron_min.mesh import build_axes
 from picotron_min.model import FlashAttention
-from picotron_min.processes import RollCall
+from picotron_min.runtime.launch import Launch, set_environment
+from picotron_min.runtime.processes import RollCall
 from picotron_min.training import Training
 from tests.test_layouts import MODEL, make_config, make_training
 
@@ -413,7 +414,7 @@ def training_of(micro_batch: int, device: torch.device, **model) -> Training:
     work = Work(TINY, device)
     config = work.config(micro_batch)
     vars(config.model).update(model)
-    return Training(config, work.llama, build_axes(device), device, work.data(micro_batch))
+    return Training(config, work.model_config, build_axes(device), device, work.data(micro_batch))
 
 
 def gradients_by_the_book(training: Training) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from picotron_min import hugging_face
-from picotron_min.config_checks import resolve_model
-from picotron_min.hugging_face import find_weights
+from picotron_min.runtime import hugging_face
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.hugging_face import find_weights
+from picotron_min.runtime.public_models import to_hf
 from tests.test_checkpoint import make_config, make_training, names, train_and_save
 
 ROOT = Path(__file__).parent.parent
@@ -25,8 +26,8 @@ def write_theirs(folder: Path, tied: bool = False, dtype="float32", shards: str 
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    llama = resolve_model(make_config(tied=tied, model=SHAPE))
-    model = LlamaForCausalLM(TheirConfig(**llama.to_hf())).to(getattr(torch, dtype))
+    model_config = resolve_model(make_config(tied=tied, model=SHAPE))
+    model = LlamaForCausalLM(TheirConfig(**to_hf(model_config))).to(getattr(torch, dtype))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -46,8 +47,10 @@ def their_loss(folder: Path, tokens: Tensor, targets: Tensor) -> float:
 
 def first_loss(folder: Path, config) -> tuple[float, Tensor, Tensor]:
     """The summed loss of the first global batch before any step, and the batch."""
-    llama = resolve_model(config)
-    training = make_training(config, find_weights(str(folder), llama, set(config.model.overrides)))
+    model_config = resolve_model(config)
+    training = make_training(
+        config, find_weights(str(folder), model_config, set(config.model.overrides))
+    )
     with torch.no_grad():
         loss, _ = training.run(training.eval_plan, lambda i: training.data.batch(0, i)).tolist()
     batches = [training.data.batch(0, i) for i in range(training.data.num_micro_batches)]
@@ -79,8 +82,10 @@ def test_their_weights_give_their_loss_on_every_layout(pool, tmp_path, dtype, sh
 
 
 def logits(folder: Path, config) -> Tensor:
-    llama = resolve_model(config)
-    training = make_training(config, find_weights(str(folder), llama, set(config.model.overrides)))
+    model_config = resolve_model(config)
+    training = make_training(
+        config, find_weights(str(folder), model_config, set(config.model.overrides))
+    )
     with torch.no_grad():
         return training.chunks[0].model(torch.arange(16)[None], torch.arange(16))
 
@@ -97,7 +102,7 @@ def test_their_weights_give_their_logits(pool, tmp_path, layout):
 
 
 def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
-    llama = resolve_model(make_config(model=SHAPE))
+    model_config = resolve_model(make_config(model=SHAPE))
     write_theirs(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -112,7 +117,7 @@ def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
     hf["rms_norm_eps"] = 0.1
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ValueError) as error:
-        find_weights(str(tmp_path), llama, set())
+        find_weights(str(tmp_path), model_config, set())
     for part in (
         f"{path}: {q} is (5, 32), and this model's is (32, 32)",
         f"{path}: model.layers.7.mlp.up_proj.weight (2,) is no tensor of this model",
@@ -125,9 +130,9 @@ def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
     assert "inv_freq" not in str(error.value)
     assert str(error.value).count(q) == 1
     with pytest.raises(ValueError, match=r"\nand \d+ more$"):
-        find_weights(str(tmp_path), llama.override(num_hidden_layers=6), set())
+        find_weights(str(tmp_path), model_config.override(num_hidden_layers=6), set())
     with pytest.raises(ValueError) as error:
-        find_weights(str(tmp_path), llama, {"rms_norm_eps"})
+        find_weights(str(tmp_path), model_config, {"rms_norm_eps"})
     assert "rms_norm_eps" not in str(error.value)
 
 
@@ -170,19 +175,19 @@ def test_a_config_beside_weights_that_is_none_is_told_with_its_path(tmp_path, co
 
 
 def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
-    llama = resolve_model(make_config(model=SHAPE))
+    model_config = resolve_model(make_config(model=SHAPE))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(ValueError, match=r"has no \.safetensors file"):
-        find_weights(str(tmp_path), llama, set())
+        find_weights(str(tmp_path), model_config, set())
     for content in (b"", b"garbage" * 100, b"\xff" * 100):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(OSError, match=r"model\.safetensors is damaged"):
-            find_weights(str(tmp_path), llama, set())
+            find_weights(str(tmp_path), model_config, set())
     (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(OSError, match=r"folder\.safetensors is damaged, or no safetensors file"):
-        find_weights(str(tmp_path), llama, set())
+        find_weights(str(tmp_path), model_config, set())
     with pytest.raises(ValueError, match=r"model\.safetensors is a file: name its folder"):
-        find_weights(str(tmp_path / "model.safetensors"), llama, set())
+        find_weights(str(tmp_path / "model.safetensors"), model_config, set())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -9,49 +9,38 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "picotron_min"
 
 # What each file may import of the package: never train.py, never another parallelism.
-MAY_IMPORT = {
-    "llama_config": set(),
-    "pipeline_schedule": {"draw"},
-    "draw": {"pipeline_schedule"},
-    "tokenizer": set(),
-    "costs": {"llama_config", "pipeline_schedule"},
-    "config": {"llama_config"},
-    "config_checks": {"config", "json_file", "llama_config"},
-    "config_file": {"config", "config_checks", "json_file"},
+COURSE = {
+    "layout": set(),
+    "model_config": set(),
+    "placement": {"layout"},
+    "pipeline_schedule": set(),
+    "costs": {"layout", "model_config", "pipeline_schedule"},
     "collectives": set(),
     "mesh": {"collectives"},
-    "processes": {"mesh"},
     "loss": set(),
-    "model": {"llama_config", "loss"},
-    "token_file": {"tokenizer"},
+    "model": {"model_config", "loss"},
     "data": {"loss"},
-    "metrics": set(),
-    "console": {"metrics"},
-    "speed": {"costs", "llama_config"},
     "optimizer": {"collectives"},
     "data_parallel": {"collectives"},
-    "trace": {"collectives", "pipeline_schedule"},
     "tensor_parallel": {"collectives", "loss", "model"},
     "block_attention": set(),
     "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "pipeline_schedule"},
-    "initialise": {"collectives", "llama_config"},
-    "folders": set(),
-    "json_file": set(),
-    "checkpoint": {
-        *("collectives", "folders", "hugging_face", "initialise", "json_file", "llama_config"),
-    },
-    "hugging_face": {
-        *("checkpoint", "collectives", "folders", "initialise", "json_file", "llama_config"),
-        "tokenizer",
-    },
+    "initialise": {"collectives", "model_config"},
+    "checkpoint": {"collectives", "initialise", "model_config", "folders", "json_file", "runtime"},
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
-MAY_IMPORT["training"] = MAY_IMPORT.keys() - {"training", "processes"}
-STANDARD_LIBRARY_ONLY = ("llama_config", "json_file", "pipeline_schedule", "draw", "costs")
+RUNTIME = {path.stem for path in (ROOT / PACKAGE / "runtime").glob("*.py")} - {"__init__"}
+COURSE["training"] = COURSE.keys() | RUNTIME | {"runtime"}
+MAY_IMPORT = COURSE | {
+    name: COURSE.keys() - {"training"} | RUNTIME | {"runtime"} for name in RUNTIME
+}
+STANDARD_LIBRARY_ONLY = (
+    *("layout", "placement", "model_config", "json_file", "pipeline_schedule", "draw", "costs"),
+)
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 
-FILES = sorted(path for path in (ROOT / PACKAGE).glob("*.py") if path.stem != "__init__")
+FILES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py") if path.stem != "__init__")
 SCRIPTS = [ROOT / name for name in ("train.py", "create_config.py", "benchmarks/gpu.py")]
 
 
@@ -80,7 +69,10 @@ def test_the_table_names_every_file():
 def test_a_file_imports_only_what_it_may(path):
     names = imports(ast.walk(tree(path)))
     assert "train" not in names
-    ours = {name.split(".")[1] for name in names if name.startswith(PACKAGE + ".")}
+    ours = {
+        part for name in names if name.startswith(PACKAGE + ".") for part in name.split(".")[1:]
+    }
+    ours &= MAY_IMPORT.keys() | {"runtime"}
     assert ours <= MAY_IMPORT[path.stem]
     if path.stem in STANDARD_LIBRARY_ONLY:
         assert not {name.split(".")[0] for name in names} & {"torch", "numpy", "pydantic"} - ours
@@ -92,8 +84,8 @@ def test_heavy_packages_are_imported_where_they_are_used(path):
 
 
 @pytest.mark.parametrize("path", FILES + SCRIPTS, ids=lambda path: path.stem)
-def test_no_globals_and_no_environment_outside_mesh(path):
+def test_no_globals_and_no_environment_outside_launch(path):
     for node in ast.walk(tree(path)):
         assert not isinstance(node, ast.Global), f"global at line {node.lineno}"
-        if path.stem != "mesh" and isinstance(node, ast.Attribute):
+        if path.stem != "launch" and isinstance(node, ast.Attribute):
             assert node.attr not in ("environ", "getenv"), f"environment at line {node.lineno}"

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min.config import Config
-from picotron_min.config_file import parse_config
-from picotron_min.llama_config import SIZES, LlamaConfig
 from picotron_min.mesh import build_axes
+from picotron_min.model_config import SIZES, ModelConfig
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.token_file import TokenFile
 from picotron_min.tensor_parallel import shard_dim
-from picotron_min.token_file import TokenFile
 from picotron_min.training import Training, open_data
 
 GLOBAL_BATCH = 24
@@ -36,7 +36,7 @@ class Trace(NamedTuple):
 
 
 # 61 ids over 2, 4 or 8 ranks leave the last with fewer: 31 + 30, 16 + 16 + 16 + 13, 8 x 7 + 5.
-MODEL = LlamaConfig(61, 32, 48, 8, 8, 8)
+MODEL = ModelConfig(61, 32, 48, 8, 8, 8)
 MODELS = {
     "untied": MODEL,
     "tied": MODEL.override(tie_word_embeddings=True),
@@ -89,19 +89,19 @@ def make_config(
     )
 
 
-def make_training(config: Config, llama: LlamaConfig) -> Training:
+def make_training(config: Config, model_config: ModelConfig) -> Training:
     d, t = config.distributed, config.training
     device = torch.device("cpu")
     axes = build_axes(device, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
-    tokens = np.arange(100 * t.seq_length + 1) ** 2 % llama.vocab_size
+    tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
     text = TokenFile(tokens.astype(np.uint16), num_bytes=len(tokens), num_documents=1)
     data = open_data(config, text, axes.dp.rank, axes.cp.rank)
-    return Training(config, llama, axes, device, data)
+    return Training(config, model_config, axes, device, data)
 
 
 def train_briefly(config: Config, model: str) -> Trace:
-    llama = MODELS[model].override(num_hidden_layers=config.model.num_hidden_layers)
-    training = make_training(config, llama)
+    model_config = MODELS[model].override(num_hidden_layers=config.model.num_hidden_layers)
+    training = make_training(config, model_config)
     results = [training.step(step) for step in range(STEPS)]
     gradients = {name: p.grad for name, p in training.parameters.items()}
     weights = {name: p.detach() for name, p in training.parameters.items()}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from picotron_min.metrics import EvalRecord, MetricsLog, StepRecord
+from picotron_min.runtime.metrics import EvalRecord, MetricsLog, StepRecord
 
 RECORD = StepRecord(
     step=1,

@@ -4,7 +4,6 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.initialise import initial_std
-from picotron_min.llama_config import PRESETS, LlamaConfig, RopeScaling, find_preset
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import (
     FlashAttention,
@@ -12,8 +11,10 @@ from picotron_min.model import (
     SoftmaxAttention,
     apply_recompute,
 )
+from picotron_min.model_config import ModelConfig, RopeScaling
+from picotron_min.runtime.public_models import PRESETS, find_preset, from_hf, to_hf
 
-BASE = LlamaConfig(97, 32, 56, 3, 4, 4)
+BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 SHAPES = {
     "multi-head": BASE,
     "grouped-query": BASE.override(num_key_value_heads=2),
@@ -28,7 +29,7 @@ SHAPES = {
 }
 
 
-def random_llama(config: LlamaConfig, dtype: torch.dtype) -> Llama:
+def random_llama(config: ModelConfig, dtype: torch.dtype) -> Llama:
     torch.manual_seed(0)
     model = Llama(config).to(dtype)
     for parameter in model.parameters():  # norm weights too, or a missing one would not show
@@ -36,7 +37,7 @@ def random_llama(config: LlamaConfig, dtype: torch.dtype) -> Llama:
     return model
 
 
-def batch(config: LlamaConfig, B: int = 2, S: int = 48) -> tuple[torch.Tensor, ...]:
+def batch(config: ModelConfig, B: int = 2, S: int = 48) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(config.vocab_size, (B, S), generator=generator)
     targets = torch.randint(config.vocab_size, (B, S), generator=generator)
@@ -49,14 +50,16 @@ def norm_in_own_dtype(self, x):
     return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+# In float32 transformers' own gradients were up to 1.8e-5 from the float64 ones on one CPU (ours
+# 1.5e-5): the tolerance is for the rounding of both.
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-10), (torch.float32, 4e-5)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_gradients_equal_transformers(shape, dtype, tolerance, monkeypatch):
     if dtype == torch.float64:
         monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
     config = SHAPES[shape]
     ours = random_llama(config, dtype)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf())).to(dtype)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(config))).to(dtype)
     missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
     assert not unexpected and missing in ([], ["lm_head.weight"])
     theirs.tie_weights()
@@ -83,7 +86,7 @@ def test_presets_have_the_parameters_that_transformers_builds(name):
     config = PRESETS[name]
     with torch.device("meta"):
         ours = Llama(config)
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf()))
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(config)))
     theirs.tie_weights()  # 5.0 did not, without memory
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
     assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
@@ -115,20 +118,20 @@ def test_presets_have_the_published_number_of_parameters(name, millions):
 
 def test_rope_settings_are_read_in_the_old_and_the_new_spelling():
     config = PRESETS["meta-llama/Llama-3.2-1B"]
-    old = config.to_hf()
+    old = to_hf(config)
     assert old["rope_theta"] == 500_000.0 and old["rope_scaling"]["rope_type"] == "llama3"
     new = dict(old)
     scaling = new.pop("rope_scaling")
     new["rope_parameters"] = scaling | {"rope_theta": new.pop("rope_theta")}
-    assert LlamaConfig.from_hf(old) == LlamaConfig.from_hf(new) == config
+    assert from_hf(old) == from_hf(new) == config
     with_null = old | {"rope_scaling": None}
-    assert LlamaConfig.from_hf(with_null) == config.override(rope_scaling=None)
+    assert from_hf(with_null) == config.override(rope_scaling=None)
 
 
 def test_config_survives_a_round_trip_through_transformers():
     for config in PRESETS.values():
-        there = transformers.LlamaConfig(**config.to_hf()).to_dict()
-        assert LlamaConfig.from_hf(there) == config
+        there = transformers.LlamaConfig(**to_hf(config)).to_dict()
+        assert from_hf(there) == config
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_config_survives_a_round_trip_through_transformers():
 )
 def test_a_model_that_would_be_computed_differently_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        LlamaConfig.from_hf(BASE.to_hf() | change)
+        from_hf(to_hf(BASE) | change)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

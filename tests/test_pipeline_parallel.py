@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
-from picotron_min.tokenizer import BytesTokenizer
+from picotron_min.runtime.tokenizer import BytesTokenizer
 from picotron_min.training import Training
 from tests.test_checkpoint import make_config, make_training
 

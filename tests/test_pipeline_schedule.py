@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron_min import draw, pipeline_schedule
+from picotron_min import pipeline_schedule
 from picotron_min.pipeline_schedule import (
     ENGINES,
     RECEIVES,
@@ -28,6 +28,7 @@ from picotron_min.pipeline_schedule import (
     live_activations,
     simulate,
 )
+from picotron_min.runtime import draw
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 # Up to twice the ranks every number of micro-batches; with chunks, those around multiples of ranks.

@@ -17,9 +17,9 @@ from filelock import FileLock
 
 import picotron_min.training
 import train
-from picotron_min import processes
-from picotron_min.mesh import Launch, torchrun_launch
-from picotron_min.processes import RollCall
+from picotron_min.runtime import processes
+from picotron_min.runtime.launch import Launch, torchrun_launch
+from picotron_min.runtime.processes import RollCall
 from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
 

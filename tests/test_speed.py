@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from picotron_min.speed import memory_gb, peak_flops, table_peak_flops
+from picotron_min.runtime.speed import memory_gb, peak_flops, table_peak_flops
 
 
 @pytest.mark.parametrize(

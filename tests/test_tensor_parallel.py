@@ -7,17 +7,18 @@ import torch
 import torch.distributed as dist
 
 from picotron_min import tensor_parallel
-from picotron_min.llama_config import PRESETS, LlamaConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama, apply_copies, apply_recompute
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.public_models import PRESETS
 from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
 
-CONFIG = LlamaConfig(50, 32, 48, 2, 4, 2)
+CONFIG = ModelConfig(50, 32, 48, 2, 4, 2)
 B, S = 2, 12
 CPU = torch.device("cpu")
 
 
-def whole_model(config: LlamaConfig = CONFIG) -> Llama:
+def whole_model(config: ModelConfig = CONFIG) -> Llama:
     torch.manual_seed(0)
     model = Llama(config).double()
     for parameter in model.parameters():
@@ -25,7 +26,7 @@ def whole_model(config: LlamaConfig = CONFIG) -> Llama:
     return model
 
 
-def split_model(config: LlamaConfig, sequence_parallel: bool, whole: Llama):
+def split_model(config: ModelConfig, sequence_parallel: bool, whole: Llama):
     axis = build_axes(CPU, tp=dist.get_world_size()).tp
     model = Llama(config).double()
     apply_tensor_parallel(model, axis, sequence_parallel)
@@ -40,7 +41,7 @@ def part(name: str, tensor: torch.Tensor, axis) -> torch.Tensor:
     return tensor if dim is None else tensor.chunk(axis.size, dim)[axis.rank]
 
 
-def batch(config: LlamaConfig = CONFIG):
+def batch(config: ModelConfig = CONFIG):
     generator = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(config.vocab_size, (2, B, S), generator=generator)
     tokens[0, :2] = torch.tensor([0, config.vocab_size - 1])
@@ -58,7 +59,7 @@ def test_the_sharding_table_knows_every_parameter():
     assert shard_dim("lm_head.weight") == 0
 
 
-def differences_to_whole(config: LlamaConfig, sequence_parallel: bool, recompute: str) -> float:
+def differences_to_whole(config: ModelConfig, sequence_parallel: bool, recompute: str) -> float:
     whole = whole_model(config)
     model, axis = split_model(config, sequence_parallel, whole)
     apply_recompute(model, recompute)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from picotron_min import token_file
-from picotron_min.token_file import prepare_tokens
-from picotron_min.tokenizer import BytesTokenizer, load_tokenizer
+from picotron_min.runtime import token_file
+from picotron_min.runtime.token_file import prepare_tokens
+from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
 
 TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]
 STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
@@ -257,7 +257,7 @@ def test_a_process_killed_in_the_middle_leaves_nothing_half_made(prepare, tmp_pa
 def test_bytes_need_neither_transformers_nor_once_prepared_datasets(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl")
     code = (
-        "import sys; from picotron_min.token_file import prepare_tokens;"
+        "import sys; from picotron_min.runtime.token_file import prepare_tokens;"
         f"prepare_tokens({str(path)!r}, vocab_size=257, cache_dir={str(tmp_path / 'c')!r});"
         "print('transformers' in sys.modules, 'datasets' in sys.modules)"
     )

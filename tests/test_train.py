@@ -25,14 +25,14 @@ import torch.nn.functional as F
 
 import picotron_min.training
 import train
-from picotron_min import draw
-from picotron_min.config import Config
-from picotron_min.config_checks import resolve_model
-from picotron_min.config_file import load_config
 from picotron_min.data import Batch
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import Diverged, learning_rate_at
+from picotron_min.runtime import draw
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import load_config
 from picotron_min.training import Training, open_data
 from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_steps
 
@@ -190,9 +190,9 @@ def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
     os.chdir(folder)
     config = load_config(path)
     axes = build_axes(torch.device("cpu"), dp=2)
-    llama = resolve_model(config)
-    data = open_data(config, train.open_text(config, llama), axes.dp.rank)
-    training = Training(config, llama, axes, torch.device("cpu"), data)
+    model_config = resolve_model(config)
+    data = open_data(config, train.open_text(config, model_config), axes.dp.rank)
+    training = Training(config, model_config, axes, torch.device("cpu"), data)
     steps, evaluations = [], []
     for step in range(STEPS):
         steps.append(tuple(training.step(step)[:3]))

@@ -26,7 +26,8 @@ from pydantic import (
     PositiveInt,
 )
 
-from picotron_min.llama_config import LlamaConfig
+from picotron_min.layout import Layout, Workload
+from picotron_min.model_config import ModelConfig
 
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
@@ -63,7 +64,7 @@ class Distributed(Section):
 class Model(Section):
     """What is trained: a public model's shape, with any of its numbers changed, and how."""
 
-    name: Name = "tiny"  # a preset of llama_config.py, a Hugging Face folder, or a hub id
+    name: Name = "tiny"  # a preset of model_config.py, a Hugging Face folder, or a hub id
     vocab_size: PositiveInt | None = None  # from here on null: as in the named model
     hidden_size: PositiveInt | None = None
     intermediate_size: PositiveInt | None = None
@@ -86,7 +87,7 @@ class Model(Section):
     def overrides(self) -> dict:
         """The numbers given here that replace the named model's own."""
         given = self.model_dump(exclude_none=True)
-        return {f.name: given[f.name] for f in fields(LlamaConfig) if f.name in given}
+        return {f.name: given[f.name] for f in fields(ModelConfig) if f.name in given}
 
 
 class Training(Section):
@@ -190,6 +191,37 @@ class Config(Section):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.training.seq_length
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of the axes, and the choices that belong to them."""
+        d = self.distributed
+        return Layout(
+            pp=d.pp_size,
+            dp=d.dp_size,
+            cp=d.cp_size,
+            tp=d.tp_size,
+            pp_engine=d.pp_engine,
+            pp_chunks=d.pp_chunks,
+            pp_layers=d.pp_layers and tuple(d.pp_layers),
+            cp_engine=d.cp_engine,
+            sequence_parallel=d.sequence_parallel,
+        )
+
+    @property
+    def workload(self) -> Workload:
+        """What one data-parallel rank computes in a step, and how."""
+        m, t = self.model, self.training
+        return Workload(
+            seq_length=t.seq_length,
+            micro_batch_size=t.micro_batch_size,
+            num_micro_batches=t.gradient_accumulation_steps,
+            dtype=m.dtype,
+            recompute=m.recompute,
+            optimizer=t.optimizer,
+            flash_attention=self.use_flash_attention,
+            compile=m.compile,
+        )
 
     @property
     def use_flash_attention(self) -> bool:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from picotron_min.metrics import EvalRecord, StepRecord
+from picotron_min.runtime.metrics import EvalRecord, StepRecord
 
 PATIENCE = 300.0  # seconds; a run that gives no sign for longer looks as if it hung
 

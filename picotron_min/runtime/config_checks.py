@@ -9,9 +9,10 @@ import os
 import re
 from pathlib import Path
 
-from picotron_min.config import Config, ConfigError, choice, shown
-from picotron_min.json_file import read_json
-from picotron_min.llama_config import PRESETS, LlamaConfig, find_preset
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.config import Config, ConfigError, choice, shown
+from picotron_min.runtime.json_file import read_json
+from picotron_min.runtime.public_models import PRESETS, find_preset, from_hf
 
 
 def problems_of(config: Config) -> list[str]:
@@ -118,7 +119,7 @@ def _missing(key: str, name: str, built_in: list[str]) -> list[str]:
     return [f"{key}={name} is not known: use {choice(near)}, a local path, or a hub id owner/name"]
 
 
-def resolve_model(config: Config) -> LlamaConfig:
+def resolve_model(config: Config) -> ModelConfig:
     """The model's numbers: those that `model.name` stands for, with the overrides applied.
 
     Raises ConfigError where they are no Llama's, cannot be found, or do not fit the run. A preset
@@ -127,15 +128,15 @@ def resolve_model(config: Config) -> LlamaConfig:
     """
     preset = find_preset(config.model.name)
     try:
-        llama = preset or LlamaConfig.from_hf(_hugging_face_config(config.model.name))
-        llama = llama.override(**config.model.overrides)
+        model_config = preset or from_hf(_hugging_face_config(config.model.name))
+        model_config = model_config.override(**config.model.overrides)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"model.name={config.model.name}: {error}") from None
-    if problems := model_problems(config, llama):
+    if problems := model_problems(config, model_config):
         raise ConfigError(*problems)
-    return llama
+    return model_config
 
 
 def _hugging_face_config(name: str) -> dict:
@@ -157,29 +158,30 @@ def _hugging_face_config(name: str) -> dict:
     return read_json(Path(path))
 
 
-def model_problems(config: Config, llama: LlamaConfig) -> list[str]:
+def model_problems(config: Config, model_config: ModelConfig) -> list[str]:
     """Why the run does not fit the model's numbers."""
     d, seq_length, problems = config.distributed, config.training.seq_length, []
     cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    common = math.gcd(*(getattr(llama, name) for name in cut))
+    common = math.gcd(*(getattr(model_config, name) for name in cut))
     good = choice(n for n in range(1, common + 1) if common % n == 0)
     for name in cut:
-        if (size := getattr(llama, name)) % d.tp_size:
+        if (size := getattr(model_config, name)) % d.tp_size:
             problems.append(f"tp_size={d.tp_size} does not divide {name}={size}: use {good}")
-    heads = llama.num_attention_heads // d.tp_size
+    heads = model_config.num_attention_heads // d.tp_size
     if d.cp_engine == "ulysses" and heads % d.cp_size:
         good = choice(n for n in range(1, heads + 1) if heads % n == 0)
         problems.append(
             f'cp_engine="ulysses" with cp_size={d.cp_size} does not divide the {heads} heads of a'
-            f" rank (num_attention_heads={llama.num_attention_heads} / tp_size={d.tp_size}):"
+            f" rank (num_attention_heads={model_config.num_attention_heads} / tp_size={d.tp_size}):"
             f' use cp_size {good}, or cp_engine "ring"'
         )
-    if (d.tp_size - 1) * math.ceil(llama.vocab_size / d.tp_size) >= llama.vocab_size:
+    rows = math.ceil((V := model_config.vocab_size) / d.tp_size)
+    if (d.tp_size - 1) * rows >= V:
         problems.append(
-            f"tp_size={d.tp_size} leaves a rank without rows of vocab_size={llama.vocab_size},"
-            f" dealt out {math.ceil(llama.vocab_size / d.tp_size)} a rank: use a smaller tp_size"
+            f"tp_size={d.tp_size} leaves a rank without rows of vocab_size={V},"
+            f" dealt out {rows} a rank: use a smaller tp_size"
         )
-    stages, layers = d.pp_size * d.pp_chunks, llama.num_hidden_layers
+    stages, layers = d.pp_size * d.pp_chunks, model_config.num_hidden_layers
     if d.pp_layers and (len(d.pp_layers), sum(d.pp_layers)) != (stages, layers):
         problems.append(
             f"pp_layers={d.pp_layers} has {len(d.pp_layers)} stages with {sum(d.pp_layers)} layers,"
@@ -191,15 +193,15 @@ def model_problems(config: Config, llama: LlamaConfig) -> list[str]:
             f"pp_size={d.pp_size} x pp_chunks={d.pp_chunks} makes {stages} stages of"
             f" num_hidden_layers={layers}: use at most {layers} stages"
         )
-    if seq_length > (longest := llama.max_position_embeddings):
+    if seq_length > (longest := model_config.max_position_embeddings):
         problems.append(
             f"seq_length={seq_length} is above max_position_embeddings={longest} of"
             f" model.name={config.model.name}: use at most {longest}, or set"
             f" model.max_position_embeddings to {seq_length}"
         )
-    if config.dataset.tokenizer == "bytes" and llama.vocab_size < 257:
+    if config.dataset.tokenizer == "bytes" and model_config.vocab_size < 257:
         problems.append(
-            f"vocab_size={llama.vocab_size} is too small for dataset.tokenizer=bytes"
+            f"vocab_size={model_config.vocab_size} is too small for dataset.tokenizer=bytes"
             " (256 bytes and end of text): use at least 257"
         )
     return problems

@@ -14,7 +14,7 @@ import time
 import torch
 
 from picotron_min.costs import hardware_flops_per_token, model_flops_per_token
-from picotron_min.llama_config import LlamaConfig
+from picotron_min.model_config import ModelConfig
 
 
 class Speedometer:
@@ -22,7 +22,7 @@ class Speedometer:
 
     def __init__(
         self,
-        model: LlamaConfig,
+        model: ModelConfig,
         seq_length: int,
         recompute: str,
         device: torch.device,

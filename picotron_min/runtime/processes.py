@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from picotron_min.mesh import Launch
+from picotron_min.runtime.launch import Launch
 
 GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
 BEAT = 0.4  # seconds between a rank's signs of life, 20 bytes each where the store is a file

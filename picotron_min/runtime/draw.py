@@ -253,3 +253,7 @@ def _digits(rows: list[bytearray], number: int, left: int, right: int) -> None:
                 if bits & (4 >> dx // ZOOM):
                     rows[top + y][x + dx] = INK
         x += advance
+
+
+if __name__ == "__main__":
+    main()

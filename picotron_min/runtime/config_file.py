@@ -12,9 +12,9 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.config import AXES, SECTIONS, Config, ConfigError, choice, keys_of, shown
-from picotron_min.config_checks import problems_of
-from picotron_min.json_file import read_json_strictly
+from picotron_min.runtime.config import AXES, SECTIONS, Config, ConfigError, choice, keys_of, shown
+from picotron_min.runtime.config_checks import problems_of
+from picotron_min.runtime.json_file import read_json_strictly
 
 
 def load_config(path: str | os.PathLike, processes: int | None = None) -> Config:

@@ -23,18 +23,19 @@ from picotron_min.checkpoint import (
     write_tensors,
 )
 from picotron_min.collectives import Axis
-from picotron_min.folders import complete_or_absent
 from picotron_min.initialise import ShardDim
-from picotron_min.json_file import read_json, write_json
-from picotron_min.llama_config import LlamaConfig
-from picotron_min.tokenizer import Tokenizer, load_tokenizer
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.folders import complete_or_absent
+from picotron_min.runtime.json_file import read_json, write_json
+from picotron_min.runtime.public_models import from_hf, to_hf
+from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
 READABLE = ("F64", "F32", "BF16", "F16")
 # transformers once saved this table with every layer; it follows from rope_theta.
 DERIVED = ".rotary_emb.inv_freq"
 
 
-def find_weights(name: str, model: LlamaConfig, given: set[str]) -> dict[str, Path]:
+def find_weights(name: str, model: ModelConfig, given: set[str]) -> dict[str, Path]:
     """The file of every parameter, in a local folder or on the hub.
 
     Checks that the folder holds this very model, reading no weights yet: names, shapes, and what
@@ -101,14 +102,14 @@ def _fetch(name: str) -> Path:
         ) from None
 
 
-def _config_problems(folder: Path, model: LlamaConfig, given: set[str]) -> list[str]:
+def _config_problems(folder: Path, model: ModelConfig, given: set[str]) -> list[str]:
     """Numbers that no shape betrays: with another rope_theta the weights would be useless."""
     path = folder / "config.json"
     if not path.exists():
         return []
     content = read_json(path)
     try:
-        theirs = LlamaConfig.from_hf(content)
+        theirs = from_hf(content)
     except ValueError as error:
         raise ValueError(f"model.weights: {path}: {error}") from None
     silent = ("num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps")
@@ -148,7 +149,7 @@ def read_weights(
 def export_hf(
     folder: Path,
     weights: dict[str, Tensor],
-    model: LlamaConfig,
+    model: ModelConfig,
     tokenizer: Tokenizer,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -158,7 +159,7 @@ def export_hf(
     `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
     """
     dtype = next(iter(weights.values())).dtype
-    about = model.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    about = to_hf(model) | {"dtype": str(dtype).removeprefix("torch.")}
     end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
 
     def write(folder: Path) -> None:
@@ -202,3 +203,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, facts: dict) -> None:
     load(checkpoint, weights)
     export_hf(folder, {name: w.to(dtype) for name, w in weights.items()}, model, tokenizer)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from picotron_min.tokenizer import Tokenizer, load_tokenizer
+from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""How a run is laid out over processes, and what a step computes, as plain numbers.
+
+Standard library only: the config, the mesh, the costs, the planner and the tests share these two
+classes. Sizes are numbers of ranks. Ranks are numbered row by row over the grid (pp, dp, cp, tp):
+
+    pp 2, dp 2, tp 2     pp 0   dp 0: ranks 0 1    dp 1: ranks 2 3
+                         pp 1   dp 0: ranks 4 5    dp 1: ranks 6 7
+
+so the ranks of a tensor-parallel group, which communicate most, are neighbours and share a node.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in the grid."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The size of each axis of the mesh, and the choices that belong to it."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp_engine: str = "1f1b"  # a name in pipeline_schedule.SCHEDULES
+    pp_chunks: int = 1  # stages of a rank
+    pp_layers: tuple[int, ...] | None = None  # of each stage; None: balanced, see costs.py
+    cp_engine: str = "ring"  # or "ulysses"
+    sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
+
+    @property
+    def sizes(self) -> Coordinates:
+        return Coordinates(self.pp, self.dp, self.cp, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.pp_chunks
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank is in the grid; known before there is any process group."""
+        place = []
+        for size in reversed(self.sizes):  # the last axis changes fastest
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return Coordinates(*reversed(place))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one data-parallel rank computes in a step, and how."""
+
+    seq_length: int  # tokens
+    micro_batch_size: int = 1  # sequences
+    num_micro_batches: int = 1
+    dtype: str = "float32"  # of matmuls: float32, bfloat16 or float64
+    recompute: str = "none"  # or "selective", "full": see parallelize.py
+    optimizer: str = "adamw"  # or "sgd"
+    flash_attention: bool = True
+    compile: bool = False
