@@ -1,66 +1,74 @@
 """Train a Llama:  torchrun --nproc_per_node 4 train.py --config config.json
 
-The whole story, top to bottom: `main` reads the config and starts the processes, `train` is what
-every process does. The model laid out over them, and its one train step, are in training.py.
+The whole story, top to bottom. `main` reads the config and starts the processes. `train` is what
+every process does. `train_step` is one step: forward and backward, the sum of the gradients, the
+update. Every layout runs these same lines; what a parallelism changes is inside the model.
 Without torchrun, `python train.py --config config.json` starts the processes itself.
 """
 
 import argparse
-import contextlib
 import math
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 
-from picotron_min.checkpoint import read_facts
-from picotron_min.costs import parameter_count
-from picotron_min.data import Batches
-from picotron_min.mesh import Axes, build_axes
-from picotron_min.model_config import ModelConfig
-from picotron_min.optimizer import Diverged
-from picotron_min.runtime.config import Config
-from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.config_file import load_config
-from picotron_min.runtime.console import Console, human
-from picotron_min.runtime.folders import (
-    check_shared,
-    clean_up,
-    find_start,
-    lock_folder,
-    set_aside,
+from picotron_min.checkpoint import (
+    Saver,
+    load,
+    parts_of_whole,
+    set_optimizer_steps,
+    training_tensors,
 )
-from picotron_min.runtime.hugging_face import find_weights
+from picotron_min.collectives import all_reduce
+from picotron_min.data import Batches
+from picotron_min.initialise import initialise
+from picotron_min.layout import Recipe
+from picotron_min.mesh import Axes, build_axes, open_communicators
+from picotron_min.model_config import ModelConfig
+from picotron_min.optimizer import (
+    Diverged,
+    SkippedSteps,
+    build_optimizer,
+    learning_rate_at,
+)
+from picotron_min.parallelize import DTYPES, ParallelModel, parallelize
+from picotron_min.pipeline_parallel import Watch
+from picotron_min.runtime.folders import check_shared
+from picotron_min.runtime.hugging_face import export_hf, read_weights
 from picotron_min.runtime.launch import (
     Launch,
-    choose_backend,
-    choose_device,
     open_process_group,
     set_environment,
     torchrun_launch,
 )
 from picotron_min.runtime.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
-from picotron_min.runtime.processes import RollCall, how_to_go_on, start_processes
+from picotron_min.runtime.processes import (
+    RollCall,
+    how_to_go_on,
+    start_processes,
+    user_errors_reported,
+)
 from picotron_min.runtime.speed import Speedometer
-from picotron_min.runtime.token_file import TokenFile, prepare_tokens
-from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 from picotron_min.runtime.trace import Trace
-from picotron_min.training import DTYPES, Training, open_data
+
+if TYPE_CHECKING:  # benchmarks take the step from this file, and do without a config's libraries
+    from picotron_min.runtime.config import Config
+    from picotron_min.runtime.inputs import Inputs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a Llama as a config.json says.")
+    from picotron_min.runtime.config_file import load_config
+
+    parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
     parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
     path = parser.parse_args().config
     launch = torchrun_launch()
-    with mistakes_told_plainly(launch.local_rank if launch else 0):
+    with user_errors_reported(launch.local_rank if launch else 0):
         config = load_config(path, processes=launch.world_size if launch else None)
     set_environment(config.environment.TOKENIZERS_PARALLELISM)
     if launch:
@@ -69,146 +77,175 @@ def main() -> None:
         start_processes(partial(train, config), config.world_size)
 
 
-@contextlib.contextmanager
-def mistakes_told_plainly(local_rank: int) -> Iterator[None]:
-    """The user's mistakes, ValueError and OSError here, end in their message and exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if local_rank:
-            time.sleep(5)  # rank 0 most likely says the same, and has all others ended by leaving
-        print(f"\n{error}\n", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+def train(config: "Config", launch: Launch) -> None:
+    """What every process does, from reading its inputs to the finished model."""
+    from picotron_min.runtime.inputs import read_inputs
 
-
-def train(config: Config, launch: Launch) -> None:
-    """What every process does, from finding its place to the finished model."""
-    d = config.distributed
+    timeout = config.distributed.timeout_seconds
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
-    with mistakes_told_plainly(launch.local_rank):  # while no process waits for another
-        run = prepare(config, launch)
-        store = launch.open_store(d.timeout_seconds)
-    roll_call = RollCall(store, launch, d.timeout_seconds)
+    with user_errors_reported(launch.local_rank):  # before any process waits for another
+        inputs = read_inputs(config, launch)
+        store = launch.open_store(timeout)
+    roll_call = RollCall(store, launch, timeout)
     with roll_call.failures_told(plainly=(OSError, Diverged), for_good=Diverged):
-        open_process_group(launch, run.backend, store, d.timeout_seconds)
-        name = roll_call.agree(facts_in_common(config, run))
-        save_dir, patience = Path(config.checkpoint.save_dir), d.timeout_seconds / 2
-        check_shared(save_dir, name, roll_call.group, patience)
-        axes = build_axes(run.device, **run.sizes, timeout_seconds=d.timeout_seconds)
-        training = Training(config, run.model_config, axes, run.device, run.data, run.weights)
-        if run.start:
-            training.load(run.start, run.facts)
-            roll_call.note_saved(run.start)
-        loop(config, launch, run, training, roll_call)
-        dist.barrier(training.saver.group)  # rank 0 may have to upload to wandb
+        open_process_group(launch, inputs.backend, store, timeout)
+        name = roll_call.agree(inputs.in_common(config))
+        check_shared(Path(config.checkpoint.save_dir), name, roll_call.group, timeout / 2)
+        axes = build_axes(inputs.device, config.layout, timeout)
+        open_communicators(axes, inputs.device)
+        saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
+        model = parallelize(
+            inputs.model_config, config.layout, config.workload, axes, inputs.device
+        )
+        run = build_run(model, config.recipe, inputs.batches)
+        fill_weights(run, config, inputs)
+        loop(config, launch, inputs, run, saver, roll_call)
+        dist.barrier(saver.group)  # rank 0 may have to upload to wandb
         dist.destroy_process_group()
 
 
 class Run(NamedTuple):
-    """All that can be known before the processes meet."""
+    """One rank's part of a run: everything that a step reads and changes."""
 
-    sizes: dict[str, int]  # of the axes
-    device: torch.device
-    backend: str
-    model_config: ModelConfig
-    tokenizer: Tokenizer
-    text: TokenFile
-    data: Batches
-    start: Path | None  # the checkpoint to go on from
-    facts: dict  # what it says about itself
-    weights: dict[str, Path] | None  # else the files of the weights to start from
-    lock: FileLock | None  # of save_dir, as long as this lives
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    batches: Batches
+    skipped: SkippedSteps
 
 
-def prepare(config: Config, launch: Launch) -> Run:
-    """Read what there is to read; here the user's mistakes come to light, as ValueErrors."""
-    d, save_dir = config.distributed, Path(config.checkpoint.save_dir)
-    sizes = {"pp": d.pp_size, "dp": d.dp_size, "cp": d.cp_size, "tp": d.tp_size}
-    device = choose_device(launch, d.use_cpu)
-    model_config = resolve_model(config)
-    text = open_text(config, model_config)
-    here = config.layout.coordinates(launch.rank)
-    start, facts, weights = find_start(config.checkpoint.load_path, save_dir), {"step": 0}, None
-    if start:
-        facts = read_facts(start, model_config, config.training.optimizer)
-    elif config.model.weights:
-        weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
-    return Run(
-        sizes=sizes,
-        device=device,
-        backend=choose_backend(device, d.backend),
-        model_config=model_config,
-        tokenizer=load_tokenizer(config.dataset.tokenizer),
-        text=text,
-        data=open_data(config, text, here.dp, here.cp),
-        start=start,
-        facts=facts,
-        weights=weights,
-        lock=lock_folder(save_dir) if launch.rank == 0 else None,
+class StepResult(NamedTuple):
+    loss: float  # mean over the target tokens of the global batch
+    grad_norm: float  # before clipping
+    learning_rate: float
+    skipped: bool  # the gradient was not finite, and the weights were left as they were
+
+
+def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
+    """Train on the step-th global batch, counted from 0; for `watch` see runtime/trace.py."""
+    model, recipe = run.model, run.recipe
+    model.begin_step(run.batches.num_micro_batches)  # gradients are zero
+
+    # Forward and backward of every micro-batch, in the order of the pipeline's plan. Gradients are
+    # sums over tokens; a bucket's sum over the ranks starts as soon as it is complete.
+    with model.autocast():
+        totals = model.pipeline.run(model.plan, partial(run.batches.batch, step), watch)
+    model.wait_for_gradients()
+
+    # The only place in a step where the host waits for a GPU, which is idle from then until the
+    # optimizer is launched; while that runs, the host is already at the next step.
+    sums = torch.cat([model.counted_once(totals), model.squared_norm()[None]])
+    loss_sum, num_targets, squares = all_reduce(sums, model.axes.world).tolist()
+    norm = math.sqrt(squares) / num_targets
+
+    rate = learning_rate_at(step, recipe)
+    skip = run.skipped.record(step + 1, norm)
+    if not skip:
+        clip = min(1.0, recipe.grad_clip / (norm + 1e-6)) if recipe.grad_clip else 1.0
+        model.scale_gradients(clip / num_targets)  # from a sum over tokens to the clipped mean
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        run.optimizer.step()
+    return StepResult(loss_sum / num_targets, norm, rate, skip)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """The mean loss of the held-out tokens."""
+    model, batches = run.model, run.batches
+    model.refresh_copies()
+    totals = torch.zeros(2, dtype=torch.float64, device=model.pipeline.positions.device)
+    with model.autocast():
+        for index in range(batches.num_eval_batches):
+            totals += model.pipeline.run(model.eval_plan, partial(batches.eval_batch, index))
+    loss_sum, num_targets = all_reduce(model.counted_once(totals), model.axes.world).tolist()
+    return loss_sum / num_targets
+
+
+def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
+    optimizer = build_optimizer(model.parameters.values(), recipe)
+    return Run(model, optimizer, recipe, batches, SkippedSteps())
+
+
+def fill_weights(run: Run, config: "Config", inputs: "Inputs") -> None:
+    """Load a checkpoint, or read the weights to start from, or draw them."""
+    model, model_config = run.model, inputs.model_config
+    if inputs.start:
+        tensors = training_tensors(model.parameters, run.optimizer)
+        load(inputs.start, parts_of_whole(tensors, model_config, model.placements, model.axes))
+        run.skipped.total = inputs.facts["skipped_steps"]
+        set_optimizer_steps(run.optimizer, inputs.facts["step"] - inputs.facts["skipped_steps"])
+    elif inputs.weights:
+        read_weights(inputs.weights, model.parameters, model.placements, model.axes)
+    else:
+        seed = config.training.seed
+        initialise(model.parameters, model_config, seed, model.placements, model.axes)
+
+
+def save(
+    run: Run, config: "Config", model_config: ModelConfig, saver: Saver, save_dir: Path, step: int
+) -> None:
+    """Write the checkpoint of this moment, `step` steps done; see Saver."""
+    model, tensors = run.model, training_tensors(run.model.parameters, run.optimizer)
+    facts = {
+        "skipped_steps": run.skipped.total,
+        "model": asdict(model_config),
+        "config": config.model_dump(by_alias=True),
+        "data": config.data_order,
+    }
+    as_parts = partial(
+        parts_of_whole, model_config=model_config, placements=model.placements, axes=model.axes
     )
+    saver.save(save_dir, step, tensors, as_parts, facts)
 
 
-def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
-    """The tokens of the dataset, made now if no run has made them before."""
-    dataset = config.dataset
-    return prepare_tokens(
-        dataset.name,
-        subset_name=dataset.subset_name,
-        split=dataset.split,
-        text_column=dataset.text_column,
-        num_samples=config.training.num_samples,
-        num_proc=dataset.num_proc,
-        tokenizer=dataset.tokenizer,
-        vocab_size=model_config.vocab_size,
-        cache_dir=dataset.cache_dir,
-    )
+def export(run: Run, config: "Config", inputs: "Inputs", saver: Saver, folder: Path) -> None:
+    """Write the model as a Hugging Face folder, in the dtype it was computed in."""
+    model, dtype = run.model, DTYPES[config.model.dtype]
+    weights = {name: p.data.to(dtype) for name, p in model.parameters.items()}
+    parts = parts_of_whole(weights, inputs.model_config, model.placements, model.axes)
+    export_hf(folder, parts, inputs.model_config, inputs.tokenizer, saver.group)
 
 
-def facts_in_common(config: Config, run: Run) -> dict[str, object]:
-    """What must be the same on all nodes, or they would train different models."""
-    sections = config.model_dump(include={"distributed", "model", "training"})
-    sections["model"] |= asdict(run.model_config)
-    flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
-    del flat["model.name"]  # may be a folder, in another place on each node
-    flat["model.weights"] = "given" if config.model.weights else None
-    flat["logging.trace_file"] = "given" if config.logging.trace_file else None
-    flat["checkpoint.save_frequency"] = config.checkpoint.save_frequency
-    return flat | {"step": run.facts["step"], "tokens of the dataset": len(run.text.tokens)}
+def loop(
+    config: "Config", launch: Launch, inputs: "Inputs", run: Run, saver: Saver, roll_call: RollCall
+) -> None:
+    """Step after step, with all that is reported and saved on the way; then the finished model."""
+    from picotron_min.runtime.console import Console
+    from picotron_min.runtime.inputs import describe, doubts, make_room, wandb_options
 
-
-def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call: RollCall) -> None:
-    """Step after step, with all that is told and saved on the way; then the finished model."""
-    t, data, save_dir = config.training, run.data, Path(config.checkpoint.save_dir)
-    first_step, last_step = run.facts["step"], t.total_train_steps
+    t, data, save_dir = config.training, run.batches, Path(config.checkpoint.save_dir)
+    model, first_step, last_step = run.model, inputs.facts["step"], t.total_train_steps
     if t.max_tokens:
         last_step = min(last_step, math.ceil(t.max_tokens / data.tokens_per_step))
     is_writer = launch.rank == 0
     if is_writer:
-        make_room(save_dir, run.start)
+        make_room(save_dir, inputs.start)
+    if inputs.start:
+        roll_call.note_saved(inputs.start)
     log = MetricsLog(
         Path(config.metrics_file), writes=is_writer, wandb_options=wandb_options(config)
     )
     speedometer = Speedometer(
-        run.model_config,
+        inputs.model_config,
         t.seq_length,
         config.model.recompute,
-        run.device,
+        inputs.device,
         DTYPES[config.model.dtype],
     )
     traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
-    trace = Trace(
-        range(first_step + 2, first_step + 2 + traced_steps), training.axes.pp, run.device
-    )
+    traced = range(first_step + 2, first_step + 2 + traced_steps)
+    trace = Trace(traced, model.axes.pp, inputs.device)
     roll_call.listen_for_sigterm()
     with Console(first_step + 1, last_step, prints=is_writer) as console:
-        console.header("picotron-min", describe(config, run))
-        for warning in doubts(config, run, last_step):
+        console.header("picotron-min", describe(config, inputs))
+        for warning in doubts(config, inputs, last_step):
             console.warn(warning)
         for step in range(first_step, last_step):
             roll_call.note_step(step + 1)
             began = time.perf_counter()
-            result = training.step(step, trace.watch(step))
+            result = train_step(run, step, trace.watch(step))
             done = step + 1
             seconds = time.perf_counter() - began
             record = StepRecord(
@@ -218,7 +255,7 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
                 learning_rate=result.learning_rate,
                 tokens=done * data.tokens_per_step,
                 step_seconds=seconds,
-                comm_bytes=take_bytes(training.axes),
+                comm_bytes=take_bytes(model.axes),
                 **speedometer.measure(data.tokens_per_step / seconds, config.world_size),
             )
             log.write(record)
@@ -226,87 +263,35 @@ def loop(config: Config, launch: Launch, run: Run, training: Training, roll_call
             if result.skipped:
                 console.warn(f"step {done} changed nothing: its gradient is not finite")
             if data.num_eval_batches and due(done, t.eval_frequency, last_step):
-                record = evaluate(training, done, run.text)
+                loss = evaluate(run)
+                take_bytes(model.axes)  # they are not the next step's
+                record = EvalRecord(done, loss, loss / math.log(2) * inputs.text.tokens_per_byte)
                 log.write(record)
                 console.evaluation(record)
-            training.saver.check()
+            saver.check()
             stops = roll_call.stop_agreed()
             is_last = stops or done == last_step
             saves = is_last or due(done, config.checkpoint.save_frequency, last_step)
             # What a skipped step leaves has learned nothing, or may have diverged: to save it could
             # cost a good checkpoint, by `keep`.
-            if saves and training.skipped.has_learned and (is_last or not result.skipped):
+            if saves and run.skipped.has_learned and (is_last or not result.skipped):
                 began = time.perf_counter()
-                training.save(save_dir, done)
+                save(run, config, inputs.model_config, saver, save_dir, done)
                 log.write(SaveRecord(done, time.perf_counter() - began))
             if stops or done == last_step:
-                training.saver.wait()
-            if training.saver.latest:
-                roll_call.note_saved(training.saver.latest)
+                saver.wait()
+            if saver.latest:
+                roll_call.note_saved(saver.latest)
             if stops and done < last_step:
-                how = how_to_go_on(training.saver.latest or run.start)
+                how = how_to_go_on(saver.latest or inputs.start)
                 console.warn(f"stopped by SIGTERM after step {done}: {how}")
                 log.close()
                 return
-    training.export(save_dir / "hf", run.tokenizer)
-    if config.logging.trace_file and training.axes.dp_cp_tp.rank == 0:  # one of each stage
+    export(run, config, inputs, saver, save_dir / "hf")
+    if config.logging.trace_file and model.axes.dp_cp_tp.rank == 0:  # one of each stage
         trace.write(Path(config.logging.trace_file))
-    console.summary(save_dir / "hf", training.saver.latest or run.start)
+    console.summary(save_dir / "hf", saver.latest or inputs.start)
     log.close()
-
-
-def make_room(save_dir: Path, start: Path | None) -> None:
-    """Move an earlier run out of the way, but for what this one goes on from."""
-    goes_on_here = start is not None and start.resolve().parent == save_dir.resolve()
-    if leftovers := clean_up(save_dir):
-        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
-    if aside := set_aside(save_dir, newer_than=start if goes_on_here else None):
-        print(f"{save_dir} held an earlier run: it is now in {aside}")
-
-
-def wandb_options(config: Config) -> dict | None:
-    if not config.logging.use_wandb:
-        return None
-    return {
-        "project": config.logging.project_name,
-        "name": config.logging.run_name,
-        "config": config.model_dump(),
-        "dir": config.checkpoint.save_dir,
-    }
-
-
-def describe(config: Config, run: Run) -> dict[str, str]:
-    """What is being trained, for the console's header."""
-    d, t, data, text = config.distributed, config.training, run.data, run.text
-    return {
-        "model": f"{config.model.name}, {human(parameter_count(run.model_config))} parameters"
-        f" in {config.model.dtype}",
-        "layout": f"{config.world_size} x {run.device.type} over {run.backend}:"
-        f" dp {d.dp_size} x pp {d.pp_size} x cp {d.cp_size} x tp {d.tp_size}",
-        "step": f"{human(data.tokens_per_step)} tokens: {data.global_batch} sequences of"
-        f" {t.seq_length}, {t.micro_batch_size} a micro-batch,"
-        f" {t.gradient_accumulation_steps} micro-batches a rank",
-        "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in"
-        f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences held out",
-        "start": f"resumed from {run.start}"
-        if run.start
-        else config.model.weights or f"random weights, seed {t.seed}",
-    }
-
-
-def doubts(config: Config, run: Run, last_step: int) -> Iterator[str]:
-    """What the user may not have meant when resuming."""
-    for name, before in run.facts.get("data", {}).items():
-        if before != (now := config.data_order.get(name)):
-            yield f"{name} was {before} and is {now}: from here on other data is seen"
-    if (done := run.facts["step"]) >= last_step:
-        yield f"no step is left: {run.start} has {done} of {last_step}; its model is written anew"
-
-
-def evaluate(training: Training, step: int, text: TokenFile) -> EvalRecord:
-    loss = training.evaluate()
-    take_bytes(training.axes)  # they are not the next step's
-    return EvalRecord(step, loss, loss / math.log(2) * text.tokens_per_byte)
 
 
 def take_bytes(axes: Axes) -> dict[str, int]:

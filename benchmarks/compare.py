@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
@@ -63,6 +63,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from picotron_min.checkpoint import Saver
 from picotron_min.collectives import all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
@@ -71,17 +72,19 @@ from picotron_min.loss import head_loss
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
+from picotron_min.optimizer import build_optimizer
+from picotron_min.parallelize import parallelize
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
 from picotron_min.pipeline_schedule import bubble
 from picotron_min.runtime.config import Config, Distributed
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.launch import Launch, open_process_group
 from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.public_models import to_hf
 from picotron_min.runtime.token_file import TokenFile
-from picotron_min.tensor_parallel import shard_dim
-from picotron_min.training import Training, open_data, optimizer_of
+from train import Run, build_run, save, train_step
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
@@ -140,10 +143,18 @@ class Row(NamedTuple):
 
 
 def picotron_min(place: Place) -> Step:
-    training = Training(place.config, place.model_config, place.axes, CPU, place.data)
+    return step_of(our_run(place.config, place.model_config, place.axes, place.data))
 
+
+def our_run(config: Config, model_config: ModelConfig, axes: Axes, data: Batches) -> Run:
+    model = parallelize(model_config, config.layout, config.workload, axes, CPU)
+    initialise(model.parameters, model_config, config.training.seed, model.placements, axes)
+    return build_run(model, config.recipe, data)
+
+
+def step_of(run: Run) -> Step:
     def step(index: int) -> Done:
-        result = training.step(index)
+        result = train_step(run, index)
         return Done(result.loss, result.grad_norm)
 
     return step
@@ -155,10 +166,7 @@ def transformers_llama(place: Place) -> Step:
 
     config = transformers.LlamaConfig(**to_hf(place.model_config))
     model = transformers.LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        std = initial_std(name, place.model_config.num_hidden_layers)
-        weight = initial_weight(name, parameter.shape, place.config.training.seed, std)
-        parameter.data.copy_(weight)
+    draw_weights(model, place)
 
     def loss(batch: Batch) -> Tensor:
         # Our targets are shifted already. Without a cache: generation needs one, training does not.
@@ -202,7 +210,7 @@ def torch_tensor_parallel(place: Place) -> Step:
         elif name.endswith("norm") and sequence:
             plan[name] = SequenceParallel()
         elif isinstance(module, nn.Linear) and name != "lm_head":
-            is_row = shard_dim(name) == 1
+            is_row = name.endswith(("o_proj", "down_proj"))
             plan[name] = RowwiseParallel(output_layouts=between) if is_row else ColwiseParallel()
     parallelize_module(model, place.axes.tp.submesh, plan)
 
@@ -267,7 +275,7 @@ def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = Fa
         return modules[-1].head.loss(x, targets) / tokens_a_micro_batch
 
     runner = schedule(stages if looped else stages[0], num_micro_batches, loss_fn=loss)
-    optimizer = optimizer_of(place.config, modules.parameters())
+    optimizer = build_optimizer(modules.parameters(), place.config.recipe)
 
     def step(index: int) -> Done:
         optimizer.zero_grad()
@@ -291,15 +299,14 @@ def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = Fa
 def one_process(place: Place, on_every_rank: bool = False) -> Step:
     """The whole model on the first rank, while the others wait, or the same on all of them."""
     config = place.config.model_copy(update={"distributed": Distributed(use_cpu=True)})
-    alone = Axes(*[place.axes.dp] * len(Axes._fields))  # dp has one rank in all rows that use this
+    # dp has one rank in all rows that use this.
+    alone = Axes(*(replace(place.axes.dp, name=name) for name in Axes._fields))
     text = TokenFile(place.data.tokens, num_bytes=len(place.data.tokens), num_documents=1)
-    training = Training(config, place.model_config, alone, CPU, open_data(config, text, dp_rank=0))
+    ours = step_of(our_run(config, place.model_config, alone, open_data(config, text, dp_rank=0)))
 
     def step(index: int) -> Done:
-        if dist.get_rank() > 0 and not on_every_rank:
-            return Done(math.nan, math.nan)
-        result = training.step(index)
-        return Done(result.loss, result.grad_norm)
+        waits = dist.get_rank() > 0 and not on_every_rank
+        return Done(math.nan, math.nan) if waits else ours(index)
 
     return step
 
@@ -308,15 +315,15 @@ def checkpoint_saves(place: Place, in_background: bool) -> Step:
     """How long the step loop stands still for a checkpoint, the step itself not counted."""
     settings = place.config.checkpoint.model_copy(update={"in_background": in_background})
     config = place.config.model_copy(update={"checkpoint": settings})
-    training = Training(config, place.model_config, place.axes, CPU, place.data)
-    result = training.step(0)
+    run = our_run(config, place.model_config, place.axes, place.data)
+    done, saver = step_of(run)(0), Saver(in_background, keep=2)
     folder = place.folder / f"in_background-{in_background}"
 
     def step(index: int) -> Done:
-        training.save(folder, index + 1)
-        return Done(result.loss, result.grad_norm)
+        save(run, config, place.model_config, saver, folder, index + 1)
+        return done
 
-    step.settle = training.saver.wait
+    step.settle = saver.wait
     return step
 
 
@@ -350,14 +357,15 @@ def loss_alone(place: Place, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -
 def plain_llama(place: Place) -> Llama:
     """Our model on one device, with the weights that all contenders start from."""
     model = Llama(place.model_config)
-    initialise(
-        dict(model.named_parameters()),
-        place.model_config,
-        place.config.training.seed,
-        shard_dim=lambda name: None,
-        tp=place.axes.tp,
-    )
+    draw_weights(model, place)
     return model
+
+
+def draw_weights(model: nn.Module, place: Place) -> None:
+    for name, parameter in model.named_parameters():
+        std = initial_std(name, place.model_config.num_hidden_layers)
+        weight = initial_weight(name, parameter.shape, place.config.training.seed, std)
+        parameter.data.copy_(weight)
 
 
 def eager_loop(
@@ -368,7 +376,8 @@ def eager_loop(
     clip: Callable[[Iterable[nn.Parameter], float], Tensor] = torch.nn.utils.clip_grad_norm_,
 ) -> Step:
     """The usual train step; `accumulating` surrounds every micro-batch but the last."""
-    t, optimizer = place.config.training, optimizer_of(place.config, model.parameters())
+    t = place.config.training
+    optimizer = build_optimizer(model.parameters(), place.config.recipe)
     num_micro_batches = t.gradient_accumulation_steps
 
     def step(index: int) -> Done:
@@ -631,7 +640,7 @@ def run_rank(
     d, model_config = config.distributed, resolve_model(config)
     store = launch.open_store(d.timeout_seconds)
     open_process_group(launch, d.backend, store, d.timeout_seconds)
-    axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
+    axes = build_axes(CPU, config.layout)
     num_tokens = 50 * config.tokens_per_step
     tokens = np.random.default_rng(0).integers(model_config.vocab_size, size=num_tokens + 1)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)

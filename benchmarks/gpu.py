@@ -33,10 +33,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -48,10 +46,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_min.costs import memory_per_rank
 from picotron_min.data import Batches
-from picotron_min.layout import Layout, Workload
+from picotron_min.initialise import initialise
+from picotron_min.layout import Layout, Recipe, Workload
+from picotron_min.linear import linears
 from picotron_min.mesh import build_axes
-from picotron_min.model import apply_compile
 from picotron_min.model_config import ModelConfig
+from picotron_min.optimizer import build_optimizer
+from picotron_min.parallelize import apply_compile, parallelize
 from picotron_min.pipeline_schedule import build_plans
 from picotron_min.runtime.launch import (
     Launch,
@@ -62,13 +63,13 @@ from picotron_min.runtime.launch import (
 )
 from picotron_min.runtime.public_models import find_preset, to_hf
 from picotron_min.runtime.speed import Speedometer
-from picotron_min.runtime.token_file import TokenFile
-from picotron_min.training import Training, open_data, optimizer_of, to_device
+from train import Run, build_run, train_step
 
 CHECKED_STEPS = 3
 # Relative, between the contenders in those steps: bfloat16 rounds a lot. Random tokens cost ln V
 # whatever a model does, so it is the gradient's norm that tells models apart.
 TOLERANCES = {"losses": 0.01, "norms": 0.03}
+RECIPE = Recipe(learning_rate=1e-4)
 STEPS_OF_DATA = 8  # then the tokens come again
 ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -107,49 +108,25 @@ class Work(NamedTuple):
     preset: Preset
     device: torch.device
 
-    def config(self, micro_batch: int) -> SimpleNamespace:
-        """What Training reads of a Config, which is not used itself because it needs pydantic."""
-        return SimpleNamespace(
-            distributed=SimpleNamespace(
-                **dict.fromkeys(("tp_size", "cp_size", "dp_size", "pp_chunks"), 1),
-                pp_engine="1f1b",
-                pp_layers=[self.model_config.num_hidden_layers],
-                cp_engine="ring",
-                sequence_parallel=False,
-            ),
-            model=SimpleNamespace(
-                dtype="bfloat16",
-                recompute=self.preset.recompute,
-                compile=False,
-                use_fused_adam=True,
-            ),
-            training=SimpleNamespace(
-                seed=0,
-                seq_length=self.preset.seq_length,
-                micro_batch_size=micro_batch,
-                gradient_accumulation_steps=self.preset.sequences // micro_batch,
-                eval_batches=0,
-                optimizer="adamw",
-                learning_rate=1e-4,
-                min_learning_rate=0.0,
-                schedule="constant",
-                warmup_steps=0,
-                total_train_steps=1000,
-                betas=(0.9, 0.95),
-                weight_decay=0.1,
-                grad_clip=1.0,
-            ),
-            checkpoint=SimpleNamespace(in_background=False, keep=1),
-            layout=Layout(),
-            use_flash_attention=True,
+    def workload(self, micro_batch: int) -> Workload:
+        preset = self.preset
+        num_micro_batches = preset.sequences // micro_batch
+        return Workload(
+            preset.seq_length, micro_batch, num_micro_batches, "bfloat16", preset.recompute
         )
 
     def data(self, micro_batch: int) -> Batches:
         """Random tokens: the same steps, whatever the micro-batch."""
-        config, num_tokens = self.config(micro_batch), STEPS_OF_DATA * self.preset.tokens + 1
-        tokens = np.random.default_rng(0).integers(self.model_config.vocab_size, size=num_tokens)
-        text = TokenFile(tokens.astype(np.uint32), num_bytes=num_tokens, num_documents=1)
-        return open_data(config, text, dp_rank=0)
+        work, num_tokens = self.workload(micro_batch), STEPS_OF_DATA * self.preset.tokens + 1
+        return Batches(
+            np.random.default_rng(0).integers(self.model_config.vocab_size, size=num_tokens),
+            seq_length=work.seq_length,
+            seed=0,
+            micro_batch_size=micro_batch,
+            num_micro_batches=work.num_micro_batches,
+            dp_rank=0,
+            dp_size=1,
+        )
 
     @property
     def model_config(self) -> ModelConfig:
@@ -354,19 +331,31 @@ def clean_up(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def our_run(work: Work, workload: Workload, data: Batches) -> Run:
+    layout = Layout()
+    axes = build_axes(work.device, layout)
+    model = parallelize(work.model_config, layout, workload, axes, work.device)
+    initialise(model.parameters, work.model_config, 0, model.placements, axes)
+    return build_run(model, RECIPE, data)
+
+
 def picotron_min(work: Work) -> Contender:
-    axes = build_axes(work.device)
-    training = Training(work.config(1), work.model_config, axes, work.device, work.data(1))
+    run = our_run(work, work.workload(1), work.data(1))
 
     def step(data: Batches, index: int) -> tuple[float, float]:
-        training.data = data
-        # A Training is made for one micro-batch size; a new one would draw its weights again.
-        (training.plan,) = build_plans("1f1b", 1, data.num_micro_batches, 1)
-        result = training.step(index)
+        # A model is made for one micro-batch size; a new one would draw its weights again.
+        (plan,) = build_plans("1f1b", 1, data.num_micro_batches, 1)
+        result = train_step(run._replace(model=replace(run.model, plan=plan), batches=data), index)
         return result.loss, result.grad_norm
 
-    compile = partial(apply_compile, training.chunks[0].model)  # as model.compile in one process
-    return Contender(training.parameters, training.optimizer, step, compile)
+    def compile() -> None:
+        """As model.compile in one process, where a layer is then one graph."""
+        (chunk,) = run.model.pipeline.chunks
+        for linear in linears(chunk.model).values():
+            del linear.forward  # the one with a queue
+        apply_compile(chunk.model)
+
+    return Contender(run.model.parameters, run.optimizer, step, compile)
 
 
 def transformers_llama(work: Work) -> Contender:
@@ -385,20 +374,20 @@ def transformers_llama(work: Work) -> Contender:
     if work.preset.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    grad_clip, head_loss = work.config(1).training.grad_clip, linear_cross_entropy
-    optimizer = optimizer_of(work.config(1), model.parameters())
+    head_loss = linear_cross_entropy
+    optimizer = build_optimizer(model.parameters(), RECIPE)
 
     def step(data: Batches, index: int) -> tuple[float, float]:
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for i in range(data.num_micro_batches):
-            batch = to_device(data.batch(index, i), device)
+            batch = data.batch(index, i).to(device)
             with torch.autocast(device.type, torch.bfloat16):
                 x = model.model(batch.tokens, use_cache=False).last_hidden_state
                 loss = head_loss(x, model.lm_head.weight, batch.targets) / data.num_micro_batches
             loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), RECIPE.grad_clip)
         total, norm = torch.stack([total, norm]).tolist()  # once a step, as we do
         optimizer.step()
         return total, norm
@@ -449,11 +438,9 @@ def candidates(work: Work) -> list[int]:
     """Powers of two that our own model should fit with; 1 always, let it show."""
     preset, device = work.preset, work.device
     limit = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else float("inf")
-    workload = Workload(preset.seq_length, dtype="bfloat16", recompute=preset.recompute)
 
     def needed(size: int) -> int:
-        workload_of_size = replace(workload, micro_batch_size=size)
-        return memory_per_rank(work.model_config, Layout(), workload_of_size).total
+        return memory_per_rank(work.model_config, Layout(), work.workload(size)).total
 
     sizes = [2**i for i in range(preset.sequences.bit_length())]
     return [size for size in sizes if size == 1 or needed(size) <= limit]

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from picotron_min.collectives import Axis
-from picotron_min.initialise import ShardDim
+from picotron_min.mesh import Axes
 from picotron_min.model_config import ModelConfig, RopeScaling
+from picotron_min.placement import Placement
 from picotron_min.runtime.folders import checkpoints, complete_or_absent, forget_older
 from picotron_min.runtime.json_file import read_json, write_json
 
@@ -223,7 +223,10 @@ def read_facts(folder: Path, model: ModelConfig, optimizer: str) -> dict:
 
 
 def parts_of_whole(
-    tensors: dict[str, Tensor], model: ModelConfig, shard_dim: ShardDim, tp: Axis
+    tensors: dict[str, Tensor],
+    model_config: ModelConfig,
+    placements: dict[str, Placement],
+    axes: Axes,
 ) -> dict[str, DTensor]:
     """Say of each parameter's tensor, or its optimizer state's, which part of the full one it is.
 
@@ -231,10 +234,11 @@ def parts_of_whole(
     """
     device = next(iter(tensors.values())).device.type
     # A DTensor moves its part to the device of its mesh; copies of a GPU's tensors are on the CPU.
-    mesh = DeviceMesh.from_group(tp.group, device)
+    mesh = DeviceMesh.from_group(axes.tp.group, device)
     whole = {}
-    for name, shape in model.parameter_shapes().items():
-        dim = shard_dim(name)
+    for name, shape in model_config.parameter_shapes().items():
+        cuts = placements[name].cuts
+        dim = cuts[0].dim if cuts else None
         for key in (name, f"optimizer.exp_avg.{name}", f"optimizer.exp_avg_sq.{name}"):
             if key not in tensors:
                 continue

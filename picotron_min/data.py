@@ -42,6 +42,15 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # [S/cp], where in the sequence these columns are
     num_targets: int  # that are not ignored
 
+    def to(self, device: torch.device) -> "Batch":
+        """A GPU copies the tokens from pinned memory by itself, while the host continues."""
+        if device.type == "cpu":
+            return self
+        tokens, targets = (
+            x.pin_memory().to(device, non_blocking=True) for x in (self.tokens, self.targets)
+        )
+        return self._replace(tokens=tokens, targets=targets)
+
 
 class Batches:
     """Cuts the stream into sequences and deals them out; keeps no state between calls.

@@ -7,23 +7,22 @@ the same slice where they should hold different ones.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from picotron_min.collectives import Axis
+from picotron_min.mesh import Axes
 from picotron_min.model_config import ModelConfig
-
-ShardDim = Callable[[str], int | None]  # tensor_parallel.shard_dim
+from picotron_min.placement import Placement, part
 
 
 def initialise(
     parameters: dict[str, nn.Parameter],
     model: ModelConfig,
     seed: int,
-    shard_dim: ShardDim,
-    tp: Axis,
+    placements: Mapping[str, Placement],
+    axes: Axes,
 ) -> None:
     """Give parameters, by their names in the whole model, their initial weights.
 
@@ -33,11 +32,8 @@ def initialise(
     for name, parameter in parameters.items():
         std = initial_std(name, model.num_hidden_layers)
         weight = initial_weight(name, shapes[name], seed, std)
-        dim = shard_dim(name)
-        if dim is not None:
-            part = tp.part(weight.shape[dim])
-            weight = weight.narrow(dim, part.start, part.stop - part.start)
-        parameter.data.copy_(weight)
+        cuts = placements[name].cuts
+        parameter.data.copy_(weight[part(weight.shape, cuts, axes.ranks, axes.sizes)])
 
 
 def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:

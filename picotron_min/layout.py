@@ -70,3 +70,19 @@ class Workload:
     optimizer: str = "adamw"  # or "sgd"
     flash_attention: bool = True
     compile: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are updated; the defaults and their meaning are those of config.json."""
+
+    optimizer: str = "adamw"  # or "sgd"
+    learning_rate: float = 3e-4
+    min_learning_rate: float = 0.0
+    schedule: str = "constant"  # or "cosine", "wsd": after the warm-up
+    warmup_steps: int = 0
+    total_train_steps: int = 200
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float | None = 1.0
+    fused: bool = True

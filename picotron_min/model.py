@@ -17,8 +17,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from picotron_min.linear import Linear
 from picotron_min.loss import chunk_loss, head_loss, linear_dtype, wide_dtype
 from picotron_min.model_config import ModelConfig
 
@@ -74,10 +74,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         E, D = config.hidden_size, config.head_dim
         self.head_dim = D
-        self.q_proj = nn.Linear(E, config.num_attention_heads * D, bias=False)
-        self.k_proj = nn.Linear(E, config.num_key_value_heads * D, bias=False)
-        self.v_proj = nn.Linear(E, config.num_key_value_heads * D, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, E, bias=False)
+        self.q_proj = Linear(E, config.num_attention_heads * D)
+        self.k_proj = Linear(E, config.num_key_value_heads * D)
+        self.v_proj = Linear(E, config.num_key_value_heads * D)
+        self.o_proj = Linear(config.num_attention_heads * D, E)
         self.core_attention = FlashAttention()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -111,9 +111,9 @@ class SoftmaxAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -179,59 +179,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
-
-
-def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> None:
-    """Trade compute for memory: run parts of the forward again in backward instead of saving them.
-
-    "full" keeps only each layer's input, [B, S, E]; "selective" recomputes the attention sublayer
-    (projections, rotary embedding, attention) and saves the rest; "none" saves everything.
-    Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
-    5, who keep q, k and v: fused attention has little to recompute but them.
-
-    `compiles`: the layers will be compiled. torch.compile runs a recomputed part as it is unless it
-    is a single graph, and with tp or cp messages break it. So the part is compiled by itself, too;
-    in one process that changes nothing.
-    """
-    parts = {
-        "none": [],
-        "selective": [layer.self_attn for layer in model.model.layers.values()],
-        "full": list(model.model.layers.values()),
-    }[recompute]
-    for part in parts:
-        part.forward = _recomputed(
-            torch.compile(part.forward, dynamic=False) if compiles else part.forward
-        )
-
-
-def _recomputed(forward):
-    # Nothing in it is random: no state of a generator to keep and to put back.
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def apply_copies(model: Llama, dtype: torch.dtype) -> dict[nn.Parameter, nn.Parameter]:
-    """Let the layers' linears compute with copies of their weights; returns weight by copy.
-
-    The weights stay what the optimizer changes: to bfloat16's three digits most updates would add
-    nothing. A step begins with copying them, and gradients of the copies are added to theirs.
-    Autocast would do it, but casts every gradient to float32 before it is added, and, in compiled
-    layers, the weights again in each micro-batch.
-    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1: master weights.
-    """
-    masters = {}
-    for module in model.model.layers.modules():
-        if isinstance(module, nn.Linear):
-            master, module.weight = module.weight, nn.Parameter(module.weight.to(dtype))
-            masters[module.weight] = master
-    return masters
-
-
-def apply_compile(model: Llama) -> None:
-    """Fuse what lies between the matmuls of each layer, and the loss, with torch.compile.
-
-    All layers share the graph of one. Shapes never change in a run, so kernels are made for them.
-    """
-    for layer in model.model.layers.values():
-        layer.compile(dynamic=False)
-    if isinstance(model.lm_head, Head):
-        model.lm_head.chunk_loss = torch.compile(chunk_loss, dynamic=False)

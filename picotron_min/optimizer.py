@@ -1,82 +1,87 @@
-"""The update: parameter groups, the learning rate of a step, the gradient norm.
+"""The update: parameter groups, the learning rate of a step, the gradient norm, skipped steps.
 
-AdamW: Loshchilov and Hutter 2019. After the warm-up the learning rate is constant, or a cosine
-(Loshchilov and Hutter 2017), or stable, then decaying: WSD (Hu et al. 2024, "MiniCPM", section 4).
+    learning rate    /‾‾‾‾‾‾‾‾‾ constant      /‾\\_       cosine      /‾‾‾‾‾‾‾\\    wsd
+                    /                        /    \\__               /         \
+                   warm-up
+
+Source: AdamW, Loshchilov and Hutter 2019; cosine, Loshchilov and Hutter 2017; WSD (warm-up, stable,
+decay), Hu et al. 2024, "MiniCPM", section 4, with the linear decay of Hägele et al. 2024.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from picotron_min.collectives import Axis, all_reduce
+from picotron_min.layout import Recipe
+from picotron_min.placement import Placement
 
 WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    name: str,
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    fused: bool,
-) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW or SGD. Matrices decay; norm weights, which are vectors around 1, do not."""
     parameters = list(parameters)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.learning_rate)
+    return torch.optim.AdamW(
+        groups, lr=recipe.learning_rate, betas=recipe.betas, fused=recipe.fused
+    )
 
 
-def learning_rate_at(
-    step: int, *, peak: float, minimum: float, schedule: str, warmup_steps: int, total_steps: int
-) -> float:
+def learning_rate_at(step: int, recipe: Recipe) -> float:
     """The learning rate of a step, counted from 0.
 
-    It would reach `minimum` one step after the last. WSD decays linearly, as in Hägele et al. 2024.
+    It would reach the minimum one step after the last.
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if schedule == "constant":
+    peak, minimum = recipe.learning_rate, recipe.min_learning_rate
+    warmup, total = recipe.warmup_steps, recipe.total_train_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if recipe.schedule == "constant":
         return peak
-    if schedule == "cosine":
-        progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    if recipe.schedule == "cosine":
+        progress = (step - warmup) / (total - warmup)
         return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
-    assert schedule == "wsd", schedule
-    decay_steps = min(WSD_DECAY * total_steps, total_steps - warmup_steps)
-    return minimum + (peak - minimum) * min(1.0, (total_steps - step) / decay_steps)
+    assert recipe.schedule == "wsd", recipe.schedule
+    decay_steps = min(WSD_DECAY * total, total - warmup)
+    return minimum + (peak - minimum) * min(1.0, (total - step) / decay_steps)
 
 
-def gradient_norm(sharded: list[Tensor], replicated: list[Tensor], tp: Axis, pp: Axis) -> Tensor:
-    """The norm of the whole model's gradient as one vector, [] on the device: no host sync.
+def squared_norm(
+    parameters: Mapping[str, nn.Parameter],
+    placements: Mapping[str, Placement],
+    ranks: Mapping[str, int],
+) -> Tensor:
+    """This rank's share of the squared norm of the model's gradient, [] in float64.
 
-    What the tp ranks hold parts of is added up over them; what all of them hold counts once.
+    Summed over the world it counts each element once: of ranks that hold the same part of a
+    parameter only the first one counts it. `ranks` is this rank's place by axis.
     """
-    squares = all_reduce(_sum_of_squares(sharded), tp) + _sum_of_squares(replicated)
-    return all_reduce(squares, pp).sqrt()
-
-
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    counted = [
+        parameter.grad
+        for name, parameter in parameters.items()
+        if all(ranks[axis] == 0 for axis in placements[name].copies)
+    ]
     # One norm a parameter, then theirs. Over the flat buckets it would be quicker to write, but on
     # a CPU a float32 sum of millions of squares loses three of its seven digits.
-    return torch.nn.utils.get_total_norm(tensors).square()
+    device = next(iter(parameters.values())).device
+    return torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
 
 
 class Diverged(Exception):
-    """There is no use in going on."""
+    """Training cannot recover by itself."""
 
 
 @dataclass
 class SkippedSteps:
-    """Steps whose gradient was not finite: the weights were left alone."""
+    """Steps whose gradient was not finite: the weights were left as they were."""
 
     total: int = 0
     in_a_row: int = 0
@@ -93,14 +98,14 @@ class SkippedSteps:
         if self.in_a_row == self.limit and not self.has_learned:
             raise Diverged(
                 f"the gradient was not finite in the first {self.limit} steps, before any weight"
-                " was changed: those that it started from are not finite, or much too large."
+                " was changed: the weights at the start are not finite, or much too large."
                 " Start from others"
             )
         if self.in_a_row == self.limit:
             raise Diverged(
                 f"the gradient was not finite in {self.limit} steps in a row, up to step {step}:"
-                " the run has diverged. Go on from a checkpoint well before, by its name in"
+                " the run has diverged. Resume from a checkpoint well before, by its name in"
                 " checkpoint.load_path, with a lower learning_rate or a smaller grad_clip; or start"
-                " anew, also with more warmup_steps"
+                " again, also with more warmup_steps"
             )
         return True

@@ -16,16 +16,15 @@ residual stream (S/(cp tp) with sequence parallelism), and one gradient of the s
 pipeline_schedule.py for bubbles and for how many micro-batches are alive.
 
 Tied embeddings: the first and the last stage have a copy each, which start equal, get the same sum
-of both gradients (training.py sums over all ranks with a copy), and so stay equal to the last bit.
+of both gradients once the plan has ended, and so stay equal to the last bit (placement.py, `ends`).
 
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM". In production: `torch.distributed.pipelining`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,15 +32,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from picotron_min.collectives import Axis, start_receive, start_send
+from picotron_min.data import Batch
 from picotron_min.pipeline_schedule import Action, Kind, Plan
 
-
-class MicroBatch(Protocol):
-    """What `data.Batch` is; this file needs no more of it."""
-
-    tokens: Tensor  # [B, S/cp]
-    targets: Tensor  # [B, S/cp]
-    num_targets: int  # that are not ignored
+Watch = Callable[[Action], AbstractContextManager]  # to time actions, see runtime/trace.py
 
 
 class Stage(NamedTuple):
@@ -79,70 +73,39 @@ def keep_stage(model: nn.Module, stage: Stage) -> None:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
 
 
-def parameters_by_name(chunks: Iterable[Chunk]) -> dict[str, nn.Parameter]:
-    """All parameters of a rank by their names in the whole model.
-
-    There a tied lm_head has no weight of its own: its copy on the last stage is the embedding's.
-    """
-    named = {}
-    for chunk in chunks:
-        for name, parameter in chunk.model.named_parameters():
-            if parameter is tied_copy(chunk):
-                name = "model.embed_tokens.weight"
-            named[name] = parameter
-    return named
-
-
-def shared_embedding(chunk: Chunk) -> nn.Parameter | None:
-    """The tied embedding, where this stage has one of its two copies."""
-    stage, model = chunk
-    if not model.config.tie_word_embeddings or stage.is_first == stage.is_last:
-        return None
-    return model.model.embed_tokens.weight if stage.is_first else model.lm_head.weight
-
-
-def tied_copy(chunk: Chunk) -> nn.Parameter | None:
-    """The same on the last stage only: the copy that is not saved, and not counted again."""
-    return shared_embedding(chunk) if chunk.stage.is_last else None
-
-
 class Pipeline:
     """Runs plans over the chunks of this rank."""
 
     def __init__(
-        self, chunks: list[Chunk], axis: Axis, new_activation: Callable[[], Tensor]
+        self,
+        chunks: list[Chunk],
+        axis: Axis,
+        positions: Tensor,
+        new_activation: Callable[[], Tensor],
     ) -> None:
-        """`new_activation` makes an empty tensor like those that travel between stages."""
-        self.chunks, self.axis, self.new_activation = chunks, axis, new_activation
+        """`positions` [S/cp]: where in the sequence the tokens are, on the device that computes.
+
+        `new_activation` makes an empty tensor like those that travel between stages.
+        """
+        self.chunks, self.axis, self.positions = chunks, axis, positions
+        self.new_activation = new_activation
         self.free: list[Tensor] = []  # buffers whose content is not needed any more
 
-    def run(
-        self,
-        plan: Plan,
-        read: Callable[[int], MicroBatch],
-        positions: Tensor,
-        before_last_backward: Callable[[int], None] = lambda chunk: None,
-        watch: Callable[[Action], AbstractContextManager] = contextlib.nullcontext,
-    ) -> Tensor:
-        """Do the plan's actions in order; gradients are added to `p.grad`.
+    def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
+        """Run the plan's actions in order; gradients are added to `p.grad`.
 
-        read(i) gives micro-batch i, and is called by the stages at both ends only.
-        before_last_backward(c) is called when chunk c's next backward is its last, and makes its
-        gradients final, so that their sum over ranks can overlap with it. Each forward and backward
-        happens within `watch(action)`, without the wait for what it needs.
+        read(i) gives micro-batch i, and is called by the stages at both ends only. Each forward and
+        backward runs within `watch(action)`, without the wait for what it needs.
         Returns [summed loss, number of targets] of this rank's micro-batches, which is zero but on
         the last stage: float64, on the device; nothing here waits for the device.
         """
-        self.read, self.positions, self.watch = read, positions, watch
-        self.totals = torch.zeros(2, dtype=torch.float64, device=positions.device)
+        self.read, self.watch = read, watch or nullcontext
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.positions.device)
         self.live: dict[tuple, tuple] = {}  # micro-batch, chunk -> its input and the graph's end
-        self.arriving: dict[tuple, tuple] = {}  # what is received, micro-batch, chunk -> buffer
-        self.leaving: dict[tuple, Tensor] = {}  # what is to be sent, micro-batch, chunk -> tensor
-        self.sending: dict[tuple, dist.Work] = {}  # kind of message, chunk -> the latest
-        last_backward = {a.chunk: i for i, a in enumerate(plan) if a.kind is Kind.BACKWARD}
-        for i, action in enumerate(plan):
-            if last_backward.get(action.chunk) == i:
-                before_last_backward(action.chunk)
+        self.arriving: dict[tuple, tuple] = {}  # kind, micro-batch, chunk -> buffer, its receive
+        self.leaving: dict[tuple, Tensor] = {}  # kind, micro-batch, chunk -> what is to be sent
+        self.sending: dict[tuple, dist.Work] = {}  # kind, chunk -> the latest send
+        for action in plan:
             match action.kind:
                 case Kind.FORWARD:
                     self._forward(action)
@@ -159,7 +122,8 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         _, i, c, _ = action
         stage, model = self.chunks[c]
-        batch = self.read(i) if stage.is_first or stage.is_last else None
+        at_an_end = stage.is_first or stage.is_last
+        batch = self.read(i).to(self.positions.device) if at_an_end else None
         if stage.is_first:
             x = batch.tokens
         else:

@@ -42,6 +42,11 @@ def placements(names: Iterable[str], layout: Layout, tied: bool) -> dict[str, Pl
     return {name: _placement(name, layout, tied) for name in names}
 
 
+def saved_name(name: str, tied: bool) -> str:
+    """The name that a module's parameter is saved by: a tied lm_head has no weight of its own."""
+    return "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+
+
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # [out, in] cut by out
 ROW_PARALLEL = ("o_proj", "down_proj")  # cut by in
 VOCABULARY_PARALLEL = ("embed_tokens", "lm_head")  # [V, E] cut by V

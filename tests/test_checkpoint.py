@@ -31,8 +31,7 @@ from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.folders import clean_up, find_start, set_aside
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from picotron_min.tensor_parallel import shard_dim
-from picotron_min.training import StepResult, Training, open_data
+from tests.training import StepResult, Training, open_data, shard_dim
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -88,8 +87,7 @@ def make_config(
 
 
 def make_training(config: Config, weights: dict[str, Path] | None = None) -> Training:
-    d = config.distributed
-    axes = build_axes(CPU, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
+    axes = build_axes(CPU, config.layout)
     tokens = np.random.default_rng(0).integers(256, size=2000).astype(np.uint16)
     data = open_data(config, TokenFile(tokens, len(tokens), 1), axes.dp.rank, axes.cp.rank)
     return Training(config, resolve_model(config), axes, CPU, data, weights)

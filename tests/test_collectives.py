@@ -3,11 +3,12 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.collectives import all_reduce, start_all_reduce
+from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
 
 
 def rows_of(pp: int, dp: int, cp: int, tp: int) -> dict[str, tuple[int, list[int]]]:
-    axes = build_axes(torch.device("cpu"), pp=pp, dp=dp, cp=cp, tp=tp)
+    axes = build_axes(torch.device("cpu"), Layout(pp=pp, dp=dp, cp=cp, tp=tp))
     return {axis.name: (axis.rank, axis.submesh.mesh.tolist()) for axis in axes}
 
 
@@ -20,7 +21,8 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "tp": (0, [0, 1]),
         "dp_cp": (0, [0, 2]),
         "dp_cp_tp": (0, [0, 1, 2, 3]),
-        "dp_cp_ends": (0, [0, 2, 4, 6]),
+        "ends": (0, [0, 4]),
+        "world": (0, [0, 1, 2, 3, 4, 5, 6, 7]),
     }
     assert rows[7] == {
         "pp": (1, [3, 7]),
@@ -29,19 +31,20 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "tp": (1, [6, 7]),
         "dp_cp": (1, [5, 7]),
         "dp_cp_tp": (3, [4, 5, 6, 7]),
-        "dp_cp_ends": (3, [1, 3, 5, 7]),
+        "ends": (1, [3, 7]),
+        "world": (7, [0, 1, 2, 3, 4, 5, 6, 7]),
     }
     rows = pool.run(8, rows_of, 1, 2, 2, 2)
     assert rows[6]["dp_cp"] == (3, [0, 2, 4, 6])
     assert rows[5]["dp_cp"] == (2, [1, 3, 5, 7])
-    assert rows[5]["dp_cp_ends"] == (2, [1, 3, 5, 7])
+    assert rows[5]["ends"] == (0, [5])
     rows = pool.run(8, rows_of, 4, 2, 1, 1)
-    ends = [row["dp_cp_ends"][1] for row in rows]
-    assert ends == [[0, 1, 6, 7]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2 + [[0, 1, 6, 7]] * 2
+    ends = [row["ends"][1] for row in rows]
+    assert ends == [[0, 6], [1, 7], [2], [3], [4], [5], [0, 6], [1, 7]]
 
 
 def summed() -> tuple[float, float, dict, dict]:
-    axes = build_axes(torch.device("cpu"), dp=2, tp=2)
+    axes = build_axes(torch.device("cpu"), Layout(dp=2, tp=2))
     over_tp = all_reduce(torch.tensor([float(dist.get_rank())]), axes.tp).item()
     over_pp = all_reduce(torch.tensor([float(dist.get_rank())]), axes.pp).item()
     all_reduce(torch.zeros(10, dtype=torch.float64), axes.tp)
@@ -58,7 +61,7 @@ def test_all_reduce_sums_along_its_axis_only_and_is_booked(pool):
 
 
 def reduce_a_slice(size: int) -> None:
-    axes = build_axes(torch.device("cpu"), tp=size)
+    axes = build_axes(torch.device("cpu"), Layout(tp=size))
     with pytest.raises(AssertionError, match="non-contiguous"):
         start_all_reduce(torch.zeros(4, 4)[:, 1], axes.tp)
 

@@ -28,6 +28,7 @@ from picotron_min.context_parallel import (
     whole_sequence,
     zigzag_positions,
 )
+from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
 from picotron_min.model import FlashAttention, SoftmaxAttention
 from tests.test_layouts import MODEL, make_config, make_training
@@ -134,7 +135,7 @@ def attention(engine: str, axis: Axis, kernel: str) -> torch.nn.Module:
 
 def attend_in_parts(engine: str, kernel: str, shape: tuple, dtype=torch.float64) -> tuple:
     """This rank's part of out, dq, dk, dv; and its positions."""
-    axis = build_axes(CPU, cp=torch.distributed.get_world_size()).cp
+    axis = build_axes(CPU, Layout(cp=torch.distributed.get_world_size())).cp
     positions = POSITIONS[engine](axis.rank, axis.size, shape[-1])
     q, k, v, gradient = (x[:, :, positions] for x in random_qkv(*shape, dtype))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -193,7 +194,7 @@ def test_bfloat16_errs_no_more_than_torch_does_on_one_rank(pool, engine):
 
 def bytes_by_call(engine: str, shape: tuple, recompute: bool) -> list[dict]:
     """What this rank sent in the forward and in the backward pass of one attention."""
-    axis = build_axes(CPU, cp=torch.distributed.get_world_size()).cp
+    axis = build_axes(CPU, Layout(cp=torch.distributed.get_world_size())).cp
     length = shape[-1] // axis.size
     *leaves, gradient = (x[:, :, :length] for x in random_qkv(*shape, torch.bfloat16))
     leaves = [x.clone().requires_grad_() for x in leaves]
@@ -243,7 +244,7 @@ def order_of_events() -> list[str]:
             events.append("wait")
             return super().wait()
 
-    axis = build_axes(CPU, cp=torch.distributed.get_world_size()).cp
+    axis = build_axes(CPU, Layout(cp=torch.distributed.get_world_size())).cp
     kernel = Kernel(
         lambda *arguments: events.append("attend") or FLASH_CPU.attend(*arguments),
         lambda *arguments: events.append("gradients") or FLASH_CPU.backward(*arguments),
@@ -268,7 +269,7 @@ def test_the_next_block_travels_while_this_one_is_computed(pool):
 
 
 def heads_within_ulysses(q_heads: int, kv_heads: int) -> list[int]:
-    axis = build_axes(CPU, cp=torch.distributed.get_world_size()).cp
+    axis = build_axes(CPU, Layout(cp=torch.distributed.get_world_size())).cp
     seen = []
 
     class Inner(torch.nn.Module):

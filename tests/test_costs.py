@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from picotron_min import costs
 from picotron_min.layout import Layout, Workload
 from picotron_min.loss import CHUNK_ROWS
-from picotron_min.model import Llama, apply_recompute
+from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
+from picotron_min.parallelize import apply_recompute
 from picotron_min.runtime.public_models import PRESETS, find_preset
 
 GQA = ModelConfig(

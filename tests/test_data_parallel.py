@@ -7,10 +7,12 @@ from torch import nn
 
 from picotron_min.collectives import Axis
 from picotron_min.data_parallel import GradientBuckets
+from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.optimizer import gradient_norm
+from picotron_min.optimizer import squared_norm
+from picotron_min.placement import Placement
 
 CONFIG = ModelConfig(61, 32, 48, 2, 4, 2)
 
@@ -36,21 +38,23 @@ def backward(model: nn.Module, micro_batch: int) -> None:
 
 
 def dp_axis() -> Axis:
-    return build_axes(torch.device("cpu"), dp=dist.get_world_size()).dp_cp
+    return build_axes(torch.device("cpu"), Layout(dp=dist.get_world_size())).dp_cp
+
+
+def make_buckets(model: nn.Module, axis: Axis, bucket_bytes: int = 10**7) -> GradientBuckets:
+    return GradientBuckets(dict(model.named_parameters()), axis, bucket_bytes=bucket_bytes)
 
 
 def difference_to_naive(dtype: torch.dtype, tied: bool, bucket_bytes: int, steps: int) -> float:
     axis = dp_axis()
     naive, model = make_model(dtype, tied), make_model(dtype, tied)
-    buckets = GradientBuckets(model.named_parameters(), axis, bucket_bytes)
+    buckets = make_buckets(model, axis, bucket_bytes)
     largest = 0.0
     for step in range(steps):
         naive.zero_grad()
-        buckets.zero()
+        buckets.begin(3)
         for micro_batch in range(3):
             backward(naive, 10 * step + micro_batch)
-            if micro_batch == 2:
-                buckets.reduce_in_next_backward()
             backward(model, 10 * step + micro_batch)
         all_reduce_each_gradient(naive, axis)
         buckets.wait()
@@ -71,8 +75,8 @@ def test_buckets_equal_one_all_reduce_per_parameter(pool, world_size, bucket_byt
 def ddp_gradients(dtype: torch.dtype) -> tuple[dict, dict]:
     theirs, ours = make_model(dtype), make_model(dtype)
     ddp = nn.parallel.DistributedDataParallel(theirs)
-    buckets = GradientBuckets(ours.named_parameters(), dp_axis())
-    buckets.reduce_in_next_backward()
+    buckets = make_buckets(ours, dp_axis())
+    buckets.begin(1)
     backward(ours, 0)
     buckets.wait()
     backward(ddp, 0)
@@ -99,11 +103,11 @@ def test_buckets_equal_torch_ddp_in_float64(pool, world_size):
 def ledger_of_a_step(num_micro_batches: int, bucket_bytes: int) -> tuple[int, float, int, int]:
     axis = dp_axis()
     model = make_model(torch.float32)
-    buckets = GradientBuckets(model.named_parameters(), axis, bucket_bytes)
+    buckets = make_buckets(model, axis, bucket_bytes)
+    buckets.begin(num_micro_batches)
     for micro_batch in range(num_micro_batches):
         if micro_batch == num_micro_batches - 1:
             assert axis.ledger.calls["all_reduce"] == 0, "sent before the last micro-batch"
-            buckets.reduce_in_next_backward()
         backward(model, micro_batch)
     buckets.wait()
     parameters = sum(p.numel() for p in model.parameters())
@@ -124,7 +128,7 @@ def test_a_step_sends_each_gradient_once(pool, world_size, num_micro_batches):
 def names_when_buckets_start() -> list[list[str]]:
     """For each bucket: the parameters whose gradients had not arrived when it was sent."""
     model = make_model(torch.float32)
-    buckets = GradientBuckets(model.named_parameters(), dp_axis(), 20_000)
+    buckets = make_buckets(model, dp_axis(), 20_000)
     missing_when_started = []
     start = buckets._start_complete_buckets
 
@@ -135,7 +139,7 @@ def names_when_buckets_start() -> list[list[str]]:
             missing_when_started.append([n for b in buckets.buckets for n in sorted(b.missing)])
 
     buckets._start_complete_buckets = observe
-    buckets.reduce_in_next_backward()
+    buckets.begin(1)
     backward(model, 0)
     buckets.wait()
     return missing_when_started
@@ -152,9 +156,10 @@ def test_buckets_are_sent_while_backward_still_runs(pool):
 def step_without_a_gradient() -> str:
     model = make_model(torch.float32)
     model.unused = nn.Linear(3, 3)
-    buckets = GradientBuckets(model.named_parameters(), dp_axis())
-    buckets.reduce_in_next_backward()
+    buckets = make_buckets(model, dp_axis())
+    buckets.begin(2)
     backward(model, 0)
+    backward(model, 1)
     with pytest.raises(RuntimeError) as error:
         buckets.wait()
     return str(error.value)
@@ -162,22 +167,41 @@ def step_without_a_gradient() -> str:
 
 def test_a_parameter_without_a_gradient_is_named(pool):
     for message in pool.run(2, step_without_a_gradient):
-        assert "no gradient reached unused.bias, unused.weight:" in message
+        assert "unused.bias (2), unused.weight (2): every parameter" in message
 
 
-def wait_without_reducing() -> None:
-    buckets = GradientBuckets(make_model(torch.float32).named_parameters(), dp_axis())
-    with pytest.raises(AssertionError, match="reduce_in_next_backward"):
+def wait_for_a_backward_that_is_missing() -> None:
+    model = make_model(torch.float32)
+    buckets = make_buckets(model, dp_axis())
+    buckets.begin(2)
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"lm_head.weight \(1\)"):
         buckets.wait()
 
 
-def test_waiting_for_what_was_never_sent_is_refused(pool):
-    pool.run(2, wait_without_reducing)
+def test_waiting_before_the_last_backward_is_refused(pool):
+    pool.run(2, wait_for_a_backward_that_is_missing)
+
+
+def sums_over_two_axes() -> tuple[float, int]:
+    axes = build_axes(torch.device("cpu"), Layout(pp=2, dp=2))
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    buckets = GradientBuckets({"embedding": parameter}, axes.dp_cp, [axes.ends])
+    buckets.begin(1)
+    (parameter * 10.0 ** dist.get_rank()).sum().backward()
+    assert axes.ends.ledger.calls["all_reduce"] == 0, "summed over the ends during backward"
+    buckets.wait()
+    return parameter.grad[0].item(), axes.ends.ledger.calls["all_reduce"]
+
+
+def test_gradients_can_be_summed_over_a_second_axis_after_backward(pool):
+    assert pool.run(4, sums_over_two_axes) == [(1111.0, 1)] * 4
 
 
 def gradients_are_views() -> bool:
     model = make_model(torch.float32)
-    buckets = GradientBuckets(model.named_parameters(), dp_axis())
+    buckets = make_buckets(model, dp_axis())
+    buckets.begin(1)
     backward(model, 0)
     storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets.buckets}
     return all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters())
@@ -193,17 +217,17 @@ def test_bfloat16_parameters_are_refused(pool):
 
 def bfloat16_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"lm_head.weight: torch.bfloat16"):
-        GradientBuckets(make_model(torch.float32).bfloat16().named_parameters(), dp_axis())
+        make_buckets(make_model(torch.float32).bfloat16(), dp_axis())
 
 
 def error_of_the_norm() -> float:
-    parameters = [(str(i), nn.Parameter(torch.randn(500, 400))) for i in range(30)]
-    buckets = GradientBuckets(parameters, dp_axis())
-    for _, parameter in parameters:
+    parameters = {str(i): nn.Parameter(torch.randn(500, 400)) for i in range(30)}
+    GradientBuckets(parameters, dp_axis())
+    for parameter in parameters.values():
         parameter.grad.normal_(std=1e-4)
-    one = buckets.axis  # of size 1
-    norm = gradient_norm([p.grad for _, p in parameters], [torch.zeros(1)], tp=one, pp=one)
-    exact = torch.cat([p.grad.flatten() for _, p in parameters]).double().norm()
+    everywhere = Placement((), None, copies=(), sums=())
+    norm = squared_norm(parameters, dict.fromkeys(parameters, everywhere), {}).sqrt()
+    exact = torch.cat([p.grad.flatten() for p in parameters.values()]).double().norm()
     return abs(norm / exact - 1).item()
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -23,18 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import picotron_min.training
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
-from picotron_min import block_attention
+from picotron_min import block_attention, parallelize
 from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
+from picotron_min.linear import linears
 from picotron_min.loss import IGNORE_INDEX, chunk_loss, head_loss
-from picotron_min.mesh import build_axes
 from picotron_min.model import FlashAttention
 from picotron_min.runtime.launch import Launch, set_environment
 from picotron_min.runtime.processes import RollCall
-from picotron_min.training import Training
 from tests.test_layouts import MODEL, make_config, make_training
+from tests.training import with_autograd
+from train import Run, train_step
 
 ROOT = Path(__file__).parent.parent
 GPU = torch.device("cuda")
@@ -73,8 +74,9 @@ def test_the_host_reads_from_the_device_once_a_step(pool, sizes):
 def casts_of_a_step(recompute: str) -> Counter[str]:
     config = make_config(micro_batches=4, recompute=recompute, dtype="bfloat16")
     training = make_training(config, MODEL.override(num_hidden_layers=4))
-    copies = {copy.data_ptr() for copy in training.masters}
-    matrices = {copy.shape for copy in training.masters}
+    copies = [linear.copy for linear in linears(training.chunks[0].model).values()]
+    matrices = {copy.shape for copy in copies}
+    copies = {copy.data_ptr() for copy in copies}
     head, casts = training.parameters["lm_head.weight"], Counter()
 
     class Casts(TorchDispatchMode):
@@ -99,7 +101,7 @@ def test_a_step_casts_each_weight_once_and_the_head_once_a_micro_batch(pool, rec
 
 def steps_in_bfloat16(with_copies: bool, sizes: dict) -> list[tuple]:
     config = make_config(micro_batches=2, optimizer="adamw", dtype="bfloat16", **sizes)
-    without = mock.patch.object(picotron_min.training, "apply_copies", lambda *_: {})
+    without = mock.patch.object(parallelize, "apply_copies")
     with contextlib.nullcontext() if with_copies else without:
         training = make_training(config, MODEL)
     results = [training.step(step) for step in range(3)]
@@ -410,21 +412,21 @@ def gpu_process():
         yield device
 
 
-def training_of(micro_batch: int, device: torch.device, **model) -> Training:
+def run_of(micro_batch: int, device: torch.device, **options) -> Run:
     work = Work(TINY, device)
-    config = work.config(micro_batch)
-    vars(config.model).update(model)
-    return Training(config, work.model_config, build_axes(device), device, work.data(micro_batch))
+    workload = replace(work.workload(micro_batch), **options)
+    return gpu.our_run(work, workload, work.data(micro_batch))
 
 
-def gradients_by_the_book(training: Training) -> dict[str, Tensor]:
+def gradients_by_the_book(run: Run) -> dict[str, Tensor]:
     """Of the mean loss of the first step, before clipping, in float64."""
-    model = training.chunks[0].model.double()
-    batch = Work(TINY, training.device).data(TINY.sequences).batch(0, 0)
-    tokens, targets = batch.tokens.to(training.device), batch.targets.to(training.device)
-    logits = model(tokens, training.positions)
+    model = with_autograd(run.model.pipeline.chunks[0].model)
+    positions = run.model.pipeline.positions
+    batch = Work(TINY, positions.device).data(TINY.sequences).batch(0, 0).to(positions.device)
+    tokens, targets = batch.tokens, batch.targets
+    logits = model(tokens, positions)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    names, parameters = zip(*training.parameters.items(), strict=True)
+    names, parameters = zip(*run.model.parameters.items(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
@@ -433,14 +435,14 @@ def gradients_by_the_book(training: Training) -> dict[str, Tensor]:
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recompute, compile):
     model = {"dtype": "bfloat16", "recompute": recompute, "compile": compile}
-    training = training_of(2, gpu_process, **model)
-    flat = [b.gradients for some in training.buckets[0] for b in some.buckets]
-    result = training.step(0)
-    reference = gradients_by_the_book(training_of(2, gpu_process, dtype="float64"))
+    run = run_of(2, gpu_process, **model)
+    flat = [b.gradients for some in run.model.buckets for b in some.buckets]
+    result = train_step(run, 0)
+    reference = gradients_by_the_book(run_of(2, gpu_process, dtype="float64"))
     norm = torch.stack([g.norm() for g in reference.values()]).norm().item()
     assert result.grad_norm == pytest.approx(norm, rel=0.01)
     clip = min(1.0, 1.0 / norm)
-    pieces = {name: p.grad for name, p in training.parameters.items()}
+    pieces = {name: p.grad for name, p in run.model.parameters.items()}
     assert sum(p.numel() for p in pieces.values()) == sum(f.numel() for f in flat)
     for name, gradient in pieces.items():
         assert any(gradient._is_view() and gradient._base is f for f in flat), name
@@ -450,11 +452,11 @@ def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recomput
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recompute):
-    training = training_of(2, gpu_process, dtype="bfloat16", recompute=recompute)
+    run = run_of(2, gpu_process, dtype="bfloat16", recompute=recompute)
     roll_call = RollCall(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
     roll_call.agree({})
     roll_call.listen_for_sigterm()
-    training.step(0)
+    train_step(run, 0)
     tolist, reads = Tensor.tolist, []
 
     def allowed(tensor: Tensor) -> list:
@@ -466,7 +468,7 @@ def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recom
     with mock.patch.object(Tensor, "tolist", allowed):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            training.step(1)
+            train_step(run, 1)
             assert not roll_call.stop_agreed()
         finally:
             torch.cuda.set_sync_debug_mode("default")

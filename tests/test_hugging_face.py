@@ -52,7 +52,8 @@ def first_loss(folder: Path, config) -> tuple[float, Tensor, Tensor]:
         config, find_weights(str(folder), model_config, set(config.model.overrides))
     )
     with torch.no_grad():
-        loss, _ = training.run(training.eval_plan, lambda i: training.data.batch(0, i)).tolist()
+        model = training.model
+        loss, _ = model.pipeline.run(model.eval_plan, lambda i: training.data.batch(0, i)).tolist()
     batches = [training.data.batch(0, i) for i in range(training.data.num_micro_batches)]
     return loss, torch.cat([b.tokens for b in batches]), torch.cat([b.targets for b in batches])
 

@@ -16,24 +16,25 @@ COURSE = {
     "pipeline_schedule": set(),
     "costs": {"layout", "model_config", "pipeline_schedule"},
     "collectives": set(),
-    "mesh": {"collectives"},
+    "mesh": {"collectives", "layout"},
+    "linear": set(),
     "loss": set(),
-    "model": {"model_config", "loss"},
+    "model": {"linear", "loss", "model_config"},
     "data": {"loss"},
-    "optimizer": {"collectives"},
+    "optimizer": {"layout", "placement"},
     "data_parallel": {"collectives"},
-    "tensor_parallel": {"collectives", "loss", "model"},
+    "tensor_parallel": {"collectives", "linear", "loss", "model"},
     "block_attention": set(),
     "context_parallel": {"block_attention", "collectives", "model"},
-    "pipeline_parallel": {"collectives", "pipeline_schedule"},
-    "initialise": {"collectives", "model_config"},
-    "checkpoint": {"collectives", "initialise", "model_config", "folders", "json_file", "runtime"},
+    "pipeline_parallel": {"collectives", "data", "pipeline_schedule"},
+    "initialise": {"mesh", "model_config", "placement"},
+    "checkpoint": {"mesh", "model_config", "placement", "folders", "json_file", "runtime"},
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
 RUNTIME = {path.stem for path in (ROOT / PACKAGE / "runtime").glob("*.py")} - {"__init__"}
-COURSE["training"] = COURSE.keys() | RUNTIME | {"runtime"}
+COURSE["parallelize"] = COURSE.keys()
 MAY_IMPORT = COURSE | {
-    name: COURSE.keys() - {"training"} | RUNTIME | {"runtime"} for name in RUNTIME
+    name: COURSE.keys() - {"parallelize"} | RUNTIME | {"runtime"} for name in RUNTIME
 }
 STANDARD_LIBRARY_ONLY = (
     *("layout", "placement", "model_config", "json_file", "pipeline_schedule", "draw", "costs"),

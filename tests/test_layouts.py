@@ -17,8 +17,7 @@ from picotron_min.model_config import SIZES, ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.token_file import TokenFile
-from picotron_min.tensor_parallel import shard_dim
-from picotron_min.training import Training, open_data
+from tests.training import Training, open_data, shard_dim
 
 GLOBAL_BATCH = 24
 STEPS = 2
@@ -90,9 +89,8 @@ def make_config(
 
 
 def make_training(config: Config, model_config: ModelConfig) -> Training:
-    d, t = config.distributed, config.training
-    device = torch.device("cpu")
-    axes = build_axes(device, pp=d.pp_size, dp=d.dp_size, cp=d.cp_size, tp=d.tp_size)
+    t, device = config.training, torch.device("cpu")
+    axes = build_axes(device, config.layout)
     tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
     text = TokenFile(tokens.astype(np.uint16), num_bytes=len(tokens), num_documents=1)
     data = open_data(config, text, axes.dp.rank, axes.cp.rank)

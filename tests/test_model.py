@@ -9,9 +9,9 @@ from picotron_min.model import (
     FlashAttention,
     Llama,
     SoftmaxAttention,
-    apply_recompute,
 )
 from picotron_min.model_config import ModelConfig, RopeScaling
+from picotron_min.parallelize import apply_recompute
 from picotron_min.runtime.public_models import PRESETS, find_preset, from_hf, to_hf
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)

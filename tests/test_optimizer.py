@@ -1,23 +1,34 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from picotron_min.collectives import all_reduce
+from picotron_min.layout import Layout, Recipe
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import (
     Diverged,
     SkippedSteps,
     build_optimizer,
-    gradient_norm,
     learning_rate_at,
+    squared_norm,
+)
+from picotron_min.placement import placements
+
+RECIPE = Recipe(
+    learning_rate=1.0,
+    min_learning_rate=0.1,
+    schedule="cosine",
+    warmup_steps=4,
+    total_train_steps=20,
 )
 
 
 def rates(**changes) -> list[float]:
-    settings = {"peak": 1.0, "minimum": 0.1, "schedule": "cosine", "warmup_steps": 4}
-    settings |= {"total_steps": 20} | changes
-    return [learning_rate_at(step, **settings) for step in range(settings["total_steps"])]
+    recipe = replace(RECIPE, **changes)
+    return [learning_rate_at(step, recipe) for step in range(recipe.total_train_steps)]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
@@ -33,9 +44,7 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_the_minimum():
     values = rates()
     assert values[12] == pytest.approx(0.55)
     assert values[4:] == sorted(values[4:], reverse=True)
-    assert learning_rate_at(
-        20, peak=1.0, minimum=0.1, schedule="cosine", warmup_steps=4, total_steps=20
-    ) == pytest.approx(0.1)
+    assert learning_rate_at(20, RECIPE) == pytest.approx(0.1)
 
 
 def test_wsd_is_stable_then_falls_in_the_last_fifth():
@@ -54,24 +63,41 @@ def test_only_matrices_decay():
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)
-    settings = {"learning_rate": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
     for name in ("adamw", "sgd"):
-        optimizer = build_optimizer(model.parameters(), name=name, **settings)
+        optimizer = build_optimizer(model.parameters(), Recipe(name, 0.5, weight_decay=0.1))
         before = model[0].weight.detach().clone()
         optimizer.step()
         torch.testing.assert_close(model[0].weight, before * 0.95)
         assert torch.equal(model[1].weight, torch.ones(2))
 
 
+def with_gradient(values: list[float]) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(len(values)))
+    parameter.grad = torch.tensor(values)
+    return parameter
+
+
 def norm_of_parts() -> float:
-    axes = build_axes(torch.device("cpu"), pp=2, tp=2)
-    sharded = [torch.tensor([1.0, 2.0]), torch.tensor([[2.0]])]  # on each of four ranks
-    replicated = [torch.tensor([3.0])]  # the same on the tp ranks of a stage
-    return gradient_norm(sharded, replicated, axes.tp, axes.pp).item()
+    layout = Layout(pp=2, dp=2, tp=2)
+    axes = build_axes(torch.device("cpu"), layout)
+    rank = axes.pp.rank
+    gradients = {
+        "embed_tokens.weight": [1.0],  # cut over tp, copied over dp_cp and the ends
+        f"{rank}.o_proj.weight": [
+            2.0,
+            2.0,
+        ],  # cut over tp, copied over dp_cp
+        f"{rank}.norm.weight": [3.0],  # copied over dp_cp and tp
+    }
+    table = placements(gradients, layout, tied=True)
+    parameters = {name: with_gradient(values) for name, values in gradients.items()}
+    squares = squared_norm(parameters, table, axes.ranks)
+    return all_reduce(squares, axes.world).sqrt().item()
 
 
-def test_gradient_norm_counts_parts_on_every_rank_and_replicas_once(pool):
-    assert pool.run(4, norm_of_parts) == [pytest.approx((4 * 9 + 2 * 9) ** 0.5)] * 4
+def test_the_gradient_norm_counts_each_element_of_the_model_once(pool):
+    expected = 2 * 1 + 2 * 2 * (4 + 4) + 2 * 9
+    assert pool.run(8, norm_of_parts) == [pytest.approx(expected**0.5)] * 8
 
 
 def test_three_non_finite_steps_in_a_row_stop_the_run():

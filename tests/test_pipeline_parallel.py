@@ -3,15 +3,21 @@
 import gc
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from picotron_min import data_parallel
+from picotron_min.collectives import Axis, start_all_reduce
+from picotron_min.data_parallel import GradientBuckets
+from picotron_min.mesh import open_communicators
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from picotron_min.training import Training
+from tests.nccl_like import Deadlock, communicators_opened_at_first_use
 from tests.test_checkpoint import make_config, make_training
+from tests.training import Training
 
 SEQUENCE, EMBED = 16, 32  # of make_config
 
@@ -89,13 +95,13 @@ def outputs_alive_when_backward_begins() -> int:
     training.chunks[0].model.register_forward_hook(
         lambda module, inputs, out: outputs.append(weakref.ref(out))
     )
-    send = training.pipeline._send
+    send = training.model.pipeline._send
 
     def count_after_send(action: Action) -> None:
         send(action)
         alive.append(sum(output() is not None for output in outputs))
 
-    training.pipeline._send = count_after_send
+    training.model.pipeline._send = count_after_send
     training.step(0)
     return max(alive)
 
@@ -125,11 +131,11 @@ def test_a_boundary_costs_one_activation_and_one_gradient_a_micro_batch(pool, en
 def buffers(engine: str, micro_batches: int) -> tuple[int, int]:
     """How many buffers were made in two steps, and how many live inputs there are at once."""
     training = pipeline(4, micro_batches, engine, model={"num_hidden_layers": 4})
-    new, made = training.pipeline.new_activation, []
-    training.pipeline.new_activation = lambda: made.append(1) or new()
+    new, made = training.model.pipeline.new_activation, []
+    training.model.pipeline.new_activation = lambda: made.append(1) or new()
     training.step(0)
     training.step(1)
-    return len(made), peak_live(training.plan)
+    return len(made), peak_live(training.model.plan)
 
 
 def test_buffers_are_used_again(pool):
@@ -159,25 +165,63 @@ def test_the_exported_model_is_the_one_that_one_rank_exports(pool, tmp_path, tie
 
 
 def order_of_a_step() -> list[str]:
-    """What the last rank's buckets do, among the backwards of a plan."""
+    """When buckets are sent, among the backwards of a plan."""
     training = pipeline(2, 3, dp=2)
     events = []
-    backward, start = training.pipeline._backward, training.start_reducing
+    backward = training.model.pipeline._backward
 
     def note_backward(action: Action) -> None:
         events.append(str(action))
         backward(action)
+        events.append("end")
 
-    def note_start(chunk: int) -> None:
+    def note_start(tensor: torch.Tensor, axis: Axis) -> dist.Work:
         events.append("reduce")
-        start(chunk)
+        return start_all_reduce(tensor, axis)
 
-    training.pipeline._backward, training.start_reducing = note_backward, note_start
-    training.step(0)
-    assert Kind.BACKWARD in {action.kind for action in training.plan}, "no backward in the plan"
+    training.model.pipeline._backward = note_backward
+    with mock.patch.object(data_parallel, "start_all_reduce", note_start):
+        training.step(0)
+    assert Kind.BACKWARD in {action.kind for action in training.model.plan}
     assert dist.get_world_size() == 4, "two pipelines of two"
     return events
 
 
 def test_gradients_are_reduced_during_the_last_backward_of_a_stage(pool):
-    assert pool.run(4, order_of_a_step) == [["B0", "B1", "reduce", "B2"]] * 4
+    assert pool.run(4, order_of_a_step) == [["B0", "end", "B1", "end", "B2", "reduce", "end"]] * 4
+
+
+def loss_of_a_tied_step(opens: bool, sums_early: bool) -> float | str:
+    config = make_config(pp=2, dp=2, tied=True, gradient_accumulation_steps=2)
+    training = make_training(config)
+    if sums_early:
+        start = GradientBuckets._start_complete_buckets
+
+        def start_and_sum(buckets: GradientBuckets) -> None:
+            start(buckets)
+            if buckets.num_started == len(buckets.buckets):
+                buckets.wait()
+
+        GradientBuckets._start_complete_buckets = start_and_sum
+    try:
+        with communicators_opened_at_first_use(seconds=2.0):
+            if opens:
+                open_communicators(training.axes, torch.device("cpu"))
+            return training.step(0).loss
+    except Deadlock as error:
+        return str(error)
+    finally:
+        if sums_early:
+            GradientBuckets._start_complete_buckets = start
+
+
+@pytest.mark.parametrize("opens", [False, True], ids=["first use", "opened at the start"])
+def test_a_pipeline_with_tied_embeddings_runs_where_first_use_blocks(pool, opens):
+    losses = pool.run(4, loss_of_a_tied_step, opens, False)
+    assert losses == [pytest.approx(5.5, abs=0.2)] * 4
+
+
+def test_where_first_use_blocks_the_ends_must_not_be_summed_during_a_backward(pool):
+    """The last stage would wait for the first before it has sent the gradient to it."""
+    outcomes = pool.run(4, loss_of_a_tied_step, False, True)
+    assert all("waits to open" in str(outcome) for outcome in outcomes), outcomes

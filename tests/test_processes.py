@@ -15,13 +15,12 @@ import pytest
 import torch.distributed as dist
 from filelock import FileLock
 
-import picotron_min.training
 import train
 from picotron_min.runtime import processes
 from picotron_min.runtime.launch import Launch, torchrun_launch
 from picotron_min.runtime.processes import RollCall
-from picotron_min.training import Training
 from tests.test_train import ROOT, Workplace, numbers
+from tests.training import Training
 
 
 @pytest.fixture(scope="module")
@@ -178,14 +177,14 @@ def test_ranks_that_do_not_come_are_named(workplace):
 
 def rank_1_hangs_over_its_weights() -> None:
     be_impatient()
-    initialise = picotron_min.training.initialise
+    initialise = train.initialise
 
     def hangs(*arguments):
         if dist.get_rank() == 1:
             time.sleep(600)
         initialise(*arguments)
 
-    picotron_min.training.initialise = hangs
+    train.initialise = hangs
 
 
 def test_a_rank_that_hangs_before_the_first_step_is_named(workplace):

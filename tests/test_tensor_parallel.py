@@ -7,11 +7,15 @@ import torch
 import torch.distributed as dist
 
 from picotron_min import tensor_parallel
+from picotron_min.layout import Layout
+from picotron_min.linear import Linear, WeightGradients, apply_copies, apply_queue
 from picotron_min.mesh import build_axes
-from picotron_min.model import Llama, apply_copies, apply_recompute
+from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.public_models import PRESETS
-from picotron_min.tensor_parallel import apply_tensor_parallel, shard_dim
+from picotron_min.parallelize import apply_recompute, narrow
+from picotron_min.placement import placements
+from picotron_min.tensor_parallel import apply_tensor_parallel
+from tests.training import shard_dim
 
 CONFIG = ModelConfig(50, 32, 48, 2, 4, 2)
 B, S = 2, 12
@@ -27,12 +31,18 @@ def whole_model(config: ModelConfig = CONFIG) -> Llama:
 
 
 def split_model(config: ModelConfig, sequence_parallel: bool, whole: Llama):
-    axis = build_axes(CPU, tp=dist.get_world_size()).tp
-    model = Llama(config).double()
-    apply_tensor_parallel(model, axis, sequence_parallel)
+    axes = build_axes(CPU, Layout(tp=dist.get_world_size()))
+    axis = axes.tp
+    model, queue = Llama(config).double(), WeightGradients()
+    layout = Layout(tp=axis.size, sequence_parallel=sequence_parallel)
+    table = placements(config.parameter_shapes(), layout, config.tie_word_embeddings)
+    narrow(model, table, axes)
+    apply_tensor_parallel(model, axis, sequence_parallel, queue)
+    apply_queue(model, queue)
     weights = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data.copy_(part(name, weights[name].data, axis))
+        parameter.grad = torch.zeros_like(parameter)
     return model, axis
 
 
@@ -47,16 +57,6 @@ def batch(config: ModelConfig = CONFIG):
     tokens[0, :2] = torch.tensor([0, config.vocab_size - 1])
     targets[0, :3] = torch.tensor([0, config.vocab_size - 1, -100])
     return tokens, torch.arange(S), targets
-
-
-def test_the_sharding_table_knows_every_parameter():
-    for config in PRESETS.values():
-        for name, shape in config.parameter_shapes().items():
-            assert (shard_dim(name) is None) == (len(shape) == 1), name
-    assert shard_dim("model.layers.1.self_attn.o_proj.weight") == 1
-    assert shard_dim("model.layers.1.mlp.down_proj.weight") == 1
-    assert shard_dim("model.layers.1.mlp.up_proj.weight") == 0
-    assert shard_dim("lm_head.weight") == 0
 
 
 def differences_to_whole(config: ModelConfig, sequence_parallel: bool, recompute: str) -> float:
@@ -138,8 +138,7 @@ def test_calls_and_bytes_are_those_of_the_docstring(pool, n, sequence_parallel):
 def bytes_in_bfloat16(num_layers: int, sequence_parallel: bool) -> int:
     config = CONFIG.override(num_hidden_layers=num_layers)
     model, axis = split_model(config, sequence_parallel, whole_model(config))
-    with torch.autocast("cpu", torch.bfloat16):
-        model.float()(*batch()).backward()
+    gradients_in_bfloat16(model)
     return axis.ledger.take_bytes()
 
 
@@ -150,7 +149,10 @@ def test_layers_send_two_bytes_a_number_in_bfloat16(pool, sequence_parallel):
 
 
 def gradients_in_bfloat16(model: Llama) -> dict[str, torch.Tensor]:
-    apply_copies(model.float(), torch.bfloat16)
+    model.float()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    apply_copies(model, torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         model(*batch()).backward()
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
@@ -206,19 +208,14 @@ def backward_events(sequence_parallel: bool) -> list[str]:
     config = CONFIG.override(num_hidden_layers=1)
     model, _ = split_model(config, sequence_parallel, whole_model(config))
     loss = model(*batch())
-    originals = {}
-    for name, label in (
-        ("start_all_reduce", "start"),
-        ("start_reduce_scatter", "start"),
-        ("weight_gradient", "weight gradient"),
-    ):
-        originals[name] = getattr(tensor_parallel, name)
-        setattr(tensor_parallel, name, logged(label, originals[name]))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, label in (
+            (tensor_parallel, "start_all_reduce", "start"),
+            (tensor_parallel, "start_reduce_scatter", "start"),
+            (Linear, "add_weight_gradient", "weight gradient"),
+        ):
+            patch.setattr(module, name, logged(label, getattr(module, name)))
         loss.backward()
-    finally:
-        for name, original in originals.items():
-            setattr(tensor_parallel, name, original)
     return events
 
 

@@ -23,18 +23,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import picotron_min.training
 import train
 from picotron_min.data import Batch
+from picotron_min.layout import Layout
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import Diverged, learning_rate_at
+from picotron_min.parallelize import ParallelModel
 from picotron_min.runtime import draw
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
-from picotron_min.training import Training, open_data
+from picotron_min.runtime.inputs import open_text
 from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_steps
+from tests.training import Training, open_data, with_autograd
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -189,9 +191,9 @@ def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
     """The losses of the steps and evaluations of a config, without train.py's loop."""
     os.chdir(folder)
     config = load_config(path)
-    axes = build_axes(torch.device("cpu"), dp=2)
+    axes = build_axes(torch.device("cpu"), Layout(dp=2))
     model_config = resolve_model(config)
-    data = open_data(config, train.open_text(config, model_config), axes.dp.rank)
+    data = open_data(config, open_text(config, model_config), axes.dp.rank)
     training = Training(config, model_config, axes, torch.device("cpu"), data)
     steps, evaluations = [], []
     for step in range(STEPS):
@@ -410,9 +412,9 @@ def test_a_trace_of_the_pipeline_is_drawn_under_its_plan(workplace, capsys):
 
 
 def gradients_are_not_finite(after: int) -> None:
-    norm, steps = picotron_min.training.gradient_norm, itertools.count()
-    picotron_min.training.gradient_norm = lambda **gradients: (
-        norm(**gradients) * (math.nan if next(steps) >= after else 1)
+    norm, steps = ParallelModel.squared_norm, itertools.count()
+    ParallelModel.squared_norm = lambda model: (
+        norm(model) * (math.nan if next(steps) >= after else 1)
     )
 
 
@@ -485,7 +487,7 @@ def steps_by_the_book() -> None:
     """The train step beside the plainest one: one batch, the mean loss, SGD written out."""
     sizes = {"optimizer": "sgd", "learning_rate": 0.5, "grad_clip": 0.3, "weight_decay": 0.1}
     config = make_config(dtype="float64", **sizes)
-    training, model = make_training(config), make_training(config).chunks[0].model
+    training, model = make_training(config), with_autograd(make_training(config).chunks[0].model)
     ignore_most_targets(training)
     clipped = []
     for step, rate in enumerate((0.25, 0.5, 0.5, (1 + math.sqrt(0.5)) / 4)):

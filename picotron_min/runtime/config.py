@@ -26,7 +26,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from picotron_min.layout import Layout, Workload
+from picotron_min.layout import Layout, Recipe, Workload
 from picotron_min.model_config import ModelConfig
 
 Text = Annotated[str, Field(min_length=1)]
@@ -221,6 +221,23 @@ class Config(Section):
             optimizer=t.optimizer,
             flash_attention=self.use_flash_attention,
             compile=m.compile,
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the weights are updated."""
+        t = self.training
+        return Recipe(
+            optimizer=t.optimizer,
+            learning_rate=t.learning_rate,
+            min_learning_rate=t.min_learning_rate,
+            schedule=t.schedule,
+            warmup_steps=t.warmup_steps,
+            total_train_steps=t.total_train_steps,
+            weight_decay=t.weight_decay,
+            betas=tuple(t.betas),
+            grad_clip=t.grad_clip,
+            fused=self.model.use_fused_adam,
         )
 
     @property

@@ -9,6 +9,7 @@ out    every finished run; or later, from any checkpoint, in one process:
 import argparse
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,9 +23,9 @@ from picotron_min.checkpoint import (
     read_state,
     write_tensors,
 )
-from picotron_min.collectives import Axis
-from picotron_min.initialise import ShardDim
+from picotron_min.mesh import Axes
 from picotron_min.model_config import ModelConfig
+from picotron_min.placement import Placement, part
 from picotron_min.runtime.folders import complete_or_absent
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.public_models import from_hf, to_hf
@@ -132,17 +133,17 @@ def _refuse_unequal(head: Path, embedding: Path) -> None:
 
 
 def read_weights(
-    files: dict[str, Path], parameters: dict[str, nn.Parameter], shard_dim: ShardDim, tp: Axis
+    files: dict[str, Path],
+    parameters: dict[str, nn.Parameter],
+    placements: Mapping[str, Placement],
+    axes: Axes,
 ) -> None:
     """Fill parameters, by their names in the whole model; of each only this rank's part is read."""
     for name, parameter in parameters.items():
         with open_safetensors(files[name]) as file:
-            whole, dim = file.get_slice(name), shard_dim(name)
-            if dim is None:
-                weight = whole[:]
-            else:
-                part = tp.part(whole.get_shape()[dim])
-                weight = whole[part] if dim == 0 else whole[:, part]
+            whole = file.get_slice(name)
+            cuts = placements[name].cuts
+            weight = whole[part(whole.get_shape(), cuts, axes.ranks, axes.sizes)]
         parameter.data.copy_(weight)
 
 

@@ -120,6 +120,18 @@ def _wait(ranks: list, store: str) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def user_errors_reported(local_rank: int) -> Iterator[None]:
+    """The user's mistakes, ValueError and OSError here, end in their message and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if local_rank:
+            time.sleep(5)  # rank 0 most likely has the same error, and its exit ends the others
+        _print(str(error))
+        raise SystemExit(2) from None
+
+
 class Disagreement(Exception):
     """The processes were not all started alike."""
 

@@ -1,0 +1,155 @@
+"""What can be known before the processes meet, and what is reported about it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from filelock import FileLock
+
+from picotron_min.checkpoint import read_facts
+from picotron_min.context_parallel import POSITIONS
+from picotron_min.costs import parameter_count
+from picotron_min.data import Batches
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.console import human
+from picotron_min.runtime.folders import clean_up, find_start, lock_folder, set_aside
+from picotron_min.runtime.hugging_face import find_weights
+from picotron_min.runtime.launch import Launch, choose_backend, choose_device
+from picotron_min.runtime.token_file import TokenFile, prepare_tokens
+from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
+
+
+class Inputs(NamedTuple):
+    """All that can be known before the processes meet."""
+
+    device: torch.device
+    backend: str
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    text: TokenFile
+    batches: Batches
+    start: Path | None  # the checkpoint to resume from
+    facts: dict  # its metadata
+    weights: dict[str, Path] | None  # else the files of the weights to start from
+    lock: FileLock | None  # of save_dir, as long as this lives
+
+    def in_common(self, config: Config) -> dict[str, object]:
+        """What must be the same on all nodes, or they would train different models."""
+        sections = config.model_dump(include={"distributed", "model", "training"})
+        sections["model"] |= asdict(self.model_config)
+        flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
+        del flat["model.name"]  # may be a folder, in another place on each node
+        flat["model.weights"] = "given" if config.model.weights else None
+        flat["logging.trace_file"] = "given" if config.logging.trace_file else None
+        flat["checkpoint.save_frequency"] = config.checkpoint.save_frequency
+        return flat | {"step": self.facts["step"], "tokens of the dataset": len(self.text.tokens)}
+
+
+def read_inputs(config: Config, launch: Launch) -> Inputs:
+    """Read what there is to read; here the user's mistakes come to light, as ValueErrors."""
+    d, save_dir = config.distributed, Path(config.checkpoint.save_dir)
+    device = choose_device(launch, d.use_cpu)
+    model_config = resolve_model(config)
+    text = open_text(config, model_config)
+    here = config.layout.coordinates(launch.rank)
+    start, facts, weights = find_start(config.checkpoint.load_path, save_dir), {"step": 0}, None
+    if start:
+        facts = read_facts(start, model_config, config.training.optimizer)
+    elif config.model.weights:
+        weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
+    return Inputs(
+        device=device,
+        backend=choose_backend(device, d.backend),
+        model_config=model_config,
+        tokenizer=load_tokenizer(config.dataset.tokenizer),
+        text=text,
+        batches=open_data(config, text, here.dp, here.cp),
+        start=start,
+        facts=facts,
+        weights=weights,
+        lock=lock_folder(save_dir) if launch.rank == 0 else None,
+    )
+
+
+def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
+    """The tokens of the dataset, made now if no run has made them before."""
+    dataset = config.dataset
+    return prepare_tokens(
+        dataset.name,
+        subset_name=dataset.subset_name,
+        split=dataset.split,
+        text_column=dataset.text_column,
+        num_samples=config.training.num_samples,
+        num_proc=dataset.num_proc,
+        tokenizer=dataset.tokenizer,
+        vocab_size=model_config.vocab_size,
+        cache_dir=dataset.cache_dir,
+    )
+
+
+def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank: int = 0) -> Batches:
+    """The micro-batches of this rank."""
+    d, t = config.distributed, config.training
+    return Batches(
+        text.tokens,
+        seq_length=t.seq_length,
+        seed=t.seed,
+        micro_batch_size=t.micro_batch_size,
+        num_micro_batches=t.gradient_accumulation_steps,
+        dp_rank=dp_rank,
+        dp_size=d.dp_size,
+        positions=POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length),
+        eval_batches=t.eval_batches,
+    )
+
+
+def make_room(save_dir: Path, start: Path | None) -> None:
+    """Move an earlier run out of the way, but for what this one goes on from."""
+    goes_on_here = start is not None and start.resolve().parent == save_dir.resolve()
+    if leftovers := clean_up(save_dir):
+        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
+    if aside := set_aside(save_dir, newer_than=start if goes_on_here else None):
+        print(f"{save_dir} held an earlier run: it is now in {aside}")
+
+
+def wandb_options(config: Config) -> dict | None:
+    if not config.logging.use_wandb:
+        return None
+    return {
+        "project": config.logging.project_name,
+        "name": config.logging.run_name,
+        "config": config.model_dump(),
+        "dir": config.checkpoint.save_dir,
+    }
+
+
+def describe(config: Config, inputs: Inputs) -> dict[str, str]:
+    """What is being trained, for the console's header."""
+    d, t, data, text = config.distributed, config.training, inputs.batches, inputs.text
+    return {
+        "model": f"{config.model.name}, {human(parameter_count(inputs.model_config))} parameters"
+        f" in {config.model.dtype}",
+        "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}:"
+        f" dp {d.dp_size} x pp {d.pp_size} x cp {d.cp_size} x tp {d.tp_size}",
+        "step": f"{human(data.tokens_per_step)} tokens: {data.global_batch} sequences of"
+        f" {t.seq_length}, {t.micro_batch_size} a micro-batch,"
+        f" {t.gradient_accumulation_steps} micro-batches a rank",
+        "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in"
+        f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences held out",
+        "start": f"resumed from {inputs.start}"
+        if inputs.start
+        else config.model.weights or f"random weights, seed {t.seed}",
+    }
+
+
+def doubts(config: Config, inputs: Inputs, last_step: int) -> Iterator[str]:
+    """What the user may not have meant when resuming."""
+    for name, before in inputs.facts.get("data", {}).items():
+        if before != (now := config.data_order.get(name)):
+            yield f"{name} was {before} and is {now}: from here on other data is seen"
+    if (done := inputs.facts["step"]) >= last_step:
+        yield f"no step is left: {inputs.start} has {done} of {last_step}; its model is exported"

@@ -1,0 +1,63 @@
+"""What NCCL does otherwise than gloo, emulated on the CPU: communicators opened at first use.
+
+The first collective of a group, and the first message between two ranks, block the host until all
+who take part are there. An order of operations that gloo accepts can deadlock then.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+
+
+class Deadlock(Exception):
+    """Some ranks of a communicator did not come to open it."""
+
+
+@contextlib.contextmanager
+def communicators_opened_at_first_use(seconds: float = 5.0) -> Iterator[None]:
+    """Within, a first use waits for the other ranks; Deadlock where they do not come in time."""
+    store, opened, name = _get_default_store(), set(), "nccl-like"
+
+    def open_with(ranks: tuple[int, ...], kind: str) -> None:
+        key = f"{name} {kind} {ranks}"
+        if key in opened or len(ranks) == 1:
+            return
+        opened.add(key)
+        store.add(key, 1)
+        deadline = time.monotonic() + seconds
+        while store.add(key, 0) < len(ranks):
+            if time.monotonic() > deadline:
+                raise Deadlock(f"rank {dist.get_rank()} waits to open {kind} of {ranks}")
+            time.sleep(0.005)
+
+    def collective(function):
+        def call(*args, group, **kwargs):
+            open_with(tuple(dist.get_process_group_ranks(group)), "collectives")
+            return function(*args, group=group, **kwargs)
+
+        return call
+
+    def message(function, peer: str):
+        def call(tensor, *, group, **kwargs):
+            ranks = dist.get_process_group_ranks(group)
+            pair = sorted((dist.get_rank(), ranks[kwargs[peer]]))
+            open_with(tuple(pair), "messages")
+            return function(tensor, group=group, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for function in COLLECTIVES:
+            if hasattr(dist, function):
+                replacement = collective(getattr(dist, function))
+                stack.enter_context(mock.patch.object(dist, function, replacement))
+        for function, peer in (("isend", "group_dst"), ("irecv", "group_src")):
+            replacement = message(getattr(dist, function), peer)
+            stack.enter_context(mock.patch.object(dist, function, replacement))
+        yield

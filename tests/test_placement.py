@@ -1,0 +1,90 @@
+"""The placement table, and that everything which is done per parameter derives from it."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from picotron_min.layout import Layout
+from picotron_min.placement import Cut, part, placements, saved_name
+from picotron_min.runtime.public_models import PRESETS
+from tests.training import shard_dim
+
+LAYOUTS = [
+    Layout(pp=pp, dp=dp, cp=cp, tp=tp, sequence_parallel=sequence)
+    for pp, dp, cp, tp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4))
+    for sequence in (False, True)
+]
+JOINT = {"dp_cp": ("dp", "cp"), "dp_cp_tp": ("dp", "cp", "tp"), "ends": ("pp",)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_matrices_are_cut_and_norms_are_not(preset):
+    model_config = PRESETS[preset]
+    shapes = model_config.parameter_shapes()
+    table = placements(shapes, Layout(tp=2), model_config.tie_word_embeddings)
+    assert table.keys() == shapes.keys()
+    for name, placement in table.items():
+        dims = [cut.dim for cut in placement.cuts]
+        assert dims == [dim for dim in [shard_dim(name)] if dim is not None], name
+        assert (dims == []) == (len(shapes[name]) == 1), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.sizes}")
+def test_cut_axes_times_copies_are_the_ranks_of_the_stages_each_once(layout, tied):
+    shapes = PRESETS["tiny"].override(tie_word_embeddings=tied).parameter_shapes()
+    for name, placement in placements(shapes, layout, tied).items():
+        names = [cut.axis for cut in placement.cuts] + list(placement.copies)
+        axes = Counter(axis for name in names for axis in JOINT.get(name, (name,)))
+        is_at_both_ends = tied and layout.pp > 1 and name == "model.embed_tokens.weight"
+        assert axes == Counter(["dp", "cp", "tp"] + ["pp"] * is_at_both_ends), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.sizes}")
+def test_gradients_are_summed_where_tokens_differ(layout):
+    """Over dp and cp always; over tp where its ranks see other parts of the sequence."""
+    shapes = PRESETS["tiny"].parameter_shapes()
+    for name, placement in placements(shapes, layout, tied=False).items():
+        summed = [axis for name in placement.sums for axis in JOINT[name]]
+        over_tp = not placement.cuts and layout.sequence_parallel
+        assert summed == ["dp", "cp"] + ["tp"] * over_tp, name
+        copies = {axis for name in placement.copies for axis in JOINT.get(name, (name,))}
+        assert set(summed) <= copies, "sums are within copies"
+
+
+@pytest.mark.parametrize("length,size", list(itertools.product((0, 1, 5, 10, 61), (1, 2, 3, 4, 8))))
+def test_parts_are_those_of_torch_chunk(length, size):
+    import torch
+
+    rows = torch.arange(length)
+    chunks = [chunk.tolist() for chunk in rows.chunk(size)] if length else []
+    for rank in range(size):
+        (rows_here,) = part([length], [Cut("tp", 0)], {"tp": rank}, {"tp": size})
+        expected = chunks[rank] if rank < len(chunks) else []
+        assert rows[rows_here].tolist() == expected
+
+
+def test_a_second_cut_divides_what_the_first_has_left():
+    cuts, sizes = [Cut("tp", 0), Cut("dp_cp", 0)], {"tp": 2, "dp_cp": 3}
+    places = [
+        part([61, 8], cuts, {"tp": tp, "dp_cp": dp}, sizes) for tp in range(2) for dp in range(3)
+    ]
+    assert [(rows.start, rows.stop) for rows, _ in places] == [
+        (0, 11), (11, 22), (22, 31), (31, 41), (41, 51), (51, 61),
+    ]  # fmt: skip
+    assert {(columns.start, columns.stop) for _, columns in places} == {(0, 8)}
+
+
+def test_an_owner_has_all_and_the_others_nothing():
+    cuts = [Cut("ep", 0, owner=1), Cut("tp", 1)]
+    here = part([6, 8], cuts, {"ep": 1, "tp": 0}, {"ep": 2, "tp": 2})
+    elsewhere = part([6, 8], cuts, {"ep": 0, "tp": 0}, {"ep": 2, "tp": 2})
+    assert here == (slice(0, 6), slice(0, 4))
+    assert elsewhere == (slice(0, 0), slice(0, 4))
+
+
+def test_a_tied_head_is_saved_as_the_embedding():
+    assert saved_name("lm_head.weight", tied=True) == "model.embed_tokens.weight"
+    assert saved_name("lm_head.weight", tied=False) == "lm_head.weight"
+    assert saved_name("model.norm.weight", tied=True) == "model.norm.weight"

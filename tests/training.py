@@ -1,0 +1,76 @@
+"""One rank's run as an object, for tests: what train.py does, without files and console."""
+
+from pathlib import Path
+
+import torch
+
+import train
+from picotron_min.checkpoint import Saver
+from picotron_min.data import Batches
+from picotron_min.linear import linears
+from picotron_min.mesh import Axes
+from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
+from picotron_min.parallelize import parallelize
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.inputs import Inputs, open_data
+from picotron_min.runtime.tokenizer import BytesTokenizer
+from train import StepResult
+
+__all__ = ["StepResult", "Training", "open_data", "shard_dim", "with_autograd"]
+
+DIMS = {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+DIMS |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
+
+
+def shard_dim(name: str) -> int | None:
+    """Which dim tensor parallelism cuts a parameter along, written apart from placement.py."""
+    return DIMS.get(name.split(".")[-2])
+
+
+def with_autograd(model: Llama) -> Llama:
+    """The model without the queue of weight gradients, as torch.autograd.grad needs it."""
+    for linear in linears(model).values():
+        del linear.forward
+    return model
+
+
+class Training:
+    """Builds a rank's part of a run, fills its weights in, and steps it."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        axes: Axes,
+        device: torch.device,
+        batches: Batches,
+        weights: dict[str, Path] | None = None,
+    ) -> None:
+        self.inputs = Inputs(
+            device, "gloo", model_config, BytesTokenizer(), None, batches, None, {}, weights, None
+        )
+        self.config, self.model_config, self.axes, self.device = config, model_config, axes, device
+        self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
+        self.model = parallelize(model_config, config.layout, config.workload, axes, device)
+        self.run = train.build_run(self.model, config.recipe, batches)
+        self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
+        self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
+        train.fill_weights(self.run, config, self.inputs)
+
+    def step(self, step: int, watch=None) -> StepResult:
+        return train.train_step(self.run, step, watch)
+
+    def evaluate(self) -> float:
+        return train.evaluate(self.run)
+
+    def save(self, save_dir: Path, step: int) -> None:
+        train.save(self.run, self.config, self.model_config, self.saver, save_dir, step)
+
+    def load(self, folder: Path, facts: dict) -> None:
+        inputs = self.inputs._replace(start=folder, facts=facts)
+        train.fill_weights(self.run, self.config, inputs)
+
+    def export(self, folder: Path, tokenizer) -> None:
+        inputs = self.inputs._replace(tokenizer=tokenizer)
+        train.export(self.run, self.config, inputs, self.saver, folder)
