@@ -1,54 +1,26 @@
-"""Context parallelism: every sequence is cut, and attention looks across the cuts.
+"""Context parallelism: every sequence is cut over ranks, and attention reaches across the cuts.
 
-A rank has S/n tokens of each sequence, with their true positions, and does with them alone all that
-treats tokens one by one: norms, projections, MLP, loss. Only attention needs the other ranks' keys
-and values. Two ways to bring queries and keys together:
+A rank has S/n tokens of each sequence. Norms, projections, MLP and loss treat tokens one by one;
+only attention needs the other ranks' keys and values. Two ways to bring queries and keys together:
 
-**Ring attention.** Queries stay; keys and values go round. After n-1 hops every query has met every
-key, a block at a time, and the blocks are merged (block_attention.py). While a block is computed
-the next is on its way. Backward sends keys and values round again, and behind them their gradients,
-each rank adding its share, until they are home.
+    ring       queries stay, keys and values go round:   rank 0 -> 1 -> 2 -> 3 -> 0
+    Ulysses    an all-to-all turns [all heads, S/n] into [heads/n, all of S], another turns it back
 
-Causality makes cutting in order unfair: the last rank's tokens see all others, the first rank's
-only themselves. So cut into 2n chunks and give rank r chunks r and 2n-1-r ("zigzag"), an early one
-and a late one:
-
-    8 chunks, 4 ranks   [0][1][2][3][4][5][6][7]     work of the busiest rank to the mean
-    contiguous           0  0  1  1  2  2  3  3      n = 2: 1.5    4: 1.75    8: 1.875
-    zigzag               0  1  2  3  3  2  1  0      1
-
-and what a rank computes of another's block is always half of it, without any mask:
-
-    its own keys               all rows, causal
-    keys of an earlier rank    all rows    x  the early half of the columns
-    keys of a later rank       late rows   x  all columns
-
-**Ulysses.** An all-to-all turns [all heads, S/n] into [heads/n, all of S]; attention is then that
-of a single rank, for some of the heads; a second all-to-all turns the result back. The sequence is
-cut in order. n must divide the query heads; fewer key-value heads than ranks are repeated as often
-as it takes, and no more.
-
-Bytes that a rank sends per layer, with q and k the bytes of a local [B, Q, S/n, D] and
-[B, K, S/n, D], and k' those of k when it is repeated to lcm(K, n) heads:
+Bytes sent by a rank per layer, with q, k and k' the bytes of a local [B, Q, S/n, D], [B, K, S/n, D]
+and of k repeated to lcm(K, n) heads:
 
                 forward                     backward
     ring        2 (n-1) k                   2 (n-1) k, and the same in float32 (or better)
     Ulysses     (n-1)/n (2 q + 2 k')        the same
 
-The ring hides its bytes behind compute and takes any number of heads; Ulysses sends less with many
-ranks (for fixed S/n the ring's bytes grow with n). Recomputation repeats the forward's. At a fixed
-S/n memory does not grow with n: the ring saves for backward the rank's own q, k, v, output and lse,
-Ulysses what attention saves of heads/n and S, and the output a second time, as [all heads, S/n].
-
-Gradients of weights are sums over tokens, so they are summed over (dp, cp), see data_parallel.py.
-
-Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Brandon et al. 2023, "Striped
-Attention", for the balance; Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.3.2, for 2n
-chunks; Jacobs et al. 2023, "DeepSpeed Ulysses". In production:
-`torch.distributed.tensor.experimental.context_parallel`.
+The ring hides its messages behind compute and takes any number of heads; Ulysses sends less with
+many ranks, which must divide the query heads. At a fixed S/n, memory does not grow with n.
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Jacobs et al. 2023,
+"DeepSpeed Ulysses". In production: `torch.distributed.tensor.experimental.context_parallel`.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,16 +30,20 @@ from picotron_min.collectives import Axis, Shift, all_to_all, ring
 from picotron_min.model import Llama
 
 
+# Cut in order, the last rank's tokens would see all others and the first rank's only themselves. So
+# the ring cuts into 2n pieces and gives rank r an early and a late one, r and 2n-1-r:
+#     8 pieces, 4 ranks    [0][1][2][3][4][5][6][7]     work of the busiest rank to the mean
+#     in order              0  0  1  1  2  2  3  3      n = 2: 1.5    4: 1.75    8: 1.875
+#     zigzag                0  1  2  3  3  2  1  0      1        (Dubey et al. 2024, section 3.3.2)
 def zigzag_positions(rank: int, size: int, seq_length: int) -> Tensor:
-    """[S/n]: where in the sequence the tokens of a rank are. 2n must divide S: see config.py."""
-    assert seq_length % (2 * size) == 0, f"{seq_length} positions in {2 * size} chunks"
-    early, late = rank, 2 * size - 1 - rank
-    chunks = torch.arange(seq_length).view(2 * size, -1)
-    return torch.cat((chunks[early], chunks[late]))
+    """[S/n]: where in the sequence the tokens of a rank are, for the ring; 2n must divide S."""
+    assert seq_length % (2 * size) == 0, f"{seq_length} positions in {2 * size} pieces"
+    pieces = torch.arange(seq_length).view(2 * size, -1)
+    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
 
 
 def contiguous_positions(rank: int, size: int, seq_length: int) -> Tensor:
-    """The same, cut in order; n must divide S."""
+    """[S/n]: where in the sequence the tokens of a rank are, for Ulysses; n must divide S."""
     assert seq_length % size == 0, f"{seq_length} positions over {size} ranks"
     return torch.arange(seq_length).view(size, -1)[rank]
 
@@ -75,22 +51,8 @@ def contiguous_positions(rank: int, size: int, seq_length: int) -> Tensor:
 POSITIONS = {"ring": zigzag_positions, "ulysses": contiguous_positions}
 
 
-def whole_sequence(parts: list[Tensor], positions: list[Tensor], dim: int) -> Tensor:
-    """Put what the ranks have of a sequence in order again: the inverse of the split."""
-    return torch.cat(parts, dim).index_select(dim, torch.cat(positions).argsort())
-
-
-def causal_work(positions: Tensor) -> int:
-    """Pairs of a query at these positions and a key that it sees."""
-    return (positions + 1).sum().item()
-
-
 def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel) -> None:
-    """Swap a model's attention for one that reaches over the axis, in place.
-
-    The model must then be given this rank's `POSITIONS[engine]` and the tokens there. `kernel` is
-    the ring's; Ulysses goes on with the attention that it finds.
-    """
+    """Swap a model's attention for one that reaches over the axis; `kernel` is for the ring."""
     if axis.size == 1:
         return
     for layer in model.model.layers.values():
@@ -102,90 +64,68 @@ def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel
 
 
 class RingAttention(nn.Module):
-    """Causal attention of this rank's queries to the keys of all ranks of the axis.
-
-    torch.compile goes round it, as round Ulysses: it cannot look into messages.
-    """
+    """Causal attention to the keys of all ranks; backward goes round the ring as forward does."""
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
         super().__init__()
         self.axis, self.kernel = axis, kernel
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # torch.compile cannot trace messages
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut zigzag -> [B, Q, S/n, D]
-
-        Forward and backward each send keys and values round the ring.
-        """
+        """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut zigzag -> [B, Q, S/n, D]"""
         return _RingAttention.apply(q, k, v, self.axis, self.kernel)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel):
-        kv = torch.stack((k, v))
+        kv = torch.stack((k, v))  # before head repetition: few heads travel
         for source, (k, v) in ring(kv, axis):
+            is_own = source == axis.rank  # the first block, and the only causal one
             rows, columns = needed_block(axis.rank, source, q.shape[2])
-            block = kernel.attend(
-                q[:, :, rows], k[:, :, columns], v[:, :, columns], source == axis.rank
-            )
-            if source == axis.rank:  # the first
-                out, lse = wide(block[0]), block[1]
+            block = kernel.attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], is_own)
+            if is_own:
+                out, lse = wide(block[0]), block[1]  # merged n-1 times: float32 or better
             else:
-                out[:, :, rows], lse[:, :, rows] = merge_blocks(
-                    out[:, :, rows], lse[:, :, rows], *block
-                )
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, lse)
+                merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
+                out[:, :, rows], lse[:, :, rows] = merged
         ctx.axis, ctx.kernel = axis, kernel
+        ctx.save_for_backward(q, kv, out := out.to(q.dtype), lse)
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
         dq, own_dkv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, kv))
-        arriving = None
+        arrive = partial(torch.zeros_like, own_dkv)  # the first to add to a gradient starts at 0
         for source, (k, v) in ring(kv, axis):
+            is_own = source == axis.rank
             rows, columns = needed_block(axis.rank, source, q.shape[2])
-            dq_part, dk_part, dv_part = ctx.kernel.backward(
-                gradient[:, :, rows],
-                q[:, :, rows],
-                k[:, :, columns],
-                v[:, :, columns],
-                out[:, :, rows],
-                lse[:, :, rows],
-                source == axis.rank,
+            of_rows = [x[:, :, rows] for x in (gradient, q, out, lse)]
+            dq_part, *dkv_part = ctx.kernel.backward(
+                *of_rows[:2], k[:, :, columns], v[:, :, columns], *of_rows[2:], is_own
             )
             dq[:, :, rows] += dq_part
-            # The gradient of a rank's keys starts at the next rank and comes home at the end.
-            if source == axis.rank:
-                dkv = own_dkv
-            else:
-                dkv = arriving.wait() if arriving else torch.zeros_like(own_dkv)
-            dkv[0][:, :, columns] += dk_part
-            dkv[1][:, :, columns] += dv_part
-            if source != axis.rank:
-                arriving = Shift(dkv, axis)
-        if arriving:
-            own_dkv += arriving.wait()
-        dk, dv = own_dkv.to(kv.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+            # The gradient of a rank's keys starts at the next rank and is back after n-1 more hops.
+            dkv = own_dkv if is_own else arrive()
+            dkv[0][:, :, columns] += dkv_part[0]
+            dkv[1][:, :, columns] += dkv_part[1]
+            if not is_own:
+                arrive = Shift(dkv, axis).wait
+        return dq.to(q.dtype), *own_dkv.add_(arrive()).to(kv.dtype), None, None
 
 
 def needed_block(rank: int, source: int, length: int) -> tuple[slice, slice]:
-    """Which of a rank's rows see which of the source's columns, `length` = S/n of each.
-
-    Cut, not masked: torch's kernels give a row that is masked in full the weight 1 (lse = 0), not
-    none. Only the block of source == rank is causal.
-    """
+    """The rank's rows that see any of the source's columns, and these columns; `length` is S/n."""
+    # Cut, not masked: torch's kernels give a fully masked row the weight 1 (lse = 0), not 0.
     everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:
-        return everything, everything
-    return (everything, early) if source < rank else (late, everything)
+        return everything, everything  # the diagonal, where causality still masks
+    return (everything, early) if source < rank else (late, everything)  # half the work each
 
 
 class UlyssesAttention(nn.Module):
-    """Attention of some heads to the whole sequence, between two all-to-alls."""
+    """Attention of some heads to the whole sequence, between two all-to-alls each way."""
 
     def __init__(self, axis: Axis, inner: nn.Module) -> None:
         super().__init__()
@@ -193,11 +133,8 @@ class UlyssesAttention(nn.Module):
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut in order -> [B, Q, S/n, D]
-
-        Backward communicates as forward does, the other way round.
-        """
-        repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])
+        """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut in order -> [B, Q, S/n, D]"""
+        repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])  # to lcm(K, n) heads
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
         q, k, v = (_AllToAll.apply(x, self.axis, 1, 2) for x in (q, k, v))  # [B, heads/n, S, D]
         return _AllToAll.apply(self.inner(q, k, v), self.axis, 2, 1)
@@ -211,5 +148,4 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        split_dim, gather_dim = ctx.dims
-        return all_to_all(gradient, ctx.axis, gather_dim, split_dim), None, None, None
+        return all_to_all(gradient, ctx.axis, *reversed(ctx.dims)), None, None, None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_min.linear import Linear
-from picotron_min.loss import chunk_loss, head_loss, linear_dtype, wide_dtype
+from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide_dtype
 from picotron_min.model_config import ModelConfig
 
 
@@ -97,6 +97,20 @@ class FlashAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+class RepeatedAttention(nn.Module):
+    """For GPUs where no flash kernel fits: torch's efficient kernel, which needs equal head counts.
+
+    K and V are repeated and all is float32: backward keeps 8 B Q S D bytes of them, and no [S, S].
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        with torch.autocast(q.device.type, enabled=False):  # it would cast to bfloat16 again
+            out = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), is_causal=True)
+        return out.to(q.dtype)
+
+
 class SoftmaxAttention(nn.Module):
     """The same written out: for `use_flash_attention: false`, and to test the others with."""
 
@@ -137,7 +151,7 @@ class RMSNorm(nn.Module):
 class Head(nn.Linear):
     """The projection to the vocabulary, and the loss, which is all that training wants of it."""
 
-    chunk_loss = staticmethod(chunk_loss)
+    stripe_loss = staticmethod(stripe_loss)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E], targets [B, S] -> [], the sum (not the mean) of the tokens' cross entropies.
@@ -145,7 +159,9 @@ class Head(nn.Linear):
         A sum, so that micro-batches and ranks can be added up; the step divides once, by the number
         of targets in the whole global batch. The logits never exist all at once, see loss.py.
         """
-        return head_loss(x.flatten(0, 1), self.weight, targets.flatten(), of_chunk=self.chunk_loss)
+        return head_loss(
+            x.flatten(0, 1), self.weight, targets.flatten(), of_stripe=self.stripe_loss
+        )
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from picotron_min.block_attention import SOFTMAX, choose_kernel
+from picotron_min.block_attention import SOFTMAX, choose_attention
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
@@ -33,7 +33,7 @@ from picotron_min.linear import (
     linears,
     refresh_copies,
 )
-from picotron_min.loss import chunk_loss
+from picotron_min.loss import stripe_loss
 from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama, SoftmaxAttention
 from picotron_min.model_config import ModelConfig
@@ -144,11 +144,14 @@ def build_stage(
     with torch.device("meta"):
         model = Llama(model_config)
     model.to(torch.float64 if workload.dtype == "float64" else torch.float32)
-    kernel = choose_kernel(device, DTYPES[workload.dtype], model_config.head_dim)
-    if not workload.flash_attention:
-        kernel = SOFTMAX
-        for layer in model.model.layers.values():
-            layer.self_attn.core_attention = SoftmaxAttention()
+    attention, kernel = SoftmaxAttention, SOFTMAX
+    if workload.flash_attention:
+        on_gpu = device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+        dtype, head_dim = DTYPES[workload.dtype], model_config.head_dim
+        attention, kernel = choose_attention(device.type, capability, dtype, head_dim)
+    for layer in model.model.layers.values():
+        layer.self_attn.core_attention = attention()
     keep_stage(model, stage)
     narrow(model, table, axes)
     queue = WeightGradients()
@@ -227,4 +230,4 @@ def apply_compile(model: Llama) -> None:
     for layer in model.model.layers.values():
         layer.compile(dynamic=False)
     if isinstance(model.lm_head, Head):
-        model.lm_head.chunk_loss = torch.compile(chunk_loss, dynamic=False)
+        model.lm_head.stripe_loss = torch.compile(stripe_loss, dynamic=False)

@@ -194,8 +194,8 @@ class VocabularyParallelHead(Head):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
         x = _enter(self.boundary, self.queue, x).flatten(0, 1)
-        of_rows = self.chunk_loss
-        return head_loss(x, self.weight, targets.flatten(), self.vocabulary, of_chunk=of_rows)
+        of_stripe = self.stripe_loss
+        return head_loss(x, self.weight, targets.flatten(), self.vocabulary, of_stripe=of_stripe)
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""

@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from picotron_min import collectives, context_parallel
 from picotron_min.block_attention import (
     FLASH_CPU,
+    FLASH_CUDA,
     SOFTMAX,
     Kernel,
     attend_block,
     attend_block_backward,
+    choose_attention,
     merge_blocks,
 )
 from picotron_min.collectives import Axis
@@ -24,17 +26,20 @@ from picotron_min.context_parallel import (
     POSITIONS,
     RingAttention,
     UlyssesAttention,
-    causal_work,
-    whole_sequence,
     zigzag_positions,
 )
 from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.model import FlashAttention, SoftmaxAttention
+from picotron_min.model import FlashAttention, RepeatedAttention, SoftmaxAttention
 from tests.test_layouts import MODEL, make_config, make_training
 
 KERNELS = {"flash": FLASH_CPU, "softmax": SOFTMAX}
 CPU = torch.device("cpu")
+
+
+def whole_sequence(parts: list[Tensor], positions: list[Tensor], dim: int) -> Tensor:
+    """The inverse of the split: the ranks' parts of a sequence, in order."""
+    return torch.cat(parts, dim).index_select(dim, torch.cat(positions).argsort())
 
 
 @pytest.mark.parametrize("engine", POSITIONS)
@@ -49,7 +54,8 @@ def test_the_parts_of_a_sequence_make_it_whole_again(size, engine):
 
 def test_zigzag_gives_every_rank_the_same_work_and_order_does_not():
     def imbalance(engine: str, size: int) -> float:
-        work = [causal_work(POSITIONS[engine](rank, size, 2**16)) for rank in range(size)]
+        positions = [POSITIONS[engine](rank, size, 2**16) for rank in range(size)]
+        work = [(p + 1).sum().item() for p in positions]  # the query at p sees p + 1 keys
         assert sum(work) == 2**16 * (2**16 + 1) // 2
         return max(work) * size / sum(work)
 
@@ -58,7 +64,7 @@ def test_zigzag_gives_every_rank_the_same_work_and_order_does_not():
         assert imbalance("ulysses", size) == pytest.approx(contiguous, abs=1e-4)
 
 
-def test_zigzag_is_an_early_and_a_late_chunk():
+def test_zigzag_is_an_early_and_a_late_piece():
     assert zigzag_positions(1, 2, 8).tolist() == [2, 3, 4, 5]
     assert zigzag_positions(0, 2, 8).tolist() == [0, 1, 6, 7]
 
@@ -158,6 +164,60 @@ def full_attention(shape: tuple, dtype=torch.float64, rounded_to=torch.float64) 
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
+BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
+TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
+
+
+@pytest.mark.parametrize(
+    "device,capability,dtype,head_dim,attention,kernel",
+    [
+        ("cpu", (0, 0), BFLOAT16, 64, FlashAttention, FLASH_CPU),
+        ("cpu", (0, 0), FLOAT64, 7, FlashAttention, FLASH_CPU),
+        ("cuda", AMPERE, BFLOAT16, 64, FlashAttention, FLASH_CUDA),
+        ("cuda", HOPPER, BFLOAT16, 256, FlashAttention, FLASH_CUDA),
+        ("cuda", HOPPER, BFLOAT16, 100, FlashAttention, SOFTMAX),  # only F.sdpa pads to 104
+        ("cuda", HOPPER, BFLOAT16, 264, RepeatedAttention, SOFTMAX),
+        ("cuda", HOPPER, FLOAT32, 64, RepeatedAttention, SOFTMAX),
+        ("cuda", HOPPER, FLOAT32, 6, SoftmaxAttention, SOFTMAX),  # 16 bytes are 4 numbers
+        ("cuda", HOPPER, FLOAT64, 64, SoftmaxAttention, SOFTMAX),
+        ("cuda", TURING, BFLOAT16, 64, RepeatedAttention, SOFTMAX),
+        ("cuda", TURING, FLOAT32, 6, RepeatedAttention, SOFTMAX),
+        ("cuda", TURING, FLOAT64, 64, SoftmaxAttention, SOFTMAX),
+    ],
+    ids=str,
+)
+def test_attention_is_chosen_that_works_on_the_device(
+    device, capability, dtype, head_dim, attention, kernel
+):
+    assert choose_attention(device, capability, dtype, head_dim) == (attention, kernel)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_repeated_attention_is_in_float32_and_needs_no_grouped_queries(autocast, monkeypatch):
+    """torch's efficient kernel takes neither bfloat16 on older cards nor grouped queries."""
+    q, k, v, gradient = random_qkv(2, 6, 2, 24, BFLOAT16)
+    calls = []
+    torch_attention = F.scaled_dot_product_attention
+
+    def attention(q, k, v, **options):
+        calls.append(({x.dtype for x in (q, k, v)}, {x.shape for x in (q, k, v)}, options))
+        assert not torch.is_autocast_enabled("cpu"), "it would cast to bfloat16"
+        return torch_attention(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", BFLOAT16, enabled=autocast):
+        out = RepeatedAttention()(*leaves)
+    out.backward(gradient)
+    assert calls == [({FLOAT32}, {q.shape}, {"is_causal": True})]
+    assert out.dtype == BFLOAT16
+
+    monkeypatch.undo()
+    expected = full_attention((2, 6, 2, 24), rounded_to=BFLOAT16)
+    for ours, theirs in zip((out, *(x.grad for x in leaves)), expected, strict=True):
+        assert (ours - theirs).norm() < 0.004 * theirs.norm()
+
+
 # ranks, then batch, query heads, key-value heads, length
 SHAPES = {
     "one rank": (1, (2, 4, 2, 16)),
@@ -211,7 +271,7 @@ def bytes_by_call(engine: str, shape: tuple, recompute: bool) -> list[dict]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_ring_carries_key_value_heads_and_as_many_bytes_as_its_docstring_says(
+def test_the_ring_carries_key_value_heads_and_as_many_bytes_as_its_docstring_states(
     pool, ranks, recompute
 ):
     B, Q, K, S, D = 2, 8, 2, 32, 8
@@ -224,7 +284,7 @@ def test_the_ring_carries_key_value_heads_and_as_many_bytes_as_its_docstring_say
 
 
 @pytest.mark.parametrize("ranks,heads", [(2, (8, 2)), (4, (8, 2)), (3, (6, 2))], ids=str)
-def test_ulysses_sends_as_many_bytes_as_its_docstring_says(pool, ranks, heads):
+def test_ulysses_sends_as_many_bytes_as_its_docstring_states(pool, ranks, heads):
     (Q, K), B, S, D = heads, 2, 24, 8
     q, k = (2 * B * n * S // ranks * D for n in (Q, math.lcm(K, ranks)))
     for sent in pool.run(ranks, bytes_by_call, "ulysses", (B, Q, K, S), False):
@@ -232,7 +292,7 @@ def test_ulysses_sends_as_many_bytes_as_its_docstring_says(pool, ranks, heads):
 
 
 def order_of_events() -> list[str]:
-    """What a rank does in forward and backward, one after the other."""
+    """The messages and the computations of a rank in forward and backward, in order."""
     events = []
 
     class LoggedShift(collectives.Shift):
@@ -261,7 +321,7 @@ def order_of_events() -> list[str]:
 
 def test_the_next_block_travels_while_this_one_is_computed(pool):
     forward = ["send", "attend", "wait"] * 2 + ["attend"]
-    backward = ["send", "gradients", "wait"]  # its own block, whose gradients stay at home
+    backward = ["send", "gradients", "wait"]  # its own block, whose gradients stay
     backward += ["send", "gradients", "send", "wait"]  # the first of the travelling gradients
     backward += ["gradients", "wait", "send", "wait"]  # they arrive only after the last block
     for events in pool.run(3, order_of_events):
@@ -282,7 +342,7 @@ def heads_within_ulysses(q_heads: int, kv_heads: int) -> list[int]:
     return seen
 
 
-def test_ulysses_repeats_heads_only_as_far_as_needed(pool):
+def test_ulysses_repeats_heads_only_as_often_as_needed(pool):
     assert pool.run(4, heads_within_ulysses, 8, 8)[0] == [2, 2, 2, 16]
     assert pool.run(4, heads_within_ulysses, 8, 4)[0] == [2, 1, 1, 16]
     assert pool.run(4, heads_within_ulysses, 8, 2)[0] == [2, 1, 1, 16]

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention, parallelize
-from picotron_min.block_attention import FLASH_CUDA, choose_kernel, merge_blocks
+from picotron_min.block_attention import FLASH_CUDA, choose_attention, merge_blocks
 from picotron_min.linear import linears
-from picotron_min.loss import IGNORE_INDEX, chunk_loss, head_loss
-from picotron_min.model import FlashAttention
+from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
+from picotron_min.model import FlashAttention, RepeatedAttention, SoftmaxAttention
 from picotron_min.runtime.launch import Launch, set_environment
 from picotron_min.runtime.processes import RollCall
 from tests.test_layouts import MODEL, make_config, make_training
@@ -265,7 +265,7 @@ class NotCausal(torch.nn.Module):
 
 
 def early_steps(attention: type[torch.nn.Module] = FlashAttention) -> Result:
-    with mock.patch("picotron_min.model.FlashAttention", attention):
+    with mock.patch("picotron_min.block_attention.FlashAttention", attention):
         who, result = gpu.picotron_min(ON_CPU), Result("tiny", str(attention), micro_batch=4)
         gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
     return result
@@ -350,7 +350,8 @@ def assert_near(ours: Tensor, reference: Tensor, error: float) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_ring_s_kernel_equals_attention_in_one_piece(heads, head_dim):
     """One's own keys, and those of a later rank, which only the late rows see."""
-    assert choose_kernel(GPU, torch.bfloat16, head_dim) is FLASH_CUDA
+    capability = torch.cuda.get_device_capability(GPU)
+    assert choose_attention("cuda", capability, torch.bfloat16, head_dim)[1] is FLASH_CUDA
     q_heads, kv_heads, S = *heads, 256
     torch.manual_seed(0)
     q, own_k, own_v, other_k, other_v, gradient = tensors = [
@@ -386,6 +387,26 @@ def test_the_ring_s_kernel_equals_attention_in_one_piece(heads, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeated_attention_equals_the_written_out_and_stores_no_scores(dtype):
+    S = 4096
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, S, 64, device=GPU, dtype=dtype) for n in (8, 2, 2))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = RepeatedAttention()(*leaves)
+    out.backward(torch.ones_like(out))
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * S**2, "the scores of 2 heads of 8"
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = SoftmaxAttention()(*wide)
+    expected.sum().backward()
+    assert_near(out, expected, 0.01)
+    for leaf, reference in zip(leaves, wide, strict=True):
+        assert_near(leaf.grad, reference.grad, 0.01)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_fused_loss_in_bfloat16_is_near_the_one_in_float64(compiled):
     torch.manual_seed(0)
@@ -393,9 +414,9 @@ def test_the_fused_loss_in_bfloat16_is_near_the_one_in_float64(compiled):
     targets = torch.randint(5000, (3000,), device=GPU)
     targets[::7] = IGNORE_INDEX
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
-    of_chunk = torch.compile(chunk_loss, dynamic=False) if compiled else None
+    of_stripe = torch.compile(stripe_loss, dynamic=False) if compiled else None
     with torch.autocast(GPU.type, torch.bfloat16):
-        loss = head_loss(*leaves, targets, chunk_rows=1024, of_chunk=of_chunk)
+        loss = head_loss(*leaves, targets, stripe_rows=1024, of_stripe=of_stripe)
     loss.backward()
     wide = [t.double().requires_grad_() for t in (x, weight)]
     expected = F.cross_entropy(F.linear(*wide), targets, reduction="sum")

@@ -24,7 +24,7 @@ COURSE = {
     "optimizer": {"layout", "placement"},
     "data_parallel": {"collectives"},
     "tensor_parallel": {"collectives", "linear", "loss", "model"},
-    "block_attention": set(),
+    "block_attention": {"loss", "model"},
     "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "data", "pipeline_schedule"},
     "initialise": {"mesh", "model_config", "placement"},

@@ -1,11 +1,12 @@
-"""Our cross entropies against torch's, whole and with the vocabulary split over ranks."""
+"""The loss against torch's cross entropy, with the vocabulary whole and split over ranks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_min.loss import IGNORE_INDEX, Vocabulary, cross_entropy, head_loss
+from picotron_min.loss import IGNORE_INDEX, Vocabulary, head_loss, stripe_loss
 
 N, E, V = 23, 8, 17
 
@@ -29,12 +30,12 @@ def close(ours, theirs, atol=1e-12):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 7, 23, 1000])
+@pytest.mark.parametrize("stripe_rows", [1, 7, 23, 1000])
 @pytest.mark.parametrize("form", [lambda loss: loss, lambda loss: 0.3 * loss, torch.square])
-def test_head_loss_and_its_gradients_equal_torch(chunk_rows, form):
+def test_head_loss_and_its_gradients_equal_torch(stripe_rows, form):
     x, weight, targets, _ = inputs()
     x.requires_grad_(), weight.requires_grad_()
-    ours = head_loss(x, weight, targets, chunk_rows=chunk_rows)
+    ours = head_loss(x, weight, targets, stripe_rows=stripe_rows)
     theirs = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     close(ours, theirs)
     for a, b in zip(
@@ -43,34 +44,56 @@ def test_head_loss_and_its_gradients_equal_torch(chunk_rows, form):
         close(a, b, atol=1e-10)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_token_losses_and_their_gradients_equal_torch(in_place):
+def token_losses(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary):
+    """The loss of each token, and the gradient of their sum: x = logits, w = 1."""
+    logits = logits.detach()
+    return stripe_loss(logits, torch.eye(logits.shape[1], dtype=logits.dtype), targets, vocabulary)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_token_losses_and_their_gradients_equal_torch(contiguous):
     x, weight, targets, upstream = inputs()
-    # not contiguous: every second column of a wider matrix
+    # every second column of a wider matrix
     logits = (x @ weight.T).repeat_interleave(2, dim=1)[:, ::2].requires_grad_()
     theirs = F.cross_entropy(logits, targets, reduction="none")
-    expected = gradients((theirs * upstream).sum(), logits)
-    ours = cross_entropy(logits, targets, in_place=in_place)
+    (expected,) = gradients((theirs * upstream).sum(), logits)
+    ours, gradient = token_losses(
+        logits.contiguous() if contiguous else logits, targets, Vocabulary()
+    )
     close(ours, theirs)
-    close(gradients((ours * upstream).sum(), logits), expected)
+    close(gradient * upstream[:, None], expected)
 
 
-def test_token_losses_leave_the_logits_alone_unless_told():
+def test_the_inputs_of_the_loss_are_not_changed():
     x, weight, targets, _ = inputs()
-    logits = x @ weight.T
-    before = logits.clone()
-    cross_entropy(logits, targets)
-    assert torch.equal(logits, before)
-    cross_entropy(logits, targets, in_place=True)
-    assert not torch.equal(logits, before)
+    before = [t.clone() for t in (x, weight, targets)]
+    head_loss(x.requires_grad_(), weight.requires_grad_(), targets).backward()
+    assert all(torch.equal(t, was) for t, was in zip((x, weight, targets), before, strict=True))
+
+
+def test_the_gradient_takes_the_memory_of_the_logits():
+    x, weight, targets, _ = inputs(torch.float32)
+    memory = []
+
+    class Logits(TorchDispatchMode):
+        """Records the memory of each [N, V] tensor."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == (N, V):
+                memory.append(result.untyped_storage().data_ptr())
+            return result
+
+    with Logits():
+        stripe_loss(x, weight, targets, Vocabulary())
+    assert len(set(memory)) == 1
 
 
 def test_large_logits_do_not_overflow_and_ignored_rows_have_no_gradient():
-    logits = torch.tensor([[1e4, -1e4, 0.0], [88.0, 89.0, 90.0], [3.0, 2.0, 1.0]]).requires_grad_()
+    logits = torch.tensor([[1e4, -1e4, 0.0], [88.0, 89.0, 90.0], [3.0, 2.0, 1.0]])
     targets = torch.tensor([1, 2, IGNORE_INDEX])
-    losses = cross_entropy(logits, targets)
+    losses, gradient = token_losses(logits, targets, Vocabulary())
     close(losses, F.cross_entropy(logits, targets, reduction="none"), atol=1e-5)
-    (gradient,) = gradients(losses.sum(), logits)
     assert gradient.isfinite().all() and gradient[2].abs().sum() == 0
 
 
@@ -95,13 +118,15 @@ def test_bfloat16_statistics_are_in_float32():
     x, weight, targets, _ = inputs(torch.float32)
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = head_loss(x, weight, targets, chunk_rows=8)
+        loss = head_loss(x, weight, targets, stripe_rows=8)
     assert loss.dtype == torch.float32
     logits = (x.bfloat16() @ weight.bfloat16().T).float()
     close(loss, F.cross_entropy(logits, targets, reduction="sum"), atol=1e-4)
     (gradient,) = gradients(loss, weight)
     assert gradient.dtype == torch.float32
-    assert not torch.equal(gradient, gradient.bfloat16().float()), "the sum over chunks was rounded"
+    assert not torch.equal(gradient, gradient.bfloat16().float()), (
+        "the sum over stripes was rounded"
+    )
 
 
 def reduced(op: dist.ReduceOp):
@@ -112,7 +137,7 @@ def reduced(op: dist.ReduceOp):
     return reduce
 
 
-def split_losses(chunk_rows: int) -> list[float]:
+def split_losses(stripe_rows: int) -> list[float]:
     """The largest differences of a rank's slice from the whole computed by torch."""
     x, weight, targets, upstream = inputs()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -124,22 +149,21 @@ def split_losses(chunk_rows: int) -> list[float]:
     dx, dw = gradients(theirs.sum().square(), x, weight)
 
     mine = weight.detach()[rows].requires_grad_()
-    loss = head_loss(x, mine, targets, vocabulary, chunk_rows)
+    loss = head_loss(x, mine, targets, vocabulary, stripe_rows)
     my_dx, my_dw = gradients(loss.square(), x, mine)
     dist.all_reduce(my_dx)
 
     theirs = F.cross_entropy(logits, targets, reduction="none")
     (dlogits,) = gradients((theirs * upstream).sum(), logits)
-    my_logits = logits.detach()[:, rows].requires_grad_()
-    ours = cross_entropy(my_logits, targets, vocabulary)
-    (my_dlogits,) = gradients((ours * upstream).sum(), my_logits)
+    ours, my_dlogits = token_losses(logits[:, rows], targets, vocabulary)
+    my_dlogits *= upstream[:, None]
     pairs = [(loss, theirs.sum()), (my_dx, dx), (my_dw, dw[rows]), (ours, theirs)]
     pairs.append((my_dlogits, dlogits[:, rows]))
     return [(a - b).abs().max().item() for a, b in pairs]
 
 
-@pytest.mark.parametrize("chunk_rows", [5, 1000])
+@pytest.mark.parametrize("stripe_rows", [5, 1000])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_split_vocabulary_gives_the_same_losses_and_gradients(pool, size, chunk_rows):
-    for differences in pool.run(size, split_losses, chunk_rows):
+def test_a_split_vocabulary_gives_the_same_losses_and_gradients(pool, size, stripe_rows):
+    for differences in pool.run(size, split_losses, stripe_rows):
         assert max(differences) < 1e-10
