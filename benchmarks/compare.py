@@ -75,7 +75,7 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import build_optimizer
 from picotron_min.parallelize import parallelize
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
-from picotron_min.pipeline_schedule import bubble
+from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.runtime.config import Config, Distributed
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -736,7 +736,7 @@ def scaling(row: str, results: list[Result], work: dict) -> str:
     ours, alone, crowded = results
     config = config_of(row, work)
     d, num_micro_batches = config.distributed, config.training.gradient_accumulation_steps
-    busy = 1 - bubble(d.pp_size, num_micro_batches, d.pp_chunks)
+    busy = 1 - SCHEDULES[d.pp_engine].bubble(d.pp_size, num_micro_batches, d.pp_chunks)
     shared = ratios(alone, crowded).median
     reached = 1 / (config.world_size * ratios(ours, alone).median)
     return (

@@ -53,7 +53,7 @@ from picotron_min.mesh import build_axes
 from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import build_optimizer
 from picotron_min.parallelize import apply_compile, parallelize
-from picotron_min.pipeline_schedule import build_plans
+from picotron_min.pipeline_simulator import build_plans
 from picotron_min.runtime.launch import (
     Launch,
     choose_backend,

@@ -13,6 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Rows (tokens) that the loss takes at a time, by device; see loss.py. costs.py needs it, too.
+STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
+
 
 class Coordinates(NamedTuple):
     """A rank's place in the grid."""

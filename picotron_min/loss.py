@@ -27,11 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target that does not count, as in torch and Hugging Face
+from picotron_min.layout import STRIPE_ROWS
 
-# Rows of a stripe. It reads and writes dw, 12 bytes an element of w, beside 6 FLOPs a row; a GPU
-# does 230 FLOPs in the time of a byte: that adds 45% to the products of 1024 rows, 11% to 4096.
-CHUNK_ROWS = {"cpu": 1024, "cuda": 4096}
+IGNORE_INDEX = -100  # a target that does not count, as in torch and Hugging Face
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def head_loss(
     weight: Tensor,
     targets: Tensor,
     vocabulary: Vocabulary = Vocabulary(),
-    stripe_rows: int | None = None,  # CHUNK_ROWS of the device
+    stripe_rows: int | None = None,  # STRIPE_ROWS of the device
     of_stripe: Callable[..., tuple[Tensor, Tensor]] | None = None,  # stripe_loss, maybe compiled
 ) -> Tensor:
     """x [N, E], weight [V/tp, E], targets [N] -> the summed cross entropy [], float32 or better.
@@ -57,7 +55,7 @@ def head_loss(
     share: the caller sums it over the ranks.
     """
     x = x.to(linear_dtype(x))  # under autocast, as for any linear layer
-    stripe_rows, of_stripe = stripe_rows or CHUNK_ROWS[x.device.type], of_stripe or stripe_loss
+    stripe_rows, of_stripe = stripe_rows or STRIPE_ROWS[x.device.type], of_stripe or stripe_loss
     wants_gradients = torch.is_grad_enabled()  # always False inside a Function's forward
     return _HeadLoss.apply(x, weight, targets, vocabulary, stripe_rows, of_stripe, wants_gradients)
 

@@ -39,7 +39,8 @@ from picotron_min.model import Head, Llama, SoftmaxAttention
 from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import squared_norm
 from picotron_min.pipeline_parallel import Chunk, Pipeline, Stage, keep_stage, my_stages
-from picotron_min.pipeline_schedule import Plan, build_plans, forward_only, insert_communication
+from picotron_min.pipeline_schedule import Plan
+from picotron_min.pipeline_simulator import build_plans
 from picotron_min.placement import Placement, part, placements, saved_name
 from picotron_min.tensor_parallel import apply_tensor_parallel
 
@@ -102,8 +103,7 @@ def parallelize(
         Chunk(stage, build_stage(model_config, layout, workload, axes, table, device, stage))
         for stage in my_stages(num_layers, axes.pp)
     ]
-    plans = build_plans(layout.pp_engine, layout.pp, workload.num_micro_batches, layout.pp_chunks)
-    forwards = [forward_only(workload.num_micro_batches, layout.pp_chunks)] * layout.pp
+    sizes = (layout.pp, workload.num_micro_batches, layout.pp_chunks)
     parameters = {
         saved_name(name, tied): parameter
         for chunk in chunks
@@ -122,8 +122,8 @@ def parallelize(
             positions=POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, S).to(device),
             new_activation=partial(torch.empty, shape, dtype=dtype, device=device),
         ),
-        plan=plans[axes.pp.rank],
-        eval_plan=insert_communication(forwards)[axes.pp.rank],
+        plan=build_plans(layout.pp_engine, *sizes)[axes.pp.rank],
+        eval_plan=build_plans(layout.pp_engine, *sizes, training=False)[axes.pp.rank],
         buckets=[buckets for chunk in chunks for buckets in build_buckets(chunk, table, axes)],
         autocast=partial(
             torch.autocast, device.type, torch.bfloat16, enabled=workload.dtype == "bfloat16"

@@ -121,7 +121,7 @@ BAD = {
     "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
         "pp_chunks=2 needs more than one rank to deal the stages to, and pp_size=1"),
     "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
-        'pp_engine="1f1b" has one stage a rank, not pp_chunks=2'),
+        'pp_engine="1f1b" does not fit pp_chunks=2: 1f1b has 1 chunk a rank, not 2: use 1, or'),
     "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
         "pp_layers=[2, 1] has 2 stages with 3 layers, not pp_size=2 x pp_chunks=1 = 2 stages with "
         "num_hidden_layers=4"),

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
-from picotron_min.layout import Layout, Workload
+from picotron_min.layout import STRIPE_ROWS, Layout, Workload
 from picotron_min.loss import CHUNK_ROWS
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
@@ -133,7 +133,7 @@ def test_memory_of_the_loss_is_a_chunk_of_logits_and_what_it_keeps_for_backward(
     llama, tokens, positions = build(GQA, "none")
     kept = llama(tokens, positions, tokens).grad_fn
     memory = planned(GQA, seq_length=S, micro_batch_size=B)
-    assert costs.CHUNK_ROWS == CHUNK_ROWS and min(CHUNK_ROWS.values()) > B * S
+    assert CHUNK_ROWS == STRIPE_ROWS and min(CHUNK_ROWS.values()) > B * S
     assert memory.loss == kept.dx.nbytes + kept.dw.nbytes + 4 * B * S * GQA.vocab_size
     V, E, tokens = GQA.vocab_size, GQA.hidden_size, 8192
     for device, rows in CHUNK_ROWS.items():

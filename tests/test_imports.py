@@ -14,11 +14,12 @@ COURSE = {
     "model_config": set(),
     "placement": {"layout"},
     "pipeline_schedule": set(),
+    "pipeline_simulator": {"pipeline_schedule"},
     "costs": {"layout", "model_config", "pipeline_schedule"},
     "collectives": set(),
     "mesh": {"collectives", "layout"},
     "linear": set(),
-    "loss": set(),
+    "loss": {"layout"},
     "model": {"linear", "loss", "model_config"},
     "data": {"loss"},
     "optimizer": {"layout", "placement"},
@@ -37,7 +38,8 @@ MAY_IMPORT = COURSE | {
     name: COURSE.keys() - {"parallelize"} | RUNTIME | {"runtime"} for name in RUNTIME
 }
 STANDARD_LIBRARY_ONLY = (
-    *("layout", "placement", "model_config", "json_file", "pipeline_schedule", "draw", "costs"),
+    *("layout", "placement", "model_config", "json_file", "pipeline_schedule"),
+    *("pipeline_simulator", "costs", "draw"),
 )
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 

@@ -1,53 +1,79 @@
 """Schedules are checked on paper: no processes, no tensors."""
 
+import contextlib
 import itertools
 import json
+import os
 import re
-import struct
 import subprocess
 import sys
-import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from picotron_min import pipeline_schedule
+from picotron_min import costs, pipeline_schedule
+from picotron_min.layout import Layout, Workload
 from picotron_min.pipeline_schedule import (
-    ENGINES,
     RECEIVES,
+    SCHEDULES,
     SENDS,
     Action,
     Kind,
     Plan,
+    Schedule,
+    afab,
+    bubble,
+    chunks_problem,
+    one_f_one_b,
+    peak_live,
+    stages_of,
+)
+from picotron_min.pipeline_simulator import (
     ScheduleError,
     Span,
-    bubble,
     build_plans,
-    forward_only,
-    insert_communication,
-    live_activations,
     simulate,
 )
 from picotron_min.runtime import draw
+from picotron_min.runtime.public_models import PRESETS
 
 F, B = Kind.FORWARD, Kind.BACKWARD
-# Up to twice the ranks every number of micro-batches; with chunks, those around multiples of ranks.
-CASES = [
-    (engine, ranks, m, chunks)
-    for engine, chunks in (("afab", 1), ("1f1b", 1), ("afab", 2), ("interleaved", 2))
-    for ranks in range(1, 9)
-    for m in (*range(1, 18), 31, 32)
-    if chunks == 1 or m % ranks in (0, 1, ranks - 1)
-]
-CASES += [
-    ("interleaved", ranks, m, chunks)
-    for ranks, m, chunks in itertools.product(range(1, 9), (1, 2, 5, 8, 13, 32), (1, 3, 4))
-]
+ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def all_plans() -> dict[tuple, list[Plan]]:
-    return {case: build_plans(*case) for case in CASES}
+def cases(engine: str) -> Iterator[tuple[str, int, int, int]]:
+    """Of every schedule in the registry: engine, ranks, micro-batches, chunks."""
+    # Up to twice the ranks every number of micro-batches; with 2 chunks, those around multiples of
+    # the ranks; with other numbers of chunks, a few.
+    few, usual = (1, 2, 5, 8, 13, 32), (*range(1, 18), 31, 32)
+    for ranks, chunks in itertools.product(range(1, 9), (1, 2, 3, 4)):
+        if chunks == 2:
+            micro_batches = [m for m in usual if m % ranks in (0, 1, ranks - 1)]
+        else:
+            micro_batches = usual if chunks == SCHEDULES[engine].chunks else few
+        if not chunks_problem(engine, chunks):
+            yield from ((engine, ranks, m, chunks) for m in micro_batches)
+
+
+@contextlib.contextmanager
+def registered(name: str, schedule: Schedule) -> Iterator[None]:
+    """A schedule that is in the registry and nowhere else."""
+    SCHEDULES[name] = schedule
+    try:
+        yield
+    finally:
+        del SCHEDULES[name]
+
+
+@pytest.fixture(scope="module", params=list(SCHEDULES))
+def all_plans(request) -> dict[tuple, list[Plan]]:
+    """The plans of one schedule, by case."""
+    return plans_of(request.param)
+
+
+def plans_of(engine: str, most_ranks: int = 8) -> dict[tuple, list[Plan]]:
+    return {case: build_plans(*case) for case in cases(engine) if case[1] <= most_ranks}
 
 
 def computing(plan: Plan) -> Plan:
@@ -64,34 +90,57 @@ def test_every_stage_does_every_micro_batch_once_and_backwards_in_order(all_plan
                 assert order == list(range(m))
 
 
+def places_of(case: tuple) -> list[tuple[int, int]]:
+    """The rank and chunk of each stage of a case."""
+    engine, ranks, _, chunks = case
+    return [SCHEDULES[engine].place(stage, ranks) for stage in range(ranks * chunks)]
+
+
+def test_each_rank_has_its_chunks_in_the_order_of_its_stages(all_plans):
+    for case in all_plans:
+        engine, ranks, _, chunks = case
+        of_ranks = [stages_of(engine, rank, ranks, chunks) for rank in range(ranks)]
+        assert sorted(itertools.chain(*of_ranks)) == list(range(ranks * chunks))
+        for rank, stages in enumerate(of_ranks):
+            assert [places_of(case)[s] for s in stages] == [(rank, c) for c in range(chunks)]
+
+
 def test_a_stage_that_needs_another_ranks_result_has_received_it_before(all_plans):
-    for (_, ranks, _, chunks), plans in all_plans.items():
-        ends = {F: (0, 0), B: (ranks - 1, chunks - 1)}  # (rank, chunk) that has no one before it
-        for rank, plan in enumerate(plans):
-            place = {action: index for index, action in enumerate(plan)}
-            for a in computing(plan):
+    for case, plans in all_plans.items():
+        places = places_of(case)
+        for stage, (rank, chunk) in enumerate(places):
+            index = {action: index for index, action in enumerate(plans[rank])}
+            for a in computing(plans[rank]):
+                if a.chunk != chunk:
+                    continue
                 if a.kind is B:
-                    assert place[a._replace(kind=F)] < place[a]
-                if (rank, a.chunk) != ends[a.kind] and ranks > 1:
-                    source = (rank - 1 if a.kind is F else rank + 1) % ranks
-                    receive = Action(RECEIVES[a.kind], a.micro_batch, a.chunk, source)
-                    assert place[receive] < place[a]
+                    assert index[a._replace(kind=F)] < index[a]
+                before = stage - 1 if a.kind is F else stage + 1
+                if 0 <= before < len(places):
+                    source, source_chunk = places[before]
+                    needed = Action(RECEIVES[a.kind], a.micro_batch, a.chunk, source)
+                    if source == rank:
+                        needed = Action(a.kind, a.micro_batch, source_chunk)
+                    assert index[needed] < index[a]
 
 
 def test_nothing_deadlocks_and_all_dependencies_hold_when_every_message_blocks(all_plans):
-    for (_, ranks, m, chunks), plans in all_plans.items():
-        if m <= 12:  # simulate raises otherwise
-            timeline = simulate(plans, send_time=0.5, blocking=True)
+    for case, plans in all_plans.items():
+        if case[2] <= 12:  # simulate raises otherwise
+            places = places_of(case)
+            place = SCHEDULES[case[0]].place
+            timeline = simulate(plans, send_time=0.5, blocking=True, place=place)
             end = {(s.rank, s.action): s.end for s in timeline.spans}
             for span in timeline.spans:
-                i, stage = span.action.micro_batch, span.action.chunk * ranks + span.rank
+                i, stage = span.action.micro_batch, places.index((span.rank, span.action.chunk))
                 if span.action.kind is F and stage > 0:
-                    before = (stage - 1) % ranks, Action(F, i, (stage - 1) // ranks)
-                elif span.action.kind is B and stage < ranks * chunks - 1:
-                    before = (stage + 1) % ranks, Action(B, i, (stage + 1) // ranks)
+                    rank, chunk = places[stage - 1]
+                elif span.action.kind is B and stage < len(places) - 1:
+                    rank, chunk = places[stage + 1]
                 else:
                     continue
-                assert span.start >= end[before] + (0.5 if ranks > 1 else 0)
+                sent = 0.5 if rank != span.rank else 0
+                assert span.start >= end[rank, Action(span.action.kind, i, chunk)] + sent
 
 
 def test_both_ends_of_every_pair_have_its_messages_in_the_same_order(all_plans):
@@ -106,20 +155,22 @@ def test_both_ends_of_every_pair_have_its_messages_in_the_same_order(all_plans):
 
 def test_bubble_and_live_activations_are_the_textbooks(all_plans):
     for (engine, ranks, m, chunks), plans in all_plans.items():
-        timeline = simulate(plans)
+        schedule = SCHEDULES[engine]
+        timeline = simulate(plans, place=schedule.place)
         for rank in range(ranks):
-            assert abs(timeline.bubble(rank) - bubble(ranks, m, chunks)) < 1e-12
-            assert timeline.peak_live(rank) == live_activations(engine, rank, ranks, m, chunks)
+            assert abs(timeline.bubble(rank) - schedule.bubble(ranks, m, chunks)) < 1e-12
+            assert peak_live(plans[rank]) == schedule.live(rank, ranks, m, chunks)
 
 
 def test_the_formulas_are_those_in_the_papers():
+    live = SCHEDULES["interleaved"].live
     for p, m, v in itertools.product(range(1, 9), range(1, 33), range(1, 5)):
         if m >= p or v == 1:
             assert abs(bubble(p, m, v) - (p - 1) / (m * v + p - 1)) < 1e-12
         if m % p == 0 and m > p:
-            assert live_activations("interleaved", 0, p, m, v) == min(m * v, p * v + p - 1)
-    assert [live_activations("1f1b", rank, 4, 3) for rank in range(4)] == [3, 3, 2, 1]
-    assert live_activations("afab", 3, 4, 8, 2) == 16
+            assert live(0, p, m, v) == min(m * v, p * v + p - 1)
+    assert [SCHEDULES["1f1b"].live(rank, 4, 3, 1) for rank in range(4)] == [3, 3, 2, 1]
+    assert SCHEDULES["afab"].live(3, 4, 8, 2) == 16
 
 
 def test_one_rank_accumulates_gradients_and_sends_nothing():
@@ -130,10 +181,11 @@ def test_one_rank_accumulates_gradients_and_sends_nothing():
 
 
 def test_evaluation_runs_through_all_chunks():
-    plans = insert_communication([forward_only(3, chunks=2)] * 2)
+    plans = build_plans("interleaved", 2, 3, 2, training=False)
     assert " ".join(map(str, computing(plans[1]))) == "F0 F1 F2 F0.1 F1.1 F2.1"
     assert str(plans[1][-1]) == "F2.1"  # the last stage passes nothing on
-    assert simulate(plans, blocking=True).peak_live(0) == 6
+    assert peak_live(plans[0]) == 6
+    assert simulate(plans, blocking=True).num_ranks == 2  # it does not deadlock
     assert simulate(plans).makespan == 3 * 2 + 1
 
 
@@ -160,9 +212,7 @@ def send_when_made_receive_when_needed(plans: list[Plan]) -> list[Plan]:
 
 
 def test_the_obvious_sends_deadlock_in_1f1b_and_the_circle_is_named():
-    plans = send_when_made_receive_when_needed(
-        [ENGINES["1f1b"](rank, 2, 4, 1) for rank in range(2)]
-    )
+    plans = send_when_made_receive_when_needed([one_f_one_b(rank, 2, 4) for rank in range(2)])
     assert simulate(plans).makespan == 15  # sends in the background hide the mistake
     with pytest.raises(ScheduleError) as error:
         simulate(plans, blocking=True)
@@ -181,26 +231,27 @@ def test_a_circle_names_only_the_ranks_in_it():
 
 
 @pytest.mark.parametrize(
-    "rank, action, message",
-    [
-        (0, "send F2 to rank 1", "rank 1: 'F2' needs 'send F2 to rank 1', which rank 0 never does"),
-        (1, "receive F2 from rank 0", "rank 1: 'F2' needs 'receive F2 from rank 0', which rank 1"),
-        (1, "F2", "rank 1: 'B2' needs 'F2', which rank 1 never does"),
-        (1, "B3", "rank 0: nothing makes what 'receive B3 from rank 1' carries"),
-    ],
+    "rank, action",
+    [(0, "send F2 to rank 1"), (1, "receive F2 from rank 0"), (1, "F2"), (1, "B3"), (0, "B3")],
 )
-def test_what_is_missing_is_named(rank, action, message):
+def test_what_is_missing_is_named(rank, action):
     plans = build_plans("1f1b", 2, 4)
     plans[rank] = [a for a in plans[rank] if str(a) != action]
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(ScheduleError, match=f"^rank {rank}: '{action}' is missing$"):
         simulate(plans)
-    assert message in str(error.value)
 
 
 def test_an_action_that_is_there_twice_is_named():
     plans = build_plans("afab", 2, 2)
     plans[0].append(Action(B, 1))
-    with pytest.raises(ScheduleError, match="rank 0: 'B1' is there 2 times"):
+    with pytest.raises(ScheduleError, match=r"^rank 0: 'B1' is there 2 times$"):
+        simulate(plans)
+
+
+def test_a_message_that_is_not_needed_is_named():
+    plans = build_plans("afab", 2, 2)
+    plans[1].append(Action(Kind.SEND_ACTIVATION, 0, 0, peer=0))
+    with pytest.raises(ScheduleError, match=r"^rank 1: 'send F0 to rank 0' carries nothing that"):
         simulate(plans)
 
 
@@ -209,12 +260,16 @@ def receives_first(plans: list[Plan]) -> list[Plan]:
     return [sorted(plan, key=lambda a: a.kind not in RECEIVES.values()) for plan in plans]
 
 
-@pytest.mark.parametrize("engine, chunks", [(e, 1) for e in ENGINES] + [("interleaved", 2)])
+@pytest.mark.parametrize("engine", SCHEDULES)
+@pytest.mark.parametrize("chunks", [1, 2])
 def test_receives_are_posted_early_enough(engine, chunks):
+    if chunks_problem(engine, chunks):
+        return
+    place = SCHEDULES[engine].place
     for ranks, m in ((2, 8), (4, 8), (4, 9), (8, 16)):
         plans = build_plans(engine, ranks, m, chunks)
-        best = simulate(receives_first(plans), send_time=0.25).makespan
-        assert simulate(plans, send_time=0.25).makespan <= 1.02 * best
+        best = simulate(receives_first(plans), send_time=0.25, place=place).makespan
+        assert simulate(plans, send_time=0.25, place=place).makespan <= 1.02 * best
 
 
 def test_a_longer_warm_up_hides_the_time_of_sends():
@@ -229,7 +284,8 @@ def test_a_longer_warm_up_hides_the_time_of_sends():
 
 
 def test_chunks_are_refused_where_they_have_no_meaning():
-    with pytest.raises(ValueError, match="1f1b has 1 chunk a rank, not 2: use interleaved"):
+    message = "^1f1b has 1 chunk a rank, not 2: use 1, or the engine afab or interleaved$"
+    with pytest.raises(ValueError, match=message):
         build_plans("1f1b", 2, 4, 2)
 
 
@@ -246,12 +302,14 @@ def test_four_stages_and_eight_micro_batches_fit_into_100_columns_with_all_names
         assert set(re.findall(r"[FB]\d", line)) == {f"{k}{i}" for k in "FB" for i in range(8)}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
+    """The command as a user starts it, or any other program."""
+    program = ["-c", code] if code else ["-m", "picotron_min.pipeline_schedule"]
     return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "picotron_min.pipeline_schedule", *arguments],
+        [sys.executable, "-X", "importtime", *program, *arguments],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
     )
 
 
@@ -266,90 +324,215 @@ def test_the_command_prints_drawing_and_formulas_without_torch():
     assert not loaded & {"torch", "numpy", "pydantic"}
 
 
+def test_a_reader_that_stops_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does, when it has seen enough
+    with os.fdopen(write, "wb") as pipe:
+        command = [sys.executable, "-m", "picotron_min.pipeline_schedule"]
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("engine", SCHEDULES)
+@pytest.mark.parametrize("m", [8, 11, 101])
+def test_a_drawing_that_is_too_narrow_names_the_width_that_it_needs(engine, m, capsys):
+    sizes = ["--engine", engine, "--microbatches", str(m)]
+    draw.main([*sizes, "--width", "60"])
+    needed = re.search("60 columns are too few .* --width (.*) [|] less", capsys.readouterr().out)
+    for columns, is_enough in ((int(needed[1]), True), (int(needed[1]) - 1, False)):
+        draw.main([*sizes, "--width", str(columns)])
+        out = capsys.readouterr().out
+        assert ("columns are too few" in out) is not is_enough
+        drawn = "\n".join(re.findall(r"^rank \d  (.*[·═].*)$", out, flags=re.MULTILINE))
+        assert max(map(len, drawn.splitlines())) <= columns - len("rank 0  ")
+        letters = "FfBb" if SCHEDULES[engine].chunks > 1 else "FB"
+        names = [f"{letter}{i}" for letter in letters for i in range(m)]
+        times = [len(re.findall(rf"{name}(?!\d)", drawn)) for name in names]
+        assert (times == [4] * len(names)) is is_enough  # each on each of 4 ranks
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ("--stages 0", "argument --stages: 0 is not a whole number of at least 1"),
         ("--microbatches few", "few is not a whole number of at least 1"),
-        ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use interleaved, or 1 chunk"),
+        ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or the engine afab"),
         ("--engine gpipe", "invalid choice: 'gpipe'"),
         ("--trace nowhere.json", "No such file or directory: 'nowhere.json'"),
-        ("--trace t.json --stages 2", "--trace brings its own plan"),
-        ("--png no/such/folder/a.png", "No such file or directory: 'no/such/folder/a.png'"),
+        ("--trace t.json --stages 2", "--trace contains its own plan"),
     ],
 )
-def test_bad_input_is_told_with_exit_code_2(arguments, message, capsys):
+def test_bad_input_is_reported_with_exit_code_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         draw.main(arguments.split())
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def decode_png(path: Path) -> list[bytes]:
-    """The rows of palette indices, after checking every part's checksum."""
-    data, parts, at = path.read_bytes(), {}, 8
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    while at < len(data):
-        (length,), name = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
-        content = data[at + 8 : at + 8 + length]
-        (checksum,) = struct.unpack(">I", data[at + 8 + length : at + 12 + length])
-        assert checksum == zlib.crc32(name + content)
-        parts[name], at = content, at + 12 + length
-    assert list(parts) == [b"IHDR", b"PLTE", b"IDAT", b"IEND"]
-    width, height = struct.unpack(">II", parts[b"IHDR"][:8])
-    pixels = zlib.decompress(parts[b"IDAT"])
-    assert len(pixels) == height * (width + 1)
-    assert max(pixels) < len(parts[b"PLTE"]) // 3
-    return [pixels[y * (width + 1) + 1 : (y + 1) * (width + 1)] for y in range(height)]
-
-
-def test_the_picture_has_every_box_in_its_colour(tmp_path):
-    timeline = simulate(build_plans("interleaved", 2, 4, 2))
-    draw.write_png([timeline], str(tmp_path / "a.png"))
-    rows = decode_png(tmp_path / "a.png")
-    for span in timeline.spans:
-        if span.action.peer is None:
-            y = draw.MARGIN // 2 + span.rank * draw.ROW_HEIGHT + 2  # above the digits
-            x = draw.MARGIN + int(24 * (span.start + span.end) / 2)
-            colour = draw.BACKWARD if span.action.kind is B else draw.FORWARD
-            assert rows[y][x] == colour + span.action.chunk
-    idle = draw.MARGIN + 24 * 0 + 12  # rank 1 waits for its first micro-batch
-    assert rows[draw.MARGIN // 2 + draw.ROW_HEIGHT + 2][idle] == draw.BUBBLE
-
-
-def write_trace(path: Path, spans: list[Span]) -> None:
-    """Steps 6 and 7, alike."""
+def write_trace(path: Path, spans: list[Span], **other_data: str) -> None:
+    """A trace in which steps 6 and 7 are alike; one unit of the spans is 1 ms."""
     events = [
         {
             "name": str(s.action), "ph": "X", "ts": 1e6 * step + 1000 * s.start, "tid": 0,
             "dur": 1000 * (s.end - s.start), "pid": s.rank,
             "args": {"step": step, "chunk": s.action.chunk, "micro_batch": s.action.micro_batch},
         }
-        for step in (7, 6) for s in spans
+        for step in (7, 6) for s in spans if s.action.peer is None
     ]  # fmt: skip
-    path.write_text(json.dumps({"traceEvents": [*events, {"name": "optimizer"}]}))
+    events.append({"name": "optimizer"})
+    path.write_text(json.dumps({"traceEvents": events, "otherData": other_data}))
 
 
 @pytest.mark.parametrize("engine, chunks", [("afab", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_a_trace_is_drawn_under_its_plan(engine, chunks, tmp_path, capsys):
     plans = build_plans(engine, 4, 8, chunks)
     slow = simulate(plans, send_time=1.0)
-    write_trace(tmp_path / "t.json", slow.spans)
-    draw.main(["--trace", str(tmp_path / "t.json"), "--png", str(tmp_path / "t.png")])
+    write_trace(tmp_path / "t.json", slow.spans, pp_engine=engine)
+    draw.main(["--trace", str(tmp_path / "t.json")])
     out = capsys.readouterr().out
     ideal = simulate(plans).makespan
-    assert f"planned, step 7: {ideal:.2f} ms" in out
-    assert f"measured, step 7: {slow.makespan:.2f} ms" in out
-    figures = rf"rank 2 +{bubble(4, 8, chunks):.1%} +{slow.bubble(2):.1%}\n"
+    assert f"planned, {engine}, step 7: {ideal:.2f} ms" in out
+    assert f"measured, {engine}, step 7: {slow.makespan:.2f} ms" in out
+    busy = 8 * chunks * 3
+    figures = rf"rank 2 +{bubble(4, 8, chunks):.1%} +{slow.bubble(2):.1%} +{busy:.2f} ms\n"
     assert re.search(figures, out)
-    assert len(decode_png(tmp_path / "t.png")) > 8 * draw.ROW_HEIGHT
+
+
+STEP = build_plans("interleaved", 4, 8, 2)
+
+
+def causes(
+    time_of: Callable[[int, Action], float], send_time: float, path: Path, capsys
+) -> dict[str, float]:
+    """What the command names as causes of a difference between plan and trace, in ms."""
+    measured = simulate(STEP, time_of, send_time)
+    write_trace(path, measured.spans, pp_engine="interleaved")
+    draw.main(["--trace", str(path)])
+    out = capsys.readouterr().out
+    total, rest = re.search(r"\n([-+][\d.]+) ms from the plan, of which\n(.*)", out, re.S).groups()
+    found = {name: float(ms) for ms, name in re.findall(r"  +([-+][\d.]+) ms  (.*)\n", rest)}
+    assert len(found) == 4
+    assert sum(found.values()) == pytest.approx(float(total), abs=0.05)
+    return found
+
+
+def textbook(rank: int, action: Action) -> float:
+    return 10.0 if action.kind is F else 20.0
+
+
+@pytest.mark.parametrize(
+    "time_of, send_time, cause",
+    [
+        (textbook, 3.0, "sends, and all else that happens between the actions"),
+        (
+            lambda rank, a: textbook(rank, a) * (2 if rank == 2 else 1),
+            0.0,
+            "imbalance: rank 2 computes 1.60 times the mean (more layers, or a slow rank)",
+        ),
+        (
+            lambda rank, a: textbook(rank, a) * (1.5 if a.chunk else 0.5),
+            0.0,
+            "imbalance between the chunks of a rank",
+        ),
+        (
+            lambda rank, a: textbook(rank, a) * (9 if a.micro_batch == 3 else 1),
+            0.0,
+            "actions that differ from the mean of their stage",
+        ),
+    ],
+)
+def test_the_cause_of_a_slow_step_is_named_with_its_time(
+    time_of, send_time, cause, tmp_path, capsys
+):
+    found = causes(time_of, send_time, tmp_path / "t.json", capsys)
+    assert found.pop(cause) > 10
+    assert set(found.values()) == {0}
+
+
+def vee(stage: int, ranks: int) -> tuple[int, int]:
+    """The second half of the stages goes back over the ranks: 0 1 1 0."""
+    return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
+
+
+AFAB_IN_A_V = Schedule(
+    afab,
+    bubble=lambda p, m, v: (p - 1) / (m + p - 1),  # both turns at an end of the V cost nothing
+    live=lambda rank, p, m, v: 2 * m,
+    about="all forwards first, in a V",
+    place=vee,
+    chunks=2,
+    fixed_chunks=True,
+)
+
+
+def test_a_schedule_that_is_in_the_registry_and_nowhere_else_is_complete(tmp_path, capsys):
+    with registered("afab_v", AFAB_IN_A_V):
+        plans = plans_of("afab_v")
+        for check in CHECKS_OF_PLANS:
+            check(plans)
+        # Neighbours on one rank send nothing to each other.
+        assert not any(a.peer is not None for a in build_plans("afab_v", 1, 3, 2)[0])
+        draw.main(["--engine", "afab_v", "--stages", "2", "--microbatches", "2", "--width", "44"])
+        assert "rank 0  F0F1····f0f1b0══b1══········B0══B1══\n" in (out := capsys.readouterr().out)
+        assert re.search(r"rank 1 +33.3% +33.3% +4 +4\n\nall forwards first, in a V", out)
+        timeline = simulate(plans["afab_v", 2, 2, 2], place=vee)
+        write_trace(tmp_path / "t.json", timeline.spans, pp_engine="afab_v")
+        draw.main(["--trace", str(tmp_path / "t.json")])
+        assert "+0.00 ms from the plan" in capsys.readouterr().out
+        # Both ends are on the first rank, which therefore needs a tied embedding only once.
+        layout = Layout(pp=2, pp_engine="afab_v", pp_chunks=2, pp_layers=(1, 1, 1, 1))
+        model_config = PRESETS["tiny"].override(tie_word_embeddings=True, num_hidden_layers=4)
+        memory = costs.memory_per_rank(model_config, layout, Workload(64, num_micro_batches=2))
+        layer = costs.parameter_count(model_config.override(num_hidden_layers=1))
+        layer = costs.parameter_count(model_config.override(num_hidden_layers=2)) - layer
+        assert memory.weights == 4 * (costs.parameter_count(model_config) - 2 * layer)
+
+
+def test_a_schedule_with_a_wrong_formula_or_order_fails_the_checks():
+    for wrong in (
+        AFAB_IN_A_V._replace(bubble=bubble),
+        AFAB_IN_A_V._replace(live=lambda rank, p, m, v: m),
+        AFAB_IN_A_V._replace(plan=lambda *sizes: [a for a in afab(*sizes) if a.micro_batch]),
+        AFAB_IN_A_V._replace(plan=lambda *sizes: afab(*sizes)[::-1]),
+        AFAB_IN_A_V._replace(place=lambda stage, ranks: (stage // 2, stage % 2)),
+    ):
+        with registered("wrong", wrong), pytest.raises((AssertionError, ValueError)):
+            plans = plans_of("wrong", most_ranks=3)
+            for check in CHECKS_OF_PLANS:
+                check(plans)
+
+
+def test_the_config_offers_every_schedule_of_the_registry():
+    result = run(
+        code="from picotron_min.pipeline_schedule import SCHEDULES\n"
+        "SCHEDULES['other'] = SCHEDULES['1f1b']._replace(chunks=3)\n"
+        "from picotron_min.runtime.config_file import ConfigError, parse_config\n"
+        "for changes in ({'pp_engine': 'gpipe'}, {'pp_engine': 'other', 'pp_chunks': 2}):\n"
+        "    try: parse_config({'distributed': changes | {'pp_size': 2}})\n"
+        "    except ConfigError as error: print(error)\n"
+    )
+    assert result.returncode == 0
+    assert "must be 'afab', '1f1b', 'interleaved' or 'other'" in result.stdout
+    assert "other has 3 chunks a rank, not 2: use 3, or the engine afab or" in result.stdout
+
+
+CHECKS_OF_PLANS = [
+    test_every_stage_does_every_micro_batch_once_and_backwards_in_order,
+    test_each_rank_has_its_chunks_in_the_order_of_its_stages,
+    test_a_stage_that_needs_another_ranks_result_has_received_it_before,
+    test_nothing_deadlocks_and_all_dependencies_hold_when_every_message_blocks,
+    test_both_ends_of_every_pair_have_its_messages_in_the_same_order,
+    test_bubble_and_live_activations_are_the_textbooks,
+]
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "is not a trace of ours: JSONDecodeError"),
-        ('{"events": []}', "is not a trace of ours: KeyError('traceEvents')"),
+        ("{", "is not a trace of a pipeline: JSONDecodeError"),
+        ("[]", "is not a trace of a pipeline: AttributeError"),
+        ('{"events": []}', "is not a trace of a pipeline: KeyError('traceEvents')"),
+        ('{"otherData": {"pp_engine": "x"}}', "is not a trace of a pipeline: KeyError('x')"),
         ('{"traceEvents": []}', "has forwards and backwards of ranks []"),
         (
             '{"traceEvents": [{"name": "F0", "ph": "X", "ts": 1, "dur": 2, "pid": 1,'
@@ -359,11 +542,11 @@ def test_a_trace_is_drawn_under_its_plan(engine, chunks, tmp_path, capsys):
         (
             '{"traceEvents": [{"name": "B0", "ph": "X", "ts": 1, "dur": 2, "pid": 0,'
             ' "args": {"step": 1, "chunk": 0, "micro_batch": 0}}]}',
-            "rank 0: 'B0' needs 'F0', which rank 0 never does",
+            "rank 0: 'F0' is missing",
         ),
     ],
 )
-def test_a_file_that_is_no_trace_is_told(content, message, tmp_path, capsys):
+def test_a_file_that_is_no_trace_is_refused(content, message, tmp_path, capsys):
     path = tmp_path / "t.json"
     path.write_text(content)
     with pytest.raises(SystemExit) as exit:

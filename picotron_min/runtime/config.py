@@ -28,6 +28,7 @@ from pydantic import (
 
 from picotron_min.layout import Layout, Recipe, Workload
 from picotron_min.model_config import ModelConfig
+from picotron_min.pipeline_schedule import SCHEDULES
 
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
@@ -51,8 +52,8 @@ class Distributed(Section):
     cp_size: PositiveInt = 1  # context parallel: every sequence is cut
     pp_size: PositiveInt = 1  # pipeline parallel: the layers are dealt out
     dp_size: PositiveInt = 1  # data parallel: the batch is dealt out
-    pp_engine: Literal["afab", "1f1b", "interleaved"] = "1f1b"
-    pp_chunks: PositiveInt = 1  # stages a rank has, for afab and interleaved
+    pp_engine: Literal[tuple(SCHEDULES)] = "1f1b"  # see pipeline_schedule.py
+    pp_chunks: PositiveInt = 1  # stages of a rank, for schedules that take several
     pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced
     cp_engine: Literal["ring", "ulysses"] = "ring"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence

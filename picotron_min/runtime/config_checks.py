@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from picotron_min.model_config import ModelConfig
+from picotron_min.pipeline_schedule import chunks_problem
 from picotron_min.runtime.config import Config, ConfigError, choice, shown
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.public_models import PRESETS, find_preset, from_hf
@@ -29,9 +30,9 @@ def problems_of(config: Config) -> list[str]:
 
 def _run_problems(config: Config) -> list[str]:
     d, t = config.distributed, config.training
-    # The ring cuts a sequence into two chunks a rank, tensor parallelism cuts a rank's part again.
-    chunks = d.cp_size * (2 if d.cp_engine == "ring" and d.cp_size > 1 else 1)
-    pieces = math.lcm(chunks, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
+    # The ring cuts a sequence into two pieces a rank, tensor parallelism cuts a rank's part again.
+    pieces = d.cp_size * (2 if d.cp_engine == "ring" and d.cp_size > 1 else 1)
+    pieces = math.lcm(pieces, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
     shorter = t.seq_length // pieces * pieces
     checks = [
         (
@@ -72,9 +73,8 @@ def _run_problems(config: Config) -> list[str]:
             f" pp_size={d.pp_size}: use pp_chunks 1, or a larger pp_size",
         ),
         (
-            d.pp_chunks > 1 and d.pp_engine == "1f1b",
-            f'pp_engine="1f1b" has one stage a rank, not pp_chunks={d.pp_chunks}:'
-            " use pp_chunks 1, or the engine interleaved",
+            chunks := chunks_problem(d.pp_engine, d.pp_chunks),
+            f'pp_engine="{d.pp_engine}" does not fit pp_chunks={d.pp_chunks}: {chunks}',
         ),
     ]
     return [message for wrong, message in checks if wrong]

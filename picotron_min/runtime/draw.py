@@ -1,69 +1,65 @@
-"""Draw pipeline schedules, planned and measured, as text and as a PNG; the command line for it.
+"""Draw pipeline schedules, planned and measured, as text; the command line for it.
 
     python -m picotron_min.pipeline_schedule --engine interleaved --stages 4 --microbatches 8
     python -m picotron_min.pipeline_schedule --trace FILE    what a run measured, under its plan
 
-Standard library only, so that it answers at once.
+Standard library only, so that it starts at once.
 """
 
 import argparse
 import json
+import math
+import os
 import shutil
-import struct
-import zlib
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from picotron_min.pipeline_schedule import (
-    ENGINES,
-    Action,
-    Kind,
+from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, peak_live
+from picotron_min.pipeline_simulator import (
     Span,
     Timeline,
-    bubble,
     build_plans,
-    group_sizes,
     insert_communication,
-    live_activations,
     simulate,
 )
 
-FORMULAS = {
-    "afab": "bubble (p-1) / (mv + p-1), live activations mv",
-    "1f1b": "bubble (p-1) / (m + p-1), live activations min(m, p - rank)",
-    "interleaved": "bubble (p-1) / (mv + p-1), live activations (v-1) p + 2 (p - rank) - 1",
-}
+MARGIN = len("rank 0  ")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m picotron_min.pipeline_schedule",
         description="Draw a pipeline schedule, with its bubble and its live activations.",
+        epilog="p ranks, m micro-batches, v chunks a rank.\n"
+        + "\n".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--engine", choices=ENGINES, help="default: 1f1b")
+    parser.add_argument("--engine", choices=SCHEDULES, help="default: 1f1b")
     size = {"type": _at_least_one}
     parser.add_argument("--stages", **size, metavar="P", help="ranks; default: 4")
     parser.add_argument("--microbatches", **size, metavar="M", help="default: 8")
-    parser.add_argument(
-        "--chunks", **size, metavar="V", help="a rank; default: 2 if interleaved, else 1"
-    )
+    parser.add_argument("--chunks", **size, metavar="V", help="a rank; default: the engine's")
     parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
-    parser.add_argument("--png", metavar="FILE", help="write a picture, too")
     parser.add_argument("--width", **size, metavar="COLUMNS", help="default: the terminal's")
     options = parser.parse_args(arguments)
     width = options.width or shutil.get_terminal_size((100, 24)).columns
     try:
         if options.trace is None:
             engine = options.engine or "1f1b"
-            chunks = options.chunks or (2 if engine == "interleaved" else 1)
-            sizes = (options.stages or 4, options.microbatches or 8, chunks)
-            timelines = show_plan(engine, *sizes, width)
+            chunks = options.chunks or SCHEDULES[engine].chunks
+            show_plan(engine, options.stages or 4, options.microbatches or 8, chunks, width)
         elif options.engine or options.stages or options.microbatches or options.chunks:
-            raise ValueError("--trace brings its own plan: give no engine, stages, ... with it")
+            raise ValueError("--trace contains its own plan: omit --engine, --stages and the like")
         else:
-            timelines = show_trace(options.trace, width)
-        if options.png:
-            write_png(timelines, options.png)
+            show_trace(options.trace, width)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; Python would flush once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.error(str(error))  # exit code 2
 
@@ -74,185 +70,144 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def show_plan(
-    engine: str, ranks: int, num_micro_batches: int, chunks: int, width: int
-) -> list[Timeline]:
-    """Print a schedule's timeline and its figures beside the textbook's; returns the timeline."""
-    sizes = (ranks, num_micro_batches, chunks)
-    timeline = simulate(build_plans(engine, *sizes))
+def show_plan(engine: str, ranks: int, num_micro_batches: int, chunks: int, width: int) -> None:
+    """Print a schedule's timeline and its figures beside the textbook's."""
+    schedule, sizes = SCHEDULES[engine], (ranks, num_micro_batches, chunks)
+    plans = build_plans(engine, *sizes)
+    timeline = simulate(plans, place=schedule.place)
     print(
-        f"{engine}: p={ranks} ranks, m={num_micro_batches} micro-batches, v={chunks} chunks a rank"
+        f"{engine}: p = {ranks} ranks, m = {num_micro_batches} micro-batches, v = {chunks} chunks"
     )
     print("F0 is the forward of micro-batch 0, B0 its backward, which takes twice as long")
     if chunks > 1:
         print("f0, b0: of odd chunks. A chunk is 1/v of a rank's layers, and so is an activation")
-    print(f"\n{draw(timeline, width)}\n\n        bubble  formula  peak live  formula")
-    for rank in range(ranks):
+    print(f"\n{draw(timeline, width)}\n\n{_too_narrow(timeline, width)}", end="")
+    print("        bubble  formula  peak live  formula")
+    for rank, plan in enumerate(plans):
         print(
-            f"rank {rank:<2}{timeline.bubble(rank):7.1%}  {bubble(*sizes):7.1%}"
-            f"  {timeline.peak_live(rank):9}  {live_activations(engine, rank, *sizes):7}"
+            f"rank {rank:<2}{timeline.bubble(rank):7.1%}  {schedule.bubble(*sizes):7.1%}"
+            f"  {peak_live(plan):9}  {schedule.live(rank, *sizes):7}"
         )
-    print(f"\nformula: {FORMULAS[engine]}")
-    if num_micro_batches < ranks and chunks > 1:
-        print("m < p: every way round the ranks is waited for, and the bubble is larger than that")
-    elif num_micro_batches % ranks and engine == "interleaved":
-        group = max(group_sizes(ranks, num_micro_batches))
-        print(
-            f"p does not divide m: micro-batches go in groups of up to {group}, not p; more is live"
-        )
-    return [timeline]
+    print("\n" + textwrap.fill(schedule.about, max(width, 40)))
 
 
 def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
     """One line of text a rank; give a makespan to draw several timelines to one scale."""
-    scale = max(1, width - len("rank 0  ")) / (makespan or timeline.makespan)
+    scale = max(1, width - MARGIN) / (makespan or timeline.makespan)
     if scale > 1:  # in whole columns, so that equal times look equal
         scale = int(scale)
-    lines = []
-    for rank in range(timeline.num_ranks):
-        line = ["·"] * round(timeline.makespan * scale)
-        for span, left, right in _boxes(timeline, rank, scale):
-            line[left:right] = _label(span.action, right - left)
-        lines.append(f"rank {rank:<2} " + "".join(line))
-    return "\n".join(lines)
-
-
-def _boxes(timeline: Timeline, rank: int, scale: float) -> list[tuple[Span, int, int]]:
-    """The computing of a rank, each with where it begins and ends when drawn."""
     origin = min(span.start for span in timeline.spans)
-    return [
-        (span, round((span.start - origin) * scale), round((span.end - origin) * scale))
-        for span in timeline.spans
-        if span.rank == rank and span.action.peer is None
-    ]
+    lines = [["·"] * round(timeline.makespan * scale) for _ in range(timeline.num_ranks)]
+    for rank, action, start, end in timeline.spans:
+        if action.peer is None:
+            left, right = (int((time - origin) * scale + 1e-6) for time in (start, end))
+            lines[rank][left:right] = _label(action, right - left)
+    return "\n".join(f"rank {rank:<2} " + "".join(line) for rank, line in enumerate(lines))
 
 
 def _label(action: Action, columns: int) -> str:
-    """The most telling of the action's names that fits, in exactly so many columns."""
-    letter = action.kind.value.lower() if action.chunk % 2 else action.kind.value
+    """As much of the action's name as fits, in exactly so many columns."""
     number = str(action.micro_batch)
-    names = [letter + number, number, number[-1], ""]
+    names = [_name(action), number, number[-1], ""]
     fill = "═" if action.kind is Kind.BACKWARD else "─"
     return next(name for name in names if len(name) <= columns).ljust(columns, fill)
 
 
-def show_trace(path: str, width: int) -> list[Timeline]:
-    """Draw a measured step under its plan: the same order of work, all ranks equally fast."""
-    step, measured = read_trace(path)
-    plans = [
-        [span.action for span in measured.spans if span.rank == rank]
-        for rank in range(measured.num_ranks)
+def _name(action: Action) -> str:
+    letter = action.kind.value.lower() if action.chunk % 2 else action.kind.value
+    return letter + str(action.micro_batch)
+
+
+def _too_narrow(timeline: Timeline, width: int, makespan: float = 0.0) -> str:
+    """A line with the width that `draw` needs for all names, if that is more than there is."""
+    spans = [span for span in timeline.spans if span.action.peer is None]
+    scale = max(len(_name(span.action)) / (span.end - span.start) for span in spans)
+    needed = MARGIN + math.ceil((makespan or timeline.makespan) * scale)
+    if width >= needed:
+        return ""
+    return f"{width} columns are too few to name each action: --width {needed} | less -S\n\n"
+
+
+def show_trace(path: str, width: int) -> None:
+    """Draw a measured step under its plan, and explain the difference between the two."""
+    engine, step, measured = read_trace(path)
+    place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
+    plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
+    plans = insert_communication(plans, place)
+    # From the plan towards the measurement: each time the durations are means over fewer actions.
+    models = [
+        simulate(plans, mean_times(measured, key), place=place)
+        for key in (
+            lambda rank, action: action.kind,  # the plan: the same order, all ranks equally fast
+            lambda rank, action: (action.kind, rank),
+            lambda rank, action: (action.kind, rank, action.chunk),
+            lambda rank, action: (rank, action),
+        )
     ]
-    means = []
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        times = [span.end - span.start for span in measured.spans if span.action.kind is kind]
-        means.append(fmean(times) if times else 0.0)
-    planned = simulate(insert_communication(plans), *means)
-    makespan = max(planned.makespan, measured.makespan)
+    planned, makespan = models[0], max(models[0].makespan, measured.makespan)
     for name, timeline in (("planned", planned), ("measured", measured)):
-        print(f"{name}, step {step}: {timeline.makespan / 1000:.2f} ms")
+        print(f"{name}, {engine}, step {step}: {timeline.makespan / 1000:.2f} ms")
         print(draw(timeline, width, makespan), "\n")
-    print(f"mean forward {means[0] / 1000:.2f} ms, backward {means[1] / 1000:.2f} ms\n")
-    print("        planned bubble  measured bubble")
-    for rank in range(measured.num_ranks):
-        print(f"rank {rank:<2}{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}")
-    return [planned, measured]
+    print(_too_narrow(planned, width, makespan), end="")
+    durations = {s.action.kind: (s.end - s.start) / 1000 for s in planned.spans}
+    print(f"mean forward {durations.get(Kind.FORWARD, 0):.2f} ms,", end=" ")
+    print(f"backward {durations.get(Kind.BACKWARD, 0):.2f} ms\n")
+    print("        planned bubble  measured bubble   computes")
+    for rank in ranks:
+        print(
+            f"rank {rank:<2}{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}"
+            f"  {measured.busy(rank) / 1000:6.2f} ms"
+        )
+    slow = max(ranks, key=measured.busy)
+    ratio = measured.busy(slow) / fmean(measured.busy(rank) for rank in ranks)
+    print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan, of which")
+    causes = [
+        f"imbalance: rank {slow} computes {ratio:.2f} times the mean (more layers, or a slow rank)",
+        "imbalance between the chunks of a rank",
+        "actions that differ from the mean of their stage",
+        "sends, and all else that happens between the actions",
+    ]
+    for (before, after), cause in zip(pairwise([*models, measured]), causes, strict=True):
+        print(f"  {(after.makespan - before.makespan) / 1000:+8.2f} ms  {cause}")
 
 
-def read_trace(path: str) -> tuple[int, Timeline]:
-    """The last step in a Chrome trace: its number, and its timeline in microseconds.
+def mean_times(measured: Timeline, key: Callable[[int, Action], object]) -> Callable:
+    """For `simulate`: an action takes the mean time of all measured ones that have its key."""
+    times = defaultdict(list)
+    for rank, action, start, end in measured.spans:
+        times[key(rank, action)].append(end - start)
+    means = {name: fmean(values) for name, values in times.items()}
+    return lambda rank, action: means[key(rank, action)]
+
+
+def read_trace(path: str) -> tuple[str, int, Timeline]:
+    """The last step in a Chrome trace: its engine, its number, and its timeline in microseconds.
 
     Forwards and backwards are the events whose `args` have step, micro_batch and chunk and whose
-    name begins with F or B; `pid` is the rank within the pipeline. Others are passed over.
+    name begins with F or B; `pid` is the rank within the pipeline. Other events are ignored.
     Raises ValueError where there is no such step.
     """
     try:
-        events = json.loads(Path(path).read_text())["traceEvents"]
-        events = [e for e in events if e["name"][:1] in ("F", "B") and "step" in e.get("args", {})]
+        trace = json.loads(Path(path).read_text())
+        engine = trace.get("otherData", {}).get("pp_engine", "1f1b")
+        SCHEDULES[engine]  # a KeyError names an unknown engine
+        events = [e for e in trace["traceEvents"] if e["name"][:1] in ("F", "B")]
+        events = [e for e in events if "step" in e.get("args", {})]
         step = max((e["args"]["step"] for e in events), default=None)
         spans = []
         for e in sorted(events, key=lambda e: e["ts"]):
             if e["args"]["step"] == step:
-                kind, args = Kind(e["name"][0]), e["args"]
-                action = Action(kind, args["micro_batch"], args["chunk"])
+                action = Action(Kind(e["name"][0]), e["args"]["micro_batch"], e["args"]["chunk"])
                 spans.append(Span(e["pid"], action, e["ts"], e["ts"] + e["dur"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a trace of ours: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
     ranks = sorted({span.rank for span in spans})
     if not ranks or ranks != list(range(len(ranks))):
         raise ValueError(
             f"{path} has forwards and backwards of ranks {ranks}: it must have those of all the"
             " ranks of one pipeline, counted from 0"
         )
-    return step, Timeline(len(ranks), spans)
-
-
-# Indexed colours of the picture; a chunk has its own shade.
-PALETTE = ["ffffff", "eeeeee", "000000"]  # paper, bubble, digits
-PALETTE += ["8ab4f8", "c6dafc", "5e8ee6", "a9c8fa", "81c995", "ceead6", "5bb974", "a8dab5"]
-PAPER, BUBBLE, INK, FORWARD, BACKWARD, SHADES = 0, 1, 2, 3, 7, 4
-# Each digit is five rows of three pixels, a row written as an octal number.
-FONT = ["75557", "26227", "71747", "71717", "55711", "74717", "74757", "71111", "75757", "75717"]
-ZOOM, ROW_HEIGHT, MARGIN = 2, 24, 28
-
-
-def write_png(timelines: list[Timeline], path: str) -> None:
-    """A picture of timelines, one below the other, to one scale."""
-    makespan = max(timeline.makespan for timeline in timelines)
-    scale = min(24.0, 1600 / makespan)  # a forward is 24 pixels, or all fits into 1600
-    width = round(makespan * scale) + 2 * MARGIN
-    rows: list[bytearray] = []
-    for timeline in timelines:
-        rows += _paper(width, MARGIN // 2)
-        for rank in range(timeline.num_ranks):
-            row = _paper(width, ROW_HEIGHT)
-            _digits(row, rank, 0, MARGIN)
-            _fill(row, MARGIN, MARGIN + round(timeline.makespan * scale), BUBBLE)
-            for span, left, right in _boxes(timeline, rank, scale):
-                colour = BACKWARD if span.action.kind is Kind.BACKWARD else FORWARD
-                _fill(row, MARGIN + left, MARGIN + right, colour + span.action.chunk % SHADES)
-                _digits(row, span.action.micro_batch, MARGIN + left, MARGIN + right)
-            rows += row
-    rows += _paper(width, MARGIN // 2)
-    header = struct.pack(">IIBBBBB", width, len(rows), 8, 3, 0, 0, 0)  # 8 bits, a palette
-    pixels = zlib.compress(b"".join(b"\0" + row for row in rows))  # 0: the row is not filtered
-    with open(path, "wb") as file:
-        file.write(b"\x89PNG\r\n\x1a\n")
-        for name, data in (
-            (b"IHDR", header),
-            (b"PLTE", bytes.fromhex("".join(PALETTE))),
-            (b"IDAT", pixels),
-            (b"IEND", b""),
-        ):
-            checksum = zlib.crc32(name + data)
-            file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum))
-
-
-def _paper(width: int, height: int) -> list[bytearray]:
-    return [bytearray([PAPER]) * width for _ in range(height)]
-
-
-def _fill(rows: list[bytearray], left: int, right: int, colour: int) -> None:
-    """A box with a pixel of paper around it, if there is room."""
-    for row in rows[1:-1]:
-        row[left : right - 1] = bytes([colour]) * max(0, right - 1 - left)
-
-
-def _digits(rows: list[bytearray], number: int, left: int, right: int) -> None:
-    """A number in the middle of a box, or nothing if it does not fit."""
-    text = str(number)
-    advance = 4 * ZOOM  # three pixels and a gap
-    x = (left + right - advance * len(text) + ZOOM) // 2
-    if x <= left:
-        return
-    top = (len(rows) - 5 * ZOOM) // 2
-    for digit in text:
-        for y in range(5 * ZOOM):
-            bits = int(FONT[int(digit)][y // ZOOM])
-            for dx in range(3 * ZOOM):
-                if bits & (4 >> dx // ZOOM):
-                    rows[top + y][x + dx] = INK
-        x += advance
+    return engine, step, Timeline(len(ranks), spans)
 
 
 if __name__ == "__main__":
