@@ -236,7 +236,7 @@ def loop(
     )
     traced_steps = 3 if config.logging.trace_file else 0  # after two that warm up
     traced = range(first_step + 2, first_step + 2 + traced_steps)
-    trace = Trace(traced, model.axes.pp, inputs.device)
+    trace = Trace(traced, model.axes.pp, inputs.device, config.distributed.pp_engine)
     roll_call.listen_for_sigterm()
     with Console(first_step + 1, last_step, prints=is_writer) as console:
         console.header("picotron-min", describe(config, inputs))

@@ -1,11 +1,13 @@
-"""When each rank of a pipeline did what, measured: a Chrome trace to lay beside the plan.
+"""When each rank of a pipeline computed what, measured: a Chrome trace to lay beside the plan.
 
     python -m picotron_min.pipeline_schedule --trace FILE     draws it under the plan
     chrome://tracing or ui.perfetto.dev                       opens it, too
 
-Only the forwards and backwards themselves are timed, not the wait for what they need: that is the
-bubble. On a GPU the device is synchronised around each, which costs what overlap there was in it;
-so only a few steps are traced. The clock is one per machine: between nodes it may be off.
+Only forwards and backwards are timed, not the wait for what they need: that is the bubble. On a GPU
+events on its stream mark when they begin and end, and are read when the run is over. To synchronise
+the device instead would wait for all outstanding messages, too, which can deadlock.
+
+Approximate: the clock of a GPU is compared with its host's once a step, and nodes' clocks differ.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,47 +27,58 @@ from picotron_min.pipeline_schedule import Action
 Watch = Callable[[Action], AbstractContextManager]
 
 
-class Trace:
-    """Events of the steps in `steps`, on every rank of one pipeline."""
+class HostEvent:
+    """For a CPU, what of torch.cuda.Event is used here."""
 
-    def __init__(self, steps: range, pp: Axis, device: torch.device) -> None:
-        self.steps, self.pp, self.events = steps, pp, []
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        return (end.time - self.time) * 1e3  # ms
+
+
+class Trace:
+    """The forwards and backwards of the steps in `steps`, on every rank of one pipeline."""
+
+    def __init__(self, steps: range, pp: Axis, device: torch.device, pp_engine: str) -> None:
+        self.steps, self.pp, self.pp_engine, self.events = steps, pp, pp_engine, []
+        self.is_cuda = device.type == "cuda"
 
     def watch(self, step: int) -> Watch:
-        """What the pipeline does its actions within, in a step."""
+        """The context that the pipeline runs each forward and backward of a step in."""
         if step not in self.steps:
             return contextlib.nullcontext
+        origin = self._record()
+        origin.synchronize()  # no message of this step is posted yet, so this cannot deadlock
+        at = time.time() * 1e6
 
         @contextlib.contextmanager
         def timed(action: Action) -> Iterator[None]:
-            self._wait()
-            began = time.time()
+            began = self._record()
             yield
-            self._wait()
-            self.events.append(
-                {
-                    "name": str(action),
-                    "ph": "X",
-                    "ts": began * 1e6,
-                    "dur": (time.time() - began) * 1e6,
-                    "pid": self.pp.rank,
-                    "tid": 0,
-                    "args": {
-                        "step": step,
-                        "micro_batch": action.micro_batch,
-                        "chunk": action.chunk,
-                    },
-                }
-            )
+            self.events.append((step, action, at, origin, began, self._record()))
 
         return timed
 
+    def _record(self) -> torch.cuda.Event | HostEvent:
+        event = torch.cuda.Event(enable_timing=True) if self.is_cuda else HostEvent()
+        event.record()
+        return event
+
     def write(self, path: Path) -> None:
         """Gather all ranks' events on the first rank of the pipeline, which writes the file."""
-        gathered = [None] * self.pp.size if self.pp.rank == 0 else None
-        dist.gather_object(self.events, gathered, group=self.pp.group, group_dst=0)
+        events, gathered = [], [None] * self.pp.size if self.pp.rank == 0 else None
+        for step, action, at, origin, began, ended in self.events:
+            ended.synchronize()
+            args = {"step": step, "micro_batch": action.micro_batch, "chunk": action.chunk}
+            start, duration = origin.elapsed_time(began) * 1e3, began.elapsed_time(ended) * 1e3
+            event = {"name": str(action), "ph": "X", "ts": at + start, "dur": duration}
+            events.append(event | {"pid": self.pp.rank, "tid": 0, "args": args})
+        dist.gather_object(events, gathered, group=self.pp.group, group_dst=0)
         if self.pp.rank == 0:
-            events = [event for of_rank in gathered for event in of_rank]
+            trace = {"traceEvents": [*chain(*gathered)], "otherData": {"pp_engine": self.pp_engine}}
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"traceEvents": events}) + "\n")
+            path.write_text(json.dumps(trace) + "\n")
