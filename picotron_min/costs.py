@@ -141,7 +141,7 @@ def _memory_of(
 
     tokens = workload.micro_batch_size * workload.seq_length // layout.cp
     schedule, sizes = SCHEDULES[layout.pp_engine], (workload.num_micro_batches, layout.pp_chunks)
-    live = schedule.live(rank, layout.pp, *sizes) / layout.pp_chunks  # micro-batches
+    live = schedule.live_activations(rank, layout.pp, *sizes) / layout.pp_chunks  # micro-batches
     saved, everything, selective = (
         saved_per_token(model_config, dtype, recompute, tp, layout.sequence_parallel)
         for recompute in (workload.recompute, "none", "selective")

@@ -13,11 +13,11 @@ A schedule is a pure function of (rank, ranks, micro-batches, chunks). pipeline_
 the sends and receives and runs plans on paper; pipeline_parallel.py runs them on tensors. With one
 stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ..., so training needs no second kind of step.
 
-Look at one:  python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8
+    python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8
 
-Cost: per micro-batch and boundary between stages, one activation forward and one gradient of its
-shape back; v chunks make about v times as many boundaries. In production: torch's
-`torch.distributed.pipelining`. Standard library only, so that it runs without torch.
+draws one without torch. Cost: per micro-batch and boundary between stages, one activation forward
+and one gradient of its shape back; v chunks make about v times as many boundaries. In production:
+`torch.distributed.pipelining`.
 """
 
 import runpy
@@ -59,15 +59,12 @@ Plan = list[Action]  # of one rank
 
 
 def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
-    """All forwards, then all backwards.
-
-    Source: Huang et al. 2019, "GPipe"; with chunks, Lamy-Poirier 2023, "Breadth-First Pipelines".
-    """
+    """All forwards, then all backwards (Huang et al. 2019, "GPipe"; chunks: Lamy-Poirier 2023)."""
     return _alternating([num_micro_batches], chunks, warmup=num_micro_batches * chunks)
 
 
 def one_f_one_b(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
-    """As soon as there are gradients, one forward and one backward in turn: few are alive.
+    """As soon as there are gradients, one forward and one backward in turn, so that few are alive.
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1.
     """
@@ -88,20 +85,14 @@ def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) 
 
 
 def group_sizes(ranks: int, num_micro_batches: int) -> list[int]:
-    """As many groups of at least `ranks` as possible, of sizes as equal as possible.
-
-    One smaller last group would delay all ranks, or deadlock. The largest groups come first, so
-    that the warm-up, which is counted for the first group, suffices for all.
-    """
-    groups = max(1, num_micro_batches // ranks)
+    """As many groups of at least `ranks` as possible, of sizes as equal as possible."""
+    groups = max(1, num_micro_batches // ranks)  # one smaller last group would delay all ranks
+    # The largest come first, so that the warm-up, counted for the first group, suffices for all.
     return [num_micro_batches // groups + (g < num_micro_batches % groups) for g in range(groups)]
 
 
 def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
-    """The first `warmup` forwards, then a forward and a backward in turn while there are both.
-
-    `sizes` are those of the groups of micro-batches, which run through all chunks one by one.
-    """
+    """The first `warmup` forwards, then a forward and a backward in turn while there are both."""
     forwards, backwards = forward_only(sizes, chunks), []
     for action in forward_only(sizes, chunks):  # the last chunk's gradients exist first
         backwards.append(Action(Kind.BACKWARD, action.micro_batch, chunks - 1 - action.chunk))
@@ -112,7 +103,7 @@ def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
 
 
 def forward_only(sizes: list[int], chunks: int) -> Plan:
-    """All forwards of groups of micro-batches; of a single group in evaluation."""
+    """All forwards of groups of micro-batches; evaluation has a single group."""
     groups = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     return [Action(Kind.FORWARD, i, c) for group in groups for c in range(chunks) for i in group]
 
@@ -127,8 +118,7 @@ def bubble(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
     """The textbook's bubble of all three schedules: (p - 1) / (m v + p - 1) for m >= p.
 
     The last rank starts p - 1 forwards late, and the first rank's gradients arrive p - 1 backwards
-    late, each that of a chunk: 1/v of a rank's layers. (With m < p and chunks, there is a wait for
-    the m micro-batches on each way round the ranks.)
+    late, each that of a chunk: 1/v of a rank's layers. (With m < p and chunks it is larger.)
     """
     slots = max(num_micro_batches, ranks) * chunks + min(num_micro_batches, ranks) - 1
     return 1 - num_micro_batches * chunks / slots
@@ -148,9 +138,9 @@ class Schedule(NamedTuple):
 
     plan: Callable[[int, int, int, int], Plan]  # of rank, ranks, micro-batches, chunks
     bubble: Callable[[int, int, int], float]  # of ranks, micro-batches, chunks
-    live: Callable[[int, int, int, int], int]  # peak_live(plan) by formula; arguments as for plan
+    live_activations: Callable[[int, int, int, int], int]  # peak_live(plan), by formula
     about: str  # p ranks, m micro-batches, v chunks
-    place: Callable[[int, int], tuple[int, int]] = loop  # of stage, ranks: its rank and chunk
+    place: Callable[[int, int], tuple[int, int]] = loop  # of stage, ranks: rank, chunk
     chunks: int = 1  # stages of a rank, by default
     fixed_chunks: bool = False  # whether that is the only choice
 
@@ -159,20 +149,22 @@ SCHEDULES = {
     "afab": Schedule(
         afab,
         bubble,
-        live=lambda rank, p, m, v: m * v,
+        live_activations=lambda rank, p, m, v: m * v,
         about="all forwards first: bubble (p-1) / (mv + p-1), live activations mv",
     ),
     "1f1b": Schedule(
         one_f_one_b,
         bubble,
-        live=lambda rank, p, m, v: min(m, p - rank),
+        live_activations=lambda rank, p, m, v: min(m, p - rank),
         about="backwards early: bubble (p-1) / (m + p-1), live activations min(m, p - rank)",
         fixed_chunks=True,
     ),
     "interleaved": Schedule(
         interleaved,
         bubble,
-        live=lambda rank, p, m, v: min(m * v, (v - 1) * group_sizes(p, m)[0] + 2 * (p - rank) - 1),
+        live_activations=lambda rank, p, m, v: min(
+            m * v, (v - 1) * group_sizes(p, m)[0] + 2 * (p - rank) - 1
+        ),
         about="1f1b over chunks: bubble (p-1) / (mv + p-1) for m >= p, live activations"
         " (v-1) g + 2 (p - rank) - 1 in groups of g = p, more where p does not divide m",
         chunks=2,
@@ -182,19 +174,18 @@ SCHEDULES = {
 
 def stages_of(engine: str, rank: int, ranks: int, chunks: int) -> list[int]:
     """The stages of a rank, in the order of its chunks."""
-    places = {SCHEDULES[engine].place(s, ranks): s for s in range(ranks * chunks)}
-    return [places[rank, chunk] for chunk in range(chunks)]
+    return [s for s in range(ranks * chunks) if SCHEDULES[engine].place(s, ranks)[0] == rank]
 
 
 def chunks_problem(engine: str, chunks: int) -> str | None:
     """Why a schedule cannot have so many chunks a rank; None if it can."""
-    schedule = SCHEDULES[engine]
-    if not schedule.fixed_chunks or chunks == schedule.chunks:
+    fitting = [name for name, s in SCHEDULES.items() if not s.fixed_chunks or s.chunks == chunks]
+    if engine in fitting:
         return None
-    others = [name for name, s in SCHEDULES.items() if not s.fixed_chunks or s.chunks == chunks]
+    own = SCHEDULES[engine].chunks
+    number = f"{own} chunk{'s' * (own > 1)}"
     return (
-        f"{engine} has {schedule.chunks} chunk{'s' * (schedule.chunks > 1)} a rank, not {chunks}:"
-        f" use {schedule.chunks}, or the engine {' or '.join(others)}"
+        f"{engine} has {number} a rank, not {chunks}: use {own}, or engine {' or '.join(fitting)}"
     )
 
 

@@ -42,11 +42,10 @@ def insert_communication(plans: list[Plan], place: Place = loop) -> list[Plan]:
 
     There is no deadlock, even when sends and receives block until their other end is posted: before
     the first entry of the list that is not done all is done, so each of its ranks has reached it.
-    Two ranks also have their messages in the same order: gloo needs no tags, and NCCL, which queues
-    the messages of a pair, cannot get stuck.
+    Two ranks have their messages in the same order, as gloo (no tags) and NCCL (one queue) need it.
     """
     ways = _ways(plans, place)
-    following = dict(pair for way in ways for pair in pairwise(way))
+    following = dict(pair for way in ways for pair in pairwise(way))  # whose result goes where
     # Of what ends together, backwards come first, then what is further upstream: so the next rank,
     # which often ends something in that moment too, has posted its receive before.
     order = {
@@ -130,30 +129,25 @@ def simulate(
     todo, clocks, spans = [deque(plan) for plan in plans], [0.0] * len(plans), []
     known: dict[Event, float] = {}  # when it was computed or, of an end of a message, posted
 
-    def run(rank: int, plan: deque[Action]) -> Event | None:
-        """Run a rank as far as it gets; returns what it waits for, or None at its end."""
-        while plan:
-            event, computes = (rank, plan[0]), plan[0].peer is None
-            if not computes:
-                known.setdefault(event, clocks[rank])
-            for other in needs[event]:
-                if other not in known:
-                    return other
-            start = clocks[rank]
+    def waits_for(rank: int) -> Event | None:
+        """What the rank's next action still needs; if that is a message, it is posted."""
+        event = rank, todo[rank][0]
+        if event[1].peer is not None:
+            known.setdefault(event, clocks[rank])
+        return next((other for other in needs[event] if other not in known), None)
+
+    while any(todo):
+        ready = [rank for rank, plan in enumerate(todo) if plan and waits_for(rank) is None]
+        if not ready:
+            raise ScheduleError(_describe_circle(todo, waits_for))
+        for rank in ready:
+            event, start = (rank, todo[rank].popleft()), clocks[rank]
             arrivals = [known[o] + send_time * (o[1].peer is not None) for o in needs[event]]
             clocks[rank] = max([start, *arrivals])
-            if computes:
+            if event[1].peer is None:
                 start = clocks[rank]
                 known[event] = clocks[rank] = start + time_of(*event)
             spans.append(Span(*event, start, clocks[rank]))
-            plan.popleft()
-        return None
-
-    while any(todo):
-        before = len(spans)
-        waits = {rank: run(rank, plan) for rank, plan in enumerate(todo)}
-        if len(spans) == before:
-            raise ScheduleError(_describe_circle(todo, waits))
     return Timeline(len(plans), spans)
 
 
@@ -179,12 +173,13 @@ def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[
     return needs
 
 
-def _describe_circle(todo: list[deque[Action]], waits: dict[int, Event]) -> str:
+def _describe_circle(todo: list[deque[Action]], waits_for: Callable[[int], Event]) -> str:
     """Follow who waits for whom until a rank recurs: from there on it is the circle."""
-    path = [next(rank for rank, event in waits.items() if event)]
-    while (rank := waits[path[-1]][0]) not in path:
+    path = [next(rank for rank, plan in enumerate(todo) if plan)]
+    while (rank := waits_for(path[-1])[0]) not in path:
         path.append(rank)
+    waits = [(rank, *waits_for(rank)) for rank in path[path.index(rank) :]]
     return "deadlock: " + "; ".join(
-        f"rank {rank} waits in '{todo[rank][0]}' for '{waits[rank][1]}' of rank {waits[rank][0]}"
-        for rank in path[path.index(rank) :]
+        f"rank {rank} waits in '{todo[rank][0]}' for '{needed}' of rank {other}"
+        for rank, other, needed in waits
     )

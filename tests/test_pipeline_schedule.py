@@ -159,18 +159,18 @@ def test_bubble_and_live_activations_are_the_textbooks(all_plans):
         timeline = simulate(plans, place=schedule.place)
         for rank in range(ranks):
             assert abs(timeline.bubble(rank) - schedule.bubble(ranks, m, chunks)) < 1e-12
-            assert peak_live(plans[rank]) == schedule.live(rank, ranks, m, chunks)
+            assert peak_live(plans[rank]) == schedule.live_activations(rank, ranks, m, chunks)
 
 
 def test_the_formulas_are_those_in_the_papers():
-    live = SCHEDULES["interleaved"].live
+    live = SCHEDULES["interleaved"].live_activations
     for p, m, v in itertools.product(range(1, 9), range(1, 33), range(1, 5)):
         if m >= p or v == 1:
             assert abs(bubble(p, m, v) - (p - 1) / (m * v + p - 1)) < 1e-12
         if m % p == 0 and m > p:
             assert live(0, p, m, v) == min(m * v, p * v + p - 1)
-    assert [SCHEDULES["1f1b"].live(rank, 4, 3, 1) for rank in range(4)] == [3, 3, 2, 1]
-    assert SCHEDULES["afab"].live(3, 4, 8, 2) == 16
+    assert [SCHEDULES["1f1b"].live_activations(rank, 4, 3, 1) for rank in range(4)] == [3, 3, 2, 1]
+    assert SCHEDULES["afab"].live_activations(3, 4, 8, 2) == 16
 
 
 def test_one_rank_accumulates_gradients_and_sends_nothing():
@@ -284,7 +284,7 @@ def test_a_longer_warm_up_hides_the_time_of_sends():
 
 
 def test_chunks_are_refused_where_they_have_no_meaning():
-    message = "^1f1b has 1 chunk a rank, not 2: use 1, or the engine afab or interleaved$"
+    message = "^1f1b has 1 chunk a rank, not 2: use 1, or engine afab or interleaved$"
     with pytest.raises(ValueError, match=message):
         build_plans("1f1b", 2, 4, 2)
 
@@ -356,7 +356,7 @@ def test_a_drawing_that_is_too_narrow_names_the_width_that_it_needs(engine, m, c
     [
         ("--stages 0", "argument --stages: 0 is not a whole number of at least 1"),
         ("--microbatches few", "few is not a whole number of at least 1"),
-        ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or the engine afab"),
+        ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or engine afab"),
         ("--engine gpipe", "invalid choice: 'gpipe'"),
         ("--trace nowhere.json", "No such file or directory: 'nowhere.json'"),
         ("--trace t.json --stages 2", "--trace contains its own plan"),
@@ -457,7 +457,7 @@ def vee(stage: int, ranks: int) -> tuple[int, int]:
 AFAB_IN_A_V = Schedule(
     afab,
     bubble=lambda p, m, v: (p - 1) / (m + p - 1),  # both turns at an end of the V cost nothing
-    live=lambda rank, p, m, v: 2 * m,
+    live_activations=lambda rank, p, m, v: 2 * m,
     about="all forwards first, in a V",
     place=vee,
     chunks=2,
@@ -491,7 +491,7 @@ def test_a_schedule_that_is_in_the_registry_and_nowhere_else_is_complete(tmp_pat
 def test_a_schedule_with_a_wrong_formula_or_order_fails_the_checks():
     for wrong in (
         AFAB_IN_A_V._replace(bubble=bubble),
-        AFAB_IN_A_V._replace(live=lambda rank, p, m, v: m),
+        AFAB_IN_A_V._replace(live_activations=lambda rank, p, m, v: m),
         AFAB_IN_A_V._replace(plan=lambda *sizes: [a for a in afab(*sizes) if a.micro_batch]),
         AFAB_IN_A_V._replace(plan=lambda *sizes: afab(*sizes)[::-1]),
         AFAB_IN_A_V._replace(place=lambda stage, ranks: (stage // 2, stage % 2)),
@@ -513,7 +513,7 @@ def test_the_config_offers_every_schedule_of_the_registry():
     )
     assert result.returncode == 0
     assert "must be 'afab', '1f1b', 'interleaved' or 'other'" in result.stdout
-    assert "other has 3 chunks a rank, not 2: use 3, or the engine afab or" in result.stdout
+    assert "other has 3 chunks a rank, not 2: use 3, or engine afab or" in result.stdout
 
 
 CHECKS_OF_PLANS = [

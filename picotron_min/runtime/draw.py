@@ -86,7 +86,7 @@ def show_plan(engine: str, ranks: int, num_micro_batches: int, chunks: int, widt
     for rank, plan in enumerate(plans):
         print(
             f"rank {rank:<2}{timeline.bubble(rank):7.1%}  {schedule.bubble(*sizes):7.1%}"
-            f"  {peak_live(plan):9}  {schedule.live(rank, *sizes):7}"
+            f"  {peak_live(plan):9}  {schedule.live_activations(rank, *sizes):7}"
         )
     print("\n" + textwrap.fill(schedule.about, max(width, 40)))
 
