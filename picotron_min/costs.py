@@ -8,7 +8,7 @@ layers, S sequence length. Standard library only, so that a run can be planned a
 """
 
 import math
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from picotron_min.layout import STRIPE_ROWS, Layout, Workload
 from picotron_min.model_config import ModelConfig
@@ -24,11 +24,8 @@ def parameter_count(model_config: ModelConfig) -> int:
 
 
 def matmul_parameters(model_config: ModelConfig) -> int:
-    """Parameters that every token is multiplied with.
-
-    The embedding is a lookup, not a matmul; `lm_head` is one, also when it shares its weight.
-    """
-    head = model_config.vocab_size * model_config.hidden_size
+    """Parameters that every token is multiplied with: not the embedding, which is a lookup."""
+    head = model_config.vocab_size * model_config.hidden_size  # also where its weight is tied
     return model_config.num_hidden_layers * _layer_matrices(model_config) + head
 
 
@@ -50,13 +47,11 @@ def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
 def hardware_flops_per_token(
     model_config: ModelConfig, seq_length: int, recompute: str = "none"
 ) -> int:
-    """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU.
-
-    What fused attention repeats inside its own backward is not counted, as is usual.
-    """
+    """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU."""
     E, QD, KD, M = _sizes(model_config)
     # torch's checkpoint stops as soon as the last tensor that backward needs exists. A linear needs
-    # its input, not its output, so the last linear of the part is not run again.
+    # its input, not its output, so the last linear of the part is not run again. What fused
+    # attention repeats inside its own backward is not counted, as is usual.
     repeated = {
         "none": 0,
         "selective": E * QD + 2 * E * KD,  # q, k, v; and attention, below
@@ -80,11 +75,10 @@ def _layer_matrices(model_config: ModelConfig) -> int:
 
 def _attention_flops(model_config: ModelConfig, seq_length: int) -> int:
     """Forward FLOPs per token and layer of q k^T and of the weighted sum of v, causal half."""
-    return 4 * model_config.num_attention_heads * model_config.head_dim * seq_length // 2
+    return 4 * _sizes(model_config)[1] * seq_length // 2
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes that one rank needs at the fullest moment of a step."""
 
     weights: int
@@ -95,7 +89,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
 
 def memory_per_rank(
@@ -107,28 +101,19 @@ def memory_per_rank(
     (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
     slack, and torch and its libraries themselves.
     """
-    layers = layers_of_stages(model_config, layout, workload.seq_length)
-    return max(
-        (
-            _memory_of(rank, layers, model_config, layout, workload, device)
-            for rank in range(layout.pp)
-        ),
-        key=lambda memory: memory.total,
-    )
+    args = model_config, layout, workload, device
+    return max((_memory_of(rank, *args) for rank in range(layout.pp)), key=lambda m: m.total)
 
 
 def _memory_of(
-    rank: int,
-    layers_of_stage: list[int],
-    model_config: ModelConfig,
-    layout: Layout,
-    workload: Workload,
-    device: str,
+    rank: int, model_config: ModelConfig, layout: Layout, workload: Workload, device: str
 ) -> RankMemory:
-    tp, dtype, is_bfloat16 = layout.tp, workload.dtype, workload.dtype == "bfloat16"
-    wide = max(BYTES["float32"], BYTES[dtype])  # parameters, residual stream, loss
+    dtype, recompute, tp, chunks = workload.dtype, workload.recompute, layout.tp, layout.pp_chunks
+    wide = max(BYTES["float32"], BYTES[dtype])  # bytes of a parameter, and of the residual stream
+    narrow = BYTES["bfloat16"] if dtype == "bfloat16" else 0  # of the copies to compute with
     E, V = model_config.hidden_size, model_config.vocab_size
-    stages = stages_of(layout.pp_engine, rank, layout.pp, layout.pp_chunks)
+    stages = stages_of(layout.pp_engine, rank, layout.pp, chunks)
+    layers_of_stage = layers_of_stages(model_config, layout, workload.seq_length)
     layers = sum(layers_of_stage[stage] for stage in stages)
     first, last = 0 in stages, layout.num_stages - 1 in stages
 
@@ -137,42 +122,32 @@ def _memory_of(
     shares_head = last and model_config.tie_word_embeddings  # otherwise both ends have a copy
     lookup = V * E / tp if first and not shares_head else 0
     parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
-    copies = math.ceil(2 * matmul) if is_bfloat16 else 0  # to compute with
 
     tokens = workload.micro_batch_size * workload.seq_length // layout.cp
-    schedule, sizes = SCHEDULES[layout.pp_engine], (workload.num_micro_batches, layout.pp_chunks)
-    live = schedule.live_activations(rank, layout.pp, *sizes) / layout.pp_chunks  # micro-batches
-    saved, everything, selective = (
-        saved_per_token(model_config, dtype, recompute, tp, layout.sequence_parallel)
-        for recompute in (workload.recompute, "none", "selective")
-    )
-    activations = tokens * live * (layers * saved + last * 2 * wide * E)  # and the norm at the end
-    # Backward brings one part of a layer back at a time...
-    repeated = {"none": 0, "selective": everything - selective, "full": everything}
-    layer = tokens * repeated[workload.recompute]
-    # ... when the logits are gone: those of one stripe of tokens, which become their gradient, and
-    # their cast to bfloat16. Only the larger of both counts.
-    per_logit = wide + (BYTES[dtype] if is_bfloat16 else 0)
-    logits = last * V / tp * per_logit * min(STRIPE_ROWS[device], tokens)
+    live_activations = SCHEDULES[layout.pp_engine].live_activations  # each of one chunk
+    live = live_activations(rank, layout.pp, workload.num_micro_batches, chunks) / chunks
+    saved = saved_per_token(model_config, dtype, recompute, layout)
+    last_norm = last * 2 * wide * E
+
+    # Backward runs a part of one layer again at a time...
+    everything = saved_per_token(model_config, dtype, "none", layout)
+    layer = tokens * (everything - (0 if recompute == "full" else saved))
+    # ... when the logits of the last stripe of tokens, which become their gradient, and their cast
+    # are gone: so only the larger of both counts. (lm_head's copy would go, too; it is counted.)
+    logits = last * V / tp * (wide + narrow) * min(STRIPE_ROWS[device], tokens)
     logits, layer = (logits, 0) if logits > layer else (0, layer)
-    # The gradients of lm_head and of its input are made along with the loss.
+    # The gradients of lm_head and of its input are made along with the loss, and kept.
     head = last * live * E * (wide * V / tp + BYTES[dtype] * tokens)
     return RankMemory(
-        weights=wide * parameters + copies,
+        weights=wide * parameters + math.ceil(narrow * matmul),
         gradients=wide * parameters,
         optimizer_state=OPTIMIZER_MOMENTS[workload.optimizer] * wide * parameters,
-        activations=math.ceil(activations + layer),
+        activations=math.ceil(tokens * live * (layers * saved + last_norm) + layer),
         loss=math.ceil(head + logits),
     )
 
 
-def saved_per_token(
-    model_config: ModelConfig,
-    dtype: str = "float32",
-    recompute: str = "none",
-    tp: int = 1,
-    sequence_parallel: bool = False,
-) -> float:
+def saved_per_token(model_config: ModelConfig, dtype: str, recompute: str, layout: Layout) -> float:
     """Bytes that the forward of one layer keeps for backward, per token.
 
     recompute   wide (float32, or float64)          in the compute dtype
@@ -183,33 +158,28 @@ def saved_per_token(
     """
     E, QD, KD, M = _sizes(model_config)
     wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
-    split = tp if sequence_parallel else 1  # of what is wide; tp always divides heads and MLP
+    split = layout.tp if layout.sequence_parallel else 1  # of what is wide
     if recompute == "full":
         return wide * E / split
     heads = 2 * QD + 2 * KD if recompute == "none" else 0
     # Norms' outputs are whole: a projection keeps its input as the all-gather has made it.
-    return wide * 4 * E / split + narrow * (2 * E + (heads + 4 * M) / tp)
+    return wide * 4 * E / split + narrow * (2 * E + (heads + 4 * M) / layout.tp)
 
 
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
-    """How many layers each pipeline stage has: as given, or else balanced."""
-    return list(layout.pp_layers or split_layers(model_config, seq_length, layout.num_stages))
-
-
-def split_layers(model_config: ModelConfig, seq_length: int, num_stages: int) -> list[int]:
-    """How many layers each pipeline stage gets, so that the slowest is as fast as possible.
+    """How many layers each pipeline stage has: as given, or so that the slowest is fastest.
 
     lm_head counts for as many layers as its FLOPs are worth, and may leave the last stage with
     fewer than the others. The embedding is a lookup and counts nothing.
     """
-    if num_stages == 1:
-        return [model_config.num_hidden_layers]
-    L, others = model_config.num_hidden_layers, num_stages - 1
+    L, others = model_config.num_hidden_layers, layout.num_stages - 1
+    if layout.pp_layers or not others:
+        return list(layout.pp_layers or [L])
     layer = 2 * _layer_matrices(model_config) + _attention_flops(model_config, seq_length)
     head = 2 * model_config.vocab_size * model_config.hidden_size / layer
 
     def slowest(last: int) -> float:
         return max(last + head, math.ceil((L - last) / others))
 
-    last = min(range(max(1, L // num_stages), 0, -1), key=slowest)
+    last = min(range(max(1, L // layout.num_stages), 0, -1), key=slowest)
     return [(L - last) // others + (s < (L - last) % others) for s in range(others)] + [last]

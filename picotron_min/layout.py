@@ -13,7 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Rows (tokens) that the loss takes at a time, by device; see loss.py. costs.py needs it, too.
+# Rows (tokens) that loss.py takes at a time. Each such stripe reads and writes the gradient of
+# lm_head, 12 bytes an element, beside 6 FLOPs a row; a GPU does 230 FLOPs in the time of a byte:
+# that adds 45% to the products of 1024 rows, 11% to 4096.
 STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
 
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
 from picotron_min.layout import STRIPE_ROWS, Layout, Workload
-from picotron_min.loss import CHUNK_ROWS
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.parallelize import apply_recompute
@@ -30,21 +29,23 @@ SHAPES = {"gqa": GQA, "mha": GQA.override(num_key_value_heads=4), "tied": PRESET
 B, S = 2, 64
 
 
-def planned(model, device="cuda", **options) -> costs.RankMemory:
+def planned(model_config, device="cuda", **options) -> costs.RankMemory:
     """memory_per_rank, with the fields of a Layout and of a Workload together."""
     sizes = {f.name: options.pop(f.name) for f in fields(Layout) if f.name in options}
-    return costs.memory_per_rank(model, Layout(**sizes), Workload(**options), device)
+    return costs.memory_per_rank(model_config, Layout(**sizes), Workload(**options), device)
 
 
-def build(model: ModelConfig, recompute: str) -> tuple[Llama, torch.Tensor, torch.Tensor]:
-    llama = Llama(model)
-    apply_recompute(llama, recompute)
-    return llama, torch.randint(model.vocab_size, (B, S)), torch.arange(S)
+def build(model_config: ModelConfig, recompute: str) -> tuple[Llama, torch.Tensor, torch.Tensor]:
+    model = Llama(model_config)
+    apply_recompute(model, recompute)
+    return model, torch.randint(model_config.vocab_size, (B, S)), torch.arange(S)
 
 
-@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_parameter_count_is_the_models(model):
-    assert costs.parameter_count(model) == sum(p.numel() for p in Llama(model).parameters())
+@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
+def test_parameter_count_is_the_models(model_config):
+    assert costs.parameter_count(model_config) == sum(
+        p.numel() for p in Llama(model_config).parameters()
+    )
 
 
 def test_known_models_have_their_known_sizes():
@@ -58,13 +59,16 @@ def test_known_models_have_their_known_sizes():
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_hardware_flops_are_what_torch_counts(model, recompute):
-    llama, tokens, positions = build(model, recompute)
+@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
+def test_hardware_flops_are_what_torch_counts(model_config, recompute):
+    model, tokens, positions = build(model_config, recompute)
     with FlopCounterMode(display=False) as counter:
-        llama(tokens, positions, tokens).backward()
+        model(tokens, positions, tokens).backward()
     # torch's counter does not know attention on a CPU: that term vanishes at length 0
-    assert costs.hardware_flops_per_token(model, 0, recompute) * B * S == counter.get_total_flops()
+    assert (
+        costs.hardware_flops_per_token(model_config, 0, recompute) * B * S
+        == counter.get_total_flops()
+    )
 
 
 def test_attention_costs_half_of_the_written_out_products():
@@ -84,14 +88,24 @@ def test_model_flops_of_llama_2_7b_by_hand():
     matmul = 6_738_415_616 - 32_000 * 4096 - 65 * 4096  # no lookup, no norms
     expected = 6 * matmul + attention
     assert costs.model_flops_per_token(find_preset("Llama-2-7B"), 4096) == expected
+    # By the common definition the lookup, the norms and the masked half of attention count, too.
+    common = 6 * 6_738_415_616 + 2 * attention
+    assert costs.common_flops_per_token(find_preset("Llama-2-7B"), 4096) == common
 
 
-def saved_bytes(model: ModelConfig, recompute: str, dtype: str) -> int:
+def test_the_common_flops_count_a_tied_embedding_once():
+    tied, S = find_preset("Llama-3.2-1B"), 2048
+    assert tied.tie_word_embeddings
+    attention = 12 * 16 * 32 * 64 * S  # 12 L H Q T
+    assert costs.common_flops_per_token(tied, S) == 6 * 1_235_814_400 + attention
+
+
+def saved_bytes(model_config: ModelConfig, recompute: str, dtype: str) -> int:
     """Bytes of all distinct storages that forward keeps for backward, without parameters."""
-    llama, tokens, positions = build(model, recompute)
+    model, tokens, positions = build(model_config, recompute)
     if dtype == "float64":
-        llama.double()
-    parameters = {p.data_ptr() for p in llama.parameters()}
+        model.double()
+    parameters = {p.data_ptr() for p in model.parameters()}
     storages, alive = {}, []
 
     def pack(tensor):
@@ -104,39 +118,41 @@ def saved_bytes(model: ModelConfig, recompute: str, dtype: str) -> int:
             alive.append(tensor)  # so that no address is used twice
         return tensor
 
-    matrices = {tuple(p.shape) for p in llama.parameters() if p.ndim == 2}
+    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
     with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        llama(tokens, positions, tokens)
+        model(tokens, positions, tokens)
     return sum(storages.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_activations_of_a_layer_are_what_torch_saves(recompute, dtype):
-    model = GQA.override(hidden_size=160, head_dim=48)  # no [B S, E] looks like a matrix
-    two = saved_bytes(model, recompute, dtype)
-    three = saved_bytes(model.override(num_hidden_layers=3), recompute, dtype)
-    planned = costs.saved_per_token(model, dtype, recompute)
+    model_config = GQA.override(hidden_size=160, head_dim=48)  # no [B S, E] looks like a matrix
+    two = saved_bytes(model_config, recompute, dtype)
+    three = saved_bytes(model_config.override(num_hidden_layers=3), recompute, dtype)
+    planned = costs.saved_per_token(model_config, dtype, recompute, Layout())
     assert planned == pytest.approx((three - two) / (B * S), rel=0.01)
 
 
-@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_memory_of_one_rank_is_what_torch_keeps(model):
-    memory = planned(model, seq_length=S, micro_batch_size=B)
-    assert memory.weights == memory.gradients == 4 * costs.parameter_count(model)
-    assert memory.optimizer_state == 8 * costs.parameter_count(model)
-    assert memory.activations == pytest.approx(saved_bytes(model, "none", "float32"), rel=0.15)
+@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
+def test_memory_of_one_rank_is_what_torch_keeps(model_config):
+    memory = planned(model_config, seq_length=S, micro_batch_size=B)
+    assert memory.weights == memory.gradients == 4 * costs.parameter_count(model_config)
+    assert memory.optimizer_state == 8 * costs.parameter_count(model_config)
+    assert memory.activations == pytest.approx(
+        saved_bytes(model_config, "none", "float32"), rel=0.15
+    )
 
 
-def test_memory_of_the_loss_is_a_chunk_of_logits_and_what_it_keeps_for_backward():
-    llama, tokens, positions = build(GQA, "none")
-    kept = llama(tokens, positions, tokens).grad_fn
+def test_memory_of_the_loss_is_a_stripe_of_logits_and_what_it_keeps_for_backward():
+    model, tokens, positions = build(GQA, "none")
+    kept = model(tokens, positions, tokens).grad_fn
     memory = planned(GQA, seq_length=S, micro_batch_size=B)
-    assert CHUNK_ROWS == STRIPE_ROWS and min(CHUNK_ROWS.values()) > B * S
+    assert min(STRIPE_ROWS.values()) > B * S
     assert memory.loss == kept.dx.nbytes + kept.dw.nbytes + 4 * B * S * GQA.vocab_size
     V, E, tokens = GQA.vocab_size, GQA.hidden_size, 8192
-    for device, rows in CHUNK_ROWS.items():
+    for device, rows in STRIPE_ROWS.items():
         plan = partial(planned, GQA, seq_length=tokens, device=device)
         assert plan().loss == 4 * V * rows + 4 * V * E + 4 * tokens * E
         assert plan(dtype="bfloat16").loss == (4 + 2) * V * rows + 4 * V * E + 2 * tokens * E
@@ -147,48 +163,51 @@ def test_memory_of_the_loss_is_a_chunk_of_logits_and_what_it_keeps_for_backward(
 @pytest.mark.parametrize("vocab_size", [256, 8192], ids=["layers", "logits"])
 def test_the_fullest_moment_of_a_step_is_as_full_as_planned(vocab_size, recompute, dtype):
     """With the larger vocabulary that is in the loss, else while a layer is brought back."""
-    model = GQA.override(vocab_size=vocab_size, num_hidden_layers=3)
-    llama, _, _ = build(model, recompute)
+    model_config = GQA.override(vocab_size=vocab_size, num_hidden_layers=3)
+    model, _, _ = build(model_config, recompute)
     tokens, positions = torch.randint(vocab_size, (1, 1024)), torch.arange(1024)
-    for parameter in llama.parameters():
+    for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with MemTracker() as tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = llama(tokens, positions, tokens)
+            loss = model(tokens, positions, tokens)
         loss.backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    plan = partial(planned, model, seq_length=1024, dtype=dtype, device="cpu")
+    plan = partial(planned, model_config, seq_length=1024, dtype=dtype, device="cpu")
     memory = plan(recompute=recompute, optimizer="sgd")
     assert memory.total == pytest.approx(peak, rel=0.08)  # gradients on their way are not planned
 
 
 def test_recomputation_needs_less_and_full_the_least():
-    model = find_preset("Llama-3.2-1B")
+    model_config = find_preset("Llama-3.2-1B")
     none, selective, full = (
-        planned(model, seq_length=4096, recompute=recompute).activations
+        planned(model_config, seq_length=4096, recompute=recompute).activations
         for recompute in ("none", "selective", "full")
     )
     assert full < selective < none
     boundaries = (16 * 4 + 2 * 4) * 2048 * 4096
     assert full == boundaries  # a layer that is brought back is smaller than the logits before it
-    assert costs.saved_per_token(model) * 4096 < 4 * model.vocab_size * CHUNK_ROWS["cuda"]
+    assert (
+        costs.saved_per_token(model_config, "float32", "none", Layout()) * 4096
+        < 4 * model_config.vocab_size * STRIPE_ROWS["cuda"]
+    )
 
 
 def test_layouts_divide_what_they_should():
-    model = find_preset("Llama-2-7B")
-    one = planned(model, seq_length=4096)
-    tp = planned(model, seq_length=4096, tp=4)
+    model_config = find_preset("Llama-2-7B")
+    one = planned(model_config, seq_length=4096)
+    tp = planned(model_config, seq_length=4096, tp=4)
     norms = 65 * 4096 * 4
     assert tp.weights - norms == (one.weights - norms) / 4
     heads_and_mlp = 32 * 4 * (4 * 4096 + 4 * 11_008) * 4096
     assert one.activations - tp.activations == heads_and_mlp * 3 / 4
-    sp = planned(model, seq_length=4096, tp=4, sequence_parallel=True)
+    sp = planned(model_config, seq_length=4096, tp=4, sequence_parallel=True)
     assert one.activations / 4 < sp.activations < tp.activations
-    cp = planned(model, seq_length=4096, cp=4)
+    cp = planned(model_config, seq_length=4096, cp=4)
     assert cp.activations == one.activations / 4
     assert cp.weights == one.weights
-    bf16 = planned(model, seq_length=4096, dtype="bfloat16", optimizer="sgd")
-    assert bf16.weights == one.weights + 2 * costs.matmul_parameters(model)
+    bf16 = planned(model_config, seq_length=4096, dtype="bfloat16", optimizer="sgd")
+    assert bf16.weights == one.weights + 2 * costs.matmul_parameters(model_config)
     assert bf16.optimizer_state == 0
 
 
@@ -196,13 +215,13 @@ def test_layouts_divide_what_they_should():
 def test_no_other_split_of_the_layers_has_a_faster_slowest_stage(vocab_size):
     head = 6 * vocab_size * GQA.hidden_size
     for layers, stages in [(4, 1), (4, 4), (7, 2), (7, 3), (8, 3)]:
-        model = GQA.override(num_hidden_layers=layers, vocab_size=vocab_size)
-        layer = (costs.model_flops_per_token(model, S) - head) / layers
+        model_config = GQA.override(num_hidden_layers=layers, vocab_size=vocab_size)
+        layer = (costs.model_flops_per_token(model_config, S) - head) / layers
 
         def slowest(split, layer=layer):
             return max(n * layer + (s == len(split) - 1) * head for s, n in enumerate(split))
 
-        split = costs.split_layers(model, S, stages)
+        split = costs.layers_of_stages(model_config, Layout(pp=stages), S)
         assert len(split) == stages and sum(split) == layers and min(split) >= 1
         every = itertools.product(range(1, layers + 1), repeat=stages)
         assert slowest(split) == min(slowest(other) for other in every if sum(other) == layers)
@@ -210,8 +229,8 @@ def test_no_other_split_of_the_layers_has_a_faster_slowest_stage(vocab_size):
 
 def test_the_fullest_stage_is_planned():
     # a huge vocabulary makes the last stage the fullest, although the first keeps more alive
-    model = GQA.override(vocab_size=100_000)
-    memory = planned(model, seq_length=S, pp=2, num_micro_batches=4)
+    model_config = GQA.override(vocab_size=100_000)
+    memory = planned(model_config, seq_length=S, pp=2, num_micro_batches=4)
     layer = costs.parameter_count(GQA) - costs.parameter_count(GQA.override(num_hidden_layers=1))
     assert memory.weights == 4 * (layer + 128 + 100_000 * 128)
     assert memory.loss > 0
