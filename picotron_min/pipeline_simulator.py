@@ -15,7 +15,6 @@ from typing import NamedTuple
 from picotron_min import pipeline_schedule
 from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, Plan, forward_only, loop
 
-TEXTBOOK = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}  # the time that each takes
 Event = tuple[int, Action]  # a rank, and something that it does
 Place = Callable[[int, int], tuple[int, int]]  # see Schedule.place
 
@@ -102,18 +101,17 @@ class Timeline(NamedTuple):
     def makespan(self) -> float:
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
-    def busy(self, rank: int) -> float:
-        """The time in which a rank computes."""
-        return sum(s.end - s.start for s in self.spans if s.rank == rank and s.action.peer is None)
-
     def bubble(self, rank: int) -> float:
         """The fraction of the makespan in which the rank does not compute."""
-        return 1 - self.busy(rank) / self.makespan
+        mine = (s for s in self.spans if s.rank == rank and s.action.peer is None)
+        return 1 - sum(span.end - span.start for span in mine) / self.makespan
 
 
 def simulate(
     plans: list[Plan],
-    time_of: Callable[[int, Action], float] = lambda rank, action: TEXTBOOK[action.kind],
+    time_of: Callable[[int, Action], float] = lambda _, action: (
+        1.0 + (action.kind is Kind.BACKWARD)
+    ),
     send_time: float = 0.0,
     blocking: bool = False,
     place: Place = loop,

@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -32,18 +31,18 @@ MARGIN = len("rank 0  ")
 
 
 def main(arguments: list[str] | None = None) -> None:
+    abouts = "\n".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items())
     parser = argparse.ArgumentParser(
         prog="python -m picotron_min.pipeline_schedule",
         description="Draw a pipeline schedule, with its bubble and its live activations.",
-        epilog="p ranks, m micro-batches, v chunks a rank.\n"
-        + "\n".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items()),
+        epilog=f"p ranks, m micro-batches, v chunks a rank.\n{abouts}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--engine", choices=SCHEDULES, help="default: 1f1b")
-    size = {"type": _at_least_one}
-    parser.add_argument("--stages", **size, metavar="P", help="ranks; default: 4")
-    parser.add_argument("--microbatches", **size, metavar="M", help="default: 8")
-    parser.add_argument("--chunks", **size, metavar="V", help="a rank; default: the engine's")
+    plan, size = parser.add_argument_group("a plan"), {"type": _at_least_one}
+    plan.add_argument("--engine", choices=SCHEDULES, help="default: 1f1b")
+    plan.add_argument("--stages", **size, metavar="P", help="ranks; default: 4")
+    plan.add_argument("--microbatches", **size, metavar="M", help="default: 8")
+    plan.add_argument("--chunks", **size, metavar="V", help="a rank; default: the engine's")
     parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
     parser.add_argument("--width", **size, metavar="COLUMNS", help="default: the terminal's")
     options = parser.parse_args(arguments)
@@ -76,7 +75,7 @@ def show_plan(engine: str, ranks: int, num_micro_batches: int, chunks: int, widt
     plans = build_plans(engine, *sizes)
     timeline = simulate(plans, place=schedule.place)
     print(
-        f"{engine}: p = {ranks} ranks, m = {num_micro_batches} micro-batches, v = {chunks} chunks"
+        f"{engine}: ranks p = {ranks}, micro-batches m = {num_micro_batches}, chunks v = {chunks}"
     )
     print("F0 is the forward of micro-batch 0, B0 its backward, which takes twice as long")
     if chunks > 1:
@@ -88,7 +87,7 @@ def show_plan(engine: str, ranks: int, num_micro_batches: int, chunks: int, widt
             f"rank {rank:<2}{timeline.bubble(rank):7.1%}  {schedule.bubble(*sizes):7.1%}"
             f"  {peak_live(plan):9}  {schedule.live_activations(rank, *sizes):7}"
         )
-    print("\n" + textwrap.fill(schedule.about, max(width, 40)))
+    print(f"\n{schedule.about}")
 
 
 def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
@@ -107,8 +106,7 @@ def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
 
 def _label(action: Action, columns: int) -> str:
     """As much of the action's name as fits, in exactly so many columns."""
-    number = str(action.micro_batch)
-    names = [_name(action), number, number[-1], ""]
+    names = [_name(action), _name(action)[1:], _name(action)[-1], ""]
     fill = "═" if action.kind is Kind.BACKWARD else "─"
     return next(name for name in names if len(name) <= columns).ljust(columns, fill)
 
@@ -125,7 +123,7 @@ def _too_narrow(timeline: Timeline, width: int, makespan: float = 0.0) -> str:
     needed = MARGIN + math.ceil((makespan or timeline.makespan) * scale)
     if width >= needed:
         return ""
-    return f"{width} columns are too few to name each action: --width {needed} | less -S\n\n"
+    return f"{width} columns are too few to name each action: use --width {needed} | less -S\n\n"
 
 
 def show_trace(path: str, width: int) -> None:
@@ -134,39 +132,35 @@ def show_trace(path: str, width: int) -> None:
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
     plans = insert_communication(plans, place)
-    # From the plan towards the measurement: each time the durations are means over fewer actions.
-    models = [
-        simulate(plans, mean_times(measured, key), place=place)
-        for key in (
-            lambda rank, action: action.kind,  # the plan: the same order, all ranks equally fast
-            lambda rank, action: (action.kind, rank),
-            lambda rank, action: (action.kind, rank, action.chunk),
-            lambda rank, action: (rank, action),
-        )
+    # From the plan towards the measurement: durations are means over fewer and fewer actions.
+    keys = [
+        lambda rank, action: action.kind,  # the plan: the same order, all ranks equally fast
+        lambda rank, action: (action.kind, rank),
+        lambda rank, action: (action.kind, rank, action.chunk),
+        lambda rank, action: (rank, action),
     ]
+    models = [simulate(plans, mean_times(measured, key), place=place) for key in keys]
     planned, makespan = models[0], max(models[0].makespan, measured.makespan)
     for name, timeline in (("planned", planned), ("measured", measured)):
         print(f"{name}, {engine}, step {step}: {timeline.makespan / 1000:.2f} ms")
         print(draw(timeline, width, makespan), "\n")
     print(_too_narrow(planned, width, makespan), end="")
-    durations = {s.action.kind: (s.end - s.start) / 1000 for s in planned.spans}
-    print(f"mean forward {durations.get(Kind.FORWARD, 0):.2f} ms,", end=" ")
-    print(f"backward {durations.get(Kind.BACKWARD, 0):.2f} ms\n")
+    means = {span.action.kind: (span.end - span.start) / 1000 for span in planned.spans}
+    forward, backward = means.get(Kind.FORWARD, 0.0), means.get(Kind.BACKWARD, 0.0)
+    print(f"mean forward {forward:.2f} ms, backward {backward:.2f} ms\n")
     print("        planned bubble  measured bubble   computes")
+    busy = [(1 - measured.bubble(rank)) * measured.makespan / 1000 for rank in ranks]
     for rank in ranks:
-        print(
-            f"rank {rank:<2}{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}"
-            f"  {measured.busy(rank) / 1000:6.2f} ms"
-        )
-    slow = max(ranks, key=measured.busy)
-    ratio = measured.busy(slow) / fmean(measured.busy(rank) for rank in ranks)
-    print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan, of which")
+        bubbles = f"{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}"
+        print(f"rank {rank:<2}{bubbles}  {busy[rank]:6.2f} ms")
+    slow, ratio = busy.index(max(busy)), max(busy) / fmean(busy)
     causes = [
         f"imbalance: rank {slow} computes {ratio:.2f} times the mean (more layers, or a slow rank)",
         "imbalance between the chunks of a rank",
         "actions that differ from the mean of their stage",
         "sends, and all else that happens between the actions",
     ]
+    print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan, of which")
     for (before, after), cause in zip(pairwise([*models, measured]), causes, strict=True):
         print(f"  {(after.makespan - before.makespan) / 1000:+8.2f} ms  {cause}")
 
@@ -183,9 +177,8 @@ def mean_times(measured: Timeline, key: Callable[[int, Action], object]) -> Call
 def read_trace(path: str) -> tuple[str, int, Timeline]:
     """The last step in a Chrome trace: its engine, its number, and its timeline in microseconds.
 
-    Forwards and backwards are the events whose `args` have step, micro_batch and chunk and whose
-    name begins with F or B; `pid` is the rank within the pipeline. Other events are ignored.
-    Raises ValueError where there is no such step.
+    Forwards and backwards are the events of runtime/trace.py; others are ignored. Raises ValueError
+    where there is no step of all ranks.
     """
     try:
         trace = json.loads(Path(path).read_text())
@@ -198,7 +191,8 @@ def read_trace(path: str) -> tuple[str, int, Timeline]:
         for e in sorted(events, key=lambda e: e["ts"]):
             if e["args"]["step"] == step:
                 action = Action(Kind(e["name"][0]), e["args"]["micro_batch"], e["args"]["chunk"])
-                spans.append(Span(e["pid"], action, e["ts"], e["ts"] + e["dur"]))
+                duration = max(e["dur"], 1e-3)  # a clock may be too coarse for a tiny model
+                spans.append(Span(e["pid"], action, e["ts"], e["ts"] + duration))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
     ranks = sorted({span.rank for span in spans})

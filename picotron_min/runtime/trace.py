@@ -28,7 +28,7 @@ Watch = Callable[[Action], AbstractContextManager]
 
 
 class HostEvent:
-    """For a CPU, what of torch.cuda.Event is used here."""
+    """The methods of torch.cuda.Event that are used here, for a CPU."""
 
     def record(self) -> None:
         self.time = time.perf_counter()
