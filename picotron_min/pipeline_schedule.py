@@ -15,7 +15,7 @@ stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ..., so training needs no sec
 
     python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8
 
-draws one without torch. Cost: per micro-batch and boundary between stages, one activation forward
+draws one, without torch. Cost: per micro-batch and boundary between stages, one activation forward
 and one gradient of its shape back; v chunks make about v times as many boundaries. In production:
 `torch.distributed.pipelining`.
 """
@@ -130,12 +130,10 @@ def loop(stage: int, ranks: int) -> tuple[int, int]:
 
 
 class Schedule(NamedTuple):
-    """An entry in SCHEDULES is all that a schedule needs to be drawn, tested and trained with.
+    """An entry in SCHEDULES is all that a schedule needs to be drawn, tested and trained with."""
 
-    A stage must run its backwards in the order of the micro-batches: then all schedules add up the
-    same gradients in the same order.
-    """
-
+    # A stage runs its backwards in the order of the micro-batches: so all schedules add up the same
+    # gradients in the same order.
     plan: Callable[[int, int, int, int], Plan]  # of rank, ranks, micro-batches, chunks
     bubble: Callable[[int, int, int], float]  # of ranks, micro-batches, chunks
     live_activations: Callable[[int, int, int, int], int]  # peak_live(plan), by formula
@@ -150,7 +148,7 @@ SCHEDULES = {
         afab,
         bubble,
         live_activations=lambda rank, p, m, v: m * v,
-        about="all forwards first: bubble (p-1) / (mv + p-1), live activations mv",
+        about="all forwards first: bubble (p-1) / (mv + p-1) for m >= p, live activations mv",
     ),
     "1f1b": Schedule(
         one_f_one_b,
@@ -183,12 +181,9 @@ def chunks_problem(engine: str, chunks: int) -> str | None:
     if engine in fitting:
         return None
     own = SCHEDULES[engine].chunks
-    number = f"{own} chunk{'s' * (own > 1)}"
-    return (
-        f"{engine} has {number} a rank, not {chunks}: use {own}, or engine {' or '.join(fitting)}"
-    )
+    number, others = f"{own} chunk{'s' * (own > 1)}", " or ".join(fitting)
+    return f"{engine} has {number} a rank, not {chunks}: use {own}, or engine {others}"
 
 
-if __name__ == "__main__":
-    # By its name: the drawing belongs to the runtime, which the course does not import.
+if __name__ == "__main__":  # by its name, since the course does not import the runtime
     runpy.run_module("picotron_min.runtime.draw", run_name="__main__")

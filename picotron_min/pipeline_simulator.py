@@ -116,7 +116,7 @@ def simulate(
     blocking: bool = False,
     place: Place = loop,
 ) -> Timeline:
-    """Run the plans of all ranks on paper; `time_of` gives the duration of a forward or backward.
+    """Run the plans of all ranks on paper; `time_of` is by default 1 for a forward, else 2.
 
     A message arrives `send_time` after both its ends are posted; messages do not slow each other
     down. A rank posts its end, continues, and waits when it computes with what it receives; with

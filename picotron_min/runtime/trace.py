@@ -6,8 +6,6 @@
 Only forwards and backwards are timed, not the wait for what they need: that is the bubble. On a GPU
 events on its stream mark when they begin and end, and are read when the run is over. To synchronise
 the device instead would wait for all outstanding messages, too, which can deadlock.
-
-Approximate: the clock of a GPU is compared with its host's once a step, and nodes' clocks differ.
 """
 
 import contextlib
@@ -53,7 +51,7 @@ class Trace:
             return contextlib.nullcontext
         origin = self._record()
         origin.synchronize()  # no message of this step is posted yet, so this cannot deadlock
-        at = time.time() * 1e6
+        at = time.time() * 1e6  # when the GPU was there, to some 0.1 ms; nodes' clocks differ more
 
         @contextlib.contextmanager
         def timed(action: Action) -> Iterator[None]:
