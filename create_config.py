@@ -9,10 +9,8 @@ no other file is overwritten without --force, and the network is not used.
 """
 
 import argparse
-import difflib
 import itertools
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -22,28 +20,24 @@ from pydantic import ValidationError
 
 from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
 from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.config import SECTIONS, Config, ConfigError, keys_of
-from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.public_models import find_preset
+from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError, counted
+from picotron_min.runtime.config_checks import is_known_here, resolve_model
+from picotron_min.runtime.config_file import CHOICES, nearest, parse_config
+from picotron_min.runtime.public_models import tokenizer_of
 
 ALIASES = {
-    "distributed.tp_size": "--tp",
-    "distributed.cp_size": "--cp",
-    "distributed.pp_size": "--pp",
-    "distributed.dp_size": "--dp",
-    "model.name": "--model_name",
+    "distributed.tp_size": "--tp", "distributed.cp_size": "--cp", "distributed.pp_size": "--pp",
+    "distributed.dp_size": "--dp", "model.name": "--model_name", "dataset.name": "--dataset_name",
     "training.gradient_accumulation_steps": "--grad_acc_steps",
-    "training.micro_batch_size": "--mbs",
-    "training.seq_length": "--seq_len",
-    "dataset.name": "--dataset_name",
-}
+    "training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len",
+}  # fmt: skip
+GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine; on CPUs it always is
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 2 the user's mistake, told in full."""
+    """Returns the exit code: 0 done, 2 the user's mistakes, all reported."""
     try:
-        run(arguments)
+        create(arguments)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -54,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def run(arguments: list[str] | None) -> None:
+def create(arguments: list[str] | None) -> None:
+    """Write the config and print what it means."""
     parser = build_parser()
     flags, words = parser.parse_known_args(arguments)
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
@@ -75,8 +70,7 @@ def run(arguments: list[str] | None) -> None:
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
     describe(config)
-    launch = f"torchrun --nproc_per_node {config.world_size} train.py"
-    print(f"\n{launch} --config {shlex.quote(str(path))}")
+    print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,15 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out_dir", required=True, help="folder of all experiments")
     parser.add_argument("--exp_name", required=True, help="folder of this one, and its run_name")
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
-    for section in SECTIONS:
-        for key, field in keys_of(section).items():
-            where = f"{section}.{key}"
-            names = [ALIASES[where]] if where in ALIASES else []
-            names += [f"--{key}"] if key != "name" else []
-            is_switch = bool in (field.annotation, *get_args(field.annotation))
-            options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": ""}
-            default = json.dumps(field.get_default())
-            parser.add_argument(*names, dest=where, help=f"{where}, default {default}", **options)
+    for where, field in KEYS.items():
+        names = [ALIASES[where]] if where in ALIASES else []
+        names += [f"--{where.split('.')[1]}"] if not where.endswith(".name") else []
+        is_switch = bool in (field.annotation, *get_args(field.annotation))
+        options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": ""}
+        default = json.dumps(field.get_default())
+        parser.add_argument(*names, dest=where, help=f"{where}, default {default}", **options)
     return parser
 
 
@@ -118,7 +110,7 @@ def to_config(flags: argparse.Namespace) -> dict:
 def parse_value(section: str, key: str, value: str | bool) -> object:
     """A flag's text as JSON (3, 1e-4, [0.9, 0.95], null), or as it is where the key takes text.
 
-    What is neither stays text, and the schema says what it expected.
+    What is neither stays text, and the schema reports what it expected.
     """
     try:
         SECTIONS[section](**{key: "any text"})
@@ -127,52 +119,55 @@ def parse_value(section: str, key: str, value: str | bool) -> object:
         pass  # the key takes no text, or only certain words
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return value
 
 
 def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    near = difflib.get_close_matches(word.split("=")[0], flags, n=1)
-    return f"{word} is not known: " + (f"did you mean {near[0]}?" if near else "see --help")
+    """The remedy for an unknown flag: the one whose value it is, or the nearest."""
+    flags = {flag: action.dest for action in parser._actions for flag in action.option_strings}
+    word, value = word.split("=")[0], word.split("=")[0].lstrip("-").lower()
+    of_key = [f"{flag} {value}" for flag, key in flags.items() if key == CHOICES.get(value)]
+    if meant := nearest(word, flags) or (of_key or [None])[0]:
+        return f"{word} is not known: did you mean {meant}?"
+    return f"{word} is not known: see --help"
 
 
 def describe(config: Config) -> None:
     """Print what the config means: processes, batch, parameters, and bytes per rank."""
-    d, t, name = config.distributed, config.training, config.model.name
-    print(
-        f"\nprocesses        {config.world_size}"
-        f" = pp {d.pp_size} x dp {d.dp_size} x cp {d.cp_size} x tp {d.tp_size}"
-    )
-    print_rank_grid([d.pp_size, d.dp_size, d.cp_size, d.tp_size])
-    print(
-        f"tokens per step  {config.tokens_per_step:,} = {d.dp_size} dp x {t.micro_batch_size}"
-        f" sequences x {t.gradient_accumulation_steps} micro-batches x {t.seq_length}"
-    )
-    if find_preset(name) or os.path.exists(name):
+    t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
+    layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
+    print(f"\nprocesses        {config.world_size} = {layout}")
+    print_rank_grid(sizes)
+    sequences = counted(t.micro_batch_size, "sequence")
+    batches = counted(t.gradient_accumulation_steps, "micro-batch")
+    product = f"{sizes.dp} dp x {sequences} x {batches} x {t.seq_length}"
+    print(f"tokens per step  {config.tokens_per_step:,} = {product}")
+    own = ", the model's own" if tokenizer == tokenizer_of(config.model.name) else ""
+    print(f"tokenizer        {tokenizer}{own}")
+    if is_known_here(name := config.model.name):
         print_costs(config, resolve_model(config))
     else:  # a hub id, checked when the run fetches it
-        print(
-            f"parameters       not known without the network: download {name} and name its folder"
-        )
+        remedy = f"download {name} and name its folder"
+        print(f"parameters       not known without the network: {remedy}")
 
 
-def print_rank_grid(sizes: list[int], most_rows: int = 8) -> None:
+def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
     *rows, tp = sizes
     places = itertools.product(*map(range, rows))
     for row, (pp, dp, cp) in enumerate(itertools.islice(places, most_rows)):
         ranks = f"rank {row * tp}" if tp == 1 else f"ranks {row * tp} to {row * tp + tp - 1} (tp)"
         print(f"  pp {pp}  dp {dp}  cp {cp}   {ranks}")
     if (more := rows[0] * rows[1] * rows[2] - most_rows) > 0:
-        print(f"  and {more} rows more")
+        print(f"  and {counted(more, 'more row')}")
 
 
-def print_costs(config: Config, model: ModelConfig) -> None:
+def print_costs(config: Config, model_config: ModelConfig) -> None:
     m, t = config.model, config.training
     device = "cpu" if config.distributed.use_cpu else "cuda"
-    memory = memory_per_rank(model, config.layout, config.workload, device)
-    matmul = matmul_parameters(model)
-    print(f"parameters       {parameter_count(model):,}, {matmul:,} a token is multiplied with")
+    memory = memory_per_rank(model_config, config.layout, config.workload, device)
+    count, matmul = parameter_count(model_config), matmul_parameters(model_config)
+    print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
     print("memory per rank  by the formulas of picotron_min/costs.py, memory_per_rank:")
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
@@ -186,6 +181,19 @@ def print_costs(config: Config, model: ModelConfig) -> None:
         ("together", memory.total, "without torch itself and temporaries"),
     ]:
         print(f"  {what:<15}{count / 1e9:>9.3f} GB   {formula}")
+
+
+def launch_command(config: Config) -> str:
+    """What starts the run: `python` on one machine, else `torchrun` on each of several."""
+    processes = config.world_size
+    if config.distributed.use_cpu or processes <= GPUS_A_NODE:
+        return "python train.py"
+    of = max(n for n in range(1, GPUS_A_NODE + 1) if processes % n == 0)
+    nodes = processes // of
+    places = f"NODE from 0 to {nodes - 1} and ADDRESS that of node 0"
+    print(f"\non each of {nodes} nodes with {counted(of, 'process')}, {places}:")
+    node = "--node-rank NODE --master-addr ADDRESS --master-port 29500"
+    return f"torchrun --nnodes {nodes} {node} --nproc_per_node {of} train.py"
 
 
 if __name__ == "__main__":

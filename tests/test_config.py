@@ -1,14 +1,17 @@
-"""Every mistake in a config.json is told at once, with its numbers and its remedy."""
+"""Every mistake in a config.json is reported at once, with its numbers and its remedy."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
-from picotron_min.runtime.config import Config, ConfigError
+from picotron_min.runtime.config import SECTIONS, Config, ConfigError, keys_of
 from picotron_min.runtime.config_checks import model_problems, resolve_model
 from picotron_min.runtime.config_file import load_config, parse_config
 from picotron_min.runtime.public_models import PRESETS, to_hf
@@ -40,7 +43,7 @@ def problems(raw: dict) -> list[str]:
 
 
 # fmt: off
-# what is wrong: (section, its keys, what must be said)
+# what is wrong: (section, its keys, the expected message)
 BAD = {
     "a number in quotes": ("training", {"seq_length": "256"},
         'training.seq_length="256": must be a valid integer, without quotes'),
@@ -108,8 +111,8 @@ BAD = {
         "seq_length=4096 is above max_position_embeddings=2048 of model.name=tiny: use at "
         "most 2048, or set model.max_position_embeddings to 4096"),
     "too small a vocabulary": ("model", {"vocab_size": 256},
-        "vocab_size=256 is too small for dataset.tokenizer=bytes (256 bytes and end of "
-        "text): use at least 257"),
+        "vocab_size=256 is too small for the 257 token ids of dataset.tokenizer=bytes: use at "
+        "least 257"),
     "heads that do not divide": ("model", {"num_attention_heads": 3, "num_key_value_heads": 1},
         "model.name=tiny: num_attention_heads=3 does not divide hidden_size=128"),
     "KV heads that do not divide": ("model", {"num_key_value_heads": 3},
@@ -144,8 +147,36 @@ BAD = {
         f"checkpoint.save_dir={__file__} is a file: name a folder"),
     "a folder to log into": ("logging", {"metrics_file": "/"},
         "logging.metrics_file=/ is a folder: name a file"),
-    "too patient": ("distributed", {"timeout_seconds": 10**10},
+    "too long a timeout": ("distributed", {"timeout_seconds": 10**10},
         "distributed.timeout_seconds=10000000000: must be less than or equal to 1000000"),
+    "a trace in a file": ("logging", {"trace_file": f"{__file__}/trace.json"},
+        f"logging.trace_file={__file__}/trace.json cannot be made, since {__file__} is a file"),
+    "a word that is a value": ("training", {"cosine": True},
+        'training.cosine is not known: did you mean training.schedule="cosine"?'),
+    "a key that is only a little like others": ("distributed", {"cosines": 2},
+        "distributed.cosines is not known: use tp_size, cp_size, pp_size, dp_size,"),
+    "more layers than memory": ("model", {"num_hidden_layers": 10**9},
+        "num_hidden_layers=1000000000: must be a whole number from 1 to 10,000"),
+    "more heads than memory": ("model", {"num_attention_heads": 10**12, "head_dim": 32},
+        "num_attention_heads=1000000000000: must be a whole number from 1 to 10,000"),
+    "a size beyond any": ("model", {"hidden_size": 10**12},
+        "hidden_size=1000000000000: must be a whole number from 1 to 10,000,000"),
+    "more ranks than computers": ("distributed", {"dp_size": 10**12},
+        "distributed.dp_size=1000000000000: must be less than or equal to 1000000"),
+    "more micro-batches than a plan": ("training", {"gradient_accumulation_steps": 10**9},
+        "training.gradient_accumulation_steps=1000000000: must be less than or equal to 100000"),
+    "more steps than names": ("training", {"total_train_steps": 10**8},
+        "training.total_train_steps=100000000: must be less than 100000000"),
+    "a longer sequence than memory": ("training", {"seq_length": 10**12},
+        "training.seq_length=1000000000000: must be less than or equal to 1000000000"),
+    "more threads than cores": ("environment", {"OMP_NUM_THREADS": 10**5},
+        "environment.OMP_NUM_THREADS=100000: must be less than or equal to 1024 or null"),
+    "a seed that torch cannot take": ("training", {"seed": 2**64},
+        "training.seed=18446744073709551616: must be less than"),
+    "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
+        "dataset.tokenizer=bytes has 257 token ids, far fewer than vocab_size=49152 of"
+        " model.name=SmolLM-135M: leave dataset.tokenizer out to use the model's own, or set"
+        " model.vocab_size to 257 (or to 49152 if you mean it)"),
     "no checkpoint": ("checkpoint", {"load_path": "nowhere"},
         "checkpoint.load_path=nowhere is no checkpoint (it has no state.json): use latest, "
         "or a folder like checkpoints/step-00000010"),
@@ -154,11 +185,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_mistake_is_told_with_its_numbers_and_the_remedy(name):
+def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
     section, keys, message = BAD[name]
-    (told,) = problems({section: keys})
-    assert message in told
-    assert "hf_secret" not in told
+    tokenizer = {"dataset": {"tokenizer": "bytes"}} if name == "bytes in a large vocabulary" else {}
+    (problem,) = problems({section: keys} | tokenizer)
+    assert message in problem
+    assert "hf_secret" not in problem
 
 
 @pytest.mark.parametrize(
@@ -170,24 +202,22 @@ def test_a_mistake_is_told_with_its_numbers_and_the_remedy(name):
         ),
         ("", "line 1, column 1: Expecting value"),
         ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
-        ('{"training": {"seed": 1, "seed": 2}}', "seed is given more than once: keep one"),
-        ('{"training": {}, "training": {}}', "training is given more than once: keep one"),
         ('{"trainng": {}}', "trainng is not known: did you mean training?"),
         ('{"seed": 1}', "seed is in the wrong place: seed belongs in training"),
         ('{"name": "tiny"}', "name is in the wrong place: name belongs in model or dataset"),
         ('{"training": 5}', "training=5: must be a section, { ... }"),
     ],
 )
-def test_a_mistake_in_the_file_is_told(tmp_path, text, message):
+def test_a_mistake_in_the_file_is_located(tmp_path, text, message):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    (told,) = caught.value.problems
-    assert message in told
+    (problem,) = caught.value.problems
+    assert message in problem
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path):
+def test_a_file_that_cannot_be_read_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*config.json: No such file"):
         load_config(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -207,28 +237,30 @@ def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
     assert config.dataset.tokenizer == config.model.name
 
 
-def test_a_run_too_short_to_be_traced_is_told():
-    (told,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
-    assert "trace_file=t gets the third to the fifth step, and total_train_steps=4" in told
+def test_a_run_too_short_to_be_traced_is_refused():
+    (problem,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
+    assert "trace_file=t records the third to the fifth step, and total_train_steps=4" in problem
 
 
-def test_a_rank_without_a_row_of_the_vocabulary_is_told():
+def test_a_rank_without_a_row_of_the_vocabulary_is_refused():
     heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
-    (told,) = problems({"model": heads, "distributed": {"tp_size": 32}})
-    assert "tp_size=32 leaves a rank without rows of vocab_size=257, dealt out 9 a rank" in told
+    (problem,) = problems({"model": heads, "distributed": {"tp_size": 32}})
+    assert (
+        "tp_size=32 leaves a rank without rows of vocab_size=257, which are split 9 a rank"
+        in problem
+    )
 
 
-def test_all_mistakes_are_told_at_once(tmp_path):
+def test_all_mistakes_are_reported_at_once(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
-        '{"distributed": {"tp_size": 3, "tp_size": 3, "pp_engine": "gpipe"},'
+        '{"distributed": {"tp_size": 3, "pp_engine": "gpipe"},'
         ' "training": {"seq_length": "9999", "warmup_steps": 900, "min_learning_rate": 1},'
         ' "dataset": {"name": "nowhere.txt", "lines": 3}, "loging": {}}'
     )
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     fragments = [
-        "tp_size is given more than once",
         'distributed.pp_engine="gpipe"',
         'training.seq_length="9999"',
         "dataset.lines is not known",
@@ -239,19 +271,19 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         "tp_size=3 does not divide num_attention_heads=4: use 1 or 2",
         "tp_size=3 does not divide num_key_value_heads=2: use 1 or 2",
     ]
-    told = caught.value.problems
-    assert len(told) == len(fragments)
-    assert all(any(fragment in problem for problem in told) for fragment in fragments)
-    assert str(caught.value) == "\n".join(told)
+    problem = caught.value.problems
+    assert len(problem) == len(fragments)
+    assert all(any(fragment in problem for problem in problem) for fragment in fragments)
+    assert str(caught.value) == "\n".join(problem)
 
 
-def test_nothing_is_said_about_the_default_of_a_bad_key():
-    (told,) = problems({"training": {"total_train_steps": "50", "warmup_steps": 200}})
-    assert "warmup_steps" not in told  # 200 is too many for the default, but not what was meant
-    (told,) = problems({"training": 5, "model": {"max_position_embeddings": 8}})
-    assert "seq_length" not in told
-    (told,) = problems({"model": {"name": 5, "num_attention_heads": 3}})
-    assert told == "model.name=5: must be a valid string"
+def test_the_default_of_a_bad_key_is_not_reported():
+    (problem,) = problems({"training": {"total_train_steps": "50", "warmup_steps": 200}})
+    assert "warmup_steps" not in problem  # 200 is too many for the default, but not what was meant
+    (problem,) = problems({"training": 5, "model": {"max_position_embeddings": 8}})
+    assert "seq_length" not in problem
+    (problem,) = problems({"model": {"name": 5, "num_attention_heads": 3}})
+    assert problem == "model.name=5: must be a valid string"
     both = problems({"model": {"name": 5}, "dataset": {"name": "nowhere.txt"}})
     assert len(both) == 2  # name is a key of two sections; only the model's is hidden
 
@@ -325,6 +357,7 @@ def test_a_local_folder_gives_the_model(tmp_path, monkeypatch):
     path = tmp_path / "owner" / "llama" / "config.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(to_hf(PRESETS["HuggingFaceTB/SmolLM-360M"])))
+    path.with_name("tokenizer_config.json").write_text("{}")
     config = {"model": {"name": str(path.parent), "num_hidden_layers": 2}}
     model = resolve_model(parse_config(config))
     assert (model.hidden_size, model.num_hidden_layers) == (960, 2)
@@ -363,29 +396,29 @@ def test_local_files_are_accepted_and_the_newest_checkpoint_is_offered(tmp_path)
     dataset = {"name": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
     parse_config({"checkpoint": checkpoint, "dataset": dataset})
     parse_config({"checkpoint": checkpoint | {"load_path": "latest"}})
-    (told,) = problems({"checkpoint": checkpoint | {"load_path": str(tmp_path)}})
-    assert told.endswith(f"use latest, or a folder like {tmp_path / 'step-00000020'}")
+    (problem,) = problems({"checkpoint": checkpoint | {"load_path": str(tmp_path)}})
+    assert problem.endswith(f"use latest, or a folder like {tmp_path / 'step-00000020'}")
 
 
 def test_layouts_that_do_not_fit_the_model_name_those_that_do():
     model_config = PRESETS["meta-llama/Llama-3.2-1B"]
     config = Config.model_validate({"distributed": {"tp_size": 3, "pp_size": 9, "pp_chunks": 2}})
-    assert model_problems(config, model_config) == [
+    assert list(model_problems(config, model_config)) == [
         "tp_size=3 does not divide num_attention_heads=32: use 1, 2, 4 or 8",
         "tp_size=3 does not divide num_key_value_heads=8: use 1, 2, 4 or 8",
         "tp_size=3 does not divide intermediate_size=8192: use 1, 2, 4 or 8",
         "pp_size=9 x pp_chunks=2 makes 18 stages of num_hidden_layers=16: use at most 16 stages",
     ]
     config = Config.model_validate({"distributed": {"tp_size": 8, "pp_size": 16}})
-    assert model_problems(config, model_config) == []
+    assert list(model_problems(config, model_config)) == []
 
 
-def test_only_a_quoted_number_is_said_to_need_no_quotes():
-    for word, told in (("1e-3", "number, without quotes"), ("big", "number")):
-        assert problems({"training": {"learning_rate": word}})[0].endswith(told)
+def test_only_a_quoted_number_is_reported_to_need_no_quotes():
+    for word, problem in (("1e-3", "number, without quotes"), ("big", "number")):
+        assert problems({"training": {"learning_rate": word}})[0].endswith(problem)
 
 
-def test_a_sequence_that_cannot_be_cut_is_told_with_the_lengths_that_can():
+def test_a_sequence_that_cannot_be_cut_is_reported_with_the_lengths_that_can():
     ring = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
     parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
     assert problems(ring) == [
@@ -394,39 +427,41 @@ def test_a_sequence_that_cannot_be_cut_is_told_with_the_lengths_that_can():
     ]
     parse_config(ring | {"distributed": {"cp_size": 4, "cp_engine": "ulysses"}})
     both = {"cp_size": 2, "tp_size": 2, "sequence_parallel": True, "cp_engine": "ulysses"}
-    (told,) = problems({"distributed": both, "training": {"seq_length": 2}})
-    assert told.startswith("seq_length=2 cannot be cut into 4 equal") and told.endswith("use 4")
+    (problem,) = problems({"distributed": both, "training": {"seq_length": 2}})
+    assert problem.startswith("seq_length=2 cannot be cut into 4 equal") and problem.endswith(
+        "use 4"
+    )
 
 
 def test_ulysses_needs_a_head_for_every_rank():
     layout = {"cp_size": 4, "tp_size": 2, "cp_engine": "ulysses"}
-    (told,) = problems({"distributed": layout})
-    assert told == (
+    (problem,) = problems({"distributed": layout})
+    assert problem == (
         'cp_engine="ulysses" with cp_size=4 does not divide the 2 heads of a rank'
         ' (num_attention_heads=4 / tp_size=2): use cp_size 1 or 2, or cp_engine "ring"'
     )
 
 
-def test_a_wrong_number_of_processes_is_told_with_the_right_command(tmp_path):
+def test_a_wrong_number_of_processes_is_reported_with_the_right_command(tmp_path):
     path = tmp_path / "my.json"
     path.write_text('{"distributed": {"dp_size": 4}}')
     assert load_config(path, 4) == load_config(path)
     with pytest.raises(ConfigError) as caught:
         load_config(path, 3)
     assert str(caught.value) == (
-        "this config needs 4 processes (dp_size=4 x pp_size=1 x cp_size=1 x tp_size=1) but was"
+        "this config needs 4 processes (pp_size=1 x dp_size=4 x cp_size=1 x tp_size=1) but was"
         f" started with 3: run  torchrun --nproc_per_node 4 train.py --config {path},"
         " or set distributed.dp_size to 3"
     )
 
 
-def test_a_wrong_number_of_processes_is_told_with_the_other_problems(tmp_path):
+def test_a_wrong_number_of_processes_is_reported_with_the_other_problems(tmp_path):
     path = tmp_path / "my.json"
     path.write_text('{"distributed": {"dp_size": 4}, "training": {"seed": -1}}')
     with pytest.raises(ConfigError) as caught:
         load_config(path, 3)
     assert len(caught.value.problems) == 2
-    path.write_text('{"distributed": {"dp_size": "4"}}')  # then nobody knows how many are right
+    path.write_text('{"distributed": {"dp_size": "4"}}')  # then the right number is unknown
     with pytest.raises(ConfigError) as caught:
         load_config(path, 3)
     assert len(caught.value.problems) == 1
@@ -440,3 +475,100 @@ def test_a_config_is_checked_without_importing_torch():
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("levels", [*range(930, 1000, 3), 2000, 10**5])
+def test_deep_json_is_refused(tmp_path, levels):
+    path = tmp_path / "config.json"
+    path.write_text('{"training": {"seed": ' + "[" * levels + "]" * levels + "}}")
+    with pytest.raises(ConfigError):
+        load_config(path)
+
+
+def test_a_number_of_5000_digits_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"training": {"max_tokens": ' + "9" * 5000 + "}}")
+    with pytest.raises(ConfigError, match="Exceeds the limit"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), 1e300, -1, 0, [[]], {}, "", "\0", "x" * 10**6]
+)
+def test_no_value_of_any_key_ends_in_a_traceback(value):
+    for section in SECTIONS:
+        for key in keys_of(section):
+            with contextlib.suppress(ConfigError):
+                parse_config({section: {key: value}})
+
+
+def test_more_processes_than_a_machine_can_start_need_torchrun(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"distributed": {"dp_size": 100000}}')
+    with pytest.raises(ConfigError, match=r"needs 100,000 processes .*, and one machine starts at"):
+        load_config(path)
+    assert load_config(path, 10**5).world_size == 10**5
+
+
+def test_a_path_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    for key in ("trace_file", "metrics_file"):
+        (problem,) = problems({"logging": {key: f"{tmp_path}/new/file"}})
+        assert f"logging.{key}={tmp_path}/new/file cannot be written, since you may" in problem
+    (problem,) = problems({"checkpoint": {"save_dir": f"{tmp_path}/new"}})
+    assert f"checkpoint.save_dir={tmp_path}/new cannot be written" in problem
+    (tmp_path / "mine").mkdir()
+    parse_config({"checkpoint": {"save_dir": f"{tmp_path}/mine/new"}})
+
+
+def write_tokenizer(path: Path, num_ids: int) -> str:
+    """A tokenizer's .json file as the `tokenizers` package writes it."""
+    vocabulary = {f"w{i}": i for i in range(num_ids - 1)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])  # gets the next id
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_a_local_tokenizer_must_fit_the_vocabulary(tmp_path):
+    file = write_tokenizer(tmp_path / "tokenizer.json", 258)
+    for name in (file, str(tmp_path)):
+        (problem,) = problems({"dataset": {"tokenizer": name}})
+        assert problem == (
+            f"vocab_size=257 is too small for the 258 token ids of dataset.tokenizer={name}:"
+            " use at least 258"
+        )
+        parse_config({"dataset": {"tokenizer": name}, "model": {"vocab_size": 258}})
+    Path(file).write_text("no tokenizer")
+    (problem,) = problems({"dataset": {"tokenizer": file}})
+    assert f"dataset.tokenizer={file}: cannot read {file}: " in problem
+
+
+def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
+    def tokenizer(name: str) -> str:
+        config = parse_config({"model": {"name": name}})
+        assert config.data_order["dataset.tokenizer"] == config.tokenizer
+        return config.tokenizer
+
+    assert tokenizer("tiny") == "bytes"
+    assert tokenizer("owner/llama") == "owner/llama"
+    assert tokenizer("SmolLM-135M") == "HuggingFaceTB/SmolLM-135M"
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
+    (problem,) = problems({"model": {"name": str(folder)}})
+    assert problem == (
+        f"model.name={folder} holds no tokenizer: set dataset.tokenizer to a folder, a tokenizer's"
+        " .json file, a hub id, or bytes"
+    )
+    write_tokenizer(folder / "tokenizer.json", 100)
+    assert tokenizer(str(folder)) == str(folder)
+    given = {"model": {"name": str(folder)}, "dataset": {"tokenizer": "bytes"}}
+    assert parse_config(given).tokenizer == "bytes"
+
+
+def test_bytes_in_a_vocabulary_that_is_given_or_a_little_larger_are_accepted():
+    dataset = {"tokenizer": "bytes"}
+    parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 49_152}, "dataset": dataset})
+    parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 257}, "dataset": dataset})
+    parse_config({"model": {"vocab_size": 512}})

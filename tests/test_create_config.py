@@ -1,8 +1,9 @@
-"""create_config.py as it is run: what it writes, what it says, what it refuses to do."""
+"""create_config.py as it is run: what it writes, prints and refuses to do."""
 
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -83,14 +84,14 @@ def test_it_prints_what_the_config_means(create):
     assert "tokens per step  16,384 = 2 dp x 4 sequences x 2 micro-batches x 1024" in out
     assert "parameters       1,235,814,400, " in out
     assert "weights            4.943 GB" in out and "optimizer state    9.887 GB" in out
-    assert out.endswith("\ntorchrun --nproc_per_node 2 train.py --config runs/exp/config.json\n")
+    assert out.endswith("\npython train.py --config runs/exp/config.json\n")
 
 
 def test_the_rank_grid_has_tp_innermost_and_stays_short(create):
     _, out, _ = create("--pp 2 --dp 4 --cp 2 --tp 2")
     assert "processes        32 = pp 2 x dp 4 x cp 2 x tp 2" in out
     assert "  pp 0  dp 0  cp 1   ranks 2 to 3 (tp)\n" in out
-    assert "  pp 0  dp 3  cp 1   ranks 14 to 15 (tp)\n  and 8 rows more\n" in out
+    assert "  pp 0  dp 3  cp 1   ranks 14 to 15 (tp)\n  and 8 more rows\n" in out
 
 
 def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
@@ -106,7 +107,7 @@ def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
     )
 
 
-def test_the_same_again_is_fine_and_says_so(create):
+def test_the_same_config_again_is_accepted(create):
     create("--dp 2")
     code, out, _ = create("--dp 2")
     assert code == 0 and out.startswith("runs/exp/config.json is already there with the same")
@@ -124,7 +125,7 @@ def test_a_different_file_is_kept_unless_forced_and_nothing_is_deleted(create):
     assert load_config(PATH).distributed.dp_size == 4 and beside.read_text() == "precious"
 
 
-def test_all_mistakes_are_told_at_once_and_nothing_is_written(create):
+def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create):
     code, out, err = create("--dp two --seq_lem 3 --pp_engine gpipe --warmup_steps 500")
     assert (code, out) == (2, "") and not PATH.exists()
     problems = err.splitlines()
@@ -140,10 +141,66 @@ def test_an_abbreviated_flag_is_not_guessed(create):
     assert code == 2 and "did you mean --learning_rate?" in err
 
 
-def test_a_folder_that_cannot_be_made_is_told_plainly(create):
+def test_a_folder_that_cannot_be_made_is_reported(create):
     Path("runs").write_text("a file")
-    code, _, err = create()
+    code, _, err = create("--save_dir elsewhere")
     assert code == 2 and err == "error: cannot write runs/exp: Not a directory\n"
+    code, _, err = create()
+    assert code == 2 and "checkpoint.save_dir=runs/exp/checkpoints cannot be made" in err
+
+
+def test_a_flag_that_is_a_value_suggests_its_key(create):
+    for flag, remedy in {
+        "--cosine": "did you mean --schedule cosine?",
+        "--bfloat16": "did you mean --dtype bfloat16?",
+        "--Ulysses=1": "did you mean --cp_engine ulysses?",
+        "--cosinus": "see --help",
+        "--frobnicate": "see --help",
+    }.items():
+        code, _, err = create(flag)
+        assert (code, err) == (2, f"error: {flag.split('=')[0]} is not known: {remedy}\n")
+
+
+def test_one_of_a_kind_is_not_a_plural(create):
+    _, out, _ = create("--mbs 1 --grad_acc_steps 1 --dp 9")
+    assert "tokens per step  2,304 = 9 dp x 1 sequence x 1 micro-batch x 256\n" in out
+    assert "  and 1 more row\n" in out
+
+
+def test_the_tokenizer_is_named(create):
+    assert "\ntokenizer        bytes, the model's own\n" in create("--tokenizer bytes")[1]
+    _, out, _ = create("--model_name SmolLM-135M", exp_name="smol")
+    assert "\ntokenizer        HuggingFaceTB/SmolLM-135M, the model's own\n" in out
+
+
+def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(create):
+    def last_lines(flags: str) -> str:
+        return create(flags + " --force")[1].split("\n\n", 2)[-1]
+
+    one = "python train.py --config runs/exp/config.json\n"
+    assert last_lines("--dp 8") == last_lines("--dp 16 --use_cpu") == one
+    assert last_lines("--dp 6 --pp 4") == (
+        "on each of 3 nodes with 8 processes, NODE from 0 to 2 and ADDRESS that of node 0:\n\n"
+        "torchrun --nnodes 3 --node-rank NODE --master-addr ADDRESS --master-port 29500"
+        " --nproc_per_node 8 train.py --config runs/exp/config.json\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num_hidden_layers 1000000000",
+        "--grad_acc_steps 1000000000",
+        "--dp 1000000000000",
+        "--model_name owner/llama --pp_chunks 1000000000000",
+        "--seed " + "[" * 10**5,
+    ],
+)
+def test_absurd_numbers_are_refused_at_once(create, flags):
+    began = time.monotonic()
+    code, out, err = create(flags)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    assert time.monotonic() - began < 5
 
 
 def test_a_hub_id_is_written_without_the_network(create, monkeypatch):

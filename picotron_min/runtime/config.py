@@ -1,44 +1,37 @@
 """config.json: its schema.
 
-The classes below are the documentation of config.json: one class a section, one line a key. Section
-and key names are picotron's, so that its users' configs load; keys are added, none change meaning.
-Every key has a default. A `~` at the start of a path is the home folder.
+Its documentation: one class a section, one line a key, each with its default. Names are those of
+picotron, so that its users' configs load; keys are added, none change meaning. A `~` at the start
+of a path is the home folder. Upper limits are far above any use: they stop slips such as 10**12.
 
-config_file.py reads it, config_checks.py looks whether its keys fit each other and the model.
+config_file.py reads it; config_checks.py checks that the keys fit each other, files and model.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from picotron_min.layout import Layout, Recipe, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.runtime.public_models import tokenizer_of
 
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # a path
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
 # picotron writes "" for "none".
 OptionalName = Annotated[Name | None, BeforeValidator(lambda value: None if value == "" else value)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+PositiveInt, NonNegativeInt = Annotated[int, Field(gt=0)], Annotated[int, Field(ge=0)]
+PositiveFloat, NonNegativeFloat = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(gt=0, le=10**6)]
 
 
 class Section(BaseModel):
-    """Strict: "256" is no number, 1 is not true, and a misspelt key is an error, not a default."""
+    """Strict: "256" is not a number, 1 is not true, and a misspelt key is an error."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
@@ -48,25 +41,25 @@ class Section(BaseModel):
 class Distributed(Section):
     """The layout: tp x cp x pp x dp processes."""
 
-    tp_size: PositiveInt = 1  # tensor parallel: every matrix is cut
-    cp_size: PositiveInt = 1  # context parallel: every sequence is cut
-    pp_size: PositiveInt = 1  # pipeline parallel: the layers are dealt out
-    dp_size: PositiveInt = 1  # data parallel: the batch is dealt out
+    tp_size: Count = 1  # tensor parallel: every matrix is split
+    cp_size: Count = 1  # context parallel: every sequence is split
+    pp_size: Count = 1  # pipeline parallel: each rank has some of the layers
+    dp_size: Count = 1  # data parallel: each rank has some of the batch
     pp_engine: Literal[tuple(SCHEDULES)] = "1f1b"  # see pipeline_schedule.py
-    pp_chunks: PositiveInt = 1  # stages of a rank, for schedules that take several
+    pp_chunks: Count = 1  # stages of a rank, for schedules that take several
     pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced
     cp_engine: Literal["ring", "ulysses"] = "ring"
-    sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
+    sequence_parallel: bool = False  # with tp: norms and residuals are split along the sequence
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
-    use_cpu: bool = False
-    timeout_seconds: int = Field(60, gt=0, le=10**6)  # what takes longer ends the run
+    use_cpu: bool = False  # also where there are GPUs; gloo works only on CPUs
+    timeout_seconds: Count = 60  # communication that takes longer ends the run
 
 
 class Model(Section):
     """What is trained: a public model's shape, with any of its numbers changed, and how."""
 
-    name: Name = "tiny"  # a preset of model_config.py, a Hugging Face folder, or a hub id
-    vocab_size: PositiveInt | None = None  # from here on null: as in the named model
+    name: Name = "tiny"  # a preset of public_models.py, a Hugging Face folder, or a hub id
+    vocab_size: PositiveInt | None = None  # null, here and below: as in the named model
     hidden_size: PositiveInt | None = None
     intermediate_size: PositiveInt | None = None
     num_hidden_layers: PositiveInt | None = None
@@ -92,9 +85,9 @@ class Model(Section):
 
 
 class Training(Section):
-    """How it is trained. `Config.global_batch` says what a step is."""
+    """How it is trained. `Config.global_batch` defines a step."""
 
-    seed: NonNegativeInt = 42
+    seed: int = Field(42, ge=0, lt=2**63)
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: NonNegativeFloat = 0.0  # where cosine and wsd end
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up
@@ -103,42 +96,44 @@ class Training(Section):
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)
     grad_clip: PositiveFloat | None = 1.0  # largest norm of the whole gradient; null: no clipping
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    total_train_steps: PositiveInt = 200
-    max_tokens: PositiveInt | None = None  # stops earlier; the schedule does not see it
-    seq_length: PositiveInt = 256  # tokens
-    micro_batch_size: PositiveInt = 8  # sequences
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches a step
+    total_train_steps: int = Field(200, gt=0, lt=10**8)  # a checkpoint's name has eight digits
+    max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
+    seq_length: int = Field(256, gt=0, le=10**9)  # tokens
+    micro_batch_size: Count = 8  # sequences
+    gradient_accumulation_steps: int = Field(1, gt=0, le=10**5)  # micro-batches a step
     num_samples: PositiveInt | None = None  # documents read of the dataset; null: all
     eval_frequency: NonNegativeInt = 0  # steps between validations; 0: only at the end
     eval_batches: NonNegativeInt = 4  # steps' worth of sequences held out; 0: no validation
 
 
 class Dataset(Section):
-    """What is read."""
+    """The text."""
 
     name: Name = "stdlib"  # Python's own library, a local file or folder, or a hub id
     subset_name: Text | None = None
     split: Text = "train"
     text_column: Text = "text"
-    tokenizer: Name = "bytes"  # 256 bytes and end of text, a local folder, or a hub id
-    num_workers: NonNegativeInt = 0  # picotron's; nothing to do: tokens are read from mapped memory
-    num_proc: PositiveInt = 1  # processes that tokenize
+    # bytes (256 and end of text), a folder, a .json file, or a hub id; null: the model's own, and
+    # bytes for tiny.
+    tokenizer: OptionalName = None
+    num_workers: NonNegativeInt = 0  # picotron's; unused: tokens are read from mapped memory
+    num_proc: int = Field(1, gt=0, le=1024)  # processes that tokenize
     cache_dir: Name = "~/.cache/picotron_min"  # tokenized text, kept between runs
 
 
 class Checkpoint(Section):
-    """What is kept."""
+    """What is saved, and what a run starts from."""
 
     save_dir: Name = "checkpoints"
     save_frequency: NonNegativeInt = 0  # steps; 0: only at the end
-    keep: NonNegativeInt = 2  # the newest so many; 0: all
-    in_background: bool = Field(False, alias="async")  # steps go on while files are written
+    keep: NonNegativeInt = 2  # how many of the newest; 0: all
+    in_background: bool = Field(False, alias="async")  # training continues during a save
     # A checkpoint's folder, or "latest": the newest complete one in save_dir, or a fresh start.
     load_path: OptionalName = None
 
 
 class Logging(Section):
-    """What is told."""
+    """What is recorded."""
 
     use_wandb: bool = False
     project_name: Text = "picotron-min"
@@ -152,9 +147,9 @@ class Environment(Section):
 
     model_config = ConfigDict(strict=False)
 
-    OMP_NUM_THREADS: PositiveInt | None = None
+    OMP_NUM_THREADS: int | None = Field(None, gt=0, le=1024)  # threads of each process
     TOKENIZERS_PARALLELISM: bool | None = None
-    FLASH_ATTEN: bool | None = None  # false: model.use_flash_attention is off, whatever it says
+    FLASH_ATTEN: bool | None = None  # false: as use_flash_attention false
     HF_TOKEN: None = None  # picotron's template has it, as null
 
 
@@ -169,10 +164,21 @@ class Config(Section):
     logging: Logging = Logging()
     environment: Environment = Environment()
 
+    @model_validator(mode="after")
+    def _resolve_tokenizer(self) -> "Config":
+        """Fill in the tokenizer that is left out, so that a saved config names it, too."""
+        name = self.dataset.tokenizer or tokenizer_of(self.model.name)
+        self.__dict__["dataset"] = self.dataset.model_copy(update={"tokenizer": name})
+        return self
+
+    @property
+    def tokenizer(self) -> str:
+        return self.dataset.tokenizer
+
     @property
     def world_size(self) -> int:
         """Processes."""
-        return math.prod(getattr(self.distributed, axis) for axis in AXES)
+        return self.layout.world_size
 
     @property
     def global_batch(self) -> int:
@@ -182,7 +188,7 @@ class Config(Section):
 
     @property
     def data_order(self) -> dict[str, object]:
-        """All that decides which sequences a step sees; the layout does not."""
+        """All that decides which sequences a step trains on; the layout does not."""
         keys = ("name", "subset_name", "split", "text_column", "tokenizer")
         order = {f"dataset.{key}": getattr(self.dataset, key) for key in keys}
         keys = ("seed", "seq_length", "num_samples", "eval_batches")
@@ -196,50 +202,27 @@ class Config(Section):
     @property
     def layout(self) -> Layout:
         """The sizes of the axes, and the choices that belong to them."""
-        d = self.distributed
-        return Layout(
-            pp=d.pp_size,
-            dp=d.dp_size,
-            cp=d.cp_size,
-            tp=d.tp_size,
-            pp_engine=d.pp_engine,
-            pp_chunks=d.pp_chunks,
-            pp_layers=d.pp_layers and tuple(d.pp_layers),
-            cp_engine=d.cp_engine,
-            sequence_parallel=d.sequence_parallel,
-        )
+        chosen = {key.removesuffix("_size"): value for key, value in self.distributed}
+        chosen["pp_layers"] = chosen["pp_layers"] and tuple(chosen["pp_layers"])
+        return Layout(**{field.name: chosen[field.name] for field in fields(Layout)})
 
     @property
     def workload(self) -> Workload:
         """What one data-parallel rank computes in a step, and how."""
         m, t = self.model, self.training
         return Workload(
-            seq_length=t.seq_length,
-            micro_batch_size=t.micro_batch_size,
-            num_micro_batches=t.gradient_accumulation_steps,
-            dtype=m.dtype,
-            recompute=m.recompute,
-            optimizer=t.optimizer,
+            t.seq_length, t.micro_batch_size, t.gradient_accumulation_steps, dtype=m.dtype,
+            recompute=m.recompute, optimizer=t.optimizer, compile=m.compile,
             flash_attention=self.use_flash_attention,
-            compile=m.compile,
-        )
+        )  # fmt: skip
 
     @property
     def recipe(self) -> Recipe:
         """How the weights are updated."""
         t = self.training
-        return Recipe(
-            optimizer=t.optimizer,
-            learning_rate=t.learning_rate,
-            min_learning_rate=t.min_learning_rate,
-            schedule=t.schedule,
-            warmup_steps=t.warmup_steps,
-            total_train_steps=t.total_train_steps,
-            weight_decay=t.weight_decay,
-            betas=tuple(t.betas),
-            grad_clip=t.grad_clip,
-            fused=self.model.use_fused_adam,
-        )
+        keys = {f.name for f in fields(Recipe)} & t.model_fields.keys()
+        values = {key: getattr(t, key) for key in keys} | {"betas": tuple(t.betas)}
+        return Recipe(**values, fused=self.model.use_fused_adam)
 
     @property
     def use_flash_attention(self) -> bool:
@@ -252,14 +235,16 @@ class Config(Section):
         return self.logging.metrics_file or default
 
 
-AXES = ("dp_size", "pp_size", "cp_size", "tp_size")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 
 
 def keys_of(section: str) -> dict:
-    """The keys of a section as they are written; none of an unknown one."""
+    """The fields of a section by the names that are written; none for an unknown section."""
     known = SECTIONS[section].model_fields if section in SECTIONS else {}
     return {field.alias or name: field for name, field in known.items()}
+
+
+KEYS = {f"{name}.{key}": field for name in SECTIONS for key, field in keys_of(name).items()}
 
 
 class ConfigError(ValueError):
@@ -280,3 +265,9 @@ def choice(options: Iterable) -> str:
     """1, 2 or 4"""
     *most, last = map(str, options)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def counted(number: int, noun: str) -> str:
+    """1 process, 2 processes"""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"

@@ -1,26 +1,33 @@
-"""What no single key of config.json shows: whether they fit each other, the files, and the model.
+"""What no single key of config.json shows: whether the keys fit each other, files and model.
 
-What is wrong is told in a sentence with the numbers and the remedy.
+Each problem is a sentence with the numbers and the remedy.
 """
 
 import difflib
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import chunks_problem
-from picotron_min.runtime.config import Config, ConfigError, choice, shown
+from picotron_min.runtime.config import Config, ConfigError, choice, counted, shown
 from picotron_min.runtime.json_file import read_json
-from picotron_min.runtime.public_models import PRESETS, find_preset, from_hf
+from picotron_min.runtime.public_models import (
+    PRESETS,
+    check_numbers,
+    find_preset,
+    from_hf,
+    tokenizer_of,
+)
 
 
 def problems_of(config: Config) -> list[str]:
-    """Why the sections do not fit each other, or the files that are there."""
-    problems = _run_problems(config) + _path_problems(config)
-    # A model on the hub is fetched, and checked, when the run starts.
-    if find_preset(config.model.name) or not _on_hub(config.model.name):
+    """Why the sections fit neither each other nor the files on this machine."""
+    checks = (_training_problems, _layout_problems, _path_problems)
+    problems = [problem for check in checks for problem in check(config)]
+    if is_known_here(config.model.name):
         try:
             resolve_model(config)
         except ConfigError as error:
@@ -28,86 +35,96 @@ def problems_of(config: Config) -> list[str]:
     return problems
 
 
-def _run_problems(config: Config) -> list[str]:
-    d, t = config.distributed, config.training
-    # The ring cuts a sequence into two pieces a rank, tensor parallelism cuts a rank's part again.
-    pieces = d.cp_size * (2 if d.cp_engine == "ring" and d.cp_size > 1 else 1)
-    pieces = math.lcm(pieces, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
-    shorter = t.seq_length // pieces * pieces
-    checks = [
-        (
-            t.warmup_steps >= t.total_train_steps,
-            f"warmup_steps={t.warmup_steps} leaves nothing of"
-            f" total_train_steps={t.total_train_steps}: use at most {t.total_train_steps - 1}",
-        ),
-        (
-            t.min_learning_rate > t.learning_rate,
-            f"min_learning_rate={t.min_learning_rate} is above learning_rate={t.learning_rate}:"
-            f" use at most {t.learning_rate}",
-        ),
-        (
-            t.max_tokens and t.max_tokens < config.tokens_per_step,
-            f"max_tokens={t.max_tokens} is less than the {config.tokens_per_step} tokens of one"
-            " step: raise it, or make the step smaller",
-        ),
-        (
-            d.use_cpu and d.backend == "nccl",
-            "backend=nccl needs GPUs but use_cpu=true: set distributed.backend to auto or gloo,"
-            " or distributed.use_cpu to false",
-        ),
-        (
-            t.seq_length % pieces,
-            f"seq_length={t.seq_length} cannot be cut into {pieces} equal pieces, as"
+def _training_problems(config: Config) -> Iterator[str]:
+    t, trace_file = config.training, config.logging.trace_file
+    steps, tokens = t.total_train_steps, config.tokens_per_step
+    if t.warmup_steps >= steps:
+        remedy = f"use at most {steps - 1}"
+        yield f"warmup_steps={t.warmup_steps} leaves nothing of total_train_steps={steps}: {remedy}"
+    if (lowest := t.min_learning_rate) > (peak := t.learning_rate):
+        yield f"min_learning_rate={lowest} is above learning_rate={peak}: use at most {peak}"
+    if t.max_tokens and t.max_tokens < tokens:
+        remedy = "raise it, or make the step smaller"
+        yield f"max_tokens={t.max_tokens} is less than the {tokens} tokens of one step: {remedy}"
+    if trace_file and steps < 5:
+        why = f"records the third to the fifth step, and total_train_steps={steps}"
+        yield f"trace_file={trace_file} {why}: use at least 5, or no trace_file"
+
+
+def _layout_problems(config: Config) -> Iterator[str]:
+    d, seq_length = config.distributed, config.training.seq_length
+    if d.use_cpu and d.backend == "nccl":
+        remedy = "set distributed.backend to auto or gloo, or distributed.use_cpu to false"
+        yield f"backend=nccl needs GPUs but use_cpu=true: {remedy}"
+    # The ring gives each rank two pieces of a sequence; tensor parallelism splits a rank's part.
+    ring = d.cp_size * (2 if d.cp_engine == "ring" and d.cp_size > 1 else 1)
+    pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
+    if seq_length % pieces:
+        shorter = seq_length // pieces * pieces
+        good = choice(n for n in (shorter, shorter + pieces) if n)
+        yield (
+            f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, as"
             f' cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
-            f" sequence_parallel={shown(d.sequence_parallel)} need: use"
-            f" {choice(n for n in (shorter, shorter + pieces) if n)}",
-        ),
-        (
-            config.logging.trace_file and t.total_train_steps < 5,
-            f"trace_file={config.logging.trace_file} gets the third to the fifth step, and"
-            f" total_train_steps={t.total_train_steps}: use at least 5, or no trace_file",
-        ),
-        (
-            d.pp_chunks > 1 and d.pp_size == 1,
+            f" sequence_parallel={shown(d.sequence_parallel)} need: use {good}"
+        )
+    if d.pp_chunks > 1 and d.pp_size == 1:
+        yield (
             f"pp_chunks={d.pp_chunks} needs more than one rank to deal the stages to, and"
-            f" pp_size={d.pp_size}: use pp_chunks 1, or a larger pp_size",
-        ),
-        (
-            chunks := chunks_problem(d.pp_engine, d.pp_chunks),
-            f'pp_engine="{d.pp_engine}" does not fit pp_chunks={d.pp_chunks}: {chunks}',
-        ),
-    ]
-    return [message for wrong, message in checks if wrong]
+            f" pp_size={d.pp_size}: use pp_chunks 1, or a larger pp_size"
+        )
+    if problem := chunks_problem(d.pp_engine, d.pp_chunks):
+        yield f'pp_engine="{d.pp_engine}" does not fit pp_chunks={d.pp_chunks}: {problem}'
 
 
-def _path_problems(config: Config) -> list[str]:
-    problems = _missing("dataset.name", config.dataset.name, ["stdlib"])
-    if config.model.weights:
-        problems += _missing("model.weights", config.model.weights, [])
-    problems += _missing("dataset.tokenizer", config.dataset.tokenizer, ["bytes"])
+def _path_problems(config: Config) -> Iterator[str]:
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
+    yield from _missing("dataset.name", config.dataset.name, ["stdlib"])
+    if config.model.weights:
+        yield from _missing("model.weights", config.model.weights, [])
+    if (tokenizer := config.tokenizer) != tokenizer_of(config.model.name):
+        yield from _missing("dataset.tokenizer", tokenizer, ["bytes"])
+    elif Path(tokenizer).is_dir() and not re.search(
+        r"token|vocab|\.model", str(os.listdir(tokenizer))
+    ):
+        remedy = "set dataset.tokenizer to a folder, a tokenizer's .json file, a hub id, or bytes"
+        yield f"model.name={tokenizer} holds no tokenizer: {remedy}"
+    yield from _unwritable("checkpoint.save_dir", save_dir, "folder")
+    yield from _unwritable("dataset.cache_dir", config.dataset.cache_dir, "folder")
     for key in ("metrics_file", "trace_file"):
-        if (path := getattr(config.logging, key)) and os.path.isdir(path):
-            problems.append(f"logging.{key}={path} is a folder: name a file")
-    if os.path.isfile(save_dir):
-        problems.append(f"checkpoint.save_dir={save_dir} is a file: name a folder")
+        if path := getattr(config.logging, key):
+            yield from _unwritable(f"logging.{key}", path, "file")
     if load_path not in (None, "latest") and not Path(load_path, "state.json").is_file():
         there = sorted(Path(save_dir).glob("step-*/state.json"))
         example = there[-1].parent if there else f"{save_dir}/step-00000010"
-        problems.append(
-            f"checkpoint.load_path={load_path} is no checkpoint (it has no state.json):"
-            f" use latest, or a folder like {example}"
-        )
-    return problems
+        why = f"checkpoint.load_path={load_path} is no checkpoint (it has no state.json)"
+        yield f"{why}: use latest, or a folder like {example}"
 
 
-FILES = (".txt", ".json", ".jsonl", ".parquet")
+def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
+    """Why a run cannot write to a path: what exists of it decides, nothing is made."""
+    whole = there = Path(path).absolute()
+    while not os.path.exists(there):
+        there = there.parent
+    if there == whole and there.is_dir() != (kind == "folder"):
+        yield f"{key}={path} is a {'folder' if there.is_dir() else 'file'}: name a {kind}"
+    elif there != whole and not there.is_dir():
+        yield f"{key}={path} cannot be made, since {there} is a file: name another {kind}"
+    elif not os.access(there, os.W_OK):
+        yield f"{key}={path} cannot be written, since you may not write to {there}: name another"
 
 
 def _on_hub(name: str) -> bool:
     """Whether a name can only be an id on the Hugging Face hub: owner/name, and nothing local."""
     local = name.endswith(FILES) or os.path.exists(name)
     return not local and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
+
+
+FILES = (".txt", ".json", ".jsonl", ".parquet")
+
+
+def is_known_here(model_name: str) -> bool:
+    """Whether a model's numbers are known without the network, on which only a run relies."""
+    return bool(find_preset(model_name)) or not _on_hub(model_name)
 
 
 def _missing(key: str, name: str, built_in: list[str]) -> list[str]:
@@ -122,19 +139,21 @@ def _missing(key: str, name: str, built_in: list[str]) -> list[str]:
 def resolve_model(config: Config) -> ModelConfig:
     """The model's numbers: those that `model.name` stands for, with the overrides applied.
 
-    Raises ConfigError where they are no Llama's, cannot be found, or do not fit the run. A preset
+    Raises ConfigError where they define no Llama, cannot be found, or do not fit the run. A preset
     comes before a folder of the same name (write ./name), a folder before a hub id. Only a hub id
     needs the network.
     """
-    preset = find_preset(config.model.name)
+    name, overrides = config.model.name, config.model.overrides
     try:
-        model_config = preset or from_hf(_hugging_face_config(config.model.name))
-        model_config = model_config.override(**config.model.overrides)
+        check_numbers(overrides)
+        model_config = find_preset(name) or from_hf(_hugging_face_config(name))
+        model_config = model_config.override(**overrides)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"model.name={config.model.name}: {error}") from None
-    if problems := model_problems(config, model_config):
+        raise ConfigError(f"model.name={name}: {error}") from None
+    checks = (model_problems, _vocabulary_problems)
+    if problems := [problem for check in checks for problem in check(config, model_config)]:
         raise ConfigError(*problems)
     return model_config
 
@@ -150,58 +169,75 @@ def _hugging_face_config(name: str) -> dict:
     try:
         path = hf_hub_download(name, "config.json")
     except Exception as error:  # a dozen kinds, from no network to a gated model
-        raise ConfigError(
-            f"cannot fetch config.json of model.name={name} from the hub"
-            f" ({str(error).strip().partition(chr(10))[0]}): check the spelling, the network and"
-            " your access, or use a preset or a local folder"
-        ) from None
+        why = str(error).strip().partition("\n")[0]
+        remedy = (
+            "check the spelling, the network and your access, or use a preset or a local folder"
+        )
+        where = f"config.json of model.name={name} from the hub"
+        raise ConfigError(f"cannot fetch {where} ({why}): {remedy}") from None
     return read_json(Path(path))
 
 
-def model_problems(config: Config, model_config: ModelConfig) -> list[str]:
-    """Why the run does not fit the model's numbers."""
-    d, seq_length, problems = config.distributed, config.training.seq_length, []
+def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
+    """Why the layout and the sequence do not fit the model's numbers."""
+    layout, seq_length = config.layout, config.workload.seq_length
+    tp, cp, V = layout.tp, layout.cp, model_config.vocab_size
     cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    common = math.gcd(*(getattr(model_config, name) for name in cut))
-    good = choice(n for n in range(1, common + 1) if common % n == 0)
+    good = _divisors(math.gcd(*(getattr(model_config, name) for name in cut)))
     for name in cut:
-        if (size := getattr(model_config, name)) % d.tp_size:
-            problems.append(f"tp_size={d.tp_size} does not divide {name}={size}: use {good}")
-    heads = model_config.num_attention_heads // d.tp_size
-    if d.cp_engine == "ulysses" and heads % d.cp_size:
-        good = choice(n for n in range(1, heads + 1) if heads % n == 0)
-        problems.append(
-            f'cp_engine="ulysses" with cp_size={d.cp_size} does not divide the {heads} heads of a'
-            f" rank (num_attention_heads={model_config.num_attention_heads} / tp_size={d.tp_size}):"
-            f' use cp_size {good}, or cp_engine "ring"'
+        if (size := getattr(model_config, name)) % tp:
+            yield f"tp_size={tp} does not divide {name}={size}: use {good}"
+    heads = model_config.num_attention_heads // tp
+    if layout.cp_engine == "ulysses" and heads % cp:
+        yield (
+            f'cp_engine="ulysses" with cp_size={cp} does not divide the {counted(heads, "head")} of'
+            f" a rank (num_attention_heads={model_config.num_attention_heads} / tp_size={tp}):"
+            f' use cp_size {_divisors(heads)}, or cp_engine "ring"'
         )
-    rows = math.ceil((V := model_config.vocab_size) / d.tp_size)
-    if (d.tp_size - 1) * rows >= V:
-        problems.append(
-            f"tp_size={d.tp_size} leaves a rank without rows of vocab_size={V},"
-            f" dealt out {rows} a rank: use a smaller tp_size"
-        )
-    stages, layers = d.pp_size * d.pp_chunks, model_config.num_hidden_layers
-    if d.pp_layers and (len(d.pp_layers), sum(d.pp_layers)) != (stages, layers):
-        problems.append(
-            f"pp_layers={d.pp_layers} has {len(d.pp_layers)} stages with {sum(d.pp_layers)} layers,"
-            f" not pp_size={d.pp_size} x pp_chunks={d.pp_chunks} = {stages} stages with"
-            f" num_hidden_layers={layers}: correct it, or set it to null"
-        )
+    if (tp - 1) * (rows := math.ceil(V / tp)) >= V:
+        why = f"leaves a rank without rows of vocab_size={V}, which are split {rows} a rank"
+        yield f"tp_size={tp} {why}: use a smaller tp_size"
+    made = f"pp_size={layout.pp} x pp_chunks={layout.pp_chunks}"
+    stages, layers, given = layout.num_stages, model_config.num_hidden_layers, layout.pp_layers
+    if given and (len(given), sum(given)) != (stages, layers):
+        has = f"{counted(len(given), 'stage')} with {counted(sum(given), 'layer')}"
+        needs = f"{made} = {counted(stages, 'stage')} with num_hidden_layers={layers}"
+        yield f"pp_layers={list(given)} has {has}, not {needs}: correct it, or set it to null"
     if stages > layers:
-        problems.append(
-            f"pp_size={d.pp_size} x pp_chunks={d.pp_chunks} makes {stages} stages of"
-            f" num_hidden_layers={layers}: use at most {layers} stages"
-        )
+        most = counted(layers, "stage")
+        yield f"{made} makes {stages} stages of num_hidden_layers={layers}: use at most {most}"
     if seq_length > (longest := model_config.max_position_embeddings):
-        problems.append(
-            f"seq_length={seq_length} is above max_position_embeddings={longest} of"
-            f" model.name={config.model.name}: use at most {longest}, or set"
-            f" model.max_position_embeddings to {seq_length}"
+        where = f"max_position_embeddings={longest} of model.name={config.model.name}"
+        remedy = f"use at most {longest}, or set model.max_position_embeddings to {seq_length}"
+        yield f"seq_length={seq_length} is above {where}: {remedy}"
+
+
+def _divisors(number: int) -> str:
+    return choice(n for n in range(1, number + 1) if number % n == 0)
+
+
+def _vocabulary_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
+    """Why the tokenizer's ids do not fit the model's, as far as they are known on this machine."""
+    name, V, ids = config.tokenizer, model_config.vocab_size, _count_ids(config.tokenizer)
+    if ids > V:
+        why = f"is too small for the {ids} token ids of dataset.tokenizer={name}"
+        yield f"vocab_size={V} {why}: use at least {ids}"
+    if name == "bytes" and 2 * ids < V and not config.model.vocab_size:
+        yield (
+            f"dataset.tokenizer=bytes has {ids} token ids, far fewer than vocab_size={V}"
+            f" of model.name={config.model.name}: leave dataset.tokenizer out to use the model's"
+            f" own, or set model.vocab_size to {ids} (or to {V} if you mean it)"
         )
-    if config.dataset.tokenizer == "bytes" and model_config.vocab_size < 257:
-        problems.append(
-            f"vocab_size={model_config.vocab_size} is too small for dataset.tokenizer=bytes"
-            " (256 bytes and end of text): use at least 257"
-        )
-    return problems
+
+
+def _count_ids(tokenizer: str) -> int:
+    """How many ids a tokenizer has; 0 if no file on this machine shows it."""
+    path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
+    if tokenizer == "bytes" or not path.is_file():
+        return 257 if tokenizer == "bytes" else 0  # 256 bytes and end of text
+    from tokenizers import Tokenizer
+
+    try:
+        return 1 + max(Tokenizer.from_file(str(path)).get_vocab().values())
+    except Exception as error:  # the package raises nothing narrower
+        raise ConfigError(f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}") from None

@@ -1,9 +1,10 @@
-"""config.json read and checked: every mistake in it is told at once, in plain words.
+"""config.json read and checked: every mistake in it is reported at once, in plain words.
 
-torch is not imported here: a mistake is told at once, before any process starts.
+torch is not imported here, so that this takes no time and happens before any process starts.
 """
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -12,44 +13,52 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.runtime.config import AXES, SECTIONS, Config, ConfigError, choice, keys_of, shown
+from picotron_min.runtime.config import (
+    KEYS,
+    SECTIONS,
+    Config,
+    ConfigError,
+    choice,
+    counted,
+    keys_of,
+    shown,
+)
 from picotron_min.runtime.config_checks import problems_of
-from picotron_min.runtime.json_file import read_json_strictly
+from picotron_min.runtime.json_file import read_json
 
 
 def load_config(path: str | os.PathLike, processes: int | None = None) -> Config:
     """Read and check a config.json. Raises ConfigError with every problem in it.
 
-    `processes` is how many were started, if somebody else started them.
+    `processes` is how many a launcher has started; None if they are to be started here.
     """
     try:
-        raw, repeated = read_json_strictly(Path(path))
+        raw = read_json(Path(path))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    problems = [f"{key} is given more than once: keep one" for key in repeated]
-    return parse_config(raw, problems, lambda config: _launch_problems(config, processes, path))
+    return parse_config(raw, (), lambda config: _launch_problems(config, processes, path))
 
 
 def _launch_problems(config: Config, processes: int | None, path: str | os.PathLike) -> list[str]:
     needed, rest = config.world_size, config.world_size // config.distributed.dp_size
+    sizes = " x ".join(f"{axis}_size={n}" for axis, n in config.layout.sizes._asdict().items())
+    needs = f"this config needs {counted(needed, 'process')} ({sizes})"
+    most = max(64, os.cpu_count())  # 140 MB each, so that thousands would bring the machine down
+    if processes is None and needed > most:
+        return [f"{needs}, and one machine starts at most {most}: use torchrun on several nodes"]
     if processes in (None, needed):
         return []
-    layout = " x ".join(f"{axis}={getattr(config.distributed, axis)}" for axis in AXES)
     also = "" if processes % rest else f", or set distributed.dp_size to {processes // rest}"
-    return [
-        f"this config needs {needed} process{'es' if needed > 1 else ''} ({layout})"
-        f" but was started with {processes}: run"
-        f"  torchrun --nproc_per_node {needed} train.py --config {path}{also}"
-    ]
+    command = f"torchrun --nproc_per_node {needed} train.py --config {path}"
+    return [f"{needs} but was started with {processes}: run  {command}{also}"]
 
 
-def parse_config(
-    raw: dict,
-    problems: Iterable[str] = (),
-    more_checks: Callable[[Config], list[str]] | None = None,
-) -> Config:
-    """Check a config given as a dict. Raises ConfigError with every problem, `problems` first."""
-    problems, bad = list(problems), set()
+def parse_config(raw: dict, first: Iterable[str] = (), *checks: Callable) -> Config:
+    """Check a config given as a dict. Raises ConfigError with every problem, `first` first.
+
+    `checks` are further functions that return the problems of a config.
+    """
+    problems, bad = list(first), set()
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -57,8 +66,7 @@ def parse_config(
             section, *key = e["loc"][:2]
             problems.append(_describe(e, raw))
             bad |= {(section, name) for name in key or [None, *keys_of(section)]}
-        # The rest is checked with defaults in place of what is bad, so that the user hears of
-        # everything in one go.
+        # The rest is checked with defaults in place of what is bad: all is reported at once.
         config = Config.model_validate(
             {
                 section: {key: value for key, value in keys.items() if (section, key) not in bad}
@@ -66,9 +74,9 @@ def parse_config(
                 if (section, None) not in bad
             }
         )
-    # What is now said about a bad key is about its default: left out.
+    # A problem that names a bad key is about the key's default: left out.
     bad_names = {name for section, key in bad for name in (key, f"{section}.{key}")}
-    for problem in problems_of(config) + (more_checks(config) if more_checks else []):
+    for problem in itertools.chain(*(check(config) for check in (problems_of, *checks))):
         if bad_names.isdisjoint(re.findall(r"([\w.]+)=", problem)):
             problems.append(problem)
     if problems:
@@ -98,7 +106,7 @@ def _describe(error: dict, raw: dict) -> str:
     is_quoted = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false", value.lower())
     if kind in ("int_type", "float_type", "bool_type") and is_quoted:
         expected += ", without quotes"
-    if kind in ("too_short", "too_long"):
+    if kind in ("too_short", "too_long") and section == "training":
         expected = "must be a list of 2 numbers"  # betas
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         expected += f", written {int(value)}"
@@ -107,14 +115,27 @@ def _describe(error: dict, raw: dict) -> str:
     return f"{where}={shown(value)}: {expected}"
 
 
+# The key of each word that is a value: "cosine" is one of training.schedule.
+CHOICES = {word: key for key, field in KEYS.items() for word in get_args(field.annotation)}
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` may be a slip for; None if they only share some letters."""
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.75)
+    return lower[near[0]] if near else None
+
+
 def _unknown(section: str, key: str | None = None) -> str:
-    """What to say of a key (or section) that is not known: where it belongs, or the nearest."""
-    where, own = (f"{section}.{key}", keys_of(section)) if key else (section, SECTIONS)
-    word = key or section
+    """The remedy for an unknown key or section: where it belongs, or what is near."""
+    where, own, word = f"{section}.{key}", keys_of(section), key
+    if not key:
+        where, own, word = section, SECTIONS, section
     if homes := [name for name in SECTIONS if word in keys_of(name)]:
         return f"{where} is in the wrong place: {word} belongs in {choice(homes)}"
-    everywhere = {key.lower(): f"{name}.{key}" for name in SECTIONS for key in keys_of(name)}
-    for known in ({name.lower(): name for name in own}, everywhere):
-        if near := difflib.get_close_matches(word.lower(), known, n=1):
-            return f"{where} is not known: did you mean {known[near[0]]}?"
+    everywhere = {dotted.split(".")[1]: dotted for dotted in KEYS}
+    if meant := nearest(word, own) or everywhere.get(nearest(word, everywhere)):
+        return f"{where} is not known: did you mean {meant}?"
+    if word in CHOICES:
+        return f'{where} is not known: did you mean {CHOICES[word]}="{word}"?'
     return f"{where} is not known: use {choice(own)}"

@@ -65,7 +65,7 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         device=device,
         backend=choose_backend(device, d.backend),
         model_config=model_config,
-        tokenizer=load_tokenizer(config.dataset.tokenizer),
+        tokenizer=load_tokenizer(config.tokenizer),
         text=text,
         batches=open_data(config, text, here.dp, here.cp),
         start=start,
@@ -85,7 +85,7 @@ def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
         text_column=dataset.text_column,
         num_samples=config.training.num_samples,
         num_proc=dataset.num_proc,
-        tokenizer=dataset.tokenizer,
+        tokenizer=config.tokenizer,
         vocab_size=model_config.vocab_size,
         cache_dir=dataset.cache_dir,
     )

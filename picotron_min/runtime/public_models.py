@@ -3,9 +3,19 @@
 Standard library only, so that a run can be planned without torch and without the network.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 
 from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
+
+# The only values of these keys that this model computes; the first is the default.
+SUPPORTED = {"model_type": ["llama"], "hidden_act": ["silu"], "attention_bias": [False]}
+SUPPORTED |= {"mlp_bias": [False], "partial_rotary_factor": [1.0]}
+SUPPORTED |= {"rope_type": ["default", "llama3"]}
+# Far above any published model (10**7 for other keys): a slip such as 10**12 is refused at once.
+LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**4, "num_key_value_heads": 10**4}
+LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9}
 
 
 def from_hf(hf: dict) -> ModelConfig:
@@ -13,35 +23,57 @@ def from_hf(hf: dict) -> ModelConfig:
 
     Raises ValueError for anything this model would silently compute differently.
     """
-    required = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-    for key, value in required.items():
-        if hf.get(key, value) != value:
-            raise ValueError(f"{key}={hf[key]!r} is not supported: only {value!r} is")
-    if missing := [name for name in SIZES if name not in hf and name != "num_key_value_heads"]:
-        raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
     # transformers 5 writes all rotary settings into rope_parameters; older files have
     # rope_theta at the top level and the stretching, if any, in rope_scaling.
-    rope = {"rope_theta": hf.get("rope_theta", ModelConfig.rope_theta)}
-    rope |= hf.get("rope_scaling") or {}
-    rope |= hf.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type={kind!r} is not supported: only default and llama3 are")
-    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    known = {f.name for f in fields(ModelConfig)} & hf.keys() - {"rope_scaling", "rope_theta"}
-    values = {name: hf[name] for name in known}
-    values.setdefault("num_key_value_heads", hf["num_attention_heads"])
-    values["rope_theta"] = float(rope["rope_theta"])
-    if kind == "llama3":
-        scaling = {f.name: rope[f.name] for f in fields(RopeScaling) if f.name in rope}
-        values["rope_scaling"] = RopeScaling(**scaling)
+    rope = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(hf.get(key), dict | None):
+            raise ValueError(f"{key}={hf[key]!r:.60}: must be an object, {{ ... }}, or null")
+        rope |= hf.get(key) or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    hf = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6} | hf | rope  # transformers' defaults
+    for key, known in SUPPORTED.items():
+        value = hf.get(key, known[0])
+        if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
+            only = " and ".join(map(repr, known))
+            raise ValueError(f"{key}={value!r:.60} is not supported: only {only} can be trained")
+    if hf.get("num_key_value_heads") is None:
+        hf["num_key_value_heads"] = hf.get("num_attention_heads")
+    if hf.get("head_dim", 0) is None:
+        del hf["head_dim"]  # ModelConfig derives it
+    values = _numbers(ModelConfig, hf, SIZES)
+    if hf["rope_type"] == "llama3":
+        stretch = _numbers(RopeScaling, rope, [field.name for field in fields(RopeScaling)])
+        low, high = stretch["low_freq_factor"], stretch["high_freq_factor"]
+        if low >= high:  # the model divides by their difference
+            raise ValueError(f"high_freq_factor={high}: must be above low_freq_factor={low}")
+        values["rope_scaling"] = RopeScaling(**stretch)
     return ModelConfig(**values)
+
+
+def _numbers(kind: type, given: dict, required: Iterable[str]) -> dict:
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
+    numbers = {f.name: given[f.name] for f in fields(kind) if f.name in given}
+    numbers.pop("rope_scaling", None)
+    check_numbers(numbers)
+    return numbers
+
+
+def check_numbers(numbers: dict) -> None:
+    """Raise a ValueError that names every number of a model with a wrong type or out of range."""
+    wrong, kinds = [], {f.name: f.type for kind in (ModelConfig, RopeScaling) for f in fields(kind)}
+    for name, value in numbers.items():
+        good, expected = type(value) is bool, "true or false"
+        if kinds[name] is not bool:
+            whole, largest = kinds[name] is not float, LARGEST.get(name, 10**7)
+            smallest = 1 if whole or name == "factor" else 1e-30
+            good = type(value) in (int, int if whole else float) and smallest <= value <= largest
+            expected = f"a {'whole ' * whole}number from {smallest} to {largest:,}"
+        if not good:
+            wrong.append(f"{name}={value!r:.60}: must be {expected}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def to_hf(model_config: ModelConfig) -> dict:
@@ -53,10 +85,6 @@ def to_hf(model_config: ModelConfig) -> dict:
     return hf
 
 
-def _llama(vocab, hidden, inner, layers, heads, kv_heads, **more) -> ModelConfig:
-    return ModelConfig(vocab, hidden, inner, layers, heads, kv_heads, **more)
-
-
 def _llama_3(hidden, inner, layers, heads, kv_heads, factor, tied=False) -> ModelConfig:
     return ModelConfig(
         128_256, hidden, inner, layers, heads, kv_heads,
@@ -65,18 +93,17 @@ def _llama_3(hidden, inner, layers, heads, kv_heads, factor, tied=False) -> Mode
     )  # fmt: skip
 
 
-_smol = {"tie_word_embeddings": True}
-_llama_2 = {"max_position_embeddings": 4096}
+_smol, _llama_2 = {"tie_word_embeddings": True}, {"max_position_embeddings": 4096}
 
-# Facts of the public models' config.json files, so that planning a run needs no network.
+# By the ids of their repositories on the Hugging Face hub, from the config.json of each.
 PRESETS = {
-    "tiny": _llama(257, 128, 384, 4, 4, 2),
-    "HuggingFaceTB/SmolLM-135M": _llama(49_152, 576, 1536, 30, 9, 3, **_smol),
-    "HuggingFaceTB/SmolLM-360M": _llama(49_152, 960, 2560, 32, 15, 5, **_smol),
-    "HuggingFaceTB/SmolLM-1.7B": _llama(49_152, 2048, 8192, 24, 32, 32, **_smol),
-    "meta-llama/Llama-2-7B": _llama(32_000, 4096, 11_008, 32, 32, 32, **_llama_2),
-    "meta-llama/Llama-2-13B": _llama(32_000, 5120, 13_824, 40, 40, 40, **_llama_2),
-    "meta-llama/Llama-2-70B": _llama(32_000, 8192, 28_672, 80, 64, 8, **_llama_2),
+    "tiny": ModelConfig(257, 128, 384, 4, 4, 2),
+    "HuggingFaceTB/SmolLM-135M": ModelConfig(49_152, 576, 1536, 30, 9, 3, **_smol),
+    "HuggingFaceTB/SmolLM-360M": ModelConfig(49_152, 960, 2560, 32, 15, 5, **_smol),
+    "HuggingFaceTB/SmolLM-1.7B": ModelConfig(49_152, 2048, 8192, 24, 32, 32, **_smol),
+    "meta-llama/Llama-2-7b-hf": ModelConfig(32_000, 4096, 11_008, 32, 32, 32, **_llama_2),
+    "meta-llama/Llama-2-13b-hf": ModelConfig(32_000, 5120, 13_824, 40, 40, 40, **_llama_2),
+    "meta-llama/Llama-2-70b-hf": ModelConfig(32_000, 8192, 28_672, 80, 64, 8, **_llama_2),
     "meta-llama/Llama-3.2-1B": _llama_3(2048, 8192, 16, 32, 8, 32.0, tied=True),
     "meta-llama/Llama-3.2-3B": _llama_3(3072, 8192, 28, 24, 8, 32.0, tied=True),
     "meta-llama/Llama-3.1-8B": _llama_3(4096, 14_336, 32, 32, 8, 8.0),
@@ -85,15 +112,29 @@ PRESETS = {
 }
 
 
-def find_preset(name: str) -> ModelConfig | None:
-    """The built-in model of that name, with or without its owner; variants share its shape.
+def preset_name(name: str) -> str | None:
+    """The preset that a name means, with or without its owner; variants share its shape.
 
-    `SmolLM-360M`, `HuggingFaceTB/SmolLM-360M-Instruct` and `meta-llama/Llama-2-7b-hf` are found.
+    `SmolLM-360M`, `HuggingFaceTB/SmolLM-360M-Instruct` and `meta-llama/Llama-2-7B` are found.
     """
-    wanted = name.lower()
-    for suffix in ("-instruct", "-chat-hf", "-hf"):
-        wanted = wanted.removesuffix(suffix)
-    for preset, config in PRESETS.items():
-        if wanted in (preset.lower(), preset.lower().rsplit("/")[-1]):
-            return config
+    for preset in PRESETS:
+        variant = "(-hf)?(-instruct|-chat)?(-hf)?$"
+        wanted, there = (re.sub(variant, "", text.lower()) for text in (name, preset))
+        if wanted in (there, there.split("/")[-1]):
+            return preset
     return None
+
+
+def find_preset(name: str) -> ModelConfig | None:
+    return PRESETS.get(preset_name(name))
+
+
+def tokenizer_of(model_name: str) -> str:
+    """The tokenizer that belongs to a model: `bytes` for tiny, else a folder or an id on the hub.
+
+    A short name stands for the public model's id; a longer one is an id itself, or a folder.
+    """
+    preset = preset_name(model_name)
+    if preset == "tiny":
+        return "bytes"
+    return preset if preset and "/" not in model_name else model_name

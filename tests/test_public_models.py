@@ -1,0 +1,214 @@
+"""Public models by name, and every field of a Hugging Face config.json, right or wrong."""
+
+import pytest
+import torch
+import transformers
+
+from picotron_min.model import Llama
+from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
+from picotron_min.runtime.public_models import (
+    PRESETS,
+    find_preset,
+    from_hf,
+    to_hf,
+    tokenizer_of,
+)
+
+BASE = ModelConfig(97, 32, 56, 3, 4, 4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_parameters_that_transformers_builds(name):
+    model_config = PRESETS[name]
+    with torch.device("meta"):
+        ours = Llama(model_config)
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(model_config)))
+    theirs.tie_weights()  # 5.0 did not, without memory
+    shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
+    assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    assert shapes == model_config.parameter_shapes()
+
+
+# Parameter counts that the models' own cards and papers state, in millions.
+PUBLISHED = {
+    "SmolLM-135M": 134.5,
+    "SmolLM-360M": 361.8,
+    "SmolLM-1.7B": 1711.4,
+    "Llama-2-7b-hf": 6738.4,
+    "Llama-2-13b-chat-hf": 13015.9,
+    "meta-llama/Llama-2-70B": 68976.6,
+    "Llama-3.2-1B-Instruct": 1235.8,
+    "Llama-3.2-3B": 3212.7,
+    "Llama-3.1-8B": 8030.3,
+    "Llama-3.1-70B": 70553.7,
+    "Llama-3.1-405B": 405853.4,
+}
+
+
+@pytest.mark.parametrize("name,millions", PUBLISHED.items())
+def test_presets_have_the_published_number_of_parameters(name, millions):
+    shapes = find_preset(name).parameter_shapes().values()
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    assert count / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_rope_settings_are_read_in_the_old_and_the_new_spelling():
+    model_config = PRESETS["meta-llama/Llama-3.2-1B"]
+    old = to_hf(model_config)
+    assert old["rope_theta"] == 500_000.0 and old["rope_scaling"]["rope_type"] == "llama3"
+    new = dict(old)
+    scaling = new.pop("rope_scaling")
+    new["rope_parameters"] = scaling | {"rope_theta": new.pop("rope_theta")}
+    assert from_hf(old) == from_hf(new) == model_config
+    with_null = old | {"rope_scaling": None}
+    assert from_hf(with_null) == model_config.override(rope_scaling=None)
+
+
+def test_config_survives_a_round_trip_through_transformers():
+    for model_config in PRESETS.values():
+        there = transformers.LlamaConfig(**to_hf(model_config)).to_dict()
+        assert from_hf(there) == model_config
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+    ],
+)
+def test_a_model_that_would_be_computed_differently_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(to_hf(BASE) | change)
+
+
+def test_a_missing_number_is_the_one_that_transformers_takes():
+    hf = {"model_type": "llama"} | {name: getattr(BASE, name) for name in SIZES}
+    theirs = transformers.LlamaConfig(**hf)
+    ours = from_hf(hf)
+    for name in ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "head_dim"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    del hf["num_key_value_heads"]
+    assert from_hf(hf).num_key_value_heads == from_hf(hf | {"head_dim": None}).num_attention_heads
+
+
+STRETCHED = to_hf(BASE.override(rope_scaling=RopeScaling(8.0)))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05: must be a number from 1e-30 to"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': must be a number"),
+        ({"hidden_size": None}, "hidden_size=None: must be a whole number from 1 to 10,000,000"),
+        ({"hidden_size": [32]}, r"hidden_size=\[32\]: must be a whole number"),
+        ({"hidden_size": 32.0}, "hidden_size=32.0: must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be .* to 10,000"),
+        ({"rope_theta": 0}, "rope_theta=0: must be a number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan: must be a number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings=0: must be true or false"),
+        ({"attention_bias": None}, "attention_bias=None is not supported"),
+        ({"attention_bias": 0}, "attention_bias=0 is not supported"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"rope_scaling": "llama3"}, "rope_scaling='llama3': must be an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"head_dim": "8"}, "head_dim='8': must be a whole number"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0: must be a whole number"),
+        ({"vocab_size": "97", "rms_norm_eps": 0}, "vocab_size='97'.*; rms_norm_eps=0: must be"),
+    ],
+)
+def test_a_wrong_number_is_refused_with_its_key_and_the_remedy(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(to_hf(BASE) | change)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"factor": 0}, "factor=0: must be a number from 1 to"),
+        ({"factor": None}, "factor=None: must be a number from 1 to"),
+        ({"low_freq_factor": 4.0}, "high_freq_factor=4.0: must be above low_freq_factor=4.0"),
+        ({"low_freq_factor": 5}, "high_freq_factor=4.0: must be above low_freq_factor=5"),
+        ({"original_max_position_embeddings": 8192.5}, "embeddings=8192.5: must be a whole"),
+        ({"rope_type": ["llama3"]}, r"rope_type=\['llama3'\] is not supported"),
+        ({"high_freq_factor": "4"}, "high_freq_factor='4': must be a number"),
+    ],
+)
+def test_a_wrong_rotary_setting_is_refused_in_both_spellings(change, message):
+    scaling = STRETCHED["rope_scaling"] | change
+    for spelling in ({"rope_scaling": scaling}, {"rope_scaling": None, "rope_parameters": scaling}):
+        with pytest.raises(ValueError, match=message):
+            from_hf(STRETCHED | spelling)
+    for name in ("factor", "low_freq_factor", "original_max_position_embeddings"):
+        lacking = {key: value for key, value in STRETCHED["rope_scaling"].items() if key != name}
+        with pytest.raises(ValueError, match=f"config.json lacks {name}"):
+            from_hf(STRETCHED | {"rope_scaling": lacking})
+
+
+ANY_VALUES = (
+    *(None, True, False, 0, 1, -1, 7, 10**6, 10**12, 10**400, 0.0, 1e-9, -1e-5, 1e300, 2.0),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        "false",
+        "llama3",
+        "8",
+        [],
+        [1],
+        {},
+        {"factor": 0},
+        [[]] * 99,
+    ),
+)
+FIELDS = sorted(
+    {*STRETCHED, "rope_parameters", "rope_type", "type", "partial_rotary_factor"}
+    - {"architectures"}
+)
+
+
+@pytest.mark.parametrize("key", [*FIELDS, *STRETCHED["rope_scaling"]])
+def test_any_value_of_any_key_gives_a_model_or_a_value_error_that_names_it(key):
+    refused = 0
+    for value in ANY_VALUES:
+        changed = [STRETCHED | {key: value}]
+        if key not in ("rope_scaling", "rope_parameters"):
+            changed.append(STRETCHED | {"rope_scaling": STRETCHED["rope_scaling"] | {key: value}})
+        for hf in changed:
+            try:
+                model_config = from_hf(hf)
+            except ValueError as error:
+                refused += 1
+                named = ("lacks", "factor") if key in ("rope_scaling", "rope_parameters") else ()
+                assert any(name in str(error) for name in (key, "head_dim", *named)), (value, error)
+                assert len(str(error)) < 300
+            else:
+                assert sum(map(len, model_config.parameter_shapes().values())) > 0
+    is_read = key not in ("type",)  # rope_type is given
+    assert refused > len(ANY_VALUES) / 3 or not is_read
+
+
+@pytest.mark.parametrize(
+    "model,tokenizer",
+    {
+        "tiny": "bytes",
+        "SmolLM-135M": "HuggingFaceTB/SmolLM-135M",
+        "huggingfacetb/smollm-135m-instruct": "huggingfacetb/smollm-135m-instruct",
+        "Llama-2-7B": "meta-llama/Llama-2-7b-hf",
+        "llama-3.2-1B-Instruct": "meta-llama/Llama-3.2-1B",
+        "someone/a-llama": "someone/a-llama",
+        "./folder": "./folder",
+    }.items(),
+)
+def test_a_model_has_a_tokenizer_of_its_own(model, tokenizer):
+    assert tokenizer_of(model) == tokenizer
