@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # benchmarks take the step from this file, and do without a c
 
 
 def main() -> None:
+    from picotron_min.runtime.config_checks import uses_hub
     from picotron_min.runtime.config_file import load_config
 
     parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
@@ -70,7 +71,7 @@ def main() -> None:
     launch = torchrun_launch()
     with user_errors_reported(launch.local_rank if launch else 0):
         config = load_config(path, processes=launch.world_size if launch else None)
-    set_environment(config.environment.TOKENIZERS_PARALLELISM)
+    set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
     if launch:
         train(config, launch)
     else:
@@ -190,6 +191,7 @@ def save(
     model, tensors = run.model, training_tensors(run.model.parameters, run.optimizer)
     facts = {
         "skipped_steps": run.skipped.total,
+        "tokens_seen": run.batches.tokens_seen(step),
         "model": asdict(model_config),
         "config": config.model_dump(by_alias=True),
         "data": config.data_order,
@@ -218,7 +220,7 @@ def loop(
     t, data, save_dir = config.training, run.batches, Path(config.checkpoint.save_dir)
     model, first_step, last_step = run.model, inputs.facts["step"], t.total_train_steps
     if t.max_tokens:
-        last_step = min(last_step, math.ceil(t.max_tokens / data.tokens_per_step))
+        last_step = min(last_step, data.steps_for(t.max_tokens))
     is_writer = launch.rank == 0
     if is_writer:
         make_room(save_dir, inputs.start)
@@ -253,7 +255,7 @@ def loop(
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 learning_rate=result.learning_rate,
-                tokens=done * data.tokens_per_step,
+                tokens=data.tokens_seen(done),
                 step_seconds=seconds,
                 comm_bytes=take_bytes(model.axes),
                 **speedometer.measure(data.tokens_per_step / seconds, config.world_size),

@@ -185,7 +185,7 @@ def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
     )
 
     def loss(batch: Batch) -> Tensor:
-        return model(batch.tokens, batch.positions, batch.targets) / batch.num_targets
+        return model(batch.tokens, place.data.positions, batch.targets) / batch.num_targets
 
     return eager_loop(place, model, loss, accumulating=model.no_sync)
 
@@ -215,7 +215,7 @@ def torch_tensor_parallel(place: Place) -> Step:
     parallelize_module(model, place.axes.tp.submesh, plan)
 
     def loss(batch: Batch) -> Tensor:
-        logits = model(batch.tokens, batch.positions)
+        logits = model(batch.tokens, place.data.positions)
         return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
 
     step = eager_loop(place, model, loss, clip=clip_dtensors)

@@ -1,28 +1,23 @@
-"""A stream of token ids -> `batch(step, micro_batch)`. The stream is made in token_file.py.
+"""How do all ranks agree on who trains on which piece of a text, without a message?
 
-All documents stand in one row, an end-of-text token (E) after each. Sequence i is a slice of S + 1
-tokens: every token but the first is the target of the token before it, in exactly one sequence
-(but for a rest shorter than a sequence, at the end). Documents are not kept apart in attention.
+All documents stand in one row, an end-of-text token (E) after each. Sequences are slices of S + 1
+tokens; each token but the first is the target of the one before it. The end of the row is held out.
 
-    stream      t h e   c a t E a   d o g E r a i n E ...         S = 4
-    sequence 0  [t h e _]c            inputs  t h e _    targets  h e _ c
+    stream      t h e   c a t E a   d o g E r a i n E ...  | ... f o x E        S = 4
+    sequence 0  [t h e _]c                     to train on | to validate on
     sequence 1          [c a t E]a    inputs  c a t E    targets  a t E a
 
-Nobody deals out data and nobody remembers where it was. Each epoch has an order of the sequences,
-a permutation drawn from (seed, epoch), and who takes what is arithmetic. With two data-parallel
-ranks, two micro-batches and two rows each, a step uses up G = 8 sequences of the order:
+Each epoch has its own order of the training sequences, a permutation drawn from (seed, epoch). With
+two dp ranks, two micro-batches and two rows each, a step uses the next G = 8 sequences of it:
 
     order         7  2 |  9  4 |  0  5 |  1  8 ||  3  6 | 11 10 | ...
     dp rank         0  |   1   |   0   |   1   ||   0   |   1   | ...
     micro-batch         0      |       1       ||       0       | ...
     step                       0               ||            1
 
-So a batch is a function of (seed, step, micro-batch, dp rank), and from that follow, for free:
-resuming needs the step and nothing else; the ranks of a pipeline, a tensor-parallel or a context
-group, which must all see the same sequences, compute the same answer instead of broadcasting it;
-and any layout with the same G trains on the same sequences in the same step.
-In production: a streaming loader such as `torchdata.stateful_dataloader`, once the text no longer
-fits on a disk, at the price of state to save.
+So a batch is a function of (seed, tokens seen before, micro-batch, dp rank). A resume needs one
+number; the ranks of a pipeline, tensor or context group compute the same answer and broadcast
+nothing; layouts with the same G train alike. In production: `torchdata.stateful_dataloader`.
 """
 
 from functools import lru_cache
@@ -33,13 +28,14 @@ import torch
 
 from picotron_min.loss import IGNORE_INDEX
 
+MOST_HELD_OUT = 10_000_000  # tokens; else a tenth of the text
+
 
 class Batch(NamedTuple):
     """One micro-batch of one rank, int64 on the CPU."""
 
     tokens: torch.Tensor  # [B, S/cp]
-    targets: torch.Tensor  # [B, S/cp], IGNORE_INDEX where nothing is to be predicted
-    positions: torch.Tensor  # [S/cp], where in the sequence these columns are
+    targets: torch.Tensor  # [B, S/cp], IGNORE_INDEX where there is nothing to predict
     num_targets: int  # that are not ignored
 
     def to(self, device: torch.device) -> "Batch":
@@ -53,16 +49,11 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Cuts the stream into sequences and deals them out; keeps no state between calls.
-
-    `positions` are the columns of a sequence that this context-parallel rank holds (default: all).
-    `eval_batches` global batches, but at most a tenth of the sequences, are held out for
-    validation: the same ones for every seed, and never trained on.
-    """
+    """Any micro-batch of any step; keeps no state between calls."""
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray,  # the stream, made by runtime/token_file.py
         *,
         seq_length: int,
         seed: int,
@@ -70,73 +61,74 @@ class Batches:
         num_micro_batches: int,
         dp_rank: int,
         dp_size: int,
-        positions: torch.Tensor | None = None,
-        eval_batches: int = 0,
+        positions: torch.Tensor | None = None,  # columns of a context-parallel rank; None: all
+        eval_batches: int = 0,  # global batches to validate on, at most; 0: hold nothing out
+        first_step: int = 0,  # the step that this run starts or resumes at, and
+        seen_before: int = 0,  # the tokens seen until then, maybe in batches of another size
     ) -> None:
         assert 0 <= dp_rank < dp_size, f"dp_rank={dp_rank} is not below dp_size={dp_size}"
-        num_sequences = (len(tokens) - 1) // seq_length
-        needed = 2 if eval_batches else 1
-        if num_sequences < needed:
+        S, needed = seq_length, 2 if eval_batches else 1  # sequences
+        if len(tokens) < needed * (S + 1):
+            both = " (1 sequence to train on, 1 to validate on)" if eval_batches else ""
             raise ValueError(
                 f"the dataset has {len(tokens)} tokens, but training needs at least {needed} x"
-                f" seq_length + 1 = {needed * seq_length + 1}"
-                + (" (1 sequence to train on, 1 to validate on)" if eval_batches else "")
-                + ": use more text or a shorter training.seq_length"
+                f" (seq_length + 1) = {needed * (S + 1)}{both}: use more text or a shorter"
+                " training.seq_length"
             )
-        self.tokens, self.seq_length = tokens, seq_length
+        self.tokens, self.seq_length, self.dp_rank, self.dp_size = tokens, S, dp_rank, dp_size
+        self.positions = torch.arange(S) if positions is None else positions
         self.micro_batch_size, self.num_micro_batches = micro_batch_size, num_micro_batches
-        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.global_batch = dp_size * num_micro_batches * micro_batch_size  # sequences per step
-        self.positions = torch.arange(seq_length) if positions is None else positions
+        self.tokens_per_step = self.global_batch * S
+        self.first_step, self.seen_before = first_step, seen_before
 
-        # Seeded with a constant: a run with another seed must be judged on the same text.
-        shuffled = np.random.default_rng(0).permutation(num_sequences)
-        num_held_out = min(eval_batches * self.global_batch, num_sequences // 10)
-        if eval_batches:
-            num_held_out = max(num_held_out, 1)
-        self._held_out, train = shuffled[:num_held_out], shuffled[num_held_out:]
-        self.num_sequences = len(train)
-        self.num_eval_sequences = num_held_out
-        self.num_eval_batches = -(-num_held_out // self.global_batch)
-        self.tokens_per_step = self.global_batch * seq_length
+        # Cut the stream, not the list of sequences, in which neighbours share a token. Batch size,
+        # seed and step do not move the cut: a run never trains on what it is validated on.
+        held_out = max(min(len(tokens) // 10, MOST_HELD_OUT), S + 1) if eval_batches else 0
+        cut = len(tokens) - held_out
+        self.num_sequences = (cut - 1) // S  # to train on
+        # In a random but fixed order: the first few are a fair sample of all that is held out.
+        sample = np.random.default_rng(0).permutation((held_out - 1) // S if held_out else 0)
+        self._eval_starts = cut + S * sample[: eval_batches * self.global_batch]
+        self.num_eval_sequences = len(self._eval_starts)
+        self.num_eval_batches = -(-self.num_eval_sequences // self.global_batch)  # rounded up
 
-        # Two orders are kept, because a step can begin in one epoch and end in the next.
-        @lru_cache(maxsize=2)
-        def order(epoch: int) -> np.ndarray:
-            return np.random.default_rng((seed, epoch)).permutation(train)
+        self._order = lru_cache(maxsize=2)(  # a step can begin in one epoch and end in the next
+            lambda epoch: np.random.default_rng((seed, epoch)).permutation(self.num_sequences)
+        )
 
-        self._order = order
+    def tokens_seen(self, step: int) -> int:
+        """Tokens that the model has been trained on when `step` steps are done."""
+        return self.seen_before + (step - self.first_step) * self.tokens_per_step
+
+    def steps_for(self, num_tokens: int) -> int:
+        """The number of steps done when so many tokens have been seen."""
+        return self.first_step + max(0, -(-(num_tokens - self.seen_before) // self.tokens_per_step))
 
     def batch(self, step: int, micro_batch: int) -> Batch:
-        """What this rank trains on in one micro-batch of a step, counted from 0."""
-        sequences = []
-        for j in self._places(micro_batch):
-            epoch, place = divmod(step * self.global_batch + j, self.num_sequences)
-            sequences.append(self._order(epoch)[place])
-        return self._cut(sequences)
+        """What this rank trains on in one micro-batch of a step, both counted from 0."""
+        first = self.tokens_seen(step) // self.seq_length  # place, counted over all epochs
+        places = (divmod(first + j, self.num_sequences) for j in self._places(micro_batch))
+        return self._read([self.seq_length * self._order(epoch)[place] for epoch, place in places])
 
     def eval_batch(self, index: int, micro_batch: int) -> Batch:
-        """The same for validation, index in range(num_eval_batches).
-
-        The last batch is filled up with rows whose targets are all IGNORE_INDEX, so that over all
-        ranks and batches each held-out token counts once. Add up loss sums and target counts; a
-        mean over the batches would weigh the last one wrongly.
-        """
+        """One micro-batch of held-out text, index in range(num_eval_batches)."""
         places = [index * self.global_batch + j for j in self._places(micro_batch)]
-        there = [self._held_out[n] for n in places if n < self.num_eval_sequences]
-        batch = self._cut(there + [self._held_out[-1]] * (len(places) - len(there)))
-        batch.targets[len(there) :] = IGNORE_INDEX
-        return batch._replace(num_targets=batch.targets[: len(there)].numel())
+        starts = [self._eval_starts[n] for n in places if n < self.num_eval_sequences]
+        # Rows with ignored targets fill the last batch, so sum up losses and numbers of targets: a
+        # mean of the batches' means would weigh the last one wrongly.
+        batch = self._read(starts + [self._eval_starts[-1]] * (len(places) - len(starts)))
+        batch.targets[len(starts) :] = IGNORE_INDEX
+        return batch._replace(num_targets=batch.targets[: len(starts)].numel())
 
     def _places(self, micro_batch: int) -> range:
-        """Which places of the global batch are this rank's rows."""
+        """This rank's rows in the global batch."""
         assert 0 <= micro_batch < self.num_micro_batches, f"there is no micro-batch {micro_batch}"
         first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
-    def _cut(self, sequences: list[int]) -> Batch:
-        S = self.seq_length
-        rows = np.stack([self.tokens[i * S : i * S + S + 1] for i in sequences])
-        rows = torch.from_numpy(rows.astype(np.int64))  # [B, S + 1]
+    def _read(self, starts: list[int]) -> Batch:
+        rows = np.stack([self.tokens[i : i + self.seq_length + 1] for i in starts], dtype=np.int64)
+        rows = torch.from_numpy(rows)  # [B, S + 1]
         tokens, targets = rows[:, self.positions], rows[:, self.positions + 1]
-        return Batch(tokens, targets, self.positions, targets.numel())
+        return Batch(tokens, targets, targets.numel())

@@ -1,15 +1,18 @@
-"""Batches are a function of (seed, step, micro-batch, rank)."""
+"""Batches are a function of (seed, tokens seen before, micro-batch, rank)."""
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
+from picotron_min import data
 from picotron_min.data import Batches
 from picotron_min.loss import IGNORE_INDEX
 
 
 def make_batches(num_tokens=203, S=4, B=2, M=3, dp_rank=0, dp_size=1, **options):
-    """Batches over a stream that counts up, so that a token tells where it comes from."""
+    """Batches over a stream that counts up, so that a token is its own place."""
     return Batches(
         np.arange(num_tokens, dtype=np.uint16), seq_length=S, micro_batch_size=B,
         num_micro_batches=M, dp_rank=dp_rank, dp_size=dp_size, **{"seed": 1} | options
@@ -41,31 +44,64 @@ def eval_targets(ranks):
 
 def test_targets_are_the_next_tokens():
     batch = make_batches(num_tokens=9, S=4, B=2, M=1).batch(0, 0)
-    assert batch.tokens.dtype == batch.targets.dtype == batch.positions.dtype == torch.int64
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert sorted(batch.tokens.tolist()) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert torch.equal(batch.targets, batch.tokens + 1)
-    assert batch.positions.tolist() == [0, 1, 2, 3]
+    assert make_batches(S=4).positions.tolist() == [0, 1, 2, 3]
     assert batch.tokens.is_contiguous() and batch.targets.is_contiguous()
 
 
 @pytest.mark.parametrize("eval_batches", [0, 1, 2])
 @pytest.mark.parametrize("num_tokens, S", [(203, 4), (204, 4), (205, 4), (101, 7), (12, 3)])
 @pytest.mark.parametrize("B, M, dp_size", [(1, 1, 1), (2, 3, 1), (1, 2, 3), (5, 1, 2), (3, 3, 4)])
-def test_an_epoch_has_every_sequence_once_and_none_that_is_held_out(
-    num_tokens, S, B, M, dp_size, eval_batches
-):
+def test_an_epoch_has_every_training_sequence_once(num_tokens, S, B, M, dp_size, eval_batches):
     ranks = all_ranks(dp_size, num_tokens=num_tokens, S=S, B=B, M=M, eval_batches=eval_batches)
+    held_out = max(num_tokens // 10, S + 1) if eval_batches else 0
     N = ranks[0].num_sequences
-    held_out = {target // S for target in eval_targets(ranks) if target % S}
-    assert len(held_out) == ranks[0].num_eval_sequences
-    assert N + len(held_out) == (num_tokens - 1) // S
-    expected = sorted(set(range((num_tokens - 1) // S)) - held_out)
+    assert (num_tokens - held_out - 1) // S == N
     assert ranks[0].tokens_per_step == B * M * dp_size * S
-    dealt = []
-    while len(dealt) < 3 * N:  # three epochs, begun and ended in the middle of steps
-        dealt += step_sequences(ranks, step=len(dealt) // ranks[0].global_batch)
+    seen = []
+    while len(seen) < 3 * N:  # three epochs, which begin and end in the middle of steps
+        seen += step_sequences(ranks, step=len(seen) // ranks[0].global_batch)
     for epoch in range(3):
-        assert sorted(dealt[epoch * N : (epoch + 1) * N]) == expected
+        assert sorted(seen[epoch * N : (epoch + 1) * N]) == list(range(N))
+
+
+def trained_tokens(batches):
+    """All tokens that are read in these steps, as inputs or targets."""
+    steps = range(batches.first_step, batches.first_step + 60)
+    read = [batches.batch(step, i) for step in steps for i in range(batches.num_micro_batches)]
+    return {n for batch in read for n in [*batch.tokens.flatten(), *batch.targets.flatten()]}
+
+
+def held_out_tokens(batches):
+    """All tokens that are read to evaluate, as inputs or targets."""
+    targets = eval_targets([batches])
+    return set(targets) | {target - 1 for target in targets}
+
+
+@pytest.mark.parametrize("num_tokens, S", [(203, 4), (500, 4), (501, 7), (12, 3)])
+def test_no_token_of_the_held_out_text_is_ever_trained_on(num_tokens, S):
+    """Whatever batch size a run was started with, and wherever and with which it is resumed."""
+    trained, held_out = set(), set()
+    for B, M, seed, resume in itertools.product(
+        (1, 2, 5), (1, 3), (0, 7), ({}, {"first_step": 5, "seen_before": 9 * S})
+    ):
+        batches = make_batches(num_tokens, S, B, M, seed=seed, eval_batches=100, **resume)
+        trained |= {int(n) for n in trained_tokens(batches)}
+        held_out |= held_out_tokens(batches)
+        # All are evaluated, since so many batches are allowed.
+        assert batches.num_eval_sequences == (max(num_tokens // 10, S + 1) - 1) // S
+    assert len(held_out) > S and trained
+    assert max(trained) < min(held_out)
+    assert max(held_out) >= num_tokens - S
+
+
+def test_at_most_ten_million_tokens_are_held_out(monkeypatch):
+    monkeypatch.setattr(data, "MOST_HELD_OUT", 50)
+    batches = make_batches(num_tokens=10_001, eval_batches=1000)
+    assert min(held_out_tokens(batches)) == 10_001 - 50
+    assert batches.num_eval_sequences == 49 // 4
 
 
 def test_epochs_and_seeds_have_their_own_orders():
@@ -78,14 +114,14 @@ def test_epochs_and_seeds_have_their_own_orders():
 def test_every_layout_trains_on_the_same_sequences_in_a_step():
     layouts = [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 3, 4)]
     for step in (0, 3, 20):
-        dealt = [
+        seen = [
             sorted(step_sequences(all_ranks(dp, B=B, M=M, eval_batches=1), step))
             for B, M, dp in layouts
         ]
-        assert all(sequences == dealt[0] for sequences in dealt)
+        assert all(sequences == seen[0] for sequences in seen)
 
 
-def test_a_batch_depends_on_the_step_alone_so_resuming_needs_nothing_else():
+def test_a_batch_depends_on_the_step_alone():
     ran = make_batches(num_tokens=50)
     for step in range(40):
         ran.batch(step, 0)
@@ -106,12 +142,8 @@ def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
 
 def test_validation_counts_every_held_out_token_once_in_every_layout():
     reference = None
-    for (
-        B,
-        M,
-        dp_size,
-    ) in [(1, 12, 1), (4, 1, 3), (2, 3, 2), (1, 1, 12)]:
-        ranks = all_ranks(dp_size, num_tokens=1001, B=B, M=M, eval_batches=5, seed=B)
+    for B, M, dp_size in [(1, 12, 1), (4, 1, 3), (2, 3, 2), (1, 1, 12)]:
+        ranks = all_ranks(dp_size, num_tokens=1010, B=B, M=M, eval_batches=5, seed=B)
         assert (ranks[0].num_eval_sequences, ranks[0].num_eval_batches) == (25, 3)  # a tenth
         targets = eval_targets(ranks)
         assert len(set(targets)) == len(targets) == 25 * 4
@@ -119,11 +151,62 @@ def test_validation_counts_every_held_out_token_once_in_every_layout():
         assert targets == reference
 
 
+def resume(batches, step, **options):
+    """Batches that continue after `step` steps of others."""
+    return make_batches(first_step=step, seen_before=batches.tokens_seen(step), **options)
+
+
+def test_a_resume_with_the_same_batch_size_continues_with_the_same_batches():
+    unbroken = make_batches(num_tokens=50)
+    resumed = resume(resume(unbroken, 3, num_tokens=50), 7, num_tokens=50)
+    assert resumed.first_step == 7 and resumed.seen_before == 7 * 2 * 3 * 4
+    for step in (7, 8, 30):
+        assert resumed.tokens_seen(step) == unbroken.tokens_seen(step) == step * 24
+        for micro_batch in range(3):
+            expected = unbroken.batch(step, micro_batch)
+            assert torch.equal(resumed.batch(step, micro_batch).tokens, expected.tokens)
+
+
+def test_resumes_with_other_batch_sizes_see_every_sequence_of_an_epoch_once():
+    part = {"num_tokens": 4 * 60 + 1, "seed": 3}
+    first = make_batches(B=2, M=3, **part)  # 6 sequences a step
+    second = resume(first, 4, B=5, M=1, **part)  # 5
+    third = resume(second, 6, B=1, M=2, **part)  # 2
+    seen = []
+    for batches, steps in [(first, range(4)), (second, range(4, 6)), (third, range(6, 19))]:
+        for step in steps:
+            assert batches.tokens_seen(step) == 4 * len(seen)
+            seen += step_sequences([batches], step)
+    assert sorted(seen) == list(range(60))
+    assert third.tokens_seen(19) == 4 * 60
+
+
+def test_a_resume_with_another_sequence_length_counts_the_tokens_that_were_seen():
+    longer = resume(make_batches(S=4, num_tokens=400), 5, S=8, num_tokens=400)
+    assert longer.tokens_seen(5) == 5 * 24 and longer.tokens_seen(6) == 5 * 24 + 48
+    order = make_batches(S=8, num_tokens=400, B=1, M=1)
+    assert step_sequences([longer], 5)[0] == step_sequences([order], 5 * 24 // 8)[0]
+
+
+def test_max_tokens_is_reached_after_the_steps_that_see_so_many():
+    batches = make_batches()  # 24 tokens a step
+    assert [batches.steps_for(n) for n in (1, 24, 25, 48, 49)] == [1, 1, 2, 2, 3]
+    resumed = make_batches(B=1, first_step=10, seen_before=240)  # 12 tokens a step
+    assert [resumed.steps_for(n) for n in (1, 240, 241, 252, 253)] == [10, 10, 11, 11, 12]
+
+
 def test_validation_is_as_many_batches_as_asked_for_if_the_text_is_long_enough():
     batches = make_batches(num_tokens=4001, B=3, M=2, eval_batches=2)
     assert (batches.num_eval_sequences, batches.num_eval_batches) == (12, 2)
     assert (make_batches().num_eval_sequences, make_batches().num_eval_batches) == (0, 0)
-    assert make_batches(num_tokens=9, eval_batches=1).num_eval_sequences == 1
+    assert make_batches(num_tokens=10, eval_batches=1).num_eval_sequences == 1
+    smaller = make_batches(num_tokens=4001, B=1, M=2, eval_batches=2)
+    assert smaller.num_eval_sequences == 4
+    assert held_out_tokens(smaller) < held_out_tokens(batches)
+    other_seed = make_batches(num_tokens=4001, B=3, M=2, eval_batches=2, seed=9)
+    assert held_out_tokens(other_seed) == held_out_tokens(batches)
+    # They are a sample of all 99 sequences that are held out, not the first ones.
+    assert max(held_out_tokens(batches)) - min(held_out_tokens(batches)) > 200
 
 
 def test_context_parallel_ranks_hold_their_columns_of_the_same_rows():
@@ -133,7 +216,7 @@ def test_context_parallel_ranks_hold_their_columns_of_the_same_rows():
         (whole.batch(5, 2), part.batch(5, 2)),
         (whole.eval_batch(0, 0), part.eval_batch(0, 0)),
     ]:
-        assert columns.positions.tolist() == [0, 3]
+        assert part.positions.tolist() == [0, 3]
         assert torch.equal(columns.tokens, batch.tokens[:, [0, 3]])
         assert torch.equal(columns.targets, batch.targets[:, [0, 3]])
         assert columns.tokens.is_contiguous()
@@ -141,7 +224,7 @@ def test_context_parallel_ranks_hold_their_columns_of_the_same_rows():
 
 def test_a_text_shorter_than_a_sequence_is_refused_with_the_numbers():
     assert make_batches(num_tokens=5).num_sequences == 1
-    with pytest.raises(ValueError, match=r"has 4 tokens, but .* at least 1 x seq_length \+ 1 = 5"):
+    with pytest.raises(ValueError, match=r"4 tokens, but .* at least 1 x \(seq_length \+ 1\) = 5"):
         make_batches(num_tokens=4)
-    with pytest.raises(ValueError, match=r"has 8 tokens, .* = 9 \(1 .* to train on, 1 to valid"):
-        make_batches(num_tokens=8, eval_batches=1)
+    with pytest.raises(ValueError, match=r"has 9 tokens, .* = 10 \(1 .* to train on, 1 to valid"):
+        make_batches(num_tokens=9, eval_batches=1)

@@ -1,8 +1,9 @@
-"""The stream of token ids: what it is made from, by whom, and the mistakes on the way."""
+"""The stream of token ids: what it is made from, by which process, and the user's mistakes."""
 
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from picotron_min.runtime import token_file
-from picotron_min.runtime.token_file import prepare_tokens
-from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
+from picotron_min.runtime.token_file import TextSource, prepare_tokens
+from picotron_min.runtime.tokenizer import BytesTokenizer, find_vocab_size, load_tokenizer
 
 TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]
 STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
@@ -23,9 +24,14 @@ STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
 @pytest.fixture
 def prepare(tmp_path):
     """prepare_tokens with a cache of this test's own."""
-    return lambda name, **options: prepare_tokens(
-        str(name), **{"vocab_size": 257, "cache_dir": tmp_path / "cache"} | options
-    )
+
+    def prepare(name, *, vocab_size=257, num_proc=1, **options):
+        source = TextSource(str(name), **options)
+        return prepare_tokens(
+            source, vocab_size=vocab_size, cache_dir=tmp_path / "cache", num_proc=num_proc
+        )
+
+    return prepare
 
 
 @pytest.fixture
@@ -112,18 +118,22 @@ def test_a_tokenizer_folder_makes_the_same_stream_as_its_original(prepare, tmp_p
     assert load_tokenizer(str(tmp_path / "again")).vocab_size == 257
 
 
-def save_word_tokenizer(folder, num_words, **special):
+def save_word_tokenizer(folder, words, **special):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)}, "w0"))
+    backend = Tokenizer(models.WordLevel(words, "w0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
     return str(folder)
 
 
+def numbered(count):
+    return {f"w{i}": i for i in range(count)}
+
+
 def test_a_large_vocabulary_takes_four_bytes_a_token(prepare, tmp_path):
-    tokenizer = save_word_tokenizer(tmp_path / "words", 70_000, eos_token="w69999")
+    tokenizer = save_word_tokenizer(tmp_path / "words", numbered(70_000), eos_token="w69999")
     path = write_jsonl(tmp_path / "a.jsonl", ["w65536 w1", "w2"])
     file = prepare(path, tokenizer=tokenizer, vocab_size=70_000)
     assert file.tokens.dtype == np.uint32
@@ -131,21 +141,112 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(prepare, tmp_path):
     assert file.tokens_per_byte == 5 / 11
 
 
+def test_ids_above_gaps_in_a_small_vocabulary_are_kept(prepare, tmp_path):
+    """Ten tokens, and yet an id that two bytes would turn into another one."""
+    words = {f"w{i}": i for i in range(9)} | {"end": 65536 + 7}
+    tokenizer = save_word_tokenizer(tmp_path / "words", words, eos_token="end")
+    assert load_tokenizer(tokenizer).vocab_size == find_vocab_size(tokenizer) == 65536 + 8
+    path = write_jsonl(tmp_path / "a.jsonl", ["w1 w2"])
+    file = prepare(path, tokenizer=tokenizer, vocab_size=65536 + 8)
+    assert file.tokens.tolist() == [1, 2, 65536 + 7]
+    with pytest.raises(ValueError, match=r"id 65543 .* vocabulary of 65543: set .* to 65544"):
+        prepare(path, tokenizer=tokenizer, vocab_size=65536 + 7)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_before_two_bytes_change_it(
+    prepare, tmp_path, monkeypatch
+):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    ids = np.array([1, 65536 + 2], np.uint32)
+    monkeypatch.setattr(BytesTokenizer, "encode", lambda self, texts: [ids])
+    with pytest.raises(ValueError, match=r"'bytes' gave token id 65538, .* ends at 256: repair"):
+        prepare(path)
+
+
+def train_tokenizer(path, special_tokens=()):
+    """What a user of the `tokenizers` library has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=262, special_tokens=list(special_tokens), initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    backend.train_from_iterator(["the cat and the dog"] * 9, trainer)
+    path.parent.mkdir(exist_ok=True)
+    backend.save(str(path))
+    return backend
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "[EOS]"])
+@pytest.mark.parametrize("name", ["mine.json", "folder/tokenizer.json", "folder"])
+def test_a_tokenizer_of_the_tokenizers_library_is_used_as_it_is(name, end, prepare, tmp_path):
+    file = tmp_path / name / "tokenizer.json" if name == "folder" else tmp_path / name
+    backend = train_tokenizer(file, ["[PAD]", end])
+    path, tokenizer = write_jsonl(tmp_path / "a.jsonl", ["the dog"]), str(tmp_path / name)
+    tokens = prepare(path, tokenizer=tokenizer, vocab_size=262).tokens.tolist()
+    assert tokens == [*backend.encode("the dog").ids, 1]
+    assert backend.decode(tokens, skip_special_tokens=False).endswith(end)
+    assert load_tokenizer(tokenizer).vocab_size == find_vocab_size(tokenizer) == 262
+    load_tokenizer(tokenizer).save(tmp_path / "exported")
+    assert load_tokenizer(str(tmp_path / "exported")).eos_token_id == 1
+
+
+@pytest.mark.parametrize("name", ["folder/tokenizer.json", "folder"])
+def test_the_line_that_is_asked_for_gives_a_tokenizer_its_end_of_text(name, prepare, tmp_path):
+    train_tokenizer(tmp_path / "folder/tokenizer.json")
+    path, tokenizer = write_jsonl(tmp_path / "a.jsonl", ["the dog"]), str(tmp_path / name)
+    with pytest.raises(ValueError) as refusal:
+        load_tokenizer(tokenizer)
+    found = re.search(r"write (\{.*\}) to (\S+) in (\S+);", str(refusal.value))
+    line, file, folder = found.groups()
+    Path(folder, file).write_text(line)
+    assert load_tokenizer(tokenizer).vocab_size == find_vocab_size(tokenizer) == 263  # a new id
+    tokens = prepare(path, tokenizer=tokenizer, vocab_size=263).tokens
+    assert tokens[-1] == 262 and max(tokens[:-1]) < 262
+
+
+def test_a_tokenizer_with_an_unknown_end_of_text_is_refused_with_its_special_tokens(tmp_path):
+    train_tokenizer(tmp_path / "mine.json", ["<pad>", "<stop>"])
+    with pytest.raises(ValueError, match=r"in a folder .* ones: <pad>, <stop>\)$"):
+        load_tokenizer(str(tmp_path / "mine.json"))
+
+
+def test_the_size_of_a_vocabulary_is_known_without_transformers(tmp_path):
+    train_tokenizer(tmp_path / "mine.json")
+    code = (
+        "import sys; from picotron_min.runtime.tokenizer import find_vocab_size;"
+        f"sizes = [find_vocab_size(name) for name in ('bytes', {str(tmp_path / 'mine.json')!r})];"
+        "print(sizes, find_vocab_size('owner/name'), 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[257, 262] None False", "")
+
+
+def test_a_json_file_that_is_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "mine.json").write_text('{"hello": 1}')
+    for function in (load_tokenizer, find_vocab_size):
+        with pytest.raises(ValueError, match=r"cannot load tokenizer '.*mine.json': .*Check the"):
+            function(str(tmp_path / "mine.json"))
+
+
 def test_a_changed_tokenizer_folder_is_noticed(prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["w1"])
     for num_words in (10, 20):
-        save_word_tokenizer(tmp_path / "words", num_words, eos_token=f"w{num_words - 1}")
+        save_word_tokenizer(tmp_path / "words", numbered(num_words), eos_token=f"w{num_words - 1}")
         file = prepare(path, tokenizer=str(tmp_path / "words"))
         assert file.tokens.tolist() == [1, num_words - 1]
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no end-of-text token.*set \"eos_token\""):
-        load_tokenizer(save_word_tokenizer(tmp_path / "words", 10))
+    with pytest.raises(ValueError, match=r"no end-of-text token.*\{\"eos_token\": "):
+        load_tokenizer(save_word_tokenizer(tmp_path / "words", numbered(10)))
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_named_with_the_remedy(tmp_path, offline):
-    for name in ("nobody/nothing", str(tmp_path)):
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_with_the_remedy(tmp_path, offline):
+    for name in ("owner/nothing", str(tmp_path)):
         with pytest.raises(ValueError, match=rf"cannot load tokenizer '{name}'.*set dataset.token"):
             load_tokenizer(name)
 
@@ -164,8 +265,11 @@ def test_the_standard_library_is_text_on_every_machine(prepare):
     assert len(file.tokens) > 1_000_000
     assert (file.tokens == 256).sum() == file.num_documents
     assert file.num_documents + file.num_bytes == len(file.tokens)
-    text = Path(json.__file__).parent.parent.joinpath("argparse.py").read_bytes()
-    assert text in file.tokens.astype(np.uint8).tobytes()
+    library = Path(json.__file__).parent.parent
+    assert (library / "argparse.py").read_bytes() in file.tokens.astype(np.uint8).tobytes()
+    # Runs validate on the end of the text, so it must not be the one file of English.
+    last = sorted(library.glob("*.py"))[-1].read_bytes()
+    assert file.tokens[-len(last) - 1 : -1].astype(np.uint8).tobytes() == last
 
 
 def test_options_choose_documents(prepare, tmp_path):
@@ -254,11 +358,12 @@ def test_a_process_killed_in_the_middle_leaves_nothing_half_made(prepare, tmp_pa
     assert sorted(entry.suffix for entry in (tmp_path / "cache").iterdir()) in ([""], ["", ".lock"])
 
 
-def test_bytes_need_neither_transformers_nor_once_prepared_datasets(tmp_path):
+def test_bytes_need_no_transformers_and_prepared_tokens_need_no_datasets(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl")
     code = (
-        "import sys; from picotron_min.runtime.token_file import prepare_tokens;"
-        f"prepare_tokens({str(path)!r}, vocab_size=257, cache_dir={str(tmp_path / 'c')!r});"
+        "import sys; from picotron_min.runtime.token_file import TextSource, prepare_tokens;"
+        f"source = TextSource({str(path)!r});"
+        f"prepare_tokens(source, vocab_size=257, cache_dir={str(tmp_path / 'c')!r});"
         "print('transformers' in sys.modules, 'datasets' in sys.modules)"
     )
     for expected in ("False True", "False False"):
@@ -266,9 +371,13 @@ def test_bytes_need_neither_transformers_nor_once_prepared_datasets(tmp_path):
         assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
-MISTAKES = {  # what is on disk, the options, what the user is told
+MISTAKES = {  # what is on disk, the options, the message
     "no text at all": ({"a.txt": ""}, {}, r"is empty: all of its 1 file\(s\) have 0 bytes"),
-    "only empty documents": ({"a.jsonl": '{"text": ""}\n' * 3}, {}, "all of its documents are emp"),
+    "only empty documents": (
+        {"a.jsonl": '{"text": ""}\n' * 3},
+        {},
+        "all of its documents are empty",
+    ),
     "a missing column": (
         {"a.jsonl": '{"body": "x", "n": 1}'},
         {},
@@ -306,7 +415,7 @@ MISTAKES = {  # what is on disk, the options, what the user is told
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_with_the_remedy(mistake, prepare, tmp_path):
+def test_a_mistake_is_reported_with_the_remedy(mistake, prepare, tmp_path):
     files, options, message = MISTAKES[mistake]
     for name, content in files.items():
         path = tmp_path / name
@@ -323,7 +432,7 @@ def test_an_unknown_split_of_saved_datasets_lists_the_known_ones(prepare, tmp_pa
         prepare(saved, split="tset")
 
 
-def test_a_dataset_that_the_hub_does_not_give_is_told_with_what_was_tried(prepare, offline):
+def test_a_dataset_that_the_hub_does_not_give_is_reported_with_what_was_tried(prepare, offline):
     with pytest.raises(ValueError, match=r"'no/thing'.*subset 'en', split 'train'.*\"stdlib\""):
         prepare("no/thing", subset_name="en")
 

@@ -30,11 +30,12 @@ from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import Diverged, learning_rate_at
 from picotron_min.parallelize import ParallelModel
-from picotron_min.runtime import draw
+from picotron_min.runtime import draw, token_file
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.inputs import open_text
+from picotron_min.runtime.launch import Launch
 from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_steps
 from tests.training import Training, open_data, with_autograd
 
@@ -473,11 +474,12 @@ def ignore_most_targets(training: Training) -> set[int]:
     batch, counts = training.data.batch, set()
 
     def masked(step: int, micro_batch: int) -> Batch:
-        tokens, targets, positions, _ = batch(step, micro_batch)
-        targets = targets.masked_fill(positions >= tokens[:, :1] % 17, IGNORE_INDEX)
+        tokens, targets, _ = batch(step, micro_batch)
+        ignored = training.data.positions >= tokens[:, :1] % 17
+        targets = targets.masked_fill(ignored, IGNORE_INDEX)
         num_targets = (targets != IGNORE_INDEX).sum().item()
         counts.add(num_targets)
-        return Batch(tokens, targets, positions, num_targets)
+        return Batch(tokens, targets, num_targets)
 
     training.data.batch = masked
     return counts
@@ -561,3 +563,40 @@ def evaluating() -> None:
 
 def test_evaluation_keeps_no_graph_and_changes_nothing(pool):
     pool.run(2, evaluating)
+
+
+def tokenise_slowly(seconds: float, only_rank: int | None = None) -> None:
+    """Text takes long to prepare; on `only_rank`, as on a node with a cache of its own."""
+    write, prepare = token_file._write_token_file, train.prepare
+
+    def slow_write(*arguments) -> None:
+        time.sleep(seconds if only_rank is None else 0)
+        write(*arguments)
+
+    def slow_prepare(config: Config, launch: Launch):
+        time.sleep(seconds if launch.rank == only_rank else 0)
+        return prepare(config, launch)
+
+    token_file._write_token_file, train.prepare = slow_write, slow_prepare
+
+
+@pytest.mark.parametrize(
+    "only_rank",
+    [
+        pytest.param(None, id="one cache"),
+        pytest.param(
+            1, id="two caches", marks=pytest.mark.xfail(reason="ranks wait for the timeout only")
+        ),
+    ],
+)
+def test_tokenising_may_take_longer_than_the_timeout(workplace, only_rank):
+    name = f"slow {only_rank}"
+    config = workplace.config(
+        name,
+        distributed={"timeout_seconds": 3},
+        dataset={"cache_dir": name},
+        training={"total_train_steps": 3, "eval_batches": 0},
+    )
+    outcome = workplace.main(config, partial(tokenise_slowly, 10 if only_rank else 6, only_rank))
+    assert outcome.code == 0, outcome.output
+    assert len(workplace.steps(name)) == 3

@@ -113,18 +113,24 @@ def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
         yield f"{key}={path} cannot be written, since you may not write to {there}: name another"
 
 
+FILES = (".txt", ".json", ".jsonl", ".parquet")
+
+
 def _on_hub(name: str) -> bool:
     """Whether a name can only be an id on the Hugging Face hub: owner/name, and nothing local."""
     local = name.endswith(FILES) or os.path.exists(name)
     return not local and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 
-FILES = (".txt", ".json", ".jsonl", ".parquet")
-
-
 def is_known_here(model_name: str) -> bool:
     """Whether a model's numbers are known without the network, on which only a run relies."""
     return bool(find_preset(model_name)) or not _on_hub(model_name)
+
+
+def uses_hub(config: Config) -> bool:
+    """Whether a name has to be looked up on the hub."""
+    names = [config.model.weights, config.dataset.name, config.tokenizer]
+    return not is_known_here(config.model.name) or any(name and _on_hub(name) for name in names)
 
 
 def _missing(key: str, name: str, built_in: list[str]) -> list[str]:

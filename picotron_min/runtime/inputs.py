@@ -19,7 +19,7 @@ from picotron_min.runtime.console import human
 from picotron_min.runtime.folders import clean_up, find_start, lock_folder, set_aside
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device
-from picotron_min.runtime.token_file import TokenFile, prepare_tokens
+from picotron_min.runtime.token_file import TextSource, TokenFile, prepare_tokens
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -67,7 +67,7 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         model_config=model_config,
         tokenizer=load_tokenizer(config.tokenizer),
         text=text,
-        batches=open_data(config, text, here.dp, here.cp),
+        batches=open_data(config, text, here.dp, here.cp, facts["step"], tokens_seen(facts)),
         start=start,
         facts=facts,
         weights=weights,
@@ -75,24 +75,42 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     )
 
 
+def tokens_seen(metadata: dict) -> int:
+    """Tokens that a checkpoint's model was trained on, also where it does not say so itself."""
+    if "tokens_seen" in metadata or metadata["step"] == 0:
+        return metadata.get("tokens_seen", 0)
+    saved = Config.model_validate(metadata["config"])
+    return metadata["step"] * saved.tokens_per_step
+
+
 def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
     """The tokens of the dataset, made now if no run has made them before."""
     dataset = config.dataset
-    return prepare_tokens(
+    source = TextSource(
         dataset.name,
-        subset_name=dataset.subset_name,
-        split=dataset.split,
-        text_column=dataset.text_column,
-        num_samples=config.training.num_samples,
-        num_proc=dataset.num_proc,
-        tokenizer=config.tokenizer,
+        dataset.subset_name,
+        dataset.split,
+        dataset.text_column,
+        config.training.num_samples,
+        config.tokenizer,
+    )
+    return prepare_tokens(
+        source,
         vocab_size=model_config.vocab_size,
         cache_dir=dataset.cache_dir,
+        num_proc=dataset.num_proc,
     )
 
 
-def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank: int = 0) -> Batches:
-    """The micro-batches of this rank."""
+def open_data(
+    config: Config,
+    text: TokenFile,
+    dp_rank: int,
+    cp_rank: int = 0,
+    first_step: int = 0,
+    seen_before: int = 0,
+) -> Batches:
+    """The micro-batches of this rank; for a resumed run see Batches."""
     d, t = config.distributed, config.training
     return Batches(
         text.tokens,
@@ -104,6 +122,8 @@ def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank: int = 0) -
         dp_size=d.dp_size,
         positions=POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length),
         eval_batches=t.eval_batches,
+        first_step=first_step,
+        seen_before=seen_before,
     )
 
 
@@ -139,7 +159,7 @@ def describe(config: Config, inputs: Inputs) -> dict[str, str]:
         f" {t.seq_length}, {t.micro_batch_size} a micro-batch,"
         f" {t.gradient_accumulation_steps} micro-batches a rank",
         "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in"
-        f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences held out",
+        f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences to validate",
         "start": f"resumed from {inputs.start}"
         if inputs.start
         else config.model.weights or f"random weights, seed {t.seed}",

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from picotron_min.runtime.hub import hub_answers
+
 
 class Launch(NamedTuple):
     """How this process was started."""
@@ -58,7 +60,7 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout_seco
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
-def set_environment(tokenizers_parallelism: bool | None = None) -> None:
+def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool = False) -> None:
     """Set variables for this process and those it starts, before it touches a GPU.
 
     Unless the user has chosen otherwise, a GPU's memory comes in segments that can grow: fixed ones
@@ -68,6 +70,8 @@ def set_environment(tokenizers_parallelism: bool | None = None) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if tokenizers_parallelism is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
+    if uses_hub and not hub_answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is cached works, the rest fails at once
 
 
 def choose_device(launch: Launch, use_cpu: bool) -> torch.device:

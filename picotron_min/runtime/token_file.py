@@ -1,8 +1,4 @@
-"""Text -> one stream of token ids on disk.
-
-All documents stand in one row, an end-of-text token after each; what a sequence is, data.py says.
-Made once, by whoever comes first, and kept in a folder named after all that it is made from.
-"""
+"""Text -> one stream of token ids on disk, in a folder named after all that it is made from."""
 
 import glob
 import hashlib
@@ -11,12 +7,24 @@ import os
 import shutil
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
+from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """All that decides which ids are in the stream; the fields are keys of config.json."""
+
+    name: str  # `stdlib`, a local file, a local folder, or a hub id; see _find_files
+    subset_name: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    num_samples: int | None = None  # only the first so many documents
+    tokenizer: str = "bytes"
 
 
 @dataclass(frozen=True)
@@ -34,215 +42,175 @@ class TokenFile:
 
 
 def prepare_tokens(
-    name: str,
-    *,
-    subset_name: str | None = None,
-    split: str = "train",
-    text_column: str = "text",
-    num_samples: int | None = None,
-    num_proc: int = 1,
-    tokenizer: str = "bytes",
-    vocab_size: int,
-    cache_dir: str | Path,
+    source: TextSource, *, vocab_size: int, cache_dir: str | Path, num_proc: int = 1
 ) -> TokenFile:
     """Tokenise a text unless `cache_dir` has it already, and open the stream.
 
-    `name` is `stdlib`, a local file, a local folder, or a hub id; see `_find_files`. `num_samples`
-    keeps the first documents only. Every process calls this: one tokenises, the others wait.
-    Raises ValueError for what the user can put right.
+    Every process calls this: one tokenises, the others wait. Raises ValueError for the user's
+    mistakes, such as ids that a model with `vocab_size` does not have.
     """
     from filelock import FileLock
 
-    loader, files = _find_files(name)
-    if subset_name and loader != "hub":
-        raise ValueError(
-            f"subset_name={subset_name!r} is for datasets on the hub, but {name!r} is on this"
-            " machine: set dataset.subset_name to null"
-        )
-    tokenizer_folder = Path(tokenizer).expanduser()
-    tokenizer_files = tokenizer_folder.glob("*") if tokenizer_folder.is_dir() else []
-    # All that decides which numbers are in the stream. A changed file is noticed; a dataset or
-    # tokenizer that changes on the hub is not: delete the cache to fetch it anew.
-    source = {
-        "format": 1,
-        "name": name,
-        "files": _identity(files),
-        "subset_name": subset_name,
-        "split": split,
-        "text_column": text_column,
-        "num_samples": num_samples,
-        "tokenizer": tokenizer,
-        "tokenizer_files": _identity(tokenizer_files),
-    }
-    key = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:32]
-    cache = Path(cache_dir).expanduser()
-    folder = cache / key
+    loader, files = _find_files(source)
+    folder = Path(cache_dir).expanduser() / _cache_key(source, files)
     if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         # A file lock, not a process group: it works before there is one, across nodes with or
         # without a common file system, and without a timeout, for tokenising can take hours.
-        with FileLock(cache / f"{key}.lock"):
+        with FileLock(folder.with_suffix(".lock")):
             if not folder.exists():
-                _write_token_file(folder, source, loader, files, num_proc)
+                _write_token_file(folder, source, (loader, files), num_proc)
     return _open_token_file(folder, vocab_size)
 
 
+def _cache_key(source: TextSource, files: list[Path]) -> str:
+    """Notices a changed file; for a change on the hub, delete the cache to fetch it anew."""
+    parts = [2, asdict(source)]  # 2: the version of what is written
+    for file in [*files, *tokenizer_files(source.tokenizer)]:
+        parts.append((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+KINDS = ", ".join(LOADERS)
+Found = tuple[str, list[Path]]  # "hub", "saved", or a loader of `datasets`; and its files
 
 
-def _find_files(name: str) -> tuple[str, list[Path]]:
-    """How to load `name`, and from which files.
+def _find_files(source: TextSource) -> Found:
+    """What the name stands for. `stdlib` is the top level of Python's own library: 5 MB anywhere.
 
-    `stdlib` is Python's own standard library (its top level, 5 MB): real text on every machine. A
-    .txt file is one document; the lines of .jsonl and .json and the rows of .parquet are documents.
-    A folder is what `save_to_disk` wrote, or all files of one of these kinds, at any depth. What is
-    not on this machine is taken to be on the hub.
+    A .txt file is one document; lines of .jsonl and .json and rows of .parquet are documents. A
+    folder is what `save_to_disk` wrote, or all files of one of these kinds, at any depth.
     """
+    name, path = source.name, Path(source.name).expanduser().resolve()
+    is_local = name == "stdlib" or path.exists()
+    # Names without an owner are refused because some, such as "text", would make `datasets` read
+    # whatever lies in the working directory.
+    if not is_local and name.count("/") != 1:
+        raise ValueError(
+            f"dataset {name!r} is not on this machine, and on the hub it would be owner/name:"
+            ' set dataset.name to "stdlib", to a file or folder that exists, or to a hub id'
+        )
+    if is_local and source.subset_name:
+        raise ValueError(
+            f"subset_name={source.subset_name!r} is for datasets on the hub, but {name!r} is on"
+            " this machine: set dataset.subset_name to null"
+        )
     if name == "stdlib":
         library = Path(sysconfig.get_path("stdlib"))
-        files = [*sorted(library.glob("*.py")), library / "pydoc_data" / "topics.py"]
+        # English first: runs validate on the end of the text, which should be like the rest of it.
+        files = [library / "pydoc_data" / "topics.py", *sorted(library.glob("*.py"))]
         return "text", [file for file in files if file.exists()]
-    path = Path(name).expanduser().resolve()
-    kinds = ", ".join(LOADERS)
-    if path.is_file():
-        if path.suffix.lower() not in LOADERS:
-            raise ValueError(f"cannot read {path}: a dataset is one of {kinds}, not {path.suffix}")
-        return LOADERS[path.suffix.lower()], [path]
-    if not path.is_dir():
-        # Names without an owner are refused because some, such as "text", would make `datasets`
-        # read whatever lies in the working directory.
-        if name.count("/") != 1:
-            raise ValueError(
-                f"dataset {name!r} is not on this machine, and on the hub it would be owner/name:"
-                ' set dataset.name to "stdlib", to a file or folder that exists, or to a hub id'
-            )
-        return "hub", []
+    if path.is_dir():
+        return _find_in_folder(path)
+    if is_local and path.suffix.lower() not in LOADERS:
+        raise ValueError(f"cannot read {path}: a dataset is one of {KINDS}, not {path.suffix}")
+    return (LOADERS[path.suffix.lower()], [path]) if is_local else ("hub", [])
+
+
+def _find_in_folder(path: Path) -> Found:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return "saved", files
-    files = [
-        file
-        for file in files
-        if file.suffix.lower() in LOADERS
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
-    if not files:
-        raise ValueError(f"folder {path} holds no dataset: none of its files is {kinds}")
-    found = {LOADERS[file.suffix.lower()]: file for file in files}
+    visible = (f for f in files if not any(p[0] == "." for p in f.relative_to(path).parts))
+    files = [file for file in visible if file.suffix.lower() in LOADERS]
+    found = {LOADERS[file.suffix.lower()]: str(file.relative_to(path)) for file in files}
+    if not found:
+        raise ValueError(f"folder {path} holds no dataset: none of its files is {KINDS}")
     if len(found) > 1:
-        examples = ", ".join(str(file.relative_to(path)) for file in found.values())
-        raise ValueError(
-            f"folder {path} mixes {len(found)} kinds of dataset ({examples}): keep one kind in it"
-        )
+        mixed = f"{len(found)} kinds of dataset ({', '.join(found.values())})"
+        raise ValueError(f"folder {path} mixes {mixed}: keep one kind in it")
     return next(iter(found)), files
 
 
-def _identity(files) -> list[tuple[str, int, int]]:
-    facts = [(str(file), file.stat()) for file in sorted(files)]
-    return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in facts]
-
-
-def _write_token_file(
-    folder: Path, source: dict, loader: str, files: list[Path], num_proc: int
-) -> None:
+def _write_token_file(folder: Path, source: TextSource, found: Found, num_proc: int) -> None:
     """Write aside and rename, so that `folder` is complete or absent, whenever we are killed."""
     aside = folder.with_suffix(".partial")
     shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
-    done = aside / "done"
-    done.mkdir(parents=True)
+    (done := aside / "done").mkdir(parents=True)
     try:
-        tokenizer = load_tokenizer(source["tokenizer"])  # first: its failure is the cheap one
-        documents = _load_documents(source, loader, files, aside)
+        tokenizer = load_tokenizer(source.tokenizer)  # first: its failure is the cheap one
+        documents = _documents(source, _load_splits(source, found, aside))
         documents = _tokenize(documents, source, tokenizer, num_proc, aside)
-        facts = _write_stream(documents, done / "tokens.bin")
-        if not facts["num_documents"]:
-            raise ValueError(
-                f"dataset {source['name']!r} has no text: all of its documents are empty"
-            )
-        facts |= {"largest_possible_id": tokenizer.vocab_size - 1, "source": source}
-        (done / "facts.json").write_text(json.dumps(facts, indent=1))
+        if not len(documents):
+            raise ValueError(f"dataset {source.name!r} has no text: all of its documents are empty")
+        metadata = _write_stream(documents, done / "tokens.bin")
+        metadata |= {"tokenizer_vocab_size": tokenizer.vocab_size, "source": asdict(source)}
+        (done / "metadata.json").write_text(json.dumps(metadata, indent=1))
         os.replace(done, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _load_documents(source: dict, loader: str, files: list[Path], aside: Path):
-    """The `datasets.Dataset` whose rows are the documents, its text column checked."""
+def _load_splits(source: TextSource, found: Found, aside: Path) -> dict:
+    """Split -> `datasets.Dataset`."""
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    name, split, text_column = source["name"], source["split"], source["text_column"]
+    name, split, (loader, files) = source.name, source.split, found
     if files and not any(file.stat().st_size for file in files):
         raise ValueError(f"dataset {name!r} is empty: all of its {len(files)} file(s) have 0 bytes")
     try:
         if loader == "hub":
-            splits = {split: datasets.load_dataset(name, source["subset_name"], split=split)}
-        elif loader == "saved":
+            return {split: datasets.load_dataset(name, source.subset_name, split=split)}
+        if loader == "saved":
             splits = datasets.load_from_disk(Path(name).expanduser())
-            if isinstance(splits, datasets.Dataset):
-                splits = {"train": splits}
-        else:
-            options = {"sample_by": "document"} if loader == "text" else {}
-            paths = [glob.escape(str(file)) for file in files]  # datasets reads them as patterns
-            splits = datasets.load_dataset(loader, data_files=paths, cache_dir=aside, **options)
+            return {"train": splits} if isinstance(splits, datasets.Dataset) else splits
+        options = {"sample_by": "document"} if loader == "text" else {}
+        paths = [glob.escape(str(file)) for file in files]  # datasets reads them as patterns
+        return datasets.load_dataset(loader, data_files=paths, cache_dir=aside, **options)
     except Exception as error:
-        cause = error
-        while cause.__cause__:
-            cause = cause.__cause__
-        reason = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.')}"
-        if loader != "hub":
-            raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
-        raise ValueError(
-            f"dataset {name!r} is not on this machine, and the Hugging Face hub did not give its"
-            f" subset {source['subset_name']!r}, split {split!r}: {reason}. Check the spelling and"
-            ' the network, or set dataset.name to "stdlib" or to a local file'
-        ) from error
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0].rstrip('.')}"
+        problem = f"cannot read dataset {name!r}: {reason}"
+        if loader == "hub":
+            problem = (
+                f"dataset {name!r} is not on this machine, and the Hugging Face hub did not give"
+                f" its subset {source.subset_name!r}, split {split!r}: {reason}. Check the spelling"
+                ' and the network, or set dataset.name to "stdlib" or to a local file'
+            )
+        raise ValueError(problem) from error
+
+
+def _documents(source: TextSource, splits: dict):
+    """The rows of the split that is asked for, its text column checked."""
+    name, split, column = source.name, source.split, source.text_column
     if split not in splits:
-        raise ValueError(
-            f"dataset {name!r} has no split {split!r}: set dataset.split to one of {list(splits)}"
-        )
-    documents = splits[split]
+        one = f"set dataset.split to one of {list(splits)}"
+        raise ValueError(f"dataset {name!r} has no split {split!r}: {one}")
+    documents, columns = splits[split], splits[split].column_names
     if not len(documents):
         raise ValueError(f"dataset {name!r} is empty: its split {split!r} has 0 documents")
-    if text_column not in documents.column_names:
-        raise ValueError(
-            f"dataset {name!r} has no column {text_column!r}: set dataset.text_column to one of"
-            f" {documents.column_names}"
-        )
-    dtype = getattr(documents.features[text_column], "dtype", "no single value")
+    if column not in columns:
+        one = f"set dataset.text_column to one of {columns}"
+        raise ValueError(f"dataset {name!r} has no column {column!r}: {one}")
+    dtype = getattr(documents.features[column], "dtype", "no single value")
     if dtype not in ("string", "large_string"):
-        raise ValueError(
-            f"column {text_column!r} of dataset {name!r} holds {dtype}, not text: set"
-            f" dataset.text_column to another of {documents.column_names}"
-        )
-    if source["num_samples"] is not None:
-        documents = documents.select(range(min(source["num_samples"], len(documents))))
-    return documents
+        other = f"set dataset.text_column to another of {columns}"
+        raise ValueError(f"column {column!r} of dataset {name!r} holds {dtype}, not text: {other}")
+    return documents.select(range(min(source.num_samples or len(documents), len(documents))))
 
 
-def _tokenize(documents, source: dict, tokenizer: Tokenizer, num_proc: int, aside: Path):
-    """The documents as rows of ids; `datasets` shares the work among `num_proc` processes.
-
-    A document is tokenised in one piece, so a text file of gigabytes needs many times its size in
-    memory: cut it up, or make each of its paragraphs a line of a .jsonl file.
-    """
+def _tokenize(documents, source: TextSource, tokenizer: Tokenizer, num_proc: int, aside: Path):
+    """The documents as rows of ids; `datasets` shares the work among `num_proc` processes."""
     import datasets
 
-    # Two bytes a token halve the stream, and vocabularies up to 65536 fit in them.
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    # Each document is tokenised in one piece: a text file of gigabytes, which needs many times its
+    # size in memory, is better cut up into the lines of a .jsonl file.
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32  # 2 bytes halve the stream
     ids = datasets.Sequence(datasets.Value(np.dtype(dtype).name))
     return documents.map(
         _tokenize_batch,
         batched=True,
         with_indices=True,
-        input_columns=[source["text_column"]],
+        input_columns=[source.text_column],
         remove_columns=documents.column_names,
         features=datasets.Features({"ids": ids, "num_bytes": datasets.Value("int64")}),
-        fn_kwargs={"tokenizer": tokenizer, "dtype": dtype, "name": source["name"]},
+        fn_kwargs={"tokenizer": tokenizer, "dtype": dtype, "name": source.name},
         num_proc=num_proc if num_proc > 1 else None,
         cache_file_name=str(aside / "ids.arrow"),
-        desc=f"Tokenising {source['name']}",
+        desc=f"Tokenising {source.name}",
     )
 
 
@@ -253,38 +221,43 @@ def _tokenize_batch(texts: list[str], rows: list[int], tokenizer: Tokenizer, dty
             " remove such rows, or choose another dataset.text_column"
         )
     texts = [text for text in texts if text]  # an empty document would be a lone end-of-text
-    end = np.array([tokenizer.eos_token_id], dtype)
-    ids = [np.concatenate([row, end], dtype=dtype) for row in tokenizer.encode(texts)]
+    ids, end = tokenizer.encode(texts), np.array([tokenizer.eos_token_id], dtype)
+    largest = max((int(row.max(initial=0)) for row in ids), default=0)
+    if largest >= tokenizer.vocab_size:  # the dtype below would silently make it another id
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} gave token id {largest}, but its vocabulary ends at"
+            f" {tokenizer.vocab_size - 1}: repair its files, or choose another dataset.tokenizer"
+        )
+    ids = [np.concatenate([row, end], dtype=dtype) for row in ids]
     return {"ids": ids, "num_bytes": [len(text.encode()) for text in texts]}
 
 
 def _write_stream(documents, path: Path) -> dict:
     """Write all ids to one file, a thousand documents at a time, and count."""
-    facts = {"num_tokens": 0, "num_bytes": 0, "num_documents": len(documents), "largest_id": 0}
-    facts["dtype"] = documents.features["ids"].feature.dtype
+    counts = {"num_tokens": 0, "num_bytes": 0, "num_documents": len(documents), "largest_id": 0}
     with open(path, "wb") as file:
         for table in documents.with_format("arrow").iter(batch_size=1000):
             for chunk in table["ids"].chunks:
                 ids = chunk.flatten().to_numpy()
                 ids.tofile(file)
-                facts["num_tokens"] += len(ids)
-                facts["largest_id"] = max(facts["largest_id"], int(ids.max()))
-            facts["num_bytes"] += sum(table["num_bytes"].to_pylist())
-    return facts
+                counts["num_tokens"] += len(ids)
+                counts["largest_id"] = max(counts["largest_id"], int(ids.max()))
+            counts["num_bytes"] += sum(table["num_bytes"].to_pylist())
+    return counts | {"dtype": documents.features["ids"].feature.dtype}
 
 
 def _open_token_file(folder: Path, vocab_size: int) -> TokenFile:
-    facts = json.loads((folder / "facts.json").read_text())
-    if facts["largest_id"] >= vocab_size:
+    metadata = json.loads((folder / "metadata.json").read_text())
+    if metadata["largest_id"] >= vocab_size:
         raise ValueError(
-            f"token id {facts['largest_id']} of tokenizer {facts['source']['tokenizer']!r} is"
+            f"token id {metadata['largest_id']} of tokenizer {metadata['source']['tokenizer']!r} is"
             f" outside a vocabulary of {vocab_size}: set model.vocab_size to"
-            f" {facts['largest_possible_id'] + 1} or more, or dataset.tokenizer to the model's own"
+            f" {metadata['tokenizer_vocab_size']} or more, or dataset.tokenizer to the model's own"
         )
-    tokens = np.memmap(folder / "tokens.bin", dtype=facts["dtype"], mode="r")
-    if len(tokens) != facts["num_tokens"]:
+    tokens = np.memmap(folder / "tokens.bin", dtype=metadata["dtype"], mode="r")
+    if len(tokens) != metadata["num_tokens"]:
         raise ValueError(
-            f"{folder} is damaged: it has {len(tokens)} tokens instead of {facts['num_tokens']}."
+            f"{folder} is damaged: it has {len(tokens)} tokens instead of {metadata['num_tokens']}."
             " Delete it, and it will be made again"
         )
-    return TokenFile(tokens, facts["num_bytes"], facts["num_documents"])
+    return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"])

@@ -1,0 +1,21 @@
+"""Whether the Hugging Face hub can be reached, whose libraries retry for 25 seconds or longer."""
+
+import subprocess
+import sys
+import urllib.request
+from urllib.parse import urlsplit
+
+
+def hub_answers(endpoint: str, seconds: float = 4.0) -> bool:
+    """Whether a connection is possible within `seconds`; with a proxy the answer is yes."""
+    if urllib.request.getproxies():
+        return True
+    url = urlsplit(endpoint)
+    address = (url.hostname, url.port or {"http": 80}.get(url.scheme, 443))
+    # In a process of its own, since looking up a name has no time limit. It needs time to start.
+    connect = f"import socket; socket.create_connection({address}, {seconds})"
+    try:
+        command = [sys.executable, "-c", connect]
+        return not subprocess.run(command, capture_output=True, timeout=2 * seconds).returncode
+    except subprocess.TimeoutExpired:
+        return False
