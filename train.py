@@ -9,7 +9,7 @@ Without torchrun, `python train.py --config config.json` starts the processes it
 import argparse
 import math
 import time
-from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from picotron_min.checkpoint import (
-    Saver,
-    load,
-    parts_of_whole,
-    set_optimizer_steps,
-    training_tensors,
-)
+from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.collectives import all_reduce
 from picotron_min.data import Batches
 from picotron_min.initialise import initialise
@@ -53,6 +47,7 @@ from picotron_min.runtime.processes import (
     start_processes,
     user_errors_reported,
 )
+from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.speed import Speedometer
 from picotron_min.runtime.trace import Trace
 
@@ -95,12 +90,13 @@ def train(config: "Config", launch: Launch) -> None:
         check_shared(Path(config.checkpoint.save_dir), name, roll_call.group, timeout / 2)
         axes = build_axes(inputs.device, config.layout, timeout)
         open_communicators(axes, inputs.device)
-        saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
+        c, group = config.checkpoint, dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        saver = Saver(group, inputs.device, c.in_background, c.keep)
         model = parallelize(
             inputs.model_config, config.layout, config.workload, axes, inputs.device
         )
         run = build_run(model, config.recipe, inputs.batches)
-        fill_weights(run, config, inputs)
+        fill_weights(run, config, inputs, group)
         loop(config, launch, inputs, run, saver, roll_call)
         dist.barrier(saver.group)  # rank 0 may have to upload to wandb
         dist.destroy_process_group()
@@ -169,45 +165,40 @@ def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
     return Run(model, optimizer, recipe, batches, SkippedSteps())
 
 
-def fill_weights(run: Run, config: "Config", inputs: "Inputs") -> None:
+def fill_weights(run: Run, config: "Config", inputs: "Inputs", group: dist.ProcessGroup) -> None:
     """Load a checkpoint, or read the weights to start from, or draw them."""
-    model, model_config = run.model, inputs.model_config
+    model = run.model
     if inputs.start:
         tensors = training_tensors(model.parameters, run.optimizer)
-        load(inputs.start, parts_of_whole(tensors, model_config, model.placements, model.axes))
-        run.skipped.total = inputs.facts["skipped_steps"]
-        set_optimizer_steps(run.optimizer, inputs.facts["step"] - inputs.facts["skipped_steps"])
+        load(inputs.start, model.parts_of_whole(tensors), group)
+        run.skipped.total = inputs.metadata.skipped_steps
+        set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
     elif inputs.weights:
         read_weights(inputs.weights, model.parameters, model.placements, model.axes)
     else:
-        seed = config.training.seed
+        seed, model_config = config.training.seed, inputs.model_config
         initialise(model.parameters, model_config, seed, model.placements, model.axes)
+    dist.barrier(group)  # some ranks may take longer than the timeout of the other groups
 
 
-def save(
-    run: Run, config: "Config", model_config: ModelConfig, saver: Saver, save_dir: Path, step: int
-) -> None:
+def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, step: int) -> None:
     """Write the checkpoint of this moment, `step` steps done; see Saver."""
-    model, tensors = run.model, training_tensors(run.model.parameters, run.optimizer)
-    facts = {
-        "skipped_steps": run.skipped.total,
-        "tokens_seen": run.batches.tokens_seen(step),
-        "model": asdict(model_config),
-        "config": config.model_dump(by_alias=True),
-        "data": config.data_order,
-    }
-    as_parts = partial(
-        parts_of_whole, model_config=model_config, placements=model.placements, axes=model.axes
-    )
-    saver.save(save_dir, step, tensors, as_parts, facts)
+    from picotron_min.runtime.metadata import metadata_of
+
+    counts = {"skipped_steps": run.skipped.total, "tokens_seen": run.batches.tokens_seen(step)}
+    metadata = metadata_of(config, model_config, **counts)
+    tensors = training_tensors(run.model.parameters, run.optimizer)
+    save_dir = Path(config.checkpoint.save_dir)
+    saver.save(save_dir, step, tensors, run.model.parts_of_whole, metadata)
 
 
 def export(run: Run, config: "Config", inputs: "Inputs", saver: Saver, folder: Path) -> None:
     """Write the model as a Hugging Face folder, in the dtype it was computed in."""
     model, dtype = run.model, DTYPES[config.model.dtype]
     weights = {name: p.data.to(dtype) for name, p in model.parameters.items()}
-    parts = parts_of_whole(weights, inputs.model_config, model.placements, model.axes)
-    export_hf(folder, parts, inputs.model_config, inputs.tokenizer, saver.group)
+    export_hf(
+        folder, model.parts_of_whole(weights), inputs.model_config, inputs.tokenizer, saver.group
+    )
 
 
 def loop(
@@ -218,7 +209,7 @@ def loop(
     from picotron_min.runtime.inputs import describe, doubts, make_room, wandb_options
 
     t, data, save_dir = config.training, run.batches, Path(config.checkpoint.save_dir)
-    model, first_step, last_step = run.model, inputs.facts["step"], t.total_train_steps
+    model, first_step, last_step = run.model, inputs.first_step, t.total_train_steps
     if t.max_tokens:
         last_step = min(last_step, data.steps_for(t.max_tokens))
     is_writer = launch.rank == 0
@@ -278,7 +269,7 @@ def loop(
             # cost a good checkpoint, by `keep`.
             if saves and run.skipped.has_learned and (is_last or not result.skipped):
                 began = time.perf_counter()
-                save(run, config, inputs.model_config, saver, save_dir, done)
+                save(run, config, inputs.model_config, saver, done)
                 log.write(SaveRecord(done, time.perf_counter() - began))
             if stops or done == last_step:
                 saver.wait()

@@ -63,7 +63,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from picotron_min.checkpoint import Saver
 from picotron_min.collectives import all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
@@ -83,6 +82,7 @@ from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.launch import Launch, open_process_group
 from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.public_models import to_hf
+from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.token_file import TokenFile
 from train import Run, build_run, save, train_step
 
@@ -313,14 +313,14 @@ def one_process(place: Place, on_every_rank: bool = False) -> Step:
 
 def checkpoint_saves(place: Place, in_background: bool) -> Step:
     """How long the step loop stands still for a checkpoint, the step itself not counted."""
-    settings = place.config.checkpoint.model_copy(update={"in_background": in_background})
+    folder = str(place.folder / f"in_background-{in_background}")
+    settings = place.config.checkpoint.model_copy(update={"save_dir": folder})
     config = place.config.model_copy(update={"checkpoint": settings})
     run = our_run(config, place.model_config, place.axes, place.data)
-    done, saver = step_of(run)(0), Saver(in_background, keep=2)
-    folder = place.folder / f"in_background-{in_background}"
+    done, saver = step_of(run)(0), Saver(dist.new_group(backend="gloo"), CPU, in_background, keep=2)
 
     def step(index: int) -> Done:
-        save(run, config, place.model_config, saver, folder, index + 1)
+        save(run, config, place.model_config, saver, index + 1)
         return done
 
     step.settle = saver.wait

@@ -1,8 +1,9 @@
-"""Initial weights are a function of (seed, parameter name).
+"""Draw initial weights that do not depend on the layout: a function of (seed, parameter name).
 
-Nobody draws "the next" random numbers: the whole tensor is drawn from a generator of its own, and a
-rank keeps its part. So every layout starts from bit-identical weights, and no two ranks can hold
-the same slice where they should hold different ones.
+    seed 42, "model.layers.0.mlp.up_proj.weight"  ->  the full matrix  ->  this rank's rows of it
+
+The full tensor is drawn from a generator of its own, and a rank keeps its part. So every layout
+starts from bit-identical weights, and no two ranks hold the same slice where they should differ.
 """
 
 import hashlib
@@ -18,39 +19,32 @@ from picotron_min.placement import Placement, part
 
 
 def initialise(
-    parameters: dict[str, nn.Parameter],
-    model: ModelConfig,
+    parameters: Mapping[str, nn.Parameter],
+    model_config: ModelConfig,
     seed: int,
     placements: Mapping[str, Placement],
     axes: Axes,
 ) -> None:
-    """Give parameters, by their names in the whole model, their initial weights.
-
-    Drawn in float32 on the CPU, one tensor at a time.
-    """
-    shapes = model.parameter_shapes()
+    """Give parameters, by their saved names, their initial weights, in place."""
+    shapes, ranks, sizes = model_config.parameter_shapes(), axes.ranks, axes.sizes
     for name, parameter in parameters.items():
-        std = initial_std(name, model.num_hidden_layers)
-        weight = initial_weight(name, shapes[name], seed, std)
-        cuts = placements[name].cuts
-        parameter.data.copy_(weight[part(weight.shape, cuts, axes.ranks, axes.sizes)])
+        std = initial_std(name, model_config.num_hidden_layers)
+        whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time
+        mine = part(whole.shape, placements[name].cuts, ranks, sizes)
+        parameter.data.copy_(whole[mine])  # rounds to its dtype, moves to its device
 
 
 def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
-    """Normal with mean 0 for matrices, ones for norms; float32 on the CPU."""
+    """Normal with mean 0, or ones for norms; float32 on the CPU, so that devices agree."""
     if len(shape) < 2:
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        return torch.ones(shape)  # norms
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()  # hash() differs per process
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))  # 64 bits
     return torch.empty(shape).normal_(std=std, generator=generator)
 
 
 def initial_std(name: str, num_hidden_layers: int) -> float:
-    """Standard deviation of the initial normal distribution of a weight matrix.
-
-    0.02 as in Hugging Face's Llama; divided by sqrt(2 layers) for the two projections per layer
-    that write into the residual stream, so that its variance does not grow with depth (Radford et
-    al. 2019, section 2.3).
-    """
+    """0.02 as in Hugging Face's Llama, less for what is added to the residual stream."""
+    # Two outputs per layer are summed: no variance that grows with depth (Radford et al. 2019).
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return 0.02 / math.sqrt(2 * num_hidden_layers) if writes_residual else 0.02

@@ -19,9 +19,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from picotron_min.block_attention import SOFTMAX, choose_attention
+from picotron_min.checkpoint import parts_of_whole
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
@@ -52,7 +54,8 @@ class ParallelModel:
     """One rank's part of a model, and what runs it."""
 
     axes: Axes
-    placements: dict[str, Placement]  # of all parameters, by saved name
+    shapes: dict[str, tuple[int, ...]]  # of all whole parameters, by saved name
+    placements: dict[str, Placement]  # of all parameters
     parameters: dict[str, nn.Parameter]  # of this rank, by saved name
     pipeline: Pipeline  # its chunks have the modules
     plan: Plan  # what this rank does in a step
@@ -82,6 +85,10 @@ class ParallelModel:
     def counted_once(self, totals: Tensor) -> Tensor:
         """The pipeline's totals where they count. Tensor-parallel ranks all have the same loss."""
         return totals if self.axes.tp.rank == 0 else torch.zeros_like(totals)
+
+    def parts_of_whole(self, tensors: dict[str, Tensor]) -> dict[str, DTensor]:
+        """Declare of tensors, named as in a checkpoint, which parts of the whole ones they are."""
+        return parts_of_whole(tensors, self.shapes, self.placements, self.axes)
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the gradient's squared norm, [] in float64."""
@@ -114,6 +121,7 @@ def parallelize(
     dtype = next(iter(parameters.values())).dtype  # of the residual stream
     return ParallelModel(
         axes=axes,
+        shapes=model_config.parameter_shapes(),
         placements=table,
         parameters=parameters,
         pipeline=Pipeline(

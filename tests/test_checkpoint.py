@@ -1,12 +1,10 @@
-"""Weights: where they start, that a resumed run cannot be told from an unbroken one, the export."""
+"""Weights: initial values, resumed runs that equal unbroken ones, background saves, export."""
 
 import functools
-import json
 import math
 import pickle
 import time
 import warnings
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,18 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_min import checkpoint
-from picotron_min.checkpoint import parts_of_whole, read_facts, training_tensors
+from picotron_min.checkpoint import parts_of_whole, training_tensors
 from picotron_min.collectives import Axis
+from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.runtime import hugging_face
+from picotron_min.placement import placements
+from picotron_min.runtime import hugging_face, saver
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.folders import clean_up, find_start, set_aside
+from picotron_min.runtime.folders import find_start
+from picotron_min.runtime.metadata import read_to_resume
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from tests.training import StepResult, Training, open_data, shard_dim
+from tests.training import StepResult, Training, open_data
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -97,6 +97,12 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in make_training(config).parameters.items()}
 
 
+def cut_dim(name: str) -> int | None:
+    """The dim that tensor parallelism cuts a parameter along."""
+    cuts = placements([name], Layout(), tied=False)[name].cuts
+    return cuts[0].dim if cuts else None
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_initial_shards_are_the_parts_of_the_full_weights(pool, tp, tied):
@@ -104,7 +110,7 @@ def test_initial_shards_are_the_parts_of_the_full_weights(pool, tp, tied):
     (full,) = pool.run(1, initial_weights, make_config(tied=tied, model=kv_heads))
     ranks = pool.run(tp, initial_weights, make_config(tp=tp, tied=tied, model=kv_heads))
     for name, weight in full.items():
-        dim = shard_dim(name)
+        dim = cut_dim(name)
         expected = [weight] * tp if dim is None else weight.chunk(tp, dim)
         for shards, part in zip(ranks, expected, strict=True):
             assert torch.equal(shards[name], part), name
@@ -178,9 +184,9 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
     State(whole).assert_equal(State(first))
 
     second = make_training(config)
-    facts = read_facts(path, second.model_config, config.training.optimizer)
-    second.load(path, facts)
-    resumed = results[:3] + run_steps(second, range(facts["step"], 6), bad_step)
+    metadata = read_to_resume(path, second.model_config, config.training.optimizer)
+    second.load(path, metadata.step, metadata.skipped_steps)
+    resumed = results[:3] + run_steps(second, range(metadata.step, 6), bad_step)
     # Through text, because nan, the norm of a skipped step, is not equal to itself.
     assert repr(expected) == repr(results) == repr(resumed)
     State(whole).assert_equal(State(second))
@@ -274,13 +280,13 @@ def save_only(folder: Path, config: Config) -> None:
     train_and_save(folder, config)
 
 
-def go_on(folder: Path, config: Config, start: int) -> tuple[list[StepResult], int]:
-    """The steps from `start` on, and the largest tensor that there was on the way."""
+def continue_run(folder: Path, config: Config, start: int) -> tuple[list[StepResult], int]:
+    """The steps from `start` on, and the size of the largest tensor made while loading."""
     training = make_training(config)
     if start:
         with LargestTensor() as largest:
             path = find_start("latest", folder)
-            training.load(path, read_facts(path, training.model_config, "adamw"))
+            training.load(path, read_to_resume(path, training.model_config, "adamw").step)
     results = run_steps(training, range(start, 6), bad_step=None)
     return results[start - 6 :] if start else results, largest.numbers if start else 0
 
@@ -292,7 +298,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        # Not the bytes in which ranks tell each other what they will read.
+        # Not the bytes in which ranks exchange their plans of what to read.
         is_plain = isinstance(result, Tensor) and not isinstance(result, DTensor)
         if is_plain and result.is_floating_point() and result.device.type != "meta":
             self.numbers = max(self.numbers, result.numel())
@@ -306,7 +312,7 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed):
     assert before.global_batch == after.global_batch == 4
     expected = whole_run(pool, tied)
     pool.run(before.world_size, save_only, tmp_path, before)
-    for results, largest in pool.run(after.world_size, go_on, tmp_path, after, 3):
+    for results, largest in pool.run(after.world_size, continue_run, tmp_path, after, 3):
         np.testing.assert_allclose(
             [(r.loss, r.grad_norm, r.learning_rate) for r in results],
             [(r.loss, r.grad_norm, r.learning_rate) for r in expected[3:]],
@@ -319,39 +325,39 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed):
 
 @functools.cache
 def whole_run(pool, tied: bool) -> list[StepResult]:
-    ((results, _),) = pool.run(1, go_on, None, of_layout("one", tied), 0)
+    ((results, _),) = pool.run(1, continue_run, None, of_layout("one", tied), 0)
     return results
 
 
-def load_at_other_layout(folder: Path, config: Config, facts: dict) -> State:
+def load_at_other_layout(folder: Path, config: Config) -> State:
     training = make_training(config)
-    training.load(folder, facts)
+    training.load(folder, step=1)
     return State(training)
 
 
-def save_a_step(folder: Path, config: Config) -> tuple[State, dict]:
+def save_a_step(folder: Path, config: Config) -> State:
     training = make_training(config)
     training.step(0)
     training.save(folder, 1)
-    return State(training), read_facts(training.saver.latest, training.model_config, "adamw")
+    return State(training)
 
 
 def test_what_two_ranks_saved_one_rank_loads(pool, tmp_path):
-    (state, facts), (other, _) = pool.run(2, save_a_step, tmp_path, make_config(dp=2))
+    state, other = pool.run(2, save_a_step, tmp_path, make_config(dp=2))
     state.assert_equal(other)
-    (loaded,) = pool.run(1, load_at_other_layout, tmp_path / "step-00000001", make_config(), facts)
+    (loaded,) = pool.run(1, load_at_other_layout, tmp_path / "step-00000001", make_config())
     state.assert_equal(loaded)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_eight_ranks_saved_in_parts_one_rank_loads_whole(pool, tmp_path, tied):
     saved = pool.run(8, save_a_step, tmp_path, make_config(dp=2, pp=2, tp=2, tied=tied))
-    facts, path = saved[0][1], tmp_path / "step-00000001"
-    (whole,) = pool.run(1, load_at_other_layout, path, make_config(tied=tied), facts)
-    assert whole.keys() == set().union(*(state.keys() for state, _ in saved))
-    for rank, (state, _) in enumerate(saved):
+    path = tmp_path / "step-00000001"
+    (whole,) = pool.run(1, load_at_other_layout, path, make_config(tied=tied))
+    assert whole.keys() == set().union(*(state.keys() for state in saved))
+    for rank, state in enumerate(saved):
         for name, part in state.items():
-            dim = shard_dim(name)
+            dim = cut_dim(name)
             is_cut = part.ndim and dim is not None
             expected = whole[name].chunk(2, dim)[rank % 2] if is_cut else whole[name]
             assert torch.equal(part, expected), name
@@ -367,7 +373,7 @@ def saves_that_fail(folder: Path) -> None:
     first = training.saver.latest
     before = {path.name: path.read_bytes() for path in first.iterdir()}
     training.step(0)
-    for broken in ("checkpoint.write_json", "runtime.folders._sync", "checkpoint.dcp.save"):
+    for broken in ("runtime.saver.write_json", "checkpoint._sync", "checkpoint.dcp.save"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"picotron_min.{broken}", fail)
             for step in (1, 2):
@@ -410,30 +416,18 @@ class WritesAFile:
 
 
 def test_loading_runs_no_code_of_the_checkpoint(pool, tmp_path):
-    ((state, facts),) = pool.run(1, save_a_step, tmp_path, make_config())
+    (state,) = pool.run(1, save_a_step, tmp_path, make_config())
     folder, trace = tmp_path / "step-00000001", tmp_path / "unpickled"
     for path in folder.iterdir():
         assert path.suffix in (".safetensors", ".json")
         assert not path.read_bytes().startswith(b"\x80")  # as pickles do
     for name in (".metadata", "data.pt"):
         (folder / name).write_bytes(pickle.dumps(WritesAFile(trace)))
-    (loaded,) = pool.run(1, load_at_other_layout, folder, make_config(), facts)
+    (loaded,) = pool.run(1, load_at_other_layout, folder, make_config())
     state.assert_equal(loaded)
     assert not trace.exists()
     pickle.loads((folder / ".metadata").read_bytes())
     assert trace.exists(), "the trap does not work"
-
-
-def test_latest_is_the_newest_complete_checkpoint(tmp_path):
-    assert find_start(None, tmp_path) is None
-    assert find_start("latest", tmp_path / "not yet") is None
-    assert find_start("latest", tmp_path) is None
-    for name in ("step-00000009", "step-00000010", ".step-00000020.partial", "step-final", "hf"):
-        (tmp_path / name).mkdir()
-    assert find_start("latest", tmp_path) == tmp_path / "step-00000010"
-    chosen = tmp_path / "step-00000009"
-    assert find_start(str(chosen), tmp_path) == chosen
-    assert find_start(None, tmp_path) is None
 
 
 def background_saves(folder: Path) -> None:
@@ -442,9 +436,9 @@ def background_saves(folder: Path) -> None:
     training = make_training(config)
     training.step(0)
     expected = State(training)
-    slow, began = checkpoint.write_tensors, time.monotonic()
+    slow, began = saver.save, time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", lambda *a: time.sleep(1) or slow(*a))
+        patch.setattr(saver, "save", lambda *a: time.sleep(1) or slow(*a))
         training.save(folder, 1)
         for step in (1, 2):
             training.step(step)
@@ -456,20 +450,20 @@ def background_saves(folder: Path) -> None:
         training.saver.wait()
     assert find_start("latest", folder) == training.saver.latest == folder / "step-00000003"
     after = State(training)
-    training.load(folder / "step-00000001", {"skipped_steps": 0, "step": 1})
+    training.load(folder / "step-00000001", step=1)
     State(training).assert_equal(expected)
-    training.load(folder / "step-00000003", {"skipped_steps": 0, "step": 3})
+    training.load(folder / "step-00000003", step=3)
     State(training).assert_equal(after)
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(pool, tmp_path):
+def test_training_continues_while_a_checkpoint_is_written(pool, tmp_path):
     pool.run(2, background_saves, tmp_path)
 
 
 def background_save_that_fails(folder: Path) -> None:
     training = make_training(make_config(checkpoint={"async": True}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_json", fail)
+        patch.setattr(saver, "write_json", fail)
         training.save(folder, 1)
         while not training.saver.writing.done():
             time.sleep(0.01)
@@ -497,141 +491,19 @@ def test_the_newest_checkpoints_are_kept(pool, tmp_path, keep, kept):
     assert names(tmp_path) == [*(f"step-{step:08d}" for step in kept), "step-final"]
 
 
-def test_what_killed_saves_have_left_is_deleted(tmp_path):
-    for name in (".step-00000004.partial", ".step-00000001.deleted", "step-00000003", ".git"):
-        (tmp_path / name).mkdir()
-    assert {path.name for path in clean_up(tmp_path)} == {
-        ".step-00000004.partial",
-        ".step-00000001.deleted",
-    }
-    assert names(tmp_path) == [".git", "step-00000003"]
-
-
 def load_what_is_gone(folder: Path) -> str:
     training = make_training(make_config())
     with pytest.raises(OSError) as error:
-        training.load(folder, {"skipped_steps": 0, "step": 1})
+        training.load(folder, step=1)
     return str(error.value)
 
 
-def test_a_checkpoint_that_goes_after_it_was_looked_at_is_told(pool, tmp_path):
+def test_a_checkpoint_deleted_after_its_check_is_reported(pool, tmp_path):
     pool.run(1, save_a_step, tmp_path, make_config())
     folder = tmp_path / "step-00000001"
     for path in folder.glob("*.safetensors"):
         path.unlink()
     assert f"cannot load {folder}: " in pool.run(1, load_what_is_gone, folder)[0]
-
-
-@pytest.mark.parametrize("shard", ["shard-00001", "shard-00002"])
-@pytest.mark.parametrize(
-    "damage,told",
-    [
-        ("gone", "{0} is missing"),
-        ("cut", "{0} has 2000 bytes, not"),
-        ("garbage", ".*{0} is damaged, or no safetensors file"),
-    ],
-)
-def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, told):
-    config = make_config(tp=2)
-    pool.run(2, saves, tmp_path, 0, 2, config)
-    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
-    (path,) = newer.glob(f"{shard}*")
-    content = path.read_bytes()
-    path.unlink()
-    if damage != "gone":
-        garbage = content[::-1]
-        path.write_bytes(content[:2000] if damage == "cut" else garbage)
-    assert read_facts(older, resolve_model(config), "adamw")["step"] == 1
-    with pytest.raises(ValueError, match=rf"{newer} .*: {told.format(path.name)}.*{older} is"):
-        read_facts(newer, resolve_model(config), "adamw")
-
-
-@pytest.mark.parametrize(
-    "content,told",
-    [
-        ("", "is not JSON: line 1"),
-        ("[]", "must hold one object"),
-        ("{}", "state.json lacks step, skipped_steps, files"),
-        ({"step": "six"}, "state.json lacks step as"),
-        ({"step": -3}, "state.json counts 0 of -3 steps"),
-        ({"skipped_steps": 8}, "state.json counts 8 of 7 steps"),
-        ({"config": {}}, "lacks config.training.optimizer, config.model.dtype, config.dataset"),
-        ({"config": []}, "lacks config.training.optimizer, config.model.dtype, config.dataset"),
-        ({"model": {}}, r"state.json's model is none that was saved \(.*'vocab_size'"),
-        ({"model": {"rope_scaling": 5}}, "state.json's model is none that was saved"),
-        (None, "cannot read .*state.json: No such file"),
-    ],
-)
-def test_a_damaged_state_is_told_with_the_remedy(tmp_path, content, told):
-    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
-    older.mkdir()
-    newer.mkdir()
-    model_config = resolve_model(make_config())
-    if isinstance(content, dict):
-        content = json.dumps(whole_facts() | content)
-    if content is not None:
-        (newer / "state.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"^{newer} is no checkpoint, or damaged: .*{told}") as e:
-        read_facts(newer, model_config, "adamw")
-    assert f" in checkpoint.load_path: {older} is before it" in str(e.value)
-
-
-def whole_facts() -> dict:
-    config = make_config()
-    facts = {"step": 7, "model": asdict(resolve_model(config)), "config": config.model_dump()}
-    return facts | {"files": {}, "skipped_steps": 0, "data": {}}
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    model_config = resolve_model(make_config())
-    (tmp_path / "state.json").write_text(json.dumps(whole_facts()))
-    assert read_facts(tmp_path, model_config, "adamw")["step"] == 7
-    wider = model_config.override(hidden_size=64, tie_word_embeddings=True)
-    with pytest.raises(ValueError) as error:
-        read_facts(tmp_path, wider, "sgd")
-    for part in (
-        str(tmp_path),
-        "hidden_size=32, now 64",
-        "tie_word_embeddings=False, now True",
-        "optimizer='adamw', now 'sgd'",
-        "load_path null",
-    ):
-        assert part in str(error.value)
-    assert "num_hidden_layers" not in str(error.value)
-
-
-def test_an_earlier_run_is_set_aside_and_nothing_is_lost(tmp_path):
-    assert set_aside(tmp_path / "not yet") is None
-    (tmp_path / "notes.txt").write_text("the user's own")
-    assert set_aside(tmp_path) is None
-    for run in (1, 2):
-        (tmp_path / "step-00000010").mkdir()
-        (tmp_path / "step-00000010" / "state.json").write_text(f"run {run}")
-        (tmp_path / "hf").mkdir()
-        (tmp_path / "metrics.jsonl").write_text(f"metrics {run}")
-        assert set_aside(tmp_path) == tmp_path / f"earlier-{run}"
-    for run in (1, 2):
-        aside = tmp_path / f"earlier-{run}"
-        assert names(aside) == ["hf", "metrics.jsonl", "step-00000010"]
-        assert (aside / "metrics.jsonl").read_text() == f"metrics {run}"
-        assert (aside / "step-00000010" / "state.json").read_text() == f"run {run}"
-    assert names(tmp_path) == ["earlier-1", "earlier-2", "notes.txt"]
-
-
-def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
-    for step in (1, 2, 3):
-        (tmp_path / f"step-{step:08d}").mkdir()
-    (tmp_path / "metrics.jsonl").touch()
-    assert set_aside(tmp_path, newer_than=tmp_path / "step-00000003") is None
-    aside = set_aside(tmp_path, newer_than=tmp_path / "step-00000001")
-    assert names(aside) == ["step-00000002", "step-00000003"]
-    assert names(tmp_path) == ["earlier-1", "metrics.jsonl", "step-00000001"]
-
-
-def test_a_run_in_the_working_directory_is_set_aside_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("metrics.jsonl").touch()
-    assert set_aside(Path(".")) == Path("earlier-1")
 
 
 TEXT = "Grüße, 世界 🌍!\n\tif x  !=  'y':\r\n\t"
@@ -648,7 +520,7 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=rounds):
         logits = model(tokens, torch.arange(tokens.shape[1]))
     weights = {name: p.detach() for name, p in training.parameters.items()}
-    weights = parts_of_whole(weights, model.config, shard_dim, training.axes.tp)
+    weights = training.parts_of_whole(weights)
     return {name: part.full_tensor() for name, part in weights.items()}, logits
 
 
@@ -703,9 +575,12 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
 
 
 def part_of_a_copy() -> None:
+    axes = build_axes(CPU, Layout())
     gpus = Axis("tp", DeviceMesh.from_group(dist.group.WORLD, "cuda"))  # asks for no GPU
-    copies = {"model.norm.weight": torch.ones(SHAPE["hidden_size"])}
-    whole = parts_of_whole(copies, resolve_model(make_config()), shard_dim, gpus)
+    shapes = {"model.norm.weight": (SHAPE["hidden_size"],)}
+    copies = {name: torch.ones(shape) for name, shape in shapes.items()}
+    table = placements(shapes, Layout(), tied=False)
+    whole = parts_of_whole(copies, shapes, table, axes._replace(tp=gpus))
     local = whole["model.norm.weight"].to_local()
     assert local.data_ptr() == copies["model.norm.weight"].data_ptr()
 

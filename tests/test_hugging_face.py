@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from picotron_min.runtime import hugging_face
+from picotron_min.collectives import all_reduce
+from picotron_min.runtime import export
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.public_models import to_hf
@@ -53,7 +54,8 @@ def first_loss(folder: Path, config) -> tuple[float, Tensor, Tensor]:
     )
     with torch.no_grad():
         model = training.model
-        loss, _ = model.pipeline.run(model.eval_plan, lambda i: training.data.batch(0, i)).tolist()
+        totals = model.pipeline.run(model.eval_plan, lambda i: training.data.batch(0, i))
+        loss, _ = all_reduce(model.counted_once(totals), model.axes.world).tolist()
     batches = [training.data.batch(0, i) for i in range(training.data.num_micro_batches)]
     return loss, torch.cat([b.tokens for b in batches]), torch.cat([b.targets for b in batches])
 
@@ -102,7 +104,7 @@ def test_their_weights_give_their_logits(pool, tmp_path, layout):
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
 
 
-def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
+def test_all_mistakes_in_weights_are_reported_at_once(tmp_path):
     model_config = resolve_model(make_config(model=SHAPE))
     write_theirs(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -121,7 +123,7 @@ def test_what_is_wrong_with_weights_is_told_all_at_once(tmp_path):
         find_weights(str(tmp_path), model_config, set())
     for part in (
         f"{path}: {q} is (5, 32), and this model's is (32, 32)",
-        f"{path}: model.layers.7.mlp.up_proj.weight (2,) is no tensor of this model",
+        f"{path}: model.layers.7.mlp.up_proj.weight (2,) is not a tensor of this model",
         f"{path}: model.norm.weight is I32, not one of F64, F32, BF16, F16",
         f"{tmp_path}: {up} (48, 32) is missing",
         "does model.name fit it?",
@@ -151,7 +153,7 @@ def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(tmp_pa
         find_weights(str(tmp_path), tied, set())
 
 
-def test_tied_weights_for_an_untied_model_are_told_with_the_remedy(tmp_path):
+def test_tied_weights_for_an_untied_model_are_refused_with_the_remedy(tmp_path):
     write_theirs(tmp_path, tied=True)
     untied = resolve_model(make_config(model=SHAPE))
     with pytest.raises(ValueError, match=r"with model\.tie_word_embeddings true it would be"):
@@ -159,23 +161,23 @@ def test_tied_weights_for_an_untied_model_are_told_with_the_remedy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content,told",
+    "content,expected",
     [
         ("[1]", "must hold one object"),
         ('{"a": ', "is not JSON: line 1"),
         ('{"model_type": "gpt2"}', "model_type='gpt2' is not supported"),
     ],
 )
-def test_a_config_beside_weights_that_is_none_is_told_with_its_path(tmp_path, content, told):
+def test_an_unusable_config_beside_weights_is_refused_with_its_path(tmp_path, content, expected):
     write_theirs(tmp_path)
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError) as error:
         find_weights(str(tmp_path), resolve_model(make_config(model=SHAPE)), set())
-    said = str(error.value)
-    assert said.count(str(tmp_path / "config.json")) == 1 and told in said
+    message = str(error.value)
+    assert message.count(str(tmp_path / "config.json")) == 1 and expected in message
 
 
-def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
+def test_folders_without_weights_and_damaged_files_are_refused(tmp_path):
     model_config = resolve_model(make_config(model=SHAPE))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(ValueError, match=r"has no \.safetensors file"):
@@ -185,23 +187,25 @@ def test_folders_without_weights_and_damaged_files_are_told(tmp_path):
         with pytest.raises(OSError, match=r"model\.safetensors is damaged"):
             find_weights(str(tmp_path), model_config, set())
     (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(OSError, match=r"folder\.safetensors is damaged, or no safetensors file"):
+    with pytest.raises(OSError, match=r"cannot read .*folder\.safetensors"):
         find_weights(str(tmp_path), model_config, set())
     with pytest.raises(ValueError, match=r"model\.safetensors is a file: name its folder"):
         find_weights(str(tmp_path / "model.safetensors"), model_config, set())
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, tied):
+@pytest.mark.parametrize(
+    "tied,dtype", [(False, "float32"), (True, "float32"), (True, "bfloat16")], ids=str
+)
+def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, tied, dtype):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = make_config(pp=2, tp=2, tied=tied, model=SHAPE)
+    config = make_config(pp=2, tp=2, tied=tied, model=SHAPE, dtype=dtype)
     weights = {}
     for part in pool.run(4, trained_weights, tmp_path / "run", config):
         weights |= part
     arguments = ["export", str(tmp_path / "run/step-00000003"), str(tmp_path / "hf")]
     if tied:
-        hugging_face.main(arguments)
+        export.main(arguments)
     else:
         command = [sys.executable, "-m", "picotron_min.checkpoint", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, timeout=60)
@@ -211,15 +215,16 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
     loaded = dict(model.named_parameters())
     assert weights.keys() == loaded.keys()
     for name, weight in weights.items():
-        assert torch.equal(loaded[name], weight), name
+        assert loaded[name].dtype == getattr(torch, dtype)
+        assert torch.equal(loaded[name], weight.to(loaded[name].dtype)), name
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
-    for wrong, told in (
+    for wrong, expected in (
         (arguments, "exists: name another folder"),
-        (["export", "nowhere", "other"], "nowhere is no checkpoint"),
+        (["export", "nowhere", "other"], "cannot use the checkpoint nowhere: "),
     ):
         with pytest.raises(SystemExit, match="2"):
-            hugging_face.main(wrong)
-        assert told in capsys.readouterr().err
+            export.main(wrong)
+        assert expected in capsys.readouterr().err
 
 
 def trained_weights(folder: Path, config) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ COURSE = {
     "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "data", "pipeline_schedule"},
     "initialise": {"mesh", "model_config", "placement"},
-    "checkpoint": {"mesh", "model_config", "placement", "folders", "json_file", "runtime"},
+    "checkpoint": {"mesh", "placement"},
 }
 # The one file that puts everything together, for train.py, tests and benchmarks.
 RUNTIME = {path.stem for path in (ROOT / PACKAGE / "runtime").glob("*.py")} - {"__init__"}

@@ -1,11 +1,12 @@
 """One rank's run as an object, for tests: what train.py does, without files and console."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 import train
-from picotron_min.checkpoint import Saver
 from picotron_min.data import Batches
 from picotron_min.linear import linears
 from picotron_min.mesh import Axes
@@ -14,6 +15,7 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.parallelize import parallelize
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.inputs import Inputs, open_data
+from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
 
@@ -48,15 +50,17 @@ class Training:
         weights: dict[str, Path] | None = None,
     ) -> None:
         self.inputs = Inputs(
-            device, "gloo", model_config, BytesTokenizer(), None, batches, None, {}, weights, None
+            device, "gloo", model_config, BytesTokenizer(), None, batches, None, None, weights, None
         )
         self.config, self.model_config, self.axes, self.device = config, model_config, axes, device
-        self.saver = Saver(config.checkpoint.in_background, config.checkpoint.keep)
+        settings, group = config.checkpoint, dist.new_group(backend="gloo")
+        self.saver = Saver(group, device, settings.in_background, settings.keep)
         self.model = parallelize(model_config, config.layout, config.workload, axes, device)
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
-        train.fill_weights(self.run, config, self.inputs)
+        self.parts_of_whole = self.model.parts_of_whole
+        train.fill_weights(self.run, config, self.inputs, group)
 
     def step(self, step: int, watch=None) -> StepResult:
         return train.train_step(self.run, step, watch)
@@ -65,11 +69,14 @@ class Training:
         return train.evaluate(self.run)
 
     def save(self, save_dir: Path, step: int) -> None:
-        train.save(self.run, self.config, self.model_config, self.saver, save_dir, step)
+        settings = self.config.checkpoint.model_copy(update={"save_dir": str(save_dir)})
+        config = self.config.model_copy(update={"checkpoint": settings})
+        train.save(self.run, config, self.model_config, self.saver, step)
 
-    def load(self, folder: Path, facts: dict) -> None:
-        inputs = self.inputs._replace(start=folder, facts=facts)
-        train.fill_weights(self.run, self.config, inputs)
+    def load(self, folder: Path, step: int, skipped_steps: int = 0) -> None:
+        metadata = SimpleNamespace(step=step, skipped_steps=skipped_steps)
+        inputs = self.inputs._replace(start=folder, metadata=metadata)
+        train.fill_weights(self.run, self.config, inputs, self.saver.group)
 
     def export(self, folder: Path, tokenizer) -> None:
         inputs = self.inputs._replace(tokenizer=tokenizer)

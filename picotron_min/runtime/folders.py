@@ -1,30 +1,36 @@
-"""What lies in save_dir, and how folders come and go there.
+"""The contents of checkpoint.save_dir: which folders a run writes there, moves and deletes.
 
     .lock                     held by the run that writes here
-    .run                      its name, by which all nodes know that this is one folder
+    .run                      that run's name: shows whether all nodes see the same folder
     .step-00000030.partial    being written
-    step-00000020             complete: it got its name when it was on the disk
-    hf                        the finished model, the same way
-    earlier-1                 a run that was here before
+    .step-00000010.deleted    being deleted
+    step-00000020             a complete checkpoint
+    hf                        the finished model; .hf.partial and .hf.deleted as above
+    metrics.jsonl             see metrics.py
+    earlier-1                 an earlier run
 
-A folder is written aside and renamed, and renamed before it is deleted. So whatever moment a kill
-comes at, what has a checkpoint's name is a complete one.
+save_dir may be the user's working directory, so only what has exactly these names is touched.
 """
 
-import os
+import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
+from picotron_min.checkpoint import delete
+
+CHECKPOINT = re.compile(r"step-\d{8}", re.ASCII)
+LEFTOVER = re.compile(r"\.(step-\d{8}|hf)\.(partial|deleted)", re.ASCII)
+
 
 def lock_folder(save_dir: Path) -> FileLock:
     """Make the folder, and keep other runs out of it as long as the result and this process live.
 
-    ValueError if another run is in it: two would move each other's files away.
+    ValueError if another run is in it, since each would move the other's files away, or if the
+    finished model would replace something that is not a model.
     """
     save_dir.mkdir(parents=True, exist_ok=True)
     lock = FileLock(save_dir / ".lock", blocking=False)
@@ -35,13 +41,24 @@ def lock_folder(save_dir: Path) -> FileLock:
             f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end, or name"
             " another folder"
         ) from None
+    model = save_dir / "hf"
+    if model.exists() and not is_model(model):
+        raise ValueError(
+            f"{model} is not a model, and the finished model will be written there: rename it, or"
+            " set checkpoint.save_dir to another folder"
+        )
     return lock
 
 
-def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: float) -> None:
-    """OSError, on all ranks, unless they see the same folder. `run` is their name for this run.
+def is_model(folder: Path) -> bool:
+    """Whether it is a model in Hugging Face's form, as every finished run leaves one."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
-    For up to `patience` seconds NFS may go on saying that a file is not there.
+
+def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: float) -> None:
+    """OSError, on all ranks, unless they see the same folder. `run` is this run's unique name.
+
+    For up to `patience` seconds NFS may not show a file that another node has written.
     """
     note = save_dir / ".run"
     if dist.get_rank() == 0:
@@ -55,8 +72,8 @@ def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: f
     if False in all_see:
         raise OSError(
             f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
-            f" {all_see.index(False)} does not see there what rank 0 has written. Name one that"
-            " all see"
+            f" {all_see.index(False)} does not see what rank 0 has written there. Name a folder"
+            " that all nodes share"
         )
 
 
@@ -68,53 +85,21 @@ def find_start(load_path: str | None, save_dir: Path) -> Path | None:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    return list(save_dir.glob("step-" + "[0-9]" * 8))
+    folders = (path for path in save_dir.glob("step-*") if path.is_dir())
+    return [path for path in folders if CHECKPOINT.fullmatch(path.name)]
 
 
-def complete_or_absent(
-    folder: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None
-) -> None:
-    """Let all ranks write a folder aside, and give it its name once it is on the disk."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-        partial.mkdir(parents=True)
-    dist.barrier(group)
-    write(partial)
-    dist.barrier(group)
-    if dist.get_rank() == 0:
-        for path in [*partial.iterdir(), partial]:
-            _sync(path)
-        if folder.exists():
-            _delete(folder)
-        os.replace(partial, folder)
-        _sync(folder.parent)
-    dist.barrier(group)
-
-
-def _delete(folder: Path) -> None:
-    """First the name, then the content: what is called a checkpoint is one to the last moment."""
-    leftover = folder.with_name(f".{folder.name}.deleted")
-    os.replace(folder, leftover)
-    shutil.rmtree(leftover)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def forget_older(folder: Path, keep: int) -> None:
-    """Delete the oldest checkpoints beside one, so that with it there are `keep`."""
+def delete_older(folder: Path, keep: int) -> None:
+    """Delete the oldest checkpoints beside this one, so that `keep` are left, this one included."""
     older = [path for path in checkpoints(folder.parent) if path.name < folder.name]
     for path in sorted(older, reverse=True)[keep - 1 :]:
-        _delete(path)
+        delete(path)
 
 
 def clean_up(save_dir: Path) -> list[Path]:
-    """Delete what killed saves have left; returns what that was."""
-    leftovers = [p for end in ("partial", "deleted") for p in save_dir.glob(f".*.{end}")]
+    """Delete what killed saves have left, and return what that was."""
+    folders = (path for path in save_dir.glob(".*") if path.is_dir())
+    leftovers = [path for path in folders if LEFTOVER.fullmatch(path.name)]
     for path in leftovers:
         shutil.rmtree(path)
     return leftovers
@@ -123,15 +108,17 @@ def clean_up(save_dir: Path) -> list[Path]:
 def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
     """Move an earlier run out of the way of a new one that writes to the same folder.
 
-    A run that goes on from a checkpoint there, `newer_than`, moves only those after it: else
-    "latest" could one day find the steps of a branch that was left.
-    Returns where it went, `save_dir/earlier-1` or the next free number, or None if there was none.
-    Only what a run writes is moved: save_dir may be the user's working directory.
+    A run resumed from a checkpoint there, `newer_than`, moves only the checkpoints after it:
+    otherwise "latest" could one day find a step of the abandoned branch.
+    Returns where they are now, `save_dir/earlier-1` or the next free number, or None if there was
+    nothing to move.
     """
-    patterns = ("step-*", "hf", "metrics.jsonl")
-    earlier = [path for pattern in patterns for path in save_dir.glob(pattern)]
     if newer_than:
-        earlier = [path for path in save_dir.glob("step-*") if path.name > newer_than.name]
+        earlier = [path for path in checkpoints(save_dir) if path.name > newer_than.name]
+    else:
+        earlier = checkpoints(save_dir)
+        earlier += [model for model in [save_dir / "hf"] if is_model(model)]
+        earlier += [metrics for metrics in [save_dir / "metrics.jsonl"] if metrics.is_file()]
     if not earlier:
         return None
     number = 1

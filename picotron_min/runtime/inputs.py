@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from filelock import FileLock
 
-from picotron_min.checkpoint import read_facts
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.costs import parameter_count
 from picotron_min.data import Batches
@@ -19,6 +18,7 @@ from picotron_min.runtime.console import human
 from picotron_min.runtime.folders import clean_up, find_start, lock_folder, set_aside
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device
+from picotron_min.runtime.metadata import Metadata, read_to_resume, resume_warnings
 from picotron_min.runtime.token_file import TextSource, TokenFile, prepare_tokens
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -33,9 +33,13 @@ class Inputs(NamedTuple):
     text: TokenFile
     batches: Batches
     start: Path | None  # the checkpoint to resume from
-    facts: dict  # its metadata
+    metadata: Metadata | None  # of that checkpoint
     weights: dict[str, Path] | None  # else the files of the weights to start from
     lock: FileLock | None  # of save_dir, as long as this lives
+
+    @property
+    def first_step(self) -> int:
+        return self.metadata.step if self.metadata else 0
 
     def in_common(self, config: Config) -> dict[str, object]:
         """What must be the same on all nodes, or they would train different models."""
@@ -46,7 +50,7 @@ class Inputs(NamedTuple):
         flat["model.weights"] = "given" if config.model.weights else None
         flat["logging.trace_file"] = "given" if config.logging.trace_file else None
         flat["checkpoint.save_frequency"] = config.checkpoint.save_frequency
-        return flat | {"step": self.facts["step"], "tokens of the dataset": len(self.text.tokens)}
+        return flat | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
 
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
@@ -56,31 +60,24 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     model_config = resolve_model(config)
     text = open_text(config, model_config)
     here = config.layout.coordinates(launch.rank)
-    start, facts, weights = find_start(config.checkpoint.load_path, save_dir), {"step": 0}, None
+    start, metadata, weights = find_start(config.checkpoint.load_path, save_dir), None, None
     if start:
-        facts = read_facts(start, model_config, config.training.optimizer)
+        metadata = read_to_resume(start, model_config, config.training.optimizer)
     elif config.model.weights:
         weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
+    seen = (metadata.step, metadata.tokens) if metadata else (0, 0)
     return Inputs(
         device=device,
         backend=choose_backend(device, d.backend),
         model_config=model_config,
         tokenizer=load_tokenizer(config.tokenizer),
         text=text,
-        batches=open_data(config, text, here.dp, here.cp, facts["step"], tokens_seen(facts)),
+        batches=open_data(config, text, here.dp, here.cp, *seen),
         start=start,
-        facts=facts,
+        metadata=metadata,
         weights=weights,
         lock=lock_folder(save_dir) if launch.rank == 0 else None,
     )
-
-
-def tokens_seen(metadata: dict) -> int:
-    """Tokens that a checkpoint's model was trained on, also where it does not say so itself."""
-    if "tokens_seen" in metadata or metadata["step"] == 0:
-        return metadata.get("tokens_seen", 0)
-    saved = Config.model_validate(metadata["config"])
-    return metadata["step"] * saved.tokens_per_step
 
 
 def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
@@ -168,8 +165,7 @@ def describe(config: Config, inputs: Inputs) -> dict[str, str]:
 
 def doubts(config: Config, inputs: Inputs, last_step: int) -> Iterator[str]:
     """What the user may not have meant when resuming."""
-    for name, before in inputs.facts.get("data", {}).items():
-        if before != (now := config.data_order.get(name)):
-            yield f"{name} was {before} and is {now}: from here on other data is seen"
-    if (done := inputs.facts["step"]) >= last_step:
+    if inputs.metadata:
+        yield from resume_warnings(inputs.metadata, config)
+    if (done := inputs.first_step) >= last_step:
         yield f"no step is left: {inputs.start} has {done} of {last_step}; its model is exported"

@@ -1,0 +1,112 @@
+"""state.json, the metadata of a checkpoint: is it complete, and does it fit the resuming run?"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.config import Config, shown
+from picotron_min.runtime.folders import CHECKPOINT, checkpoints
+from picotron_min.runtime.hugging_face import open_safetensors
+
+
+class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
+    """The content of state.json; older checkpoints lack the keys that have a default."""
+
+    step: int = Field(ge=0, lt=10**8)
+    skipped_steps: NonNegativeInt
+    files: dict[str, int] = Field(min_length=1)  # bytes
+    model: ModelConfig
+    config: Config
+    data: dict = {}  # of older checkpoints; follows from config
+    tokens_seen: NonNegativeInt | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model was trained on."""
+        by_steps = self.step * self.config.tokens_per_step  # all batches had one size
+        return by_steps if self.tokens_seen is None else self.tokens_seen
+
+
+def metadata_of(config: Config, model_config: ModelConfig, **counts: int) -> dict:
+    """The metadata of a checkpoint, but for what the Saver knows: step and files."""
+    return {**counts, "model": asdict(model_config), "config": config.model_dump(by_alias=True)}
+
+
+def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadata:
+    """ValueError, with `option` in the remedy, unless the checkpoint is whole.
+
+    Without one of its files a tensor would have a gap, or look smaller: torch loads what is there.
+    """
+    try:
+        metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
+        problems = _problems(folder, metadata)
+    except ValidationError as error:
+        found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
+        problems = [": ".join(filter(None, ("state.json", *parts))) for parts in found]
+    except OSError as error:
+        problems = [str(error)]
+    if problems:
+        older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
+        raise ValueError(
+            f"cannot use the checkpoint {folder}: {'; '.join(problems)}. Name another one in"
+            f" {option}{f': {max(older)} is the one before it' if older else ''}"
+        )
+    return metadata
+
+
+def _problems(folder: Path, metadata: Metadata) -> list[str]:
+    problems = []
+    if metadata.skipped_steps > metadata.step:
+        problems.append(f"state.json: {metadata.skipped_steps} of {metadata.step} steps skipped")
+    if CHECKPOINT.fullmatch(folder.name) and folder.name != f"step-{metadata.step:08d}":
+        problems.append(f"state.json: step is {metadata.step}, unlike the folder's name")
+    if absent := {"model", "training", "dataset"} - metadata.config.model_fields_set:
+        problems.append(f"state.json: config lacks {', '.join(sorted(absent))}")
+    present = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    problems += [f"state.json: files lacks {name}" for name in present.keys() - metadata.files]
+    for name, size in metadata.files.items():
+        if name not in present:
+            problems.append(f"{name} is missing")
+        elif present[name] != size:
+            problems.append(f"{name} has {present[name]} bytes, not {size}")
+        else:
+            open_safetensors(folder / name)
+    return problems
+
+
+def read_to_resume(folder: Path, model_config: ModelConfig, optimizer: str) -> Metadata:
+    """The metadata of the checkpoint to resume; ValueError if its model or optimizer differs."""
+    metadata = read_metadata(folder)
+    before = asdict(metadata.model) | {"optimizer": metadata.config.training.optimizer}
+    if problems := _changes(before, asdict(model_config) | {"optimizer": optimizer}):
+        raise ValueError(
+            f"the checkpoint {folder} is of another run: {'; '.join(problems.values())}. Set them"
+            " as they were, or start anew with checkpoint.load_path null"
+        )
+    return metadata
+
+
+def _changes(before: dict, now: dict) -> dict[str, str]:
+    changed = [key for key in now if before[key] != now[key]]
+    return {key: f"{key} was {shown(before[key])} and is {shown(now[key])}" for key in changed}
+
+
+# Keys of training that change nothing of what a step learns; data_order has the batch's size.
+NOT_LEARNED = {"max_tokens", "eval_frequency", "micro_batch_size", "gradient_accumulation_steps"}
+
+
+def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
+    """Every setting that changes what is learned and differs from the saved run's."""
+
+    def settings(config: Config) -> dict[str, object]:
+        training = config.training.model_dump(exclude=NOT_LEARNED).items()
+        learned = {"model.dtype": config.model.dtype} | {f"training.{k}": v for k, v in training}
+        return learned | config.data_order
+
+    data = config.data_order
+    return [
+        f"{change}: from here on {'other data is seen' if key in data else 'the new value counts'}"
+        for key, change in _changes(settings(metadata.config), settings(config)).items()
+    ]

@@ -1,0 +1,100 @@
+"""What a run finds, moves and deletes in checkpoint.save_dir, and what it leaves alone."""
+
+from pathlib import Path
+
+import pytest
+
+from picotron_min.runtime.folders import clean_up, find_start, lock_folder, set_aside
+from tests.test_checkpoint import names
+
+
+def make_model(folder: Path) -> None:
+    """A folder that looks like a finished model."""
+    folder.mkdir()
+    for name in ("config.json", "model-00001-of-00001.safetensors"):
+        (folder / name).touch()
+
+
+def test_latest_is_the_newest_complete_checkpoint(tmp_path):
+    assert find_start(None, tmp_path) is None
+    assert find_start("latest", tmp_path / "not yet") is None
+    assert find_start("latest", tmp_path) is None
+    for name in ("step-00000009", "step-00000010", ".step-00000020.partial", "step-final", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000030").write_text("a file")
+    (tmp_path / "step-٠٠٠٠٠٠٩٩").mkdir()  # digits, but not those of a run
+    assert find_start("latest", tmp_path) == tmp_path / "step-00000010"
+    chosen = tmp_path / "step-00000009"
+    assert find_start(str(chosen), tmp_path) == chosen
+    assert find_start(None, tmp_path) is None
+
+
+def test_what_killed_saves_have_left_is_deleted_and_nothing_else(tmp_path):
+    leftovers = [".hf.deleted", ".hf.partial", ".step-00000001.deleted", ".step-00000004.partial"]
+    others = [".git", ".photos.deleted", ".step-4.partial", ".step-final.deleted", "step-00000003"]
+    for name in leftovers + others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").touch()
+    (tmp_path / ".step-00000005.partial").write_text("a file")
+    assert names_of(clean_up(tmp_path)) == leftovers
+    assert names(tmp_path) == sorted([*others, ".step-00000005.partial"])
+    assert clean_up(tmp_path) == []
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    return sorted(path.name for path in paths)
+
+
+def test_an_earlier_run_is_set_aside_and_nothing_is_lost(tmp_path):
+    assert set_aside(tmp_path / "not yet") is None
+    (tmp_path / "notes.txt").write_text("the user's own")
+    assert set_aside(tmp_path) is None
+    for run in (1, 2):
+        (tmp_path / "step-00000010").mkdir()
+        (tmp_path / "step-00000010" / "state.json").write_text(f"run {run}")
+        make_model(tmp_path / "hf")
+        (tmp_path / "metrics.jsonl").write_text(f"metrics {run}")
+        assert set_aside(tmp_path) == tmp_path / f"earlier-{run}"
+    for run in (1, 2):
+        aside = tmp_path / f"earlier-{run}"
+        assert names(aside) == ["hf", "metrics.jsonl", "step-00000010"]
+        assert (aside / "metrics.jsonl").read_text() == f"metrics {run}"
+        assert (aside / "step-00000010" / "state.json").read_text() == f"run {run}"
+    assert names(tmp_path) == ["earlier-1", "earlier-2", "notes.txt"]
+
+
+def test_folders_of_the_user_are_not_set_aside(tmp_path):
+    for name in ("step-by-step-guide", "step-final", "step-1", "step-000000010", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hf" / "photo.jpg").touch()
+    before = names(tmp_path)
+    assert set_aside(tmp_path) is None
+    (tmp_path / "step-00000001").mkdir()
+    assert set_aside(tmp_path, newer_than=tmp_path / "step-00000001") is None
+    assert names(set_aside(tmp_path)) == ["step-00000001"]
+    assert names(tmp_path) == ["earlier-1", *before]
+
+
+def test_resuming_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    make_model(tmp_path / "hf")
+    assert set_aside(tmp_path, newer_than=tmp_path / "step-00000003") is None
+    aside = set_aside(tmp_path, newer_than=tmp_path / "step-00000001")
+    assert names(aside) == ["step-00000002", "step-00000003"]
+    assert names(tmp_path) == ["earlier-1", "hf", "metrics.jsonl", "step-00000001"]
+
+
+def test_a_run_in_the_working_directory_is_set_aside_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("metrics.jsonl").touch()
+    assert set_aside(Path(".")) == Path("earlier-1")
+
+
+def test_a_finished_model_never_replaces_something_else(tmp_path):
+    make_model(tmp_path / "hf")
+    lock_folder(tmp_path).release()
+    (tmp_path / "hf" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"hf is not a model, .* rename it, or set checkpoint"):
+        lock_folder(tmp_path)

@@ -1,0 +1,194 @@
+"""Which checkpoints are refused before a run resumes from them, and what a resume warns of."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from picotron_min.runtime import export, hugging_face
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.metadata import (
+    Metadata,
+    metadata_of,
+    read_metadata,
+    read_to_resume,
+    resume_warnings,
+)
+from tests.test_checkpoint import make_config, saves
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+def write_checkpoint(folder: Path, change: Callable[[dict], dict] = lambda state: state) -> Path:
+    """A checkpoint as small as one can be, with something changed in its state.json."""
+    folder.mkdir()
+    save_file({"x": torch.zeros(1)}, folder / SHARD)
+    config = make_config()
+    state = {"step": 7, "files": {SHARD: (folder / SHARD).stat().st_size}}
+    state |= metadata_of(config, resolve_model(config), skipped_steps=1)
+    (folder / "state.json").write_text(json.dumps(change(state)))
+    return folder
+
+
+@pytest.mark.parametrize("shard", ["shard-00001", "shard-00002"])
+@pytest.mark.parametrize(
+    "damage,expected",
+    [
+        ("gone", "{0} is missing"),
+        ("cut", "{0} has 2000 bytes, not"),
+        ("garbage", ".*{0} is damaged, or not a safetensors file"),
+    ],
+)
+def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, expected):
+    config = make_config(tp=2)
+    pool.run(2, saves, tmp_path, 0, 2, config)
+    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    (path,) = newer.glob(f"{shard}*")
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[:2000] if damage == "cut" else content[::-1])
+    assert read_to_resume(older, resolve_model(config), "adamw").step == 1
+    message = rf"cannot use the checkpoint {newer}: {expected.format(path.name)}.*{older} is the"
+    with pytest.raises(ValueError, match=message):
+        read_to_resume(newer, resolve_model(config), "adamw")
+
+
+@pytest.mark.parametrize(
+    "change,expected",
+    [
+        ("", "state.json: Invalid JSON: .* at line 1 column 0"),
+        ("[" * 10**5, "state.json: Invalid JSON: recursion limit exceeded"),
+        ("[]", "state.json: Input should be an object"),
+        ("{}", "state.json: step: Field required; state.json: skipped_steps: Field required"),
+        (None, r"No such file or directory: '.*state\.json'"),
+        ({"step": "six"}, "step: Input should be a valid integer"),
+        ({"step": -3}, "step: Input should be greater than or equal to 0"),
+        ({"step": 10**20}, "step: Input should be"),
+        ({"step": 6}, "state.json: step is 6, unlike the folder's name"),
+        ({"skipped_steps": 8}, "state.json: 8 of 7 steps skipped"),
+        ({"files": {}}, "files: Dictionary should have at least 1 item"),
+        ({"files": {"other.safetensors": 8}}, rf"files lacks {SHARD}; other.* is missing"),
+        ({"files": {SHARD: "long"}}, "files.*: Input should be a valid integer"),
+        ({"config": {}}, "state.json: config lacks dataset, model, training"),
+        ({"config": []}, "config: Input should be an object"),
+        ({"config": {"model": {"dtype": "float8"}}}, "config.model.dtype: .* 'bfloat16' or"),
+        ({"model": {}}, "model.vocab_size: Field required; .*model.hidden_size"),
+        ({"model": {"rope_scaling": 5}}, "model.rope_scaling: Input should be an object"),
+        ({"sequences_seen": "many"}, "sequences_seen: Input should be a valid integer"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_damaged_state_is_refused_with_the_remedy(tmp_path, change, expected):
+    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000007"
+    older.mkdir()
+    if isinstance(change, dict):
+        write_checkpoint(newer, lambda state: state | change)
+    else:
+        write_checkpoint(newer)
+        (newer / "state.json").unlink() if change is None else (
+            (newer / "state.json").write_text(change)
+        )
+    message = rf"^cannot use the checkpoint {newer}: .*{expected}.*\. Name another one in"
+    with pytest.raises(ValueError, match=message) as error:
+        read_metadata(newer)
+    assert f" checkpoint.load_path: {older} is the one before it" in str(error.value)
+
+
+def test_a_checkpoint_may_have_a_name_of_the_users_choice(tmp_path):
+    assert read_metadata(write_checkpoint(tmp_path / "best")).step == 7
+    assert read_metadata(write_checkpoint(tmp_path / "step-00000007")).skipped_steps == 1
+
+
+def test_optional_keys_are_kept_and_may_be_absent(tmp_path):
+    seen = write_checkpoint(tmp_path / "seen", lambda state: state | {"sequences_seen": 56})
+    assert read_metadata(seen).sequences_seen == 56
+    assert read_metadata(write_checkpoint(tmp_path / "unseen")).sequences_seen is None
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path / "step-00000007")
+
+    def stale(*args, **kwargs):
+        raise PermissionError("Permission denied (os error 13)")
+
+    monkeypatch.setattr(hugging_face, "safe_open", stale)
+    with pytest.raises(ValueError) as error:
+        read_metadata(folder)
+    assert f"cannot read {folder / SHARD}: Permission denied (os error 13)" in str(error.value)
+    assert "damaged" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    folder, model_config = write_checkpoint(tmp_path / "saved"), resolve_model(make_config())
+    assert read_to_resume(folder, model_config, "adamw").step == 7
+    wider = model_config.override(hidden_size=64, tie_word_embeddings=True)
+    with pytest.raises(ValueError) as error:
+        read_to_resume(folder, wider, "sgd")
+    for part in (
+        str(folder),
+        "hidden_size was 32 and is 64",
+        "tie_word_embeddings was false and is true",
+        'optimizer was "adamw" and is "sgd"',
+        "load_path null",
+    ):
+        assert part in str(error.value)
+    assert "num_hidden_layers" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"config": {"model": {"dtype": "float8"}}}, {"config": {"model": {"dtype": None}}}],
+    ids=["unknown", "null"],
+)
+def test_an_export_refuses_an_unknown_dtype_with_exit_code_2(tmp_path, capsys, change):
+    folder = write_checkpoint(tmp_path / "step-00000007", lambda state: state | change)
+    with pytest.raises(SystemExit) as end:
+        export.main(["export", str(folder), str(tmp_path / "hf")])
+    assert end.value.code == 2 and not (tmp_path / "hf").exists()
+    error = capsys.readouterr().err
+    assert "config.model.dtype: Input should be 'float32', 'bfloat16' or 'float64'" in error
+    assert "Name another one in the argument `checkpoint`" in error
+    assert "load_path" not in error
+
+
+def saved_by(config: Config) -> Metadata:
+    metadata = metadata_of(config, resolve_model(config), skipped_steps=0)
+    state = {"step": 3, "files": {SHARD: 8}, **metadata}
+    return Metadata.model_validate_json(json.dumps(state))
+
+
+def test_a_resume_with_the_same_config_warns_of_nothing():
+    assert resume_warnings(saved_by(make_config()), make_config()) == []
+    other_layout = make_config(tp=2, micro_batch_size=1, gradient_accumulation_steps=4)
+    assert resume_warnings(saved_by(make_config()), other_layout) == []
+    stops_earlier = make_config(max_tokens=100, eval_frequency=1)
+    assert resume_warnings(saved_by(make_config()), stops_earlier) == []
+
+
+@pytest.mark.parametrize(
+    "change,expected",
+    [
+        ({"schedule": "wsd"}, 'training.schedule was "cosine" and is "wsd": from'),
+        ({"learning_rate": 0.5}, "training.learning_rate was 0.01 and is 0.5: from"),
+        ({"min_learning_rate": 0.005}, "training.min_learning_rate was 0.0 and is 0.005: from"),
+        ({"warmup_steps": 1}, "training.warmup_steps was 2 and is 1: from"),
+        ({"total_train_steps": 9}, "training.total_train_steps was 6 and is 9: from"),
+        ({"betas": [0.9, 0.99]}, "training.betas was [0.9, 0.95] and is [0.9, 0.99]: from"),
+        ({"weight_decay": 0.0}, "training.weight_decay was 0.1 and is 0.0: from"),
+        ({"grad_clip": None}, "training.grad_clip was 1.0 and is null: from"),
+        ({"dtype": "bfloat16"}, 'model.dtype was "float32" and is "bfloat16": from'),
+        ({"micro_batch_size": 4}, "sequences a step was 4 and is 8: from here on other data"),
+        ({"dp": 2}, "sequences a step was 4 and is 8: from here on other data is seen"),
+        ({"seed": 7}, "training.seed was 42 and is 7: from here on other data is seen"),
+        ({"seq_length": 32}, "training.seq_length was 16 and is 32: from here on other data"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_resume_warns_of_every_setting_that_changes_what_is_learned(change, expected):
+    (warning,) = resume_warnings(saved_by(make_config()), make_config(**change))
+    assert warning.startswith(expected)

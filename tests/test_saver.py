@@ -1,0 +1,105 @@
+"""The thread that writes checkpoints, and waits that may be longer than the timeout."""
+
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import picotron_min.training
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from picotron_min import checkpoint
+from picotron_min.checkpoint import load, parts_of_whole
+from picotron_min.layout import Layout
+from picotron_min.mesh import Axes, build_axes
+from picotron_min.placement import placements
+from picotron_min.runtime import saver
+from picotron_min.runtime.saver import Saver
+from tests.test_checkpoint import make_config, make_training
+
+CPU = torch.device("cpu")
+SHAPES = {"model.norm.weight": (4,)}
+
+
+def declare(axes: Axes) -> partial:
+    table = placements(SHAPES, Layout(), tied=False)
+    return partial(parts_of_whole, shapes=SHAPES, placements=table, axes=axes)
+
+
+def current_devices_of_writers(folder: Path) -> list[int]:
+    """The CUDA device of the thread in each save; all of CUDA is a stand-in."""
+    current, seen = threading.local(), []  # CUDA's current device is each thread's own
+
+    def set_device(device: torch.device) -> None:
+        current.index = device.index
+
+    def save(*args) -> None:
+        seen.append(getattr(current, "index", 0))
+        checkpoint.save(*args)
+
+    device = torch.device("cuda", 3 + dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "set_device", set_device)
+        patch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+        patch.setattr(saver, "save", save)
+        set_device(device)  # as at the start of a run, in the main thread
+        tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for in_background in (False, True):
+            writer = Saver(dist.group.WORLD, device, in_background)
+            writer.save(folder, 1, tensors, declare(build_axes(CPU, dp=2)), {})
+            writer.wait()
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        with pytest.raises(AssertionError, match=f"writes from GPU 0, not {device}"):
+            Saver(dist.group.WORLD, device).save(folder, 1, tensors, None, {})
+    return seen
+
+
+def test_the_writing_thread_uses_the_gpu_of_its_rank(pool, tmp_path):
+    assert pool.run(2, current_devices_of_writers, tmp_path) == [[3, 3], [4, 4]]
+
+
+def make_timeouts_short(axes: Axes) -> None:
+    for group in {dist.group.WORLD, *(axis.group for axis in axes)}:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+
+
+def load_with_a_slow_rank(folder: Path) -> None:
+    group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))
+    axes = build_axes(CPU, dp=2)
+    Saver(group, CPU).save(
+        folder, 1, {n: torch.ones(s) for n, s in SHAPES.items()}, declare(axes), {}
+    )
+    make_timeouts_short(axes)
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+    load(folder / "step-00000001", declare(axes)(tensors), group)
+    assert all(tensor.eq(1).all() for tensor in tensors.values())
+
+
+def test_loading_may_take_longer_than_the_timeout(pool, tmp_path):
+    pool.run(2, load_with_a_slow_rank, tmp_path)
+
+
+def train_with_slow_initialisation() -> None:
+    config = make_config(dp=2)
+    initialise = picotron_min.training.initialise
+
+    def slow(parameters, model_config, seed, table, axes) -> None:
+        make_timeouts_short(axes)
+        if dist.get_rank() == 0:
+            time.sleep(2.5)
+        initialise(parameters, model_config, seed, table, axes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picotron_min.training, "initialise", slow)
+        training = make_training(config)
+    assert not training.step(0).skipped
+
+
+def test_initialising_may_take_longer_than_the_timeout(pool):
+    pool.run(2, train_with_slow_initialisation)
