@@ -1,10 +1,11 @@
-"""docs/train.sbatch on two "nodes" of this machine, with stand-ins for srun, scontrol, torchrun."""
+"""docs/train.sbatch on two "nodes" of this machine, with stand-ins for Slurm and torchrun."""
 
 import contextlib
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,12 +19,15 @@ import train
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "train.sbatch"
 
-# Runs its command once for each node, and passes SIGTERM on, as Slurm's srun does.
+# Runs its command once for each node. Like Slurm's, it kills its tasks if it gets SIGTERM itself.
 SRUN = """#!/usr/bin/env bash
+[ "$1" = --cpus-per-task=2 ] || exit 9
+shift
 for node in 0 1; do
     SLURM_NODEID=$node "$@" & tasks[$node]=$!
 done
-trap 'kill -TERM ${tasks[*]}' TERM
+echo ${tasks[*]} > tasks
+trap 'kill -KILL ${tasks[*]} $(cat pid.*)' TERM
 code=0
 for task in ${tasks[*]}; do
     wait $task || code=$?
@@ -32,13 +36,17 @@ done
 exit $code
 """
 
+# Like Slurm's, it signals every process of the tasks, and neither the script nor srun.
+SCANCEL = """#!/usr/bin/env bash
+[ "$*" = "--signal=TERM $SLURM_JOB_ID" ] && kill -TERM $(cat tasks pid.*)
+"""
+
 SCONTROL = """#!/usr/bin/env bash
 case "$1" in
     show) printf '127.0.0.1\\n127.0.0.2\\n' ;;
     requeue) echo "$2" >> requeued ;;
 esac
 """
-
 
 # Asks the test to fork its one rank from a process that has imported torch already, which saves
 # seconds, and passes SIGTERM on; like torchrun it exits with 1 then.
@@ -71,12 +79,23 @@ def run_rank(folder: Path, torchrun: list[str]) -> None:
     train.main()
 
 
+def free_job_id() -> str:
+    """A job whose port, which the script derives from its id, is free."""
+    for port in range(20_000 + os.getpid() % 10_000, 30_000):
+        with socket.socket() as attempt, contextlib.suppress(OSError):
+            attempt.bind(("", port))
+            return str(470_000 + port - 20_000)
+    raise OSError("no free port")
+
+
 class Cluster:
     """A folder with a config, a text, and the stand-ins."""
 
     def __init__(self, folder: Path, pool) -> None:
+        self.job_id = free_job_id()
         self.folder, self.pool, self.jobs, self.ranks = folder, pool, [], {}
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
+        stand_ins = {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL, "torchrun": TORCHRUN}
+        for name, text in stand_ins.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         (folder / "text.txt").write_text("to be or not to be " * 500)
@@ -106,9 +125,10 @@ class Cluster:
         environment = os.environ | {
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "PROCESSES_PER_NODE": "1",
-            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_ID": self.job_id,
             "SLURM_JOB_NODELIST": "node[0-1]",
             "SLURM_NNODES": "2",
+            "SLURM_CPUS_PER_TASK": "2",
             "SLURM_RESTART_COUNT": str(len(self.jobs)),
         }
         for old in self.folder.glob("exit.*"):
@@ -181,7 +201,7 @@ def test_a_job_at_its_time_limit_saves_and_is_requeued_and_resumes(cluster):
     cluster.wait(job, for_steps=True)
     job.send_signal(signal.SIGUSR1)
     cluster.wait(job)
-    assert (cluster.folder / "requeued").read_text() == "4711\n", cluster.output()
+    assert (cluster.folder / "requeued").read_text() == f"{cluster.job_id}\n", cluster.output()
     (saved,) = cluster.checkpoints()
     assert not (cluster.folder / "run" / "hf").exists()
 
@@ -190,13 +210,14 @@ def test_a_job_at_its_time_limit_saves_and_is_requeued_and_resumes(cluster):
     assert cluster.wait(cluster.start_job()) == 0, cluster.output()
     assert f"resumed from run/step-{saved:08}" in cluster.output()
     assert cluster.checkpoints() == [saved, saved + 2]
-    assert (cluster.folder / "requeued").read_text() == "4711\n"  # not again
+    assert (cluster.folder / "requeued").read_text() == f"{cluster.job_id}\n"  # not again
 
 
 def test_a_cancelled_or_preempted_job_saves_and_leaves_requeueing_to_slurm(cluster):
     job = cluster.start_job()
     cluster.wait(job, for_steps=True)
     job.send_signal(signal.SIGTERM)
+    subprocess.run(["bash", "-c", "kill -TERM $(cat tasks pid.*)"], cwd=cluster.folder, check=True)
     cluster.wait(job)
     assert len(cluster.checkpoints()) == 1, cluster.output()
     assert not (cluster.folder / "requeued").exists()
