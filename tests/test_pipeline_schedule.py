@@ -398,6 +398,24 @@ def test_a_trace_is_drawn_under_its_plan(engine, chunks, tmp_path, capsys):
     assert re.search(figures, out)
 
 
+@pytest.mark.parametrize("unit", [10.0, 7.3, 0.31])
+def test_a_trace_is_drawn_with_all_names_of_its_plan_at_the_width_that_it_needs(
+    unit, tmp_path, capsys
+):
+    measured = simulate(STEP, lambda rank, a: unit * textbook(rank, a))
+    write_trace(tmp_path / "t.json", measured.spans, pp_engine="interleaved")
+    draw.main(["--trace", str(tmp_path / "t.json"), "--width", "20"])
+    needed = re.search("--width (.*) [|] less", capsys.readouterr().out)[1]
+    draw.main(["--trace", str(tmp_path / "t.json"), "--width", needed])
+    out = capsys.readouterr().out
+    assert "columns are too few" not in out
+    for rank in range(4):  # in the plan, and as measured
+        names = re.findall(rf"^rank {rank}  (.*[·═].*)$", out, flags=re.MULTILINE)
+        assert [sorted(re.findall(r"[FfBb]\d", line)) for line in names] == [
+            sorted(f"{letter}{i}" for letter in "FfBb" for i in range(8))
+        ] * 2
+
+
 STEP = build_plans("interleaved", 4, 8, 2)
 
 

@@ -11,8 +11,7 @@ the device instead would wait for all outstanding messages, too, which can deadl
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -20,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.collectives import Axis
+from picotron_min.pipeline_parallel import Watch
 from picotron_min.pipeline_schedule import Action
-
-Watch = Callable[[Action], AbstractContextManager]
 
 
 class HostEvent:
