@@ -63,7 +63,7 @@ BAD = {
     "null without a meaning": ("training", {"seq_length": None},
         "training.seq_length=null: must be a valid integer"),
     "an empty name": ("model", {"name": ""},
-        'model.name="": String should have at least 1 character'),
+        'model.name="": must have at least 1 character'),
     "no process": ("distributed", {"dp_size": 0},
         "distributed.dp_size=0: must be greater than 0"),
     "a negative count": ("training", {"warmup_steps": -1},

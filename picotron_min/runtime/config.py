@@ -177,7 +177,6 @@ class Config(Section):
 
     @property
     def world_size(self) -> int:
-        """Processes."""
         return self.layout.world_size
 
     @property
@@ -231,8 +230,7 @@ class Config(Section):
 
     @property
     def metrics_file(self) -> str:
-        default = os.path.join(self.checkpoint.save_dir, "metrics.jsonl")
-        return self.logging.metrics_file or default
+        return self.logging.metrics_file or os.path.join(self.checkpoint.save_dir, "metrics.jsonl")
 
 
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}

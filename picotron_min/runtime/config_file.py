@@ -67,18 +67,14 @@ def parse_config(raw: dict, first: Iterable[str] = (), *checks: Callable) -> Con
             problems.append(_describe(e, raw))
             bad |= {(section, name) for name in key or [None, *keys_of(section)]}
         # The rest is checked with defaults in place of what is bad: all is reported at once.
-        config = Config.model_validate(
-            {
-                section: {key: value for key, value in keys.items() if (section, key) not in bad}
-                for section, keys in raw.items()
-                if (section, None) not in bad
-            }
-        )
+        good = {name: keys for name, keys in raw.items() if (name, None) not in bad}
+        for name, keys in good.items():
+            good[name] = {key: value for key, value in keys.items() if (name, key) not in bad}
+        config = Config.model_validate(good)
     # A problem that names a bad key is about the key's default: left out.
     bad_names = {name for section, key in bad for name in (key, f"{section}.{key}")}
-    for problem in itertools.chain(*(check(config) for check in (problems_of, *checks))):
-        if bad_names.isdisjoint(re.findall(r"([\w.]+)=", problem)):
-            problems.append(problem)
+    found = itertools.chain(*(check(config) for check in (problems_of, *checks)))
+    problems += [p for p in found if bad_names.isdisjoint(re.findall(r"([\w.]+)=", p))]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     return config
@@ -95,7 +91,7 @@ def _describe(error: dict, raw: dict) -> str:
             " Delete it here and run  export HF_TOKEN=..."
         )
     where, value = section, raw[section]
-    expected = error["msg"].replace("Input should", "must")
+    expected = re.sub("^(Input|String) should", "must", error["msg"])
     expected = expected.replace("a valid boolean", "true or false")
     if kind == "model_type":
         expected = "must be a section, { ... }"
@@ -106,7 +102,7 @@ def _describe(error: dict, raw: dict) -> str:
     is_quoted = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false", value.lower())
     if kind in ("int_type", "float_type", "bool_type") and is_quoted:
         expected += ", without quotes"
-    if kind in ("too_short", "too_long") and section == "training":
+    if kind in ("too_short", "too_long"):
         expected = "must be a list of 2 numbers"  # betas
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         expected += f", written {int(value)}"
