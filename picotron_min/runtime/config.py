@@ -103,7 +103,7 @@ class Training(Section):
     gradient_accumulation_steps: int = Field(1, gt=0, le=10**5)  # micro-batches a step
     num_samples: PositiveInt | None = None  # documents read of the dataset; null: all
     eval_frequency: NonNegativeInt = 0  # steps between validations; 0: only at the end
-    eval_batches: NonNegativeInt = 4  # steps' worth of sequences held out; 0: no validation
+    eval_batches: NonNegativeInt = 4  # steps' worth of the held-out end of the text; 0: none
 
 
 class Dataset(Section):

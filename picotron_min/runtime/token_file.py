@@ -64,7 +64,7 @@ def prepare_tokens(
 
 
 def _cache_key(source: TextSource, files: list[Path]) -> str:
-    """Notices a changed file; for a change on the hub, delete the cache to fetch it anew."""
+    """Another one for a changed file; after a change on the hub, delete the cache by hand."""
     parts = [2, asdict(source)]  # 2: the version of what is written
     for file in [*files, *tokenizer_files(source.tokenizer)]:
         parts.append((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns))

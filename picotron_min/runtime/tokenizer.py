@@ -49,12 +49,12 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         self.name, path = name, _local_path(name)
+        source = str(path) if path.exists() else name  # here or on the hub
         try:
             if path.is_file():
-                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+                tokenizer = PreTrainedTokenizerFast(tokenizer_file=source)
             else:
-                local_or_hub = str(path) if path.exists() else name
-                tokenizer = AutoTokenizer.from_pretrained(local_or_hub, trust_remote_code=False)
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".: ")
             raise ValueError(
@@ -97,8 +97,8 @@ def find_vocab_size(name: str) -> int | None:
     from tokenizers import Tokenizer as Backend
 
     path = _local_path(name)
-    if name != "bytes" and not path.exists():
-        return None
+    if name == "bytes" or not path.exists():
+        return BytesTokenizer.vocab_size if name == "bytes" else None
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     try:
         vocabulary = Backend.from_file(str(file if path.is_dir() else path)).get_vocab()
@@ -113,7 +113,7 @@ def find_vocab_size(name: str) -> int | None:
 def tokenizer_files(name: str) -> list[Path]:
     """The local files that a tokenizer is read from."""
     path = _local_path(name)
-    return sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
+    return [file for file in [path, *sorted(path.glob("*"))] if file.is_file()]
 
 
 def _local_path(name: str) -> Path:
