@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -639,7 +639,7 @@ def run_rank(
     torch.set_num_threads(1)
     d, model_config = config.distributed, resolve_model(config)
     store = launch.open_store(d.timeout_seconds)
-    open_process_group(launch, d.backend, store, d.timeout_seconds)
+    open_process_group(launch, d.backend, CPU, store, timedelta(seconds=d.timeout_seconds))
     axes = build_axes(CPU, config.layout)
     num_tokens = 50 * config.tokens_per_step
     tokens = np.random.default_rng(0).integers(model_config.vocab_size, size=num_tokens + 1)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from picotron_min.collectives import Axis, all_reduce
+from picotron_min.collectives import Axis
 from picotron_min.layout import Layout
 
 
@@ -77,12 +77,20 @@ def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60
     )
 
 
-def open_communicators(axes: Axes, device: torch.device) -> None:
-    """Communicate once over each axis, on all ranks in the same order.
+def open_communicators(axes: Axes) -> None:
+    """Let the ranks of every group communicate once, in the same order everywhere.
 
-    NCCL opens a communicator at its first use, and blocks the host until all of its ranks are
-    there. In the middle of a pipeline's step two ranks could each wait for the other.
+    NCCL makes a communicator when its group is first used, and blocks the host until all members
+    come. Two ranks that first come to different groups would wait for each other forever.
     """
     for axis in axes:
-        all_reduce(torch.zeros(1, device=device), axis)
-        axis.ledger.take_bytes()  # they are not a step's
+        if axis.size == 1:
+            continue
+        tensor = torch.zeros(1, device=axis.submesh.device_type)
+        dist.all_reduce(tensor, group=axis.group)  # not collectives.all_reduce, which counts bytes
+        # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).
+        for sender in range(axis.size):
+            if axis.rank == sender:
+                dist.isend(tensor, group=axis.group, group_dst=axis.next).wait()
+            elif axis.previous == sender:
+                dist.irecv(tensor, group=axis.group, group_src=sender).wait()

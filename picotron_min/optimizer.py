@@ -75,8 +75,8 @@ def squared_norm(
     return torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
 
 
-class Diverged(Exception):
-    """Training cannot recover by itself."""
+class Diverged(FloatingPointError):
+    """Gradients are not finite any more; resuming would end in the same way."""
 
 
 @dataclass

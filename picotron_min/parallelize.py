@@ -46,8 +46,6 @@ from picotron_min.pipeline_simulator import build_plans
 from picotron_min.placement import Placement, part, placements, saved_name
 from picotron_min.tensor_parallel import apply_tensor_parallel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
 
 @dataclass(frozen=True)
 class ParallelModel:
@@ -156,7 +154,7 @@ def build_stage(
     if workload.flash_attention:
         on_gpu = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-        dtype, head_dim = DTYPES[workload.dtype], model_config.head_dim
+        dtype, head_dim = getattr(torch, workload.dtype), model_config.head_dim
         attention, kernel = choose_attention(device.type, capability, dtype, head_dim)
     for layer in model.model.layers.values():
         layer.self_attn.core_attention = attention()

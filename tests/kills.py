@@ -1,10 +1,10 @@
-"""Kill a run at random moments, resume it, and compare with the run that nobody disturbed:
+"""Kill a run at random moments, resume it, and compare with an undisturbed run:
 
     python -m tests.kills --kills 30
 
-The run saves every second step, at once and in the background in turn. Each kill is a SIGKILL: to
-all processes at once, to one rank, or to all just as a checkpoint is being written. After each the
-run goes on from "latest". In the end weights and losses must equal the undisturbed run's bit for
+The run saves every second step, in the background or not, in turn. Each kill is a SIGKILL: to all
+processes at once, to one rank, or to all while a checkpoint is being written. After each kill the
+run is resumed from "latest". In the end weights and losses must equal the undisturbed run's bit for
 bit.
 """
 
@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 
 import train
 
-STEPS = 60
 MOMENTS = ("all ranks", "one rank", "in the middle of a save")
 
 
@@ -34,29 +33,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(survive(Path(folder), options.kills, options.seed, tell=print))
+        print(survive(Path(folder), options.kills, options.seed, log=print))
 
 
-def survive(folder: Path, kills: int, seed: int = 0, first: int = 0, tell=lambda line: None) -> str:
-    """Raises AssertionError if anything differs; returns what happened."""
+def survive(
+    folder: Path, kills: int, seed: int = 0, first: int = 0, steps: int = 60, log=lambda line: None
+) -> str:
+    """Raise AssertionError if anything differs; returns what happened."""
     (folder / "text.txt").write_text("the cat sat on a mat, and then it went to sleep; " * 400)
-    undisturbed = start(folder, "undisturbed")
+    undisturbed = start(folder, "undisturbed", steps)
     assert ended_with(undisturbed, 120) == 0, (folder / "undisturbed.txt").read_text()
     rng, counts = random.Random(seed), dict.fromkeys(MOMENTS, 0)
     done = 0
     while done < kills:
-        run = start(folder, "killed", in_background=(first + done) % 2 == 1)
+        run = start(folder, "killed", steps, in_background=(first + done) % 2 == 1)
         moment = MOMENTS[(first + done) % 3]
-        if kill_at(folder, run, moment, rng, latest_step(folder)):
+        if kill_at(folder, run, moment, rng, steps):
             done += 1
             counts[moment] += 1
-            tell(f"kill {done}: {moment}, at step {latest_step(folder)}")
-        elif latest_step(folder) == STEPS:  # it has come to its end: once more from the start
-            compare(folder)
+            log(f"kill {done}: {moment}, at step {latest_step(folder)}")
+        elif latest_step(folder) == steps:  # the run is complete: start another one
+            compare(folder, steps)
             (folder / "killed").rename(folder / f"killed-{done}")
-    last = start(folder, "killed")
+    last = start(folder, "killed", steps)
     assert ended_with(last, 120) == 0, (folder / "killed.txt").read_text()
-    compare(folder)
+    compare(folder, steps)
     return f"survived {kills} kills {counts}: losses and weights are equal to the last bit"
 
 
@@ -65,22 +66,22 @@ def ended_with(run: BaseProcess, seconds: float) -> int | None:
     return run.exitcode
 
 
-def compare(folder: Path) -> None:
+def compare(folder: Path, steps: int) -> None:
     expected, survived = (losses(folder / run) for run in ("undisturbed", "killed"))
     assert survived == expected, "losses differ"
-    for name in (f"step-{STEPS:08d}", "hf"):
+    for name in (f"step-{steps:08d}", "hf"):
         one, other = (tensors(folder / run / name) for run in ("undisturbed", "killed"))
         assert one.keys() == other.keys() and len(one) > 20
         assert all(one[key].equal(other[key]) for key in one), f"weights in {name} differ"
 
 
-def start(folder: Path, name: str, in_background: bool = False) -> BaseProcess:
-    """A run in a process group of its own, which goes on from its latest checkpoint."""
+def start(folder: Path, name: str, steps: int, in_background: bool = False) -> BaseProcess:
+    """A run in a process group of its own, resumed from its latest checkpoint if it has one."""
     config = {
         "distributed": {"dp_size": 2, "use_cpu": True},
         "model": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
         "training": {
-            "total_train_steps": STEPS,
+            "total_train_steps": steps,
             "seq_length": 32,
             "micro_batch_size": 2,
             "eval_batches": 0,
@@ -113,14 +114,14 @@ def train_in(folder: Path, name: str) -> None:
     train.main()
 
 
-def kill_at(folder: Path, run: BaseProcess, moment: str, rng: random.Random, began_at: int) -> bool:
+def kill_at(folder: Path, run: BaseProcess, moment: str, rng: random.Random, steps: int) -> bool:
     """Kill a run after some random steps of its own; False if the moment did not come."""
-    goal = min(began_at + rng.randint(1, 8), STEPS - 1)
+    goal = min(latest_step(folder) + rng.randint(1, 8), steps - 1)
     while latest_step(folder) < goal:
         if not run.is_alive():
             assert run.exitcode == 0, (folder / "killed.txt").read_text()
             return False
-        time.sleep(0.001)
+        time.sleep(0.005)
     if moment == "in the middle of a save":
         deadline = time.monotonic() + 1
         while not (saving := list(folder.glob("killed/.*.partial"))):

@@ -47,7 +47,7 @@ MAX_RANKS = 8
 GRACE = 1.0  # seconds that the other ranks get, after a failure, to tell how it hit them
 
 # torch._dynamo because the first optimizer of a process imports it, pytest because test modules do.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "train", "transformers"]
 
 
 class RankFailed(Exception):

@@ -5,11 +5,12 @@ import itertools
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
 
-from picotron_min.runtime.console import Console, duration, human
+from picotron_min.runtime.console import Console, counted, duration, human, prompt_for
 from picotron_min.runtime.metrics import EvalRecord
 from tests.test_metrics import RECORD
 
@@ -29,7 +30,7 @@ def run_console(
                 break
         console.evaluation(EvalRecord(step, 2.345, 3.21))
         console.warn("step 3 skipped: its gradient is not finite [inf]")
-    console.summary("checkpoints/tiny/hf", checkpoint="checkpoints/tiny/step-00000010")
+    console.summary("checkpoints/tiny/hf", Path("checkpoints/tiny/step-00000010"), "def ")
     return out.getvalue()
 
 
@@ -92,16 +93,70 @@ def test_other_ranks_print_nothing():
         )
 
 
-def test_the_console_tells_what_happened():
+def test_the_console_shows_the_run_and_how_to_use_the_model():
     text = run_console(range(1, 1001), 1000)
     assert "warning: step 3 skipped: its gradient is not finite [inf]" in text
     assert "step 1000/1000  loss 9.0000  1.23M tok/s  MFU 34.5%  80.12 GB  0s left" in text
-    assert "loss        9.9990 -> 9.0000" in text
-    assert "validation  loss 2.3450 (3.210 bits per byte)" in text
-    assert "checkpoint  checkpoints/tiny/step-00000010" in text
+    assert "trained     1000 steps, 123M tokens in 0s\n" in text
+    assert "speed       1.23M tok/s  MFU 34.5%\n" in text
+    assert "loss        9.9990 -> 9.0000\n" in text
+    assert "validation  loss 2.3450 (3.210 bits per byte)\n" in text
+    assert "checkpoint  checkpoints/tiny/step-00000010\n" in text
+    assert "in all" not in text
     code = text[text.index("Use the model:") :].splitlines()[1:]
-    assert len(code) == 4 and "checkpoints/tiny/hf" in code[1]
+    assert len(code) == 4 and "checkpoints/tiny/hf" in code[1] and "write('def ', " in code[2]
     compile("\n".join(line.strip() for line in code), "usage", "exec")
+
+
+def started(first: int, last: int) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(first, last, prints=True, rich=RichConsole(file=out, width=80)), out
+
+
+def test_the_summary_of_a_resumed_run_separates_it_from_the_whole():
+    console, out = started(501, 504)
+    for step in range(501, 505):
+        console.step(replace(RECORD, step=step, tokens=2000 * step, tokens_per_second=20_000.0))
+    for step, loss in ((502, 3.5), (503, 3.25), (504, 3.0)):
+        console.evaluation(EvalRecord(step, loss))
+    console.summary("hf", None, "The ")
+    summary = out.getvalue()[out.getvalue().index("Done") :]
+    assert "trained     4 steps, 8.00k tokens in 0s\n" in summary
+    assert "in all      504 steps, 1.01M tokens\n" in summary
+    assert "validation  loss 3.5000 -> 3.0000\n" in summary
+
+
+def test_speeds_are_means_of_the_steps_since_the_last_line():
+    console, out = started(1, 60)  # prints every third step
+    speeds = {1: (0.5, 200.0), 2: (1.0, 100.0), 3: (3.0, 900.0)}  # seconds and tokens per second
+    for step, (seconds, speed) in speeds.items():
+        values = {"step_seconds": seconds, "tokens_per_second": speed, "mfu": speed / 1000}
+        console.step(replace(RECORD, step=step, **values))
+    first, third = (line for line in out.getvalue().splitlines() if "tok/s" in line)
+    assert "200 tok/s  MFU 20.0%" in first and "700 tok/s  MFU 70.0%" in third
+    console.summary("hf", None, "The ")
+    assert re.search(r"speed +644 tok/s  MFU 64.4%", out.getvalue())
+
+
+def test_a_warning_stands_below_the_line_of_its_step():
+    console, out = started(1, 100)
+    for step in (1, 2):
+        console.step(replace(RECORD, step=step))
+    console.warn("stopped by SIGTERM after step 2")
+    with console:
+        pass
+    lines = out.getvalue().splitlines()
+    assert [line[:12] for line in lines] == ["step   1/100", "step   2/100", "warning: sto"]
+
+
+def test_prompts_fit_the_data():
+    assert [prompt_for(name) for name in ("stdlib", "/a/code.py")] == ["def ", "def "]
+    assert prompt_for("roneneldan/TinyStories") == "The "
+
+
+def test_nouns_have_their_plural():
+    texts = [counted(n, noun) for n, noun in ((1, "step"), (0, "step"), (12_345, "micro-batch"))]
+    assert texts == ["1 step", "0 steps", "12.3k micro-batches"]
 
 
 def test_an_unknown_mfu_is_not_guessed():

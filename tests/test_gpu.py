@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -31,8 +30,8 @@ from picotron_min.block_attention import FLASH_CUDA, choose_attention, merge_blo
 from picotron_min.linear import linears
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
 from picotron_min.model import FlashAttention, RepeatedAttention, SoftmaxAttention
+from picotron_min.runtime.failures import RollCall
 from picotron_min.runtime.launch import Launch, set_environment
-from picotron_min.runtime.processes import RollCall
 from tests.test_layouts import MODEL, make_config, make_training
 from tests.training import with_autograd
 from train import Run, train_step
@@ -474,9 +473,8 @@ def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recomput
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recompute):
     run = run_of(2, gpu_process, dtype="bfloat16", recompute=recompute)
-    roll_call = RollCall(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
-    roll_call.agree({})
-    roll_call.listen_for_sigterm()
+    ranks = RollCall(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
+    ranks.group = dist.new_group(backend="gloo")
     train_step(run, 0)
     tolist, reads = Tensor.tolist, []
 
@@ -490,9 +488,8 @@ def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recom
         torch.cuda.set_sync_debug_mode("error")
         try:
             train_step(run, 1)
-            assert not roll_call.stop_agreed()
+            assert not ranks.stop_requested()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            roll_call.done.set()
+            ranks.done.set()
     assert len(reads) == 1

@@ -20,6 +20,7 @@ RECORD = StepRecord(
     tokens_per_second=1_234_567.8,
     tokens_per_second_per_device=617_283.9,
     mfu=0.345,
+    mfu_common=0.4,
     hfu=None,
     step_seconds=0.1,
     memory_gb=80.125,
@@ -39,7 +40,7 @@ def test_records_are_json_lines_in_full_precision_and_appended(tmp_path):
         log.close()
     first, second = read(path)
     fields = "step loss grad_norm learning_rate tokens tokens_per_second"
-    fields += " tokens_per_second_per_device mfu hfu step_seconds memory_gb comm_bytes"
+    fields += " tokens_per_second_per_device mfu mfu_common hfu step_seconds memory_gb comm_bytes"
     assert " ".join(first) == fields
     assert first["loss"] == 5.6 / 3 and first["comm_bytes"] == {"dp": 1000, "tp": 0}
     assert (first["step"], second["step"]) == (1, 2)
@@ -52,7 +53,7 @@ def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path):
     log.close()
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path):
+def test_a_full_disk_is_reported_with_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         MetricsLog(Path("/dev/full"), writes=True).write(RECORD)
 

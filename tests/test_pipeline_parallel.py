@@ -15,7 +15,8 @@ from picotron_min.data_parallel import GradientBuckets
 from picotron_min.mesh import open_communicators
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from tests.nccl_like import Deadlock, communicators_opened_at_first_use
+from tests.nccl_like import communicators_opened_at_first_use
+from tests.pool import RankFailed
 from tests.test_checkpoint import make_config, make_training
 from tests.training import Training
 
@@ -191,37 +192,33 @@ def test_gradients_are_reduced_during_the_last_backward_of_a_stage(pool):
     assert pool.run(4, order_of_a_step) == [["B0", "end", "B1", "end", "B2", "reduce", "end"]] * 4
 
 
-def loss_of_a_tied_step(opens: bool, sums_early: bool) -> float | str:
+def loss_of_a_tied_step(opens: bool) -> float:
     config = make_config(pp=2, dp=2, tied=True, gradient_accumulation_steps=2)
     training = make_training(config)
-    if sums_early:
-        start = GradientBuckets._start_complete_buckets
-
-        def start_and_sum(buckets: GradientBuckets) -> None:
-            start(buckets)
-            if buckets.num_started == len(buckets.buckets):
-                buckets.wait()
-
-        GradientBuckets._start_complete_buckets = start_and_sum
-    try:
-        with communicators_opened_at_first_use(seconds=2.0):
-            if opens:
-                open_communicators(training.axes, torch.device("cpu"))
-            return training.step(0).loss
-    except Deadlock as error:
-        return str(error)
-    finally:
-        if sums_early:
-            GradientBuckets._start_complete_buckets = start
+    with communicators_opened_at_first_use(seconds=2.0):
+        if opens:
+            open_communicators(training.axes)
+        return training.step(0).loss
 
 
 @pytest.mark.parametrize("opens", [False, True], ids=["first use", "opened at the start"])
 def test_a_pipeline_with_tied_embeddings_runs_where_first_use_blocks(pool, opens):
-    losses = pool.run(4, loss_of_a_tied_step, opens, False)
-    assert losses == [pytest.approx(5.5, abs=0.2)] * 4
+    assert pool.run(4, loss_of_a_tied_step, opens) == [pytest.approx(5.5, abs=0.2)] * 4
+
+
+def sum_the_ends_during_backward() -> None:
+    start = GradientBuckets._start_complete_buckets
+
+    def start_and_wait(buckets: GradientBuckets) -> None:
+        start(buckets)
+        if buckets.num_started == len(buckets.buckets):
+            buckets.wait()
+
+    with mock.patch.object(GradientBuckets, "_start_complete_buckets", start_and_wait):
+        loss_of_a_tied_step(opens=False)
 
 
 def test_where_first_use_blocks_the_ends_must_not_be_summed_during_a_backward(pool):
     """The last stage would wait for the first before it has sent the gradient to it."""
-    outcomes = pool.run(4, loss_of_a_tied_step, False, True)
-    assert all("waits to open" in str(outcome) for outcome in outcomes), outcomes
+    with pytest.raises(RankFailed, match="waits to open collectives"):
+        pool.run(4, sum_the_ends_during_backward)

@@ -6,12 +6,12 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import picotron_min.training
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+import train
 from picotron_min import checkpoint
 from picotron_min.checkpoint import load, parts_of_whole
 from picotron_min.layout import Layout
@@ -87,7 +87,7 @@ def test_loading_may_take_longer_than_the_timeout(pool, tmp_path):
 
 def train_with_slow_initialisation() -> None:
     config = make_config(dp=2)
-    initialise = picotron_min.training.initialise
+    initialise = train.initialise
 
     def slow(parameters, model_config, seed, table, axes) -> None:
         make_timeouts_short(axes)
@@ -96,7 +96,7 @@ def train_with_slow_initialisation() -> None:
         initialise(parameters, model_config, seed, table, axes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picotron_min.training, "initialise", slow)
+        patch.setattr(train, "initialise", slow)
         training = make_training(config)
     assert not training.step(0).skipped
 

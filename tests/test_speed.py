@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from picotron_min.runtime.speed import memory_gb, peak_flops, table_peak_flops
+from picotron_min.costs import common_flops_per_token, model_flops_per_token, parameter_count
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops, table_peak_flops
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,23 @@ def test_a_cpus_peak_is_measured_in_the_dtype():
 
 def test_memory_is_this_process_in_gigabytes():
     assert 0.05 < memory_gb(torch.device("cpu")) < 50
+
+
+def test_both_definitions_of_mfu_are_measured():
+    model_config = ModelConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    layers_heads_width = 3 * 4 * 16
+    common = 6 * parameter_count(model_config) + 12 * layers_heads_width * 128
+    assert common_flops_per_token(model_config, 128) == common
+    cpu = torch.device("cpu")
+    speedometer = Speedometer(model_config, 128, "none", cpu, torch.float32)
+    measured = speedometer.measure(tokens_per_second=1000.0, devices=2)
+    ours = model_flops_per_token(model_config, 128)
+    assert measured["mfu"] / measured["mfu_common"] == pytest.approx(ours / common)
+    assert measured["hfu"] == measured["mfu"] and measured["tokens_per_second_per_device"] == 500.0

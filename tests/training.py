@@ -60,7 +60,8 @@ class Training:
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
         self.parts_of_whole = self.model.parts_of_whole
-        train.fill_weights(self.run, config, self.inputs, group)
+        self.ranks = SimpleNamespace(long_group=group, note_saved=lambda folder: None)
+        train.fill_weights(self.run, config, self.inputs, self.ranks)
 
     def step(self, step: int, watch=None) -> StepResult:
         return train.train_step(self.run, step, watch)
@@ -76,8 +77,8 @@ class Training:
     def load(self, folder: Path, step: int, skipped_steps: int = 0) -> None:
         metadata = SimpleNamespace(step=step, skipped_steps=skipped_steps)
         inputs = self.inputs._replace(start=folder, metadata=metadata)
-        train.fill_weights(self.run, self.config, inputs, self.saver.group)
+        train.fill_weights(self.run, self.config, inputs, self.ranks)
 
     def export(self, folder: Path, tokenizer) -> None:
         inputs = self.inputs._replace(tokenizer=tokenizer)
-        train.export(self.run, self.config, inputs, self.saver, folder)
+        train.export(self.run, self.config, inputs, folder, self.ranks)

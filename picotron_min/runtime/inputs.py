@@ -1,6 +1,5 @@
-"""What can be known before the processes meet, and what is reported about it."""
+"""What a rank reads before it connects to the others: model, tokens, checkpoint or weights."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -9,22 +8,20 @@ import torch
 from filelock import FileLock
 
 from picotron_min.context_parallel import POSITIONS
-from picotron_min.costs import parameter_count
 from picotron_min.data import Batches
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.console import human
-from picotron_min.runtime.folders import clean_up, find_start, lock_folder, set_aside
+from picotron_min.runtime.folders import find_start, lock_folder
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device
-from picotron_min.runtime.metadata import Metadata, read_to_resume, resume_warnings
+from picotron_min.runtime.metadata import Metadata, read_to_resume
 from picotron_min.runtime.token_file import TextSource, TokenFile, prepare_tokens
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
 class Inputs(NamedTuple):
-    """All that can be known before the processes meet."""
+    """All that a rank knows before it connects to the others."""
 
     device: torch.device
     backend: str
@@ -42,7 +39,7 @@ class Inputs(NamedTuple):
         return self.metadata.step if self.metadata else 0
 
     def in_common(self, config: Config) -> dict[str, object]:
-        """What must be the same on all nodes, or they would train different models."""
+        """The settings that must be the same on all nodes: else they train different models."""
         sections = config.model_dump(include={"distributed", "model", "training"})
         sections["model"] |= asdict(self.model_config)
         flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
@@ -54,7 +51,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
-    """Read what there is to read; here the user's mistakes come to light, as ValueErrors."""
+    """Read and check everything; ValueError or OSError for the user's mistakes."""
     d, save_dir = config.distributed, Path(config.checkpoint.save_dir)
     device = choose_device(launch, d.use_cpu)
     model_config = resolve_model(config)
@@ -122,50 +119,3 @@ def open_data(
         first_step=first_step,
         seen_before=seen_before,
     )
-
-
-def make_room(save_dir: Path, start: Path | None) -> None:
-    """Move an earlier run out of the way, but for what this one goes on from."""
-    goes_on_here = start is not None and start.resolve().parent == save_dir.resolve()
-    if leftovers := clean_up(save_dir):
-        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
-    if aside := set_aside(save_dir, newer_than=start if goes_on_here else None):
-        print(f"{save_dir} held an earlier run: it is now in {aside}")
-
-
-def wandb_options(config: Config) -> dict | None:
-    if not config.logging.use_wandb:
-        return None
-    return {
-        "project": config.logging.project_name,
-        "name": config.logging.run_name,
-        "config": config.model_dump(),
-        "dir": config.checkpoint.save_dir,
-    }
-
-
-def describe(config: Config, inputs: Inputs) -> dict[str, str]:
-    """What is being trained, for the console's header."""
-    d, t, data, text = config.distributed, config.training, inputs.batches, inputs.text
-    return {
-        "model": f"{config.model.name}, {human(parameter_count(inputs.model_config))} parameters"
-        f" in {config.model.dtype}",
-        "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}:"
-        f" dp {d.dp_size} x pp {d.pp_size} x cp {d.cp_size} x tp {d.tp_size}",
-        "step": f"{human(data.tokens_per_step)} tokens: {data.global_batch} sequences of"
-        f" {t.seq_length}, {t.micro_batch_size} a micro-batch,"
-        f" {t.gradient_accumulation_steps} micro-batches a rank",
-        "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in"
-        f" {human(text.num_documents)} documents; {data.num_eval_sequences} sequences to validate",
-        "start": f"resumed from {inputs.start}"
-        if inputs.start
-        else config.model.weights or f"random weights, seed {t.seed}",
-    }
-
-
-def doubts(config: Config, inputs: Inputs, last_step: int) -> Iterator[str]:
-    """What the user may not have meant when resuming."""
-    if inputs.metadata:
-        yield from resume_warnings(inputs.metadata, config)
-    if (done := inputs.first_step) >= last_step:
-        yield f"no step is left: {inputs.start} has {done} of {last_step}; its model is exported"

@@ -1,7 +1,10 @@
-"""How a process was started, and the environment: the only file that reads or sets variables."""
+"""How a process was started and what it runs on: the only file that touches the environment."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -18,55 +21,71 @@ class Launch(NamedTuple):
     rank: int
     local_rank: int  # on this node
     world_size: int
-    open_store: Callable[[float], dist.Store]  # given a timeout in seconds; where ranks meet
+    open_store: Callable[[float], dist.Store]  # the ranks' key-value store, given a timeout in s
+    footer: str = ""  # the last line of messages: announces what the launcher prints below them
+
+    def print(self, message: str) -> None:
+        """Print a message about the end of the run."""
+        print(f"\n{message}\n{self.footer and self.footer + chr(10)}", file=sys.stderr, flush=True)
 
 
 def torchrun_launch() -> Launch | None:
-    """What torchrun told this process, or None if it was started without torchrun."""
+    """Read the variables that torchrun sets; None if this process was started without it."""
     if "RANK" not in os.environ:
         return None
     rank, local_rank, world_size, port = (
         int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     )
-    # torchrun may keep one store for all of its --max-restarts, and then ranks would find the
-    # addresses of those that are gone: so every attempt has names of its own.
+    # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
+    # addresses of processes that are gone. So every attempt has its own keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    open_store = partial(
-        _tcp_store, os.environ["MASTER_ADDR"], port, not has_store and rank == 0, attempt
-    )
-    return Launch(rank, local_rank, world_size, open_store)
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    open_store = partial(_tcp_store, os.environ["MASTER_ADDR"], port, is_master, attempt)
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # other launchers set RANK, too
+    footer = "(What follows is torchrun's own report. The reason is above.)" if is_torchrun else ""
+    return Launch(rank, local_rank, world_size, open_store, footer)
 
 
 def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout_seconds: float):
+    timeout = timedelta(seconds=timeout_seconds)
     try:
         store = dist.TCPStore(
-            host,
-            port,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_seconds),
-            multi_tenant=is_master,
+            host, port, is_master=is_master, timeout=timeout, multi_tenant=is_master
         )
     except dist.DistError as error:
         cause, _, _ = str(error).partition("\n")
-        if is_master:
-            raise ConnectionError(
-                f"cannot listen on port {port}, which another run may have: name another ({cause})"
-            ) from None
-        raise ConnectionError(
-            f"rank 0 cannot be reached at {host}:{port} within {timeout_seconds:g} s: if it has"
-            f" ended, the output of its node says why; else check the address ({cause})"
-        ) from None
+        if is_master and "EADDRINUSE" in str(error):
+            problem = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
+        elif is_master:
+            problem = (
+                f"rank 0 cannot reach {host}:{port}, its own address: MASTER_ADDR must be a name or"
+                " an address of the machine that rank 0 was started on"
+            )
+        else:
+            problem = (
+                f"rank 0 cannot be reached at {host}:{port} within {timeout_seconds:g} s: if it has"
+                " ended, the output of its node gives the reason; otherwise check the address"
+            )
+        raise ConnectionError(f"{problem} ({cause})") from None
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
-def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool = False) -> None:
-    """Set variables for this process and those it starts, before it touches a GPU.
+@contextlib.contextmanager
+def exit_on_usage_error(launch: Launch | None) -> Iterator[None]:
+    """Report the user's mistakes, ValueError and OSError, by their message alone; exit code 2."""
+    launch = launch or Launch(0, 0, 1, open_store=None)
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        time.sleep(30 if launch.local_rank else 0)  # rank 0 reports the same and ends the others
+        launch.print(str(error))
+        raise SystemExit(2) from None
 
-    Unless the user has chosen otherwise, a GPU's memory comes in segments that can grow: fixed ones
-    end up in pieces, each too small for a large tensor. None leaves tokenizers as they are.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+
+def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool = False) -> None:
+    """Set variables for this process and those it starts, before it touches a GPU."""
+    # Memory in segments that can grow: fixed ones end up in pieces too small for a large tensor.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if tokenizers_parallelism is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
@@ -89,24 +108,26 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
 
 
 def choose_backend(device: torch.device, backend: str) -> str:
-    """ "auto" is NCCL between GPUs and gloo between CPUs. Raises ValueError if it cannot work."""
-    if backend == "nccl" and device.type == "cpu":
-        raise ValueError(
-            "distributed.backend=nccl needs GPUs, and torch finds none: set it to auto or gloo"
-        )
-    if backend == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
-    return backend
+    """ "auto" is NCCL between GPUs and gloo between CPUs. ValueError for one that cannot work."""
+    needed, units, or_else = "gloo", "CPUs, and no GPU is in use", ""
+    if device.type == "cuda":
+        needed, units, or_else = "nccl", "GPUs", ", or distributed.use_cpu to true"
+    if backend not in ("auto", needed):
+        problem = f"distributed.backend={backend} does not work between {units}"
+        raise ValueError(f"{problem}: set it to auto or {needed}{or_else}")
+    return needed
 
 
 def open_process_group(
-    launch: Launch, backend: str, store: dist.Store, timeout_seconds: float
+    launch: Launch, backend: str, device: torch.device, store: dist.Store, timeout: timedelta
 ) -> None:
-    """Meet the other ranks. Any communication that takes longer than the timeout then raises."""
+    """Connect all ranks. Any communication that takes longer than the timeout then raises."""
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("process group", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timeout,
+        # NCCL then connects here, where all ranks are, not in the first collective.
+        device_id=device if device.type == "cuda" else None,
     )

@@ -1,7 +1,6 @@
 """What a run records: one line a step in the metrics file, and the same in wandb.
 
-A step is measured once, as a StepRecord. Everything that is shown, plotted or compared comes from
-these records. One rank writes; on the others the same object does nothing.
+Everything that is shown, plotted or compared comes from these records.
 """
 
 import inspect
@@ -23,7 +22,8 @@ class StepRecord:
     tokens_per_second: float
     tokens_per_second_per_device: float
     mfu: float | None  # share of the devices' peak FLOPs, 0 to 1
-    hfu: float | None  # the same, with what recomputation runs again
+    mfu_common: float | None  # MFU as others count it, 6 N + 12 L H Q T: for comparisons
+    hfu: float | None  # MFU with what recomputation repeats
     step_seconds: float
     memory_gb: float  # the writing rank's peak so far
     comm_bytes: dict[str, int]  # axis -> bytes this rank sent in the step
@@ -40,17 +40,16 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """One checkpoint; the step loop stood still for so long."""
+    """One checkpoint, and how long the steps stopped for it."""
 
     step: int
     save_seconds: float
 
 
 class MetricsLog:
-    """Appends every record to a file of JSON lines and, if asked, to wandb.
+    """Appends records to a file of JSON lines and, with options for `wandb.init`, to wandb.
 
-    A resumed run appends to the same file: where a step is there twice, the later line counts.
-    `wandb_options` are `wandb.init`'s (project, name, config, dir), None for no wandb.
+    Where a step occurs twice, after a resume, the later line counts. One rank writes.
     """
 
     def __init__(self, path: Path, *, writes: bool, wandb_options: dict | None = None) -> None:
@@ -62,12 +61,16 @@ class MetricsLog:
                 self._run = start_wandb(**wandb_options)
 
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
-        values = {name: finite_or_none(value) for name, value in asdict(record).items()}
+        # JSON has no NaN and no infinity; every reader takes null for a missing number.
+        values = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(record).items()
+        }
         if self._file:
             try:
                 self._file.write(json.dumps(values, allow_nan=False) + "\n")
                 self._file.flush()  # so that a killed run leaves every step it finished
-            except OSError as error:  # which does not say where
+            except OSError as error:  # which does not name the file
                 raise OSError(error.errno, error.strerror, self._file.name) from None
         if self._run:
             known = {name: value for name, value in values.items() if value is not None}
@@ -80,25 +83,18 @@ class MetricsLog:
             self._run.finish()
 
 
-def finite_or_none(value: object) -> object:
-    """JSON has no NaN and no infinity; null is what every reader takes for a missing number."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def start_wandb(**options):
-    """A wandb run that never asks: online where the user is logged in, else offline.
+    """A wandb run that never prompts: online where the user is logged in, else offline.
 
-    WANDB_MODE and the other settings of wandb are read by wandb itself and win.
+    wandb itself reads WANDB_MODE and its other settings, which take precedence.
     """
     import wandb
 
     mode = wandb.setup().settings.mode
-    if mode == "online" and not _is_logged_in(wandb):
-        mode = "offline"
+    if mode == "online":
+        if "prompt" in inspect.signature(wandb.login).parameters:
+            is_logged_in = wandb.login(prompt=False, verify=False)
+        else:  # an older release
+            is_logged_in = bool(wandb.api.api_key)
+        mode = "online" if is_logged_in else "offline"
     return wandb.init(mode=mode, **options)
-
-
-def _is_logged_in(wandb) -> bool:
-    if "prompt" in inspect.signature(wandb.login).parameters:
-        return wandb.login(prompt=False, verify=False)
-    return bool(wandb.api.api_key)  # releases before `prompt` existed

@@ -1,11 +1,10 @@
-"""How fast a run is, and by what yardsticks: MFU, HFU, the device's peak, memory.
+"""How fast a run is: MFU, HFU, the device's peak, memory.
 
-MFU is the share of the device's peak FLOPs that goes into the model's own arithmetic; HFU counts
-what recomputation runs again, too. The formulas are in costs.py, the peaks here.
+MFU is the share of the device's peak FLOPs that goes into the model's own arithmetic; HFU also
+counts what recomputation repeats. The formulas are in costs.py, the peaks here.
 Source: Chowdhery et al. 2022, "PaLM", appendix B.
 """
 
-import math
 import re
 import resource
 import sys
@@ -13,16 +12,16 @@ import time
 
 import torch
 
-from picotron_min.costs import hardware_flops_per_token, model_flops_per_token
+from picotron_min import costs
 from picotron_min.model_config import ModelConfig
 
 
 class Speedometer:
-    """Turns tokens per second into the step record's figures of speed, on every rank alike."""
+    """Turns tokens per second into a step record's measures of speed."""
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         seq_length: int,
         recompute: str,
         device: torch.device,
@@ -30,23 +29,28 @@ class Speedometer:
     ) -> None:
         self._device = device
         self._peak = peak_flops(device, dtype)
-        self._flops = model_flops_per_token(model, seq_length)
-        self._hardware_flops = hardware_flops_per_token(model, seq_length, recompute)
+        self._flops_per_token = {
+            "mfu": costs.model_flops_per_token(model_config, seq_length),
+            "mfu_common": costs.common_flops_per_token(model_config, seq_length),
+            "hfu": costs.hardware_flops_per_token(model_config, seq_length, recompute),
+        }
 
     def measure(self, tokens_per_second: float, devices: int) -> dict[str, float | None]:
-        """The fields of StepRecord that come of it, and the memory."""
+        """Fields of StepRecord: speeds, their shares of the peak, memory."""
         speed = tokens_per_second / devices
-        return {
+        shares = {
+            name: self._peak and flops * speed / self._peak
+            for name, flops in self._flops_per_token.items()
+        }
+        return shares | {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": speed,
-            "mfu": self._peak and self._flops * speed / self._peak,
-            "hfu": self._peak and self._hardware_flops * speed / self._peak,
             "memory_gb": memory_gb(self._device),
         }
 
 
 def memory_gb(device: torch.device) -> float:
-    """This process's peak in 10^9 bytes: torch's allocations on a GPU, all it holds on a CPU."""
+    """This process's peak in 10^9 bytes: torch's allocations on a GPU, all its memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
@@ -54,35 +58,34 @@ def memory_gb(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's peak FLOPs per second in that dtype: from the table, or measured on a CPU.
+    """The device's peak FLOPs per second in that dtype: measured on a CPU, or from the table.
 
-    None for a GPU that is not in the table: MFU is then not known, and not guessed.
+    None for a GPU that is not in the table: then MFU is unknown.
     """
     if device.type != "cuda":
-        return measure_peak_flops(device, dtype)
+        return measure_peak_flops(dtype)
     return table_peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 def table_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOPs per second by the name that the driver gives, None if it is not in the table.
+    """Peak FLOPs per second by the driver's name for the device, None if it is not in the table.
 
-    The whole name must fit: a laptop's RTX 4090 or a slice of an H100 (MIG) is another device.
+    The whole name must match: a laptop's RTX 4090 or a slice of an H100 (MIG) is another device.
     """
     for pattern, teraflops in PEAK_TERAFLOPS.items():
         if re.fullmatch(pattern, device_name):
-            peak = teraflops.get(dtype)
-            return None if peak is None else peak * 1e12
+            peak = teraflops[dtype]
+            return peak and peak * 1e12
     return None
 
 
 def _peaks(bfloat16: float, float32: float, float64: float | None = None) -> dict:
-    peaks = {torch.bfloat16: bfloat16, torch.float32: float32, torch.float64: float64}
-    return {dtype: peak for dtype, peak in peaks.items() if peak is not None}
+    return {torch.bfloat16: bfloat16, torch.float32: float32, torch.float64: float64}
 
 
 # Dense peaks (no sparsity) from the vendors' data sheets and architecture whitepapers. bfloat16 and
-# float64 on matrix units with full accumulation; float32 without TF32, which torch leaves off. The
-# consumer cards' float64 is a token, and left out.
+# float64 on matrix units with full accumulation; float32 without TF32, which torch leaves off.
+# Consumer cards hardly have float64; it is left out.
 PEAK_TERAFLOPS = {
     r"NVIDIA A100-(SXM4?|PCIE)-[48]0GB|NVIDIA A100 80GB PCIe": _peaks(312, 19.5, 19.5),
     r"NVIDIA H100 80GB HBM3": _peaks(989.4, 66.9, 66.9),  # the SXM form
@@ -99,26 +102,16 @@ PEAK_TERAFLOPS = {
 }
 
 
-def measure_peak_flops(
-    device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.2
-) -> float:
-    """The best of several [size, size] matmuls in FLOPs per second, with this process's threads.
+def measure_peak_flops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
+    """The best of several [size, size] matmuls on this process's CPU threads, in FLOPs per second.
 
-    A CPU is timed by the work it does for this process, so that other work does not lower the peak.
+    Timed by the CPU time of this process, so that other work does not lower the peak.
     """
-    a = torch.randn(size, size, device=device).to(dtype)
-    on_gpu = device.type == "cuda"
-
-    def clock() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time() / torch.get_num_threads()
-
-    best, deadline = math.inf, time.perf_counter() + seconds
+    a = torch.randn(size, size).to(dtype)
     a @ a  # the first one allocates, and sets the library up
-    while time.perf_counter() < deadline or best == math.inf:
-        started = clock()
+    times, deadline = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < deadline:
+        began = time.process_time()
         a @ a
-        best = min(best, clock() - started)
-    return 2 * size**3 / best
+        times.append(time.process_time() - began)
+    return 2 * size**3 / min(times) * torch.get_num_threads()

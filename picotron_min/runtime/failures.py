@@ -1,0 +1,234 @@
+"""When a rank fails, one rank prints one message with the reason, and all ranks exit.
+
+The others only see a closed connection or a wait that takes too long. So each rank leaves notes in
+the store that all share:
+
+    rank 0   step 7   88 heartbeats   failed    its wait for rank 1 raised an error
+    rank 1   step 7   86 heartbeats             and no more: it was killed, or it hangs
+    rank 2   step 7   88 heartbeats             alive, and still waiting
+
+A rank with an error of its own reports it. If only waits failed, a rank whose wait failed watches
+the ranks without an error for two seconds and names those without a heartbeat, or, if all have one,
+all of them. The other ranks exit silently. (With NCCL a wait that takes too long ends the process.)
+
+Exit codes: 0 done or SIGTERM, 2 the user's mistake, 130 Ctrl-C, 1 everything else.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from picotron_min.runtime.launch import Launch, exit_on_usage_error, open_process_group
+
+GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
+HEARTBEAT = 0.4  # seconds between two heartbeats, 20 bytes each where the store is a file
+LONG_WAIT = timedelta(hours=1)  # for phases whose length differs between ranks
+# gloo has no exception of its own. Its RuntimeErrors have one of these in their message.
+GLOO = ("gloo", "application timeout caused pair closure", "operation timed out!", "wait timeout")
+
+
+# Their message is enough, other errors are reported with their traceback. FloatingPointError is
+# raised by a run that diverges: resumed, it would fail in the same way.
+PLAIN = (OSError, FloatingPointError, KeyboardInterrupt)
+
+
+@contextlib.contextmanager
+def launched(launch: Launch, timeout_seconds: float) -> Iterator["RollCall"]:
+    """The ranks of a run, from the moment they share a store until all are done.
+
+    An exception inside ends this process, and one rank of all reports it. Before `connect` a
+    ValueError or OSError is the user's mistake and ends in exit code 2.
+    """
+    with exit_on_usage_error(launch):
+        store = launch.open_store(timeout_seconds)
+    ranks = RollCall(store, launch, timeout_seconds)
+    try:
+        yield ranks
+        ranks.wait_for_all()  # rank 0 may have to upload to wandb
+        dist.destroy_process_group()
+        ranks.done.set()
+        ranks.heartbeat.join(GRACE)
+    except (Exception, KeyboardInterrupt) as error:
+        ranks.exit_with_report(error)
+
+
+class RollCall:
+    """The notes of all ranks, and what they agree on."""
+
+    def __init__(self, store: dist.Store, launch: Launch, timeout_seconds: float) -> None:
+        self.store, self.launch, self.rank = store, launch, launch.rank
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.connecting = self.got_report = self.got_sigterm = False
+        self.saved = ""  # the checkpoint to resume from
+        self.done = threading.Event()
+        self.store.add(f"heartbeats {self.rank}", 1)
+        self.heartbeat = threading.Thread(target=self._beat, daemon=True)
+        self.heartbeat.start()
+
+    def _beat(self) -> None:
+        """Show that this process is alive, and end it after a report: not every wait notices."""
+        with contextlib.suppress(dist.DistError):  # the process with the store may exit first
+            store = self.store.clone()  # a connection serves one thread at a time
+            while not self.done.wait(HEARTBEAT):
+                store.add(f"heartbeats {self.rank}", 1)
+                self.got_report = store.check(["reported"])
+                # Time to finish what needs no other rank any more, for example a checkpoint.
+                if self.got_report and not self.done.wait(GRACE):
+                    _leave(1)
+
+    def connect(self, backend: str, device: torch.device) -> None:
+        """Wait until every rank is here, then open the process group.
+
+        That may take hours, over tokens for example, but with a heartbeat in every timeout.
+        """
+        self.connecting = True
+        if self.store.add("here", 1) == self.launch.world_size:
+            self.store.set("all are here", "")
+        while not self.store.check(["all are here"]):
+            before = self._heartbeats()
+            try:
+                self.store.wait(["all are here"], self.timeout)
+            except RuntimeError:  # a DistError, but not from every kind of store
+                beats = zip(before, self._heartbeats(), strict=True)
+                if any(old == new for old, new in beats):
+                    raise
+        open_process_group(self.launch, backend, device, self.store, self.timeout)
+        # On CPUs, also between GPUs: otherwise every step would wait for the GPU to answer.
+        self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        self.long_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)
+
+    def wait_for_all(self) -> None:
+        """Wait up to an hour for the slowest rank, after reading weights for example."""
+        dist.barrier(self.long_group)
+
+    def agree(self, settings: dict[str, object]) -> str:
+        """A unique name for this run; OSError, on all ranks, if their settings differ."""
+        everyone = [None] * self.launch.world_size
+        dist.all_gather_object(everyone, (uuid.uuid4().hex, settings), self.group)
+        name, expected = everyone[0]
+        for rank, (_, found) in enumerate(everyone):
+            keys = [key for key in found if found[key] != expected.get(key)]
+            if listed := ", ".join(f"{k}={found[k]!r}, not {expected.get(k)!r}" for k in keys):
+                raise OSError(
+                    f"rank {rank} was not started as rank 0: it has {listed}."
+                    " Use the same config.json, and the same files, on all nodes"
+                )
+        return name
+
+    def note_step(self, step: int) -> None:
+        """This rank begins a step, and from now on finishes it after SIGTERM: `stop_requested`."""
+
+        def note_sigterm(*_) -> None:
+            self.got_sigterm = True
+
+        self.store.set(f"step {self.rank}", str(step))
+        signal.signal(signal.SIGTERM, note_sigterm)
+
+    def note_saved(self, folder: Path) -> None:
+        """There is a checkpoint to resume from."""
+        self.saved = str(folder)
+        self.store.set("saved", self.saved)
+
+    def stop_requested(self) -> bool:
+        """Whether any rank got SIGTERM: the same answer on all ranks, which must all call this.
+
+        The signal reaches them at different moments, and all must stop after the same step.
+        """
+        requested = torch.tensor(self.got_sigterm, dtype=torch.uint8)
+        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
+        return bool(requested)
+
+    def exit_with_report(self, error: BaseException) -> None:
+        """End this process because of an error, which one rank of all reports."""
+        self.done.set()
+        is_usage = not self.connecting and isinstance(error, (ValueError, OSError))
+        try:
+            if not self.got_report:
+                self._report_once(error, is_usage)
+        except dist.DistError:  # without the notes the reason is not known
+            what = "the ranks' store is gone, and with it the process or the node that it was on"
+            cause, how = str(error).partition("\n")[0], how_to_resume(self.saved)
+            self.launch.print(f"rank {self.rank} stops: {what} ({cause}): {how}")
+        finally:
+            _leave(130 if isinstance(error, KeyboardInterrupt) else 2 if is_usage else 1)
+
+    def _report_once(self, error: BaseException, is_usage: bool) -> None:
+        self.store.set(f"failed {self.rank}", "")
+        is_wait = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(words in str(error).lower() for words in GLOO)
+        )
+        if is_wait:
+            what, rank = self._find_missing()
+        else:
+            self.store.set("error", "")  # at once: from here on no failed wait is reported
+            what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
+            rank = self.rank
+            time.sleep(HEARTBEAT if rank else 0)  # an error of all ranks is reported by rank 0
+        if (is_wait and self.store.check(["error"])) or self.store.add("reports", 1) > 1:
+            time.sleep(2 * GRACE)  # the launcher ends all ranks when one exits: the reporter first
+            return
+        if not what or not (is_wait or is_usage or isinstance(error, PLAIN)):
+            traceback.print_exception(error)
+            what = f"rank {rank} failed"
+        resume = not isinstance(error, FloatingPointError)
+        report(what, self.store, None if is_usage else rank, self.launch, resume)
+        time.sleep(2 * HEARTBEAT)  # so that ranks on other nodes see the report before an error
+
+    def _find_missing(self) -> tuple[str, int]:
+        """Which ranks the others wait for, in words, and the first; no words if all have failed."""
+        before = self._heartbeats()
+        time.sleep(GRACE)
+        now, ranks = self._heartbeats(), range(self.launch.world_size)
+        silent = [r for r in ranks if not self.store.check([f"failed {r}"])]
+        dead = [r for r in silent if now[r] == before[r]]
+        absent = [r for r in dead if before[r] == 0]
+        named = absent or dead or silent
+        ranks = f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+        if absent:
+            seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
+            what = f"{ranks} did not start within {seconds}: look at the output there"
+        elif dead:
+            what = f"lost {ranks}: killed, or hanging"
+        else:
+            what = f"waited in vain for {'one of ' if len(named) > 1 else ''}{ranks}"
+        return (what, named[0]) if named else ("", self.rank)
+
+    def _heartbeats(self) -> list[int]:
+        return [self.store.add(f"heartbeats {r}", 0) for r in range(self.launch.world_size)]
+
+
+def report(what: str, notes: dist.Store, rank: int | None, launch: Launch, resume=True) -> None:
+    """Print the one message: what happened and, if to a rank, in which step and how to resume."""
+
+    def noted(key: str) -> str:
+        return notes.get(key).decode() if notes.check([key]) else ""
+
+    if rank is not None:
+        step = noted(f"step {rank}")
+        what += f"\nThis was {f'in step {step}' if step else 'before the first step'}"
+        what += f": {how_to_resume(noted('saved'))}" if resume else ""
+    launch.print(what)
+    notes.set("reported", "")
+
+
+def how_to_resume(saved: Path | str | None) -> str:
+    if saved:
+        return f"resume from {saved} with checkpoint.load_path latest"
+    return "this run has saved no checkpoint"
+
+
+def _leave(code: int) -> None:
+    """Exit at once: the usual way waits for communication that will never end."""
+    sys.stdout.flush()
+    os._exit(code)
