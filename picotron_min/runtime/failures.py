@@ -183,7 +183,6 @@ class RollCall:
             what = f"rank {rank} failed"
         resume = not isinstance(error, FloatingPointError)
         report(what, self.store, None if is_usage else rank, self.launch, resume)
-        time.sleep(2 * HEARTBEAT)  # so that ranks on other nodes see the report before an error
 
     def _find_missing(self) -> tuple[str, int]:
         """Which ranks the others wait for, in words, and the first; no words if all have failed."""
