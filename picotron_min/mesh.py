@@ -37,11 +37,11 @@ class Axes(NamedTuple):
 
     @property
     def ranks(self) -> dict[str, int]:
-        return {axis.name: axis.rank for axis in self}
+        return {name: axis.rank for name, axis in self._asdict().items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {axis.name: axis.size for axis in self}
+        return {name: axis.size for name, axis in self._asdict().items()}
 
 
 def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60.0) -> Axes:

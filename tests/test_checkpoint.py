@@ -31,7 +31,7 @@ from picotron_min.runtime.folders import find_start
 from picotron_min.runtime.metadata import read_to_resume
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from tests.training import StepResult, Training, open_data
+from tests.training import StepResult, Training, open_data, shard_dim
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -97,12 +97,6 @@ def initial_weights(config: Config) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in make_training(config).parameters.items()}
 
 
-def cut_dim(name: str) -> int | None:
-    """The dim that tensor parallelism cuts a parameter along."""
-    cuts = placements([name], Layout(), tied=False)[name].cuts
-    return cuts[0].dim if cuts else None
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_initial_shards_are_the_parts_of_the_full_weights(pool, tp, tied):
@@ -110,7 +104,7 @@ def test_initial_shards_are_the_parts_of_the_full_weights(pool, tp, tied):
     (full,) = pool.run(1, initial_weights, make_config(tied=tied, model=kv_heads))
     ranks = pool.run(tp, initial_weights, make_config(tp=tp, tied=tied, model=kv_heads))
     for name, weight in full.items():
-        dim = cut_dim(name)
+        dim = shard_dim(name)
         expected = [weight] * tp if dim is None else weight.chunk(tp, dim)
         for shards, part in zip(ranks, expected, strict=True):
             assert torch.equal(shards[name], part), name
@@ -357,7 +351,7 @@ def test_what_eight_ranks_saved_in_parts_one_rank_loads_whole(pool, tmp_path, ti
     assert whole.keys() == set().union(*(state.keys() for state in saved))
     for rank, state in enumerate(saved):
         for name, part in state.items():
-            dim = cut_dim(name)
+            dim = shard_dim(name)
             is_cut = part.ndim and dim is not None
             expected = whole[name].chunk(2, dim)[rank % 2] if is_cut else whole[name]
             assert torch.equal(part, expected), name

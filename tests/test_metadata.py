@@ -79,7 +79,7 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, e
         ({"config": {"model": {"dtype": "float8"}}}, "config.model.dtype: .* 'bfloat16' or"),
         ({"model": {}}, "model.vocab_size: Field required; .*model.hidden_size"),
         ({"model": {"rope_scaling": 5}}, "model.rope_scaling: Input should be an object"),
-        ({"sequences_seen": "many"}, "sequences_seen: Input should be a valid integer"),
+        ({"tokens_seen": "many"}, "tokens_seen: Input should be a valid integer"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -105,9 +105,9 @@ def test_a_checkpoint_may_have_a_name_of_the_users_choice(tmp_path):
 
 
 def test_optional_keys_are_kept_and_may_be_absent(tmp_path):
-    seen = write_checkpoint(tmp_path / "seen", lambda state: state | {"sequences_seen": 56})
-    assert read_metadata(seen).sequences_seen == 56
-    assert read_metadata(write_checkpoint(tmp_path / "unseen")).sequences_seen is None
+    seen = write_checkpoint(tmp_path / "seen", lambda state: state | {"tokens_seen": 56})
+    assert read_metadata(seen).tokens_seen == 56
+    assert read_metadata(write_checkpoint(tmp_path / "unseen")).tokens_seen is None
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def current_devices_of_writers(folder: Path) -> list[int]:
         tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for in_background in (False, True):
             writer = Saver(dist.group.WORLD, device, in_background)
-            writer.save(folder, 1, tensors, declare(build_axes(CPU, dp=2)), {})
+            writer.save(folder, 1, tensors, declare(build_axes(CPU, Layout(dp=2))), {})
             writer.wait()
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         with pytest.raises(AssertionError, match=f"writes from GPU 0, not {device}"):
@@ -69,7 +69,7 @@ def make_timeouts_short(axes: Axes) -> None:
 
 def load_with_a_slow_rank(folder: Path) -> None:
     group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))
-    axes = build_axes(CPU, dp=2)
+    axes = build_axes(CPU, Layout(dp=2))
     Saver(group, CPU).save(
         folder, 1, {n: torch.ones(s) for n, s in SHAPES.items()}, declare(axes), {}
     )

@@ -84,7 +84,7 @@ def assert_parts_of(
 
 
 def build(layout: Layout, which: str):
-    axes = build_axes(CPU, dp=layout.dp, tp=layout.tp)
+    axes = build_axes(CPU, layout)
     table = table_of(which, layout)
     weights, moments = allocate(table, axes), allocate(table, axes)
     tensors = {name: weight.data for name, weight in weights.items()}

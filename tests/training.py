@@ -62,6 +62,7 @@ class Training:
         self.parts_of_whole = self.model.parts_of_whole
         self.ranks = SimpleNamespace(long_group=group, note_saved=lambda folder: None)
         train.fill_weights(self.run, config, self.inputs, self.ranks)
+        dist.barrier(group)  # as train does
 
     def step(self, step: int, watch=None) -> StepResult:
         return train.train_step(self.run, step, watch)
