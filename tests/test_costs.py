@@ -242,5 +242,9 @@ def test_activations_grow_with_the_micro_batches_that_are_alive(engine, live):
         return planned(GQA, seq_length=S, num_micro_batches=micro_batches, pp_engine=engine)
 
     assert plan(8).activations == live * plan(1).activations
+    # An activation of a chunk is that of a part of the rank's layers only.
+    four = partial(planned, GQA.override(num_hidden_layers=4), seq_length=S, pp=2, pp_engine="afab")
+    in_chunks = four(pp_chunks=2, pp_layers=(1, 1, 1, 1), num_micro_batches=8)
+    assert in_chunks == four(pp_layers=(2, 2), num_micro_batches=8)
     head_and_input = 4 * GQA.hidden_size * (GQA.vocab_size + S)
     assert plan(8).loss - plan(1).loss == (live - 1) * head_and_input

@@ -398,7 +398,7 @@ def test_a_trace_is_drawn_under_its_plan(engine, chunks, tmp_path, capsys):
     assert re.search(figures, out)
 
 
-@pytest.mark.parametrize("unit", [10.0, 7.3, 0.31])
+@pytest.mark.parametrize("unit", [10.0, 7.3, 0.137])
 def test_a_trace_is_drawn_with_all_names_of_its_plan_at_the_width_that_it_needs(
     unit, tmp_path, capsys
 ):
