@@ -1,15 +1,15 @@
 """Ranks for tests: worker processes that live as long as the test session.
 
-A rank started for one test pays for `import torch`; eight of them on two cores pay ten seconds.
-Here torch is imported once, in the server process of multiprocessing's `forkserver`. Every worker
-is a fork of that server, and stays to serve the next test:
+Eight processes that each import torch need ten seconds on two cores. Here torch and the project
+are imported once, in the server process of multiprocessing's `forkserver`. Every worker is a fork
+of that server and stays for the next test:
 
     test process --pipe--> worker 0  \\
                  --pipe--> worker 1   > one gloo group, made for this run and destroyed after it
                  --pipe--> worker 2  /
                  --pipe--> worker 3     idle: this run asked for three ranks
 
-A test names a function of its own module and gets what every rank returned:
+A test passes a function of its own module and gets what each rank returned:
 
     def sum_of_ranks():
         total = torch.tensor(dist.get_rank())
@@ -19,8 +19,8 @@ A test names a function of its own module and gets what every rank returned:
     def test_all_reduce_sums(pool):
         assert pool.run(3, sum_of_ranks) == [3, 3, 3]
 
-When one rank fails, the others fail because it left. The pool tells the first failure in full and
-the others in a line each, and the next run gets new workers.
+When one rank fails, the others fail because its connections close. The pool reports the first
+failure in full and the others in one line each, and the next run gets new workers.
 
 Every worker imports the test's module: keep heavy imports (transformers, datasets) out of its top.
 """
@@ -44,33 +44,34 @@ import torch
 import torch.distributed as dist
 
 MAX_RANKS = 8
-GRACE = 1.0  # seconds that the other ranks get, after a failure, to tell how it hit them
+GRACE = 1.0  # seconds after a failure in which the other ranks may report how it affected them
 
 # torch._dynamo because the first optimizer of a process imports it, pytest because test modules do.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "train", "transformers"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "train"]
 
 
 class RankFailed(Exception):
-    """Ranks raised, died or did not answer; the message begins with the first one's traceback."""
+    """Ranks raised, died or timed out; the message begins with the first failure's traceback."""
 
 
 class Pool:
     """Worker processes, started as needed, that run functions as the ranks of a process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: tuple[str, ...] = ()) -> None:
+        """`preload`: modules that the server imports besides its own, for all forks of it."""
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context.set_forkserver_preload([*PRELOAD, *preload])
         self.folder = tempfile.TemporaryDirectory()
         self.workers: list[Worker] = []
 
     def run(
         self, world_size: int, function: Callable, *args: Any, timeout: float = 60.0
     ) -> list[Any]:
-        """Call `function(*args)` on each of `world_size` ranks; their results, in rank order.
+        """Call `function(*args)` on each of `world_size` ranks; return the results in rank order.
 
-        `function` is one of a module, not nested in another; arguments and results are pickled,
-        tensors included. Each rank is in a new default process group, with the same random seed.
-        Raises RankFailed if a rank raises or dies, or has no result `timeout` seconds from now.
+        `function` must be at the top level of a module; arguments and results are pickled, tensors
+        included. Each rank is in a new default process group and starts from the same random seed.
+        Raises RankFailed if a rank raises or dies, or has no result within `timeout` seconds.
         """
         __tracebackhide__ = True  # pytest then shows the test's line and our message
         assert 1 <= world_size <= MAX_RANKS, f"{world_size=}: the pool has 1 to {MAX_RANKS} ranks"
@@ -91,7 +92,7 @@ class Pool:
             for worker in workers:
                 worker.pipe.send("every rank is done: leave the group")
             return results
-        except BaseException:  # Ctrl-C too: nobody knows what these workers are doing now
+        except BaseException:  # Ctrl-C too: these workers are in an unknown state now
             self._discard(workers)
             raise
 
@@ -119,23 +120,26 @@ class Worker:
         args = (theirs, self.stacks.name)
         self.process = context.Process(target=_serve, args=args, daemon=True)
         self.process.start()
-        theirs.close()  # only the worker holds it now, so that its death reads as an end of file
+        theirs.close()  # only the worker holds it now, so its death reads as an end of file
 
 
 class Answer(NamedTuple):
-    """What came back from a rank: its pickled result or, if `failure` is set, how it failed."""
+    """A rank's pickled result or, if `failure` is set, how it failed."""
 
     result: bytes = b""
     failure: str = ""  # one line
     traceback: str = ""
-    time: float = 0.0  # of the failure: seconds on a clock that all processes share
+    time: float = 0.0  # of the failure, in seconds on a clock that all processes share
 
 
 def _serve(pipe: connection.Connection, stacks_path: str) -> None:
-    """A worker's life: do what comes through the pipe until the test process closes it."""
+    """Main function of a worker: run jobs from the pipe until the test process closes it."""
     torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)  # so that the last print before a death is seen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which ends us
+    if hasattr(os, "SCHED_BATCH"):
+        # Eight ranks and their gloo threads share few cores: fewer switches between them.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with open(stacks_path, "w") as stacks:
         # A crash writes the Python stack; so does SIGTERM, which then ends the process as usual.
         faulthandler.enable(stacks)
@@ -150,9 +154,9 @@ def _serve(pipe: connection.Connection, stacks_path: str) -> None:
             except BaseException as error:  # pytest.fail and sys.exit too
                 failure = f"{type(error).__name__}: {error}".splitlines()[0]
                 pipe.send(Answer(b"", failure, traceback.format_exc(), time.monotonic()))
-                os._exit(1)  # closes the group's sockets now, which tells the other ranks
+                os._exit(1)  # closes the group's sockets now, so that the other ranks fail too
             pipe.send(answer)
-            # Had we left before the others are done, we could take a last collective with us.
+            # Leaving before the others are done could break their last collective.
             pipe.recv()
             dist.destroy_process_group()
 
@@ -163,14 +167,14 @@ def _run_as_rank(call: bytes, store: str, rank: int, world_size: int, timeout: f
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        # Longer than the test process waits: a timeout of gloo's would come without the stacks.
+        # Longer than the test process waits: a gloo timeout would come without the stacks.
         timeout=timedelta(seconds=timeout + 30),
     )
-    dist.barrier()  # Who fails at once would otherwise break the connecting of the others.
-    torch.manual_seed(0)  # This and the dtype are what an earlier test may have changed.
+    dist.barrier()  # A rank that fails at once would otherwise break the others' connecting.
+    torch.manual_seed(0)  # An earlier test may have changed this and the dtype.
     torch.set_default_dtype(torch.float32)
     function, args = pickle.loads(call)
-    gc.freeze()  # What is there already need not be looked through again.
+    gc.freeze()  # The collector need not visit again what exists already.
     result = pickle.dumps(function(*args))
     # Groups in reference cycles keep their threads, and hundreds of threads slow everything down.
     gc.collect()
@@ -178,7 +182,7 @@ def _run_as_rank(call: bytes, store: str, rank: int, world_size: int, timeout: f
 
 
 def _collect(workers: list[Worker], deadline: float) -> dict[int, Answer]:
-    """Answers by rank, until all are there or time is up, which a failure brings near."""
+    """Receive answers by rank until all are there or time is up; a failure leaves GRACE seconds."""
     answers = {}
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -197,8 +201,8 @@ def _death(worker: Worker) -> Answer:
     worker.process.join()
     code = worker.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    # Time 0: ranks raise because another left, they do not die of it, so a death comes first even
-    # if what it caused arrived before we noticed.
+    # Time 0: a rank that loses a peer raises but does not die, so a death is the first failure even
+    # if we notice it after the errors that it caused.
     return Answer(b"", how, worker.stacks.read(), time=0.0)
 
 

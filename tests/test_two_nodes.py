@@ -16,6 +16,8 @@ import pytest
 from tests.test_processes import rank_0_finds_the_disk_full, shorten_waits, torchrun
 from tests.test_train import Workplace, numbers, run_main
 
+pytestmark = pytest.mark.slow
+
 # Prints the process that holds each node's namespace. Everything is gone when this script ends.
 TWO_NODES = """
 set -e

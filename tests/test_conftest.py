@@ -1,0 +1,26 @@
+"""`pytest -m quick` is a fair sample of the suite."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.conftest import quick_tenth
+
+
+def case(file: str, number: int, *markers: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        path=Path(file), number=number, get_closest_marker=lambda name: name in markers
+    )
+
+
+def test_quick_cases_come_from_every_file_and_every_kind():
+    items = [case("long.py", number) for number in range(220)] + [case("short.py", 0)]
+    quick = quick_tenth(items)
+    assert len(quick) == 21
+    assert {item.path.name for item in quick} == {"long.py", "short.py"}
+    for period in (2, 3, 5, 6, 10):
+        assert {item.number % period for item in quick} == set(range(period))
+
+
+def test_slow_and_gpu_cases_are_never_quick():
+    items = [case("a.py", 0, "slow"), case("a.py", 1, "gpu"), case("a.py", 2), case("a.py", 3)]
+    assert [item.number for item in quick_tenth(items)] == [2]
