@@ -1,7 +1,8 @@
 """train.py as its users meet it: its output, its files, its exit codes; and the one train step.
 
-Most runs are `main()` in a fork of the pool's server, where torch is imported already: the same as
-`python train.py` for a second less. One run each is made with `python` and with `torchrun`.
+Most runs call `main()` in a fork of the pool's server, which has imported torch and transformers:
+the same as `python train.py` without four seconds of imports. Three runs use a launcher, `python`
+or `torchrun`. They start together, so that both cores import.
 """
 
 import itertools
@@ -9,11 +10,13 @@ import json
 import math
 import os
 import random
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +43,7 @@ from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_
 from tests.training import Training, open_data, with_autograd
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 STEPS = 6
 SENTENCE = "the cat sat on a mat, and then it went to sleep; nobody knows why"
 
@@ -51,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 class Workplace:
-    """A folder with a text in it, to train in as a user would."""
+    """A folder with a text in it, in which tests train as a user would."""
 
     def __init__(self, folder: Path, pool) -> None:
         self.folder, self.pool = folder, pool
@@ -59,7 +63,7 @@ class Workplace:
         (folder / "text.txt").write_text(text)
 
     def config(self, name: str, **sections) -> str:
-        """Write NAME.json, for a run that saves to runs/NAME; returns its name."""
+        """Write NAME.json, for a run that saves to runs/NAME; return the file's name."""
         raw = {
             "distributed": {"dp_size": 2, "use_cpu": True},
             "model": SHAPE,
@@ -78,13 +82,26 @@ class Workplace:
             "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2, "keep": 0},
             "environment": {"OMP_NUM_THREADS": "1"},
         }
+        return self.write_config(name, raw, sections)
+
+    def short_config(self, name: str) -> str:
+        """The repository's config.json with fewer steps, for a run that saves to runs/NAME."""
+        short = {"total_train_steps": 4, "warmup_steps": 2, "eval_frequency": 2, "eval_batches": 1}
+        sections = {
+            "training": short,
+            "dataset": {"cache_dir": "cache"},
+            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2},
+        }
+        return self.write_config(name, json.loads((ROOT / "config.json").read_text()), sections)
+
+    def write_config(self, name: str, raw: dict, sections: dict) -> str:
         for section, keys in sections.items():
             raw[section] = raw.get(section, {}) | keys
         (self.folder / f"{name}.json").write_text(json.dumps(raw))
         return f"{name}.json"
 
     def main(self, config: str, sabotage: Callable[[], None] | None = None) -> Outcome:
-        """What `python train.py --config CONFIG` does; sabotage() is called before it."""
+        """Do what `python train.py --config CONFIG` does, after calling sabotage()."""
         output, began = self.folder / "output.txt", time.monotonic()
         arguments = (self.folder, config, output, sabotage)
         process = self.pool.context.Process(target=run_main, args=arguments)
@@ -96,18 +113,18 @@ class Workplace:
         return Outcome(process.exitcode, output.read_text(), time.monotonic() - began)
 
     def command(self, *command: str) -> Outcome:
-        environment = os.environ | {"COLUMNS": "200"}
-        began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, *command],
+        return outcome_of(self.start(sys.executable, *command))
+
+    def start(self, *command: str) -> subprocess.Popen:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for torchrun
+        return subprocess.Popen(
+            command,
             cwd=self.folder,
-            env=environment,
+            env=os.environ | {"COLUMNS": "200", "PATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
         )
-        return Outcome(done.returncode, done.stdout, time.monotonic() - began)
 
     def steps(self, run: str) -> list[dict]:
         return [record for record in self.metrics(run) if "loss" in record]
@@ -141,13 +158,68 @@ def workplace(pool, tmp_path_factory) -> Workplace:
     return Workplace(tmp_path_factory.mktemp("train"), pool)
 
 
-@pytest.fixture(scope="module")
-def first_run(workplace) -> Outcome:
+def outcome_of(process: subprocess.Popen) -> Outcome:
+    began = time.monotonic()
+    try:
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Outcome(process.returncode, output, time.monotonic() - began)
+
+
+def start_first(workplace: Workplace) -> subprocess.Popen:
     """`python train.py` with two processes; it saves to runs/first."""
-    return workplace.command(str(ROOT / "train.py"), "--config", workplace.config("first"))
+    config = workplace.config("first")
+    return workplace.start(sys.executable, str(ROOT / "train.py"), "--config", config)
 
 
-def test_python_train_py_trains_and_tells(workplace, first_run):
+def start_readme(workplace: Workplace) -> subprocess.Popen:
+    """The first command of the README, where train.py and config.json are in the folder."""
+    (command,) = re.findall(r"^pip install -e \. && (torchrun .*)$", README, re.MULTILINE)
+    (workplace.folder / "train.py").symlink_to(ROOT / "train.py")
+    workplace.short_config("config")
+    return workplace.start(*shlex.split(command))
+
+
+def start_wrong(workplace: Workplace) -> subprocess.Popen:
+    """torchrun with two processes, for a config that needs three."""
+    config = workplace.config("wrong", distributed={"dp_size": 3})
+    torchrun = ("torchrun", "--nproc_per_node", "2", "--standalone")
+    return workplace.start(*torchrun, str(ROOT / "train.py"), "--config", config)
+
+
+LAUNCHES = {"first_run": start_first, "readme_run": start_readme, "wrong_run": start_wrong}
+
+
+@pytest.fixture(scope="module")
+def launches(request, workplace) -> Iterator[dict[str, subprocess.Popen]]:
+    """The launches that the selected tests need, all started now."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    needed = {name for item in tests for name in item.fixturenames}
+    processes = {name: LAUNCHES[name](workplace) for name in LAUNCHES if name in needed}
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def first_run(launches) -> Outcome:
+    return outcome_of(launches["first_run"])
+
+
+@pytest.fixture(scope="module")
+def readme_run(launches) -> Outcome:
+    return outcome_of(launches["readme_run"])
+
+
+@pytest.fixture(scope="module")
+def wrong_run(launches) -> Outcome:
+    return outcome_of(launches["wrong_run"])
+
+
+def test_python_train_py_trains_and_reports(workplace, first_run):
     assert first_run.code == 0, first_run.output
     assert workplace.files("first") == [
         "hf",
@@ -188,8 +260,8 @@ def test_the_four_axes_together_train_the_same_model(workplace, first_run, cp_en
         assert ours["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
 
 
-def what_training_gives(folder: Path, path: str) -> tuple[list, list]:
-    """The losses of the steps and evaluations of a config, without train.py's loop."""
+def losses_without_train_py(folder: Path, path: str) -> tuple[list, list]:
+    """The results of a config's steps and evaluations, without train.py's loop."""
     os.chdir(folder)
     config = load_config(path)
     axes = build_axes(torch.device("cpu"), Layout(dp=2))
@@ -218,7 +290,7 @@ def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_r
         assert speed * seconds == pytest.approx(8 * 32)
         assert record["tokens_per_second_per_device"] == speed / 2
         assert 0 < record["mfu"] == record["hfu"] < 1 and 0.1 < record["memory_gb"] < 4
-    expected = pool.run(2, what_training_gives, workplace.folder, "first.json")
+    expected = pool.run(2, losses_without_train_py, workplace.folder, "first.json")
     for steps, val_losses in expected:
         assert [(r["loss"], r["grad_norm"], r["learning_rate"]) for r in records] == steps
         assert [r["val_loss"] for r in evaluations] == val_losses
@@ -238,9 +310,7 @@ def test_comm_bytes_are_those_of_the_formula(workplace, first_run, monkeypatch):
         assert record["comm_bytes"] == {"dp_cp": 2 * 1 / 2 * (gradients + totals)}
 
 
-def test_the_finished_model_has_the_validation_loss_that_was_told(
-    workplace, first_run, monkeypatch
-):
+def test_the_finished_model_has_the_reported_validation_loss(workplace, first_run, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(workplace.folder)
@@ -259,22 +329,23 @@ def test_the_finished_model_has_the_validation_loss_that_was_told(
 
 
 def numbers(records: list[dict]) -> list[tuple]:
-    """What must be the same in every run of a config."""
+    """What must be equal in every run of a config."""
     same = ("step", "loss", "grad_norm", "learning_rate", "tokens", "comm_bytes")
     return [tuple(record[name] for name in same) for record in records]
 
 
-def test_torchrun_trains_the_same_to_the_last_bit(workplace, first_run):
-    config = workplace.config("torchrun", checkpoint={"save_dir": "runs/torchrun"})
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
-    outcome = workplace.command(*torchrun, str(ROOT / "train.py"), "--config", config)
+def test_the_readmes_first_command_trains_the_same_as_without_torchrun(workplace, readme_run):
+    assert readme_run.code == 0, readme_run.output
+    assert "4 x cpu over gloo: dp 2 x pp 1 x cp 1 x tp 2" in readme_run.output
+    assert readme_run.output.count("Done\n") == 1
+    outcome = workplace.main(workplace.short_config("alone"))
     assert outcome.code == 0, outcome.output
-    assert numbers(workplace.steps("torchrun")) == numbers(workplace.steps("first"))
-    assert workplace.evaluations("torchrun") == workplace.evaluations("first")
-    assert outcome.output.count("Done\n") == 1
+    assert [record["step"] for record in workplace.steps("config")] == [1, 2, 3, 4]
+    assert numbers(workplace.steps("config")) == numbers(workplace.steps("alone"))
+    assert workplace.evaluations("config") == workplace.evaluations("alone")
     model = "hf/model-00001-of-00001.safetensors"
     runs = workplace.folder / "runs"
-    assert (runs / "torchrun" / model).read_bytes() == (runs / "first" / model).read_bytes()
+    assert (runs / "config" / model).read_bytes() == (runs / "alone" / model).read_bytes()
 
 
 def test_a_run_resumed_at_its_latest_checkpoint_is_the_unbroken_run(workplace, first_run):
@@ -326,7 +397,7 @@ def test_the_same_command_twice_keeps_the_first_run(workplace):
         )
 
 
-def test_a_resumed_run_tells_what_makes_its_data_other_and_that_there_is_nothing_to_do(workplace):
+def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace):
     assert workplace.main(workplace.config("again")).code == 0
     config = workplace.config(
         "again", training={"seed": 7, "micro_batch_size": 4}, checkpoint={"load_path": "latest"}
@@ -349,9 +420,9 @@ def test_a_run_that_starts_from_another_keeps_what_it_would_overwrite(workplace,
     assert len(workplace.steps("first")) == STEPS
 
 
-def test_a_mistake_in_the_config_is_told_without_a_traceback(workplace):
+def test_a_mistake_in_the_config_is_reported_without_a_traceback(workplace):
     config = workplace.config("mistake", training={"seq_lenght": 32}, model={"hidden_size": 30})
-    outcome = workplace.command(str(ROOT / "train.py"), "--config", config)
+    outcome = workplace.main(config)
     assert outcome.code == 2
     assert "training.seq_lenght is not known: did you mean seq_length?" in outcome.output
     assert "num_attention_heads=4 does not divide hidden_size=30" in outcome.output
@@ -359,7 +430,7 @@ def test_a_mistake_in_the_config_is_told_without_a_traceback(workplace):
     assert not (workplace.folder / "runs/mistake").exists()
 
 
-def test_a_mistake_in_the_data_is_told_once_without_a_traceback(workplace):
+def test_a_mistake_in_the_data_is_reported_once_without_a_traceback(workplace):
     (workplace.folder / "rows.jsonl").write_text('{"body": "some text"}\n' * 100)
     outcome = workplace.main(workplace.config("data", dataset={"name": "rows.jsonl"}))
     assert outcome.code == 2
@@ -378,21 +449,18 @@ def only_the_second_rank_has_no_gpu() -> None:
     train.time.sleep = lambda seconds: None
 
 
-def test_a_mistake_that_only_one_rank_sees_is_told_too(workplace):
+def test_a_mistake_that_only_one_rank_sees_is_reported_too(workplace):
     outcome = workplace.main(workplace.config("gpu"), only_the_second_rank_has_no_gpu)
     assert outcome.code == 2
     assert "process 1 on this node has no GPU" in outcome.output
     assert "Traceback" not in outcome.output
 
 
-def test_torchrun_with_the_wrong_number_of_processes_is_told_the_right_line(workplace):
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "3", "--standalone")
-    config = workplace.config("wrong")
-    outcome = workplace.command(*torchrun, str(ROOT / "train.py"), "--config", config)
-    assert outcome.code != 0
-    assert "this config needs 2 processes" in outcome.output and "with 3" in outcome.output
-    assert outcome.output.count("torchrun --nproc_per_node 2 train.py --config wrong.json") == 1
-    assert "(What follows is torchrun's own report. The reason is above.)" in outcome.output
+def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(workplace, wrong_run):
+    assert wrong_run.code != 0
+    assert "this config needs 3 processes" in wrong_run.output and "with 2" in wrong_run.output
+    assert wrong_run.output.count("torchrun --nproc_per_node 3 train.py --config wrong.json") == 1
+    assert "(What follows is torchrun's own report. The reason is above.)" in wrong_run.output
     assert not (workplace.folder / "runs/wrong").exists()
 
 
@@ -421,20 +489,20 @@ def gradients_are_not_finite(after: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "finite,told",
+    "finite,message",
     [
         (0, "not finite in the first 3 steps, before any weight was changed"),
         (2, "not finite in 3 steps in a row, up to step 5: the run has diverged. Go on from a"),
     ],
 )
-def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, told):
+def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, message):
     name = f"diverges after {finite}"
     config = workplace.config(name, distributed={"dp_size": 1})
     outcome = workplace.main(config, partial(gradients_are_not_finite, finite))
     assert outcome.code == 1
     for step in (finite + 1, finite + 2):
         assert f"step {step} changed nothing: its gradient is not finite" in outcome.output
-    assert told in outcome.output
+    assert message in outcome.output
     assert outcome.output.count("This was in step") == 1
     # Not from the checkpoint after step 4: it would end in the same way.
     assert "with checkpoint.load_path latest" not in outcome.output
@@ -444,7 +512,7 @@ def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, told):
     assert norms[finite:] == [None, None] and None not in norms[:finite]
 
 
-def skipping(optimizer: str) -> None:
+def check_skipped_steps(optimizer: str) -> None:
     training = make_training(make_config(dp=2, optimizer=optimizer))
     run_steps(training, range(2), bad_step=None)
     before = State(training)
@@ -467,11 +535,11 @@ def skipping(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(pool, optimizer):
-    pool.run(2, skipping, optimizer)
+    pool.run(2, check_skipped_steps, optimizer)
 
 
 def ignore_most_targets(training: Training) -> set[int]:
-    """All of some sequences, few of others; returns the micro-batches' counts of what is left."""
+    """Ignore all targets of some sequences, few of others; return the counts that are left."""
     batch, counts = training.data.batch, set()
 
     def masked(step: int, micro_batch: int) -> Batch:
@@ -486,8 +554,8 @@ def ignore_most_targets(training: Training) -> set[int]:
     return counts
 
 
-def steps_by_the_book() -> None:
-    """The train step beside the plainest one: one batch, the mean loss, SGD written out."""
+def check_steps_against_the_textbook() -> None:
+    """Compare our step with the plainest one: one batch, the mean loss, SGD written out."""
     sizes = {"optimizer": "sgd", "learning_rate": 0.5, "grad_clip": 0.3, "weight_decay": 0.1}
     config = make_config(dtype="float64", **sizes)
     training, model = make_training(config), with_autograd(make_training(config).chunks[0].model)
@@ -514,11 +582,11 @@ def steps_by_the_book() -> None:
     assert any(clipped)
 
 
-def test_a_step_is_the_one_of_the_textbook(pool):
-    pool.run(1, steps_by_the_book)
+def test_a_step_equals_the_textbooks(pool):
+    pool.run(1, check_steps_against_the_textbook)
 
 
-def ignoring(config: Config) -> tuple[list, dict, set]:
+def steps_with_ignored_targets(config: Config) -> tuple[list, dict, set]:
     training = make_training(config)
     counts = ignore_most_targets(training)
     results = [training.step(step)[:2] for step in range(3)]
@@ -533,19 +601,19 @@ def test_ignored_targets_count_nothing_wherever_they_are(pool, dp, micro_batches
         steps = {"optimizer": "sgd", "learning_rate": 0.5}
         return make_config(dp=dp, dtype="float64", **sizes, **steps)
 
-    ((results, weights, _),) = pool.run(1, ignoring, config(1, 1))
+    ((results, weights, _),) = pool.run(1, steps_with_ignored_targets, config(1, 1))
     counts = set()
     for other_results, other_weights, other_counts in pool.run(
-        dp, ignoring, config(dp, micro_batches)
+        dp, steps_with_ignored_targets, config(dp, micro_batches)
     ):
         np.testing.assert_allclose(other_results, results, rtol=0, atol=1e-10)
         for name, weight in weights.items():
             torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=1e-10)
         counts |= other_counts
-    assert len(counts) > 2, "the targets are spread evenly: the test tests nothing"
+    assert len(counts) > 2, "the targets are spread evenly, so this test proves nothing"
 
 
-def evaluating() -> None:
+def check_evaluation() -> None:
     training = make_training(make_config(dp=2))
     training.step(0)
     before = State(training)
@@ -563,7 +631,7 @@ def evaluating() -> None:
 
 
 def test_evaluation_keeps_no_graph_and_changes_nothing(pool):
-    pool.run(2, evaluating)
+    pool.run(2, check_evaluation)
 
 
 def tokenise_slowly(seconds: float, only_rank: int | None = None) -> None:
