@@ -1,9 +1,10 @@
-"""The benchmark's own arithmetic, and one small run of it."""
+"""The arithmetic of the benchmark, and one small run of it."""
 
 import json
 
 import pytest
 import torch.distributed as dist
+from transformers import LlamaForCausalLM
 
 from benchmarks import compare
 from benchmarks.compare import Done, Effort, Result, Row, Turns
@@ -42,12 +43,12 @@ def test_contenders_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
     assert [done.loss for done in turns["B"].done] == [0, 1, 2]
 
 
-def test_ratios_are_of_neighbours_so_that_a_slow_phase_of_the_machine_cancels():
+def test_ratios_compare_neighbours_so_that_a_slow_phase_of_the_machine_cancels():
     ours, theirs = result("ours", [1, 3, 10, 2]), result("theirs", [2, 6, 20, 4])
     assert compare.ratios(ours, theirs) == (0.5, 0.5, 0.5)
 
 
-def test_the_slowest_rank_and_the_largest_process_count(monkeypatch):
+def test_the_slowest_rank_sets_the_time_and_the_largest_the_memory(monkeypatch):
     ranks = [
         {"picotron-min": Turns(SAME, [1.0, 4.0]), "transformers": Turns(SAME, [2.0, 2.0])},
         {"picotron-min": Turns(SAME, [3.0, 2.0]), "transformers": Turns(SAME, [2.0, 2.0])},
@@ -79,6 +80,7 @@ def test_the_table_shows_medians_ratios_and_memory():
 
 
 def test_every_row_runs_and_its_contenders_do_the_same_work(tmp_path, capsys, monkeypatch):
+    assert LlamaForCausalLM  # imported here once, not in each process of the row that compares it
     monkeypatch.setattr(compare, "QUICK", Effort(1, 2, 2))
     monkeypatch.setitem(compare.LONG, "seq_length", 32)
     file = tmp_path / "numbers.json"

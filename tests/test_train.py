@@ -176,7 +176,8 @@ def start_first(workplace: Workplace) -> subprocess.Popen:
 
 def start_readme(workplace: Workplace) -> subprocess.Popen:
     """The first command of the README, where train.py and config.json are in the folder."""
-    (command,) = re.findall(r"^pip install -e \. && (torchrun .*)$", README, re.MULTILINE)
+    command = re.search(r"\btorchrun --[^\n`]*", README)[0]
+    assert command == "torchrun --nproc_per_node 4 train.py --config config.json"
     (workplace.folder / "train.py").symlink_to(ROOT / "train.py")
     workplace.short_config("config")
     return workplace.start(*shlex.split(command))
