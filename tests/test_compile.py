@@ -1,7 +1,7 @@
-"""A compiled model trains the same, in every layout, and really is compiled.
+"""A compiled model trains the same in every layout, and its layers really are compiled.
 
-The graphs are captured and differentiated as always, and then run by torch instead of inductor,
-whose minutes would test torch.
+The graphs are captured and differentiated as usual, then run by torch instead of inductor, which
+would take minutes and test only torch.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def eager_and_compiled(config) -> tuple:
 
 
 def compare(pool, config) -> tuple[int, int]:
-    """Returns how many graphs there are, and breaks between them."""
+    """Return the number of graphs, and of breaks between them."""
     expected, compiled, graphs, breaks = pool.run(config.world_size, eager_and_compiled, config)[0]
     for ours, theirs in zip(compiled, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)

@@ -80,7 +80,7 @@ def ddp_gradients(dtype: torch.dtype) -> tuple[dict, dict]:
     backward(ours, 0)
     buckets.wait()
     backward(ddp, 0)
-    # DDP averages. For 2, 4 and 8 ranks that is exact in binary; ours is the sum.
+    # DDP averages, which is exact in binary for 2, 4 and 8 ranks; ours is the sum.
     return (
         {name: p.grad for name, p in ours.named_parameters()},
         {name: p.grad * dist.get_world_size() for name, p in theirs.named_parameters()},

@@ -24,7 +24,7 @@ STEPS = 2
 
 
 class Trace(NamedTuple):
-    """What a run leaves behind that another can be compared with."""
+    """The results of a run that are compared with another run's."""
 
     losses: list[float]
     norms: list[float]
@@ -141,7 +141,7 @@ def assert_trains_the_same(pool, config: Config, model: str) -> None:
 
 
 def part_of(whole: np.ndarray, name: str, rank: int, size: int) -> np.ndarray:
-    """What a tp rank has of a parameter: 61 rows over 4 ranks are 16, 16, 16 and 13."""
+    """A tp rank's part of a parameter: 61 rows over 4 ranks are 16, 16, 16 and 13."""
     dim = shard_dim(name)
     if dim is None:
         return whole
@@ -173,9 +173,9 @@ def test_tensor_parallel_layouts_train_the_same_model(pool, dp, tp, model, seque
     assert_trains_the_same(pool, config, model)
 
 
-# Every (dp, pp, tp) of at most 8 ranks with every engine, tied and not: six for each layout. The
-# five variants go round, so that engines meet all of them; `pytest --all-layouts` runs all with
-# all, for ten minutes. Few sizes divide 3 micro-batches.
+# Every (dp, pp, tp) of at most 8 ranks with every engine, tied and untied: six for each layout. The
+# five variants alternate, so that every engine meets each of them; `pytest --all-layouts` runs all
+# combinations and takes ten minutes. Few sizes divide 3 micro-batches.
 VARIANTS = [(2, "none"), (3, "full"), (6, "none"), (4, "selective"), (2, "full")]
 PIPELINES = [
     (dp, pp, tp, engine, model)
@@ -213,7 +213,7 @@ def test_pipelines_train_the_same_model(pool, layout, variant):
     assert_trains_the_same(pool, config, model)
 
 
-# Every (dp, pp, cp, tp) of at most 8 ranks with both engines; the other choices go round.
+# Every (dp, pp, cp, tp) of at most 8 ranks with both engines; the other choices alternate.
 CONTEXTS = [
     (dp, pp, cp, tp, cp_engine)
     for dp, pp, cp, tp in itertools.product(POWERS, (1, 2, 3, 4), (2, 3, 4, 8), POWERS)
