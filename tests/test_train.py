@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import train
 from picotron_min.data import Batch
-from picotron_min.layout import Layout
+from picotron_min.layout import Layout, Recipe
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import Diverged, learning_rate_at
@@ -161,7 +161,7 @@ def workplace(pool, tmp_path_factory) -> Workplace:
 def outcome_of(process: subprocess.Popen) -> Outcome:
     began = time.monotonic()
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
@@ -394,7 +394,7 @@ def test_the_same_command_twice_keeps_the_first_run(workplace):
     assert records[0]["comm_bytes"] == {}
     for step, record in enumerate(records):
         assert record["learning_rate"] == learning_rate_at(
-            step, peak=0.01, minimum=0.0, schedule="cosine", warmup_steps=0, total_steps=200
+            step, Recipe(learning_rate=0.01, schedule="cosine", total_train_steps=200)
         )
 
 
@@ -446,7 +446,7 @@ def only_the_second_rank_has_no_gpu() -> None:
             raise ValueError("process 1 on this node has no GPU")
         return torch.device("cpu")
 
-    train.choose_device = choose_device
+    inputs.choose_device = choose_device
     train.time.sleep = lambda seconds: None
 
 
@@ -493,7 +493,7 @@ def gradients_are_not_finite(after: int) -> None:
     "finite,message",
     [
         (0, "not finite in the first 3 steps, before any weight was changed"),
-        (2, "not finite in 3 steps in a row, up to step 5: the run has diverged. Go on from a"),
+        (2, "not finite in 3 steps in a row, up to step 5: the run has diverged. Resume from a"),
     ],
 )
 def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, message):
