@@ -306,9 +306,10 @@ def test_comm_bytes_are_those_of_the_formula(workplace, first_run, monkeypatch):
     monkeypatch.chdir(workplace.folder)
     shapes = resolve_model(load_config("first.json")).parameter_shapes()
     gradients = 4 * sum(math.prod(shape) for shape in shapes.values())
-    totals = 2 * 8  # the loss and the number of targets, in float64
+    totals = 3 * 8  # the loss, the number of targets and the norm's square, in float64
     for record in workplace.steps("first"):
-        assert record["comm_bytes"] == {"dp_cp": 2 * 1 / 2 * (gradients + totals)}
+        sent = {"dp_cp": 2 * 1 / 2 * gradients, "world": 2 * 1 / 2 * totals}
+        assert record["comm_bytes"] == sent
 
 
 def test_the_finished_model_has_the_reported_validation_loss(workplace, first_run, monkeypatch):
