@@ -40,7 +40,8 @@ def test_behind_a_proxy_the_hub_is_taken_to_answer(listening, monkeypatch):
     "sections, expected",
     [
         ({}, False),
-        ({"model": {"name": "HuggingFaceTB/SmolLM-135M"}}, False),  # a preset
+        ({"model": {"name": "HuggingFaceTB/SmolLM-135M"}}, True),  # a preset, and its tokenizer
+        ({"model": {"name": "SmolLM-135M"}, "dataset": {"tokenizer": "bytes"}}, False),
         ({"model": {"name": "owner/other"}}, True),
         ({"model": {"weights": "HuggingFaceTB/SmolLM-135M"}}, True),
         ({"dataset": {"tokenizer": "owner/tokenizer"}}, True),

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from filelock import FileLock
 
 import train
+from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes, open_communicators
 from picotron_min.runtime import failures, inputs
 from picotron_min.runtime.failures import launched
 from picotron_min.runtime.launch import Launch, choose_backend, open_process_group, torchrun_launch
 from tests.test_train import Workplace, numbers
-from tests.training import Training
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,14 @@ def shorten_waits() -> None:
 def at_the_third_step(rank: int | None, sabotage: Callable[[], None]) -> None:
     """Patch the train step of one rank, or of all; forked processes inherit it."""
     shorten_waits()
-    step = Training.step
+    step = train.train_step
 
-    def sabotaged(self, number, *watch):
+    def sabotaged(run, number, *watch):
         if number == 2 and rank in (None, dist.get_rank()):
             sabotage()
-        return step(self, number, *watch)
+        return step(run, number, *watch)
 
-    Training.step = sabotaged
+    train.train_step = sabotaged
 
 
 def raises(error: Exception) -> Callable[[], None]:
@@ -121,13 +121,13 @@ def test_a_failure_before_the_first_checkpoint_reports_that_none_was_saved(workp
 
 def rank_1_has_another_config() -> None:
     shorten_waits()
-    facts_in_common = train.facts_in_common
+    in_common = inputs.Inputs.in_common
 
-    def other(config, run):
-        is_rank_0 = run.lock is not None
-        return facts_in_common(config, run) | ({} if is_rank_0 else {"training.seed": 7})
+    def other(self, config):
+        is_rank_0 = self.lock is not None
+        return in_common(self, config) | ({} if is_rank_0 else {"training.seed": 7})
 
-    train.facts_in_common = other
+    inputs.Inputs.in_common = other
 
 
 def test_ranks_with_different_settings_are_refused(workplace):
@@ -279,7 +279,7 @@ def test_nccl_learns_its_device_when_the_process_group_is_opened(monkeypatch):
 
 def communicators_opened() -> list[tuple]:
     """Which groups and pairs this rank makes a communicator for, in order."""
-    axes, opened = build_axes(torch.device("cpu"), pp=4, dp=1, cp=1, tp=2), []
+    axes, opened = build_axes(torch.device("cpu"), Layout(pp=4, tp=2)), []
 
     def recorded(function):
         def call(tensor, **options):

@@ -1,5 +1,6 @@
 """Two nodes: two network namespaces with a wire between them, and a torchrun in each."""
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -93,7 +94,8 @@ class Nodes:
     def __exit__(self, *_) -> None:
         for node, process in enumerate(self.processes):
             if process.is_alive():
-                self.kill(node)
+                with contextlib.suppress(ProcessLookupError):  # it has ended in between
+                    self.kill(node)
             process.join()
 
 
