@@ -108,6 +108,20 @@ def steps_in_bfloat16(with_copies: bool, sizes: dict) -> list[tuple]:
     return [(result.loss, result.grad_norm) for result in results], weights
 
 
+def losses_of_held_out_text() -> tuple[float, float]:
+    config = make_config(optimizer="adamw", learning_rate=0.1, dtype="bfloat16")
+    training = make_training(config, MODEL)
+    training.step(0)
+    loss = training.evaluate()
+    training.model.refresh_copies()
+    return loss, training.evaluate()
+
+
+def test_an_evaluation_uses_the_weights_of_the_last_update(pool):
+    ((loss, again),) = pool.run(1, losses_of_held_out_text)
+    assert loss == again
+
+
 LAYOUTS = [
     {},
     {"dp": 2, "recompute": "full"},
