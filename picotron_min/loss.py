@@ -1,7 +1,7 @@
 """Cross entropy without storing the logits, whether or not the vocabulary is split over ranks.
 
-The logits of 8k tokens and a vocabulary of 128k are 4 GB in float32, and their gradient as much
-again. But the loss of a token needs only its own row of logits. So the rows are taken in stripes:
+The logits of 8k tokens and a vocabulary of 128k are 4 GB in float32, and so is their gradient. The
+loss of a token needs only its own row of logits, however, so rows are taken in stripes:
 
               V = vocabulary
          +---------------------+
@@ -9,16 +9,12 @@ again. But the loss of a token needs only its own row of logits. So the rows are
     rows +---------------------+                                           dw += (p - onehot)^T x
          | stripe 1            |   in the same memory
 
-While a stripe's logits exist, its loss and both gradients are computed; backward only multiplies
-them by the upstream gradient. No logit is computed twice. The price: dw is kept until backward,
-4 bytes an element of w for each micro-batch alive in a pipeline.
-
-Where ranks hold slices of w (`Vocabulary`), three numbers per token are reduced over the ranks: the
-largest logit, the sum of the exponentials, and the target's logit.
+Backward multiplies both gradients by the upstream gradient. No logit is computed twice; the price
+is dw, kept until backward: 4 bytes an element of w for each micro-batch alive in a pipeline.
+Where ranks hold slices of w (`Vocabulary`), three numbers per token are reduced over the ranks.
 
 Source: the stripes, Hsu et al. 2024, "Liger Kernel", section 3.2; the split softmax, Shoeybi et al.
-2019, "Megatron-LM", section 3. In production: Liger's fused kernel, torch's `linear_cross_entropy`
-(since 2.13) and `loss_parallel`.
+2019, "Megatron-LM", section 3. In production: Liger, torch's `linear_cross_entropy` (2.13).
 """
 
 from collections.abc import Callable
@@ -49,12 +45,11 @@ def head_loss(
     stripe_rows: int | None = None,  # STRIPE_ROWS of the device
     of_stripe: Callable[..., tuple[Tensor, Tensor]] | None = None,  # stripe_loss, maybe compiled
 ) -> Tensor:
-    """x [N, E], weight [V/tp, E], targets [N] -> the summed cross entropy [], float32 or better.
+    """x [..., E], weight [V/tp, E], targets [...] -> the summed cross entropy [], in wide_dtype.
 
-    Targets are ids of the whole vocabulary or IGNORE_INDEX. The gradient of x is this slice's
-    share: the caller sums it over the ranks.
+    Targets are ids of the whole vocabulary. The caller sums the gradient of x over the ranks.
     """
-    x = x.to(linear_dtype(x))  # under autocast, as for any linear layer
+    x, targets = x.to(linear_dtype(x)).flatten(0, -2), targets.flatten()  # [N, E], [N]
     stripe_rows, of_stripe = stripe_rows or STRIPE_ROWS[x.device.type], of_stripe or stripe_loss
     wants_gradients = torch.is_grad_enabled()  # always False inside a Function's forward
     return _HeadLoss.apply(x, weight, targets, vocabulary, stripe_rows, of_stripe, wants_gradients)
@@ -85,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
             if wants_gradients:
                 ctx.dx[rows] = gradient @ weight
                 ctx.dw += gradient.T @ x[rows]  # float32: many small terms
-            del gradient  # or it would still take memory beside the next stripe's logits
+            del gradient  # it would take memory beside the next stripe's logits
         return total
 
     @staticmethod
@@ -99,11 +94,9 @@ class _HeadLoss(torch.autograd.Function):
 def stripe_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """The losses of some rows, [N], and their gradient p - onehot [N, V/tp] in the dtype of x.
-
-    With s the sum over the vocabulary of exp(logit - max), a token's loss is
-    log s - (its target's logit - max), and p = exp(logit - max) / s.
-    """
+    """The losses of some rows, [N], and their gradient p - onehot [N, V/tp] in the dtype of x."""
+    # With s the sum over the vocabulary of exp(logit - max), a token's loss is
+    # log s - (its target's logit - max), and p = exp(logit - max) / s.
     logits = (x @ weight.T).to(wide_dtype(x))
     counts = targets != IGNORE_INDEX
     ids = targets - vocabulary.first
@@ -112,12 +105,10 @@ def stripe_loss(
     logits -= vocabulary.maximum(logits.amax(-1))[:, None]  # exp cannot overflow from here on
     at_target = logits.gather(1, ids)[:, 0]
     exponentials = logits.exp_()
-    # One rank has the target and adds its logit, the others add 0; with s in one message, [2, N].
+    # one message, [2, N]; ranks that do not have the target add 0 to its logit
     sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
     losses = (sums.log() - target_logits) * counts
-    # p where the target counts, else 0; p - 1 at the target, subtracted before rounding
     scale = counts / sums
-    gradient = exponentials.mul_(scale[:, None]).to(x.dtype)
-    gradient_at_target = at_target.exp() * scale - is_here.to(scale.dtype)
-    gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
-    return losses, gradient
+    gradient = exponentials.mul_(scale[:, None]).to(x.dtype)  # p; 0 where no target counts
+    gradient_at_target = at_target.exp() * scale - is_here.to(scale.dtype)  # p - 1, not yet rounded
+    return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))

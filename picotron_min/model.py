@@ -2,12 +2,11 @@
 
     tokens -> embed_tokens -> layers: x += self_attn(norm(x)); x += mlp(norm(x)) -> norm -> lm_head
 
-It knows nothing of parallelism. Every parallelism swaps some of these submodules and leaves the
-forward functions as they are, so they hold to three rules: head counts are read off the tensors
-(`view(B, S, -1, D)`), never off the config; attention is a submodule without parameters that gets K
-and V before head repetition; and the model is one straight chain, so that it can be cut anywhere.
+It contains nothing parallel. Each parallelism swaps some of these submodules and no forward, which
+takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`); attention is a
+submodule without parameters that gets K and V before they are repeated; the model is one chain.
 
-Shapes: B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
+B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
 V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;
 RMSNorm: Zhang and Sennrich 2019; grouped-query attention: Ainslie et al. 2023.
 """
@@ -29,19 +28,14 @@ class Llama(nn.Module):
         self.config = config
         self.model = nn.Module()  # the level that Hugging Face's names have: "model.layers.0..."
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        # A dict, so that a pipeline stage that drops layers leaves the others' names alone.
-        self.model.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config) for i in range(config.num_hidden_layers)}
-        )
+        layers = {str(i): DecoderLayer(config) for i in range(config.num_hidden_layers)}
+        self.model.layers = nn.ModuleDict(layers)  # names survive when a stage drops some
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make input and output embedding one parameter again, after anything that parted them.
-
-        Where only one of the two is left, there is nothing to tie.
-        """
+        """Make both embeddings one parameter (again), unless a pipeline stage lacks one of them."""
         ends = self.model.embed_tokens, self.lm_head
         if self.config.tie_word_embeddings and all(hasattr(end, "weight") for end in ends):
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -73,18 +67,18 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         E, D = config.hidden_size, config.head_dim
-        self.head_dim = D
         self.q_proj = Linear(E, config.num_attention_heads * D)
         self.k_proj = Linear(E, config.num_key_value_heads * D)
         self.v_proj = Linear(E, config.num_key_value_heads * D)
         self.o_proj = Linear(config.num_attention_heads * D, E)
         self.core_attention = FlashAttention()
+        self.head_dim = D
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         B, S, _ = x.shape
         q = rotate(self.q_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, Q, D]
         k = rotate(self.k_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, K, D]
-        v = self.v_proj(x).view(B, S, -1, self.head_dim)
+        v = self.v_proj(x).view(B, S, -1, self.head_dim)  # [B, S, K, D]
         out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
 
@@ -93,29 +87,24 @@ class FlashAttention(nn.Module):
     """Causal softmax(q k^T / sqrt(D)) v by torch's fused kernels: no [S, S] matrix is stored."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
+        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D], as in the two classes below"""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class RepeatedAttention(nn.Module):
-    """For GPUs where no flash kernel fits: torch's efficient kernel, which needs equal head counts.
-
-    K and V are repeated and all is float32: backward keeps 8 B Q S D bytes of them, and no [S, S].
-    """
+    """For GPUs that no flash kernel fits: torch's efficient one, which needs equal head counts."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         with torch.autocast(q.device.type, enabled=False):  # it would cast to bfloat16 again
             out = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), is_causal=True)
-        return out.to(q.dtype)
+        return out.to(q.dtype)  # backward keeps K and V, 8 B Q S D bytes, and no [S, S] matrix
 
 
 class SoftmaxAttention(nn.Module):
-    """The same written out: for `use_flash_attention: false`, and to test the others with."""
+    """Attention written out: for `use_flash_attention: false`, and to test the others with."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D]"""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         scores = (q @ k.mT).to(wide_dtype(q)) / math.sqrt(q.shape[-1])
         future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
@@ -133,44 +122,29 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in the dtype that linears compute in.
-
-    Under autocast each linear would round it for itself, and keep a copy of its own for backward.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight, in the dtype that linears compute in."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(linear_dtype(x))
+        # Under autocast each linear would round it for itself, and keep its own copy for backward.
+        return super().forward(x).to(linear_dtype(x))
 
 
 class Head(nn.Linear):
-    """The projection to the vocabulary, and the loss, which is all that training wants of it."""
+    """The projection to the vocabulary, and the loss, which is all that training needs of it."""
 
-    stripe_loss = staticmethod(stripe_loss)
+    stripe_loss = staticmethod(stripe_loss)  # or a compiled one
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x [B, S, E], targets [B, S] -> [], the sum (not the mean) of the tokens' cross entropies.
-
-        A sum, so that micro-batches and ranks can be added up; the step divides once, by the number
-        of targets in the whole global batch. The logits never exist all at once, see loss.py.
-        """
-        return head_loss(
-            x.flatten(0, 1), self.weight, targets.flatten(), of_stripe=self.stripe_loss
-        )
+        """x [B, S, E], targets [B, S] -> [], the sum of cross entropies; the step divides it."""
+        return head_loss(x, self.weight, targets, of_stripe=self.stripe_loss)
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned.
 
-    Both halves of D hold the same angles, sin with the signs that `rotate` wants.
-
-    Computed once per forward from the positions themselves. There is no buffer to cut, cast or
-    initialise, and a context-parallel rank that holds positions 512..1023 gets them right.
+    It is computed once per forward: there is no buffer to cut, cast or initialise, and a rank that
+    has positions 512..1023 of a sequence needs no other code.
     """
     D = config.head_dim
     exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
@@ -183,15 +157,14 @@ def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
         frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
     angles = positions.float()[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # both halves; signs for `rotate`
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles.
 
     These are Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
-
-    (first cos - second sin, second cos + first sin), both halves at once: fewer passes over memory.
     """
+    # (first cos - second sin, second cos + first sin), both halves at once: less memory traffic
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
