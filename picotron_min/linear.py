@@ -5,17 +5,14 @@
     dx = dy W             the layer before, at once
     dW = dy^T x           the optimizer, at the end of the step
 
-autograd computes the last two together. The weight gradient can wait, though, and there are better
-moments for it: behind a message (tensor_parallel.py), or in the bubble of a pipeline. So backward
-here computes dx only and puts (layer, x, dy) into a queue. When the queue is run, dW is added to
-the layer's gradient where it lies: autograd never sees the weight.
+autograd computes the last two together, but the weight gradient has better moments: behind a
+message (tensor_parallel.py), or in a pipeline's bubble. So backward here computes only dx, and puts
+(layer, x, dy) into a queue; when the queue is run, dW is added to the gradient where it lies. Each
+product is a method, so that a subclass can compute it otherwise, for example in 8 bits.
 
-Each product is a method, so a subclass can compute it otherwise, in 8 bits for example.
-
-Precision: with a `copy` in bfloat16 the products are computed in bfloat16. The weight itself stays
-in float32, because most updates are smaller than what bfloat16's three digits can hold.
-Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1: master weights.
-In production: Megatron-LM's `gradient_accumulation_fusion` and its embedding of dW in a queue.
+With `copy` the products are in bfloat16. The weight itself stays in float32, because most updates
+are smaller than what bfloat16's three digits can hold (Micikevicius et al. 2018, "Mixed Precision
+Training", section 3.1). In production: Megatron-LM's `gradient_accumulation_fusion`.
 """
 
 import weakref
@@ -41,11 +38,7 @@ class Linear(nn.Linear):
         return self.weight if self.copy is None else self.copy
 
     def forward(self, x: Tensor) -> Tensor:
-        """The three products by autograd, which torch.compile understands."""
-        return F.linear(x, self.operand)
-
-    def product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.operand)
+        return F.linear(x, self.operand)  # without a queue, autograd computes the other two from it
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         return dy @ self.operand
@@ -60,56 +53,48 @@ class Linear(nn.Linear):
         self.gradient_arrived()
 
 
-class WeightGradients:
-    """A queue of weight gradients that are still to be computed."""
+class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
+    """A queue of (layer, x, dy), whose weight gradients are still to be computed."""
 
-    def __init__(self) -> None:
-        self.hold = False  # True: they wait until somebody calls `run`
-        self.waiting: list[tuple[Linear, Tensor, Tensor]] = []
-
-    def put(self, linear: Linear, x: Tensor, dy: Tensor) -> None:
-        self.waiting.append((linear, x, dy))
-        if not self.hold:
-            self.run()
+    hold = False  # True: until `run` is called, not only until x and dy are here
 
     def run(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for linear, x, dy in waiting:
+        while self:
+            linear, x, dy = self.pop(0)
             linear.add_weight_gradient(x, dy)
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:
-    """All layers of this kind in a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
 def apply_queue(model: nn.Module, queue: WeightGradients) -> None:
     """Let the linears of a model put their weight gradients into a queue, in place."""
     for linear in linears(model).values():
-        # torch.compile cannot look into a queue: it compiles what lies between the linears.
-        linear.forward = torch.compiler.disable(partial(_Product.apply, linear, queue))
+        forward = partial(_Product.apply, linear, linear.forward, queue)
+        linear.forward = torch.compiler.disable(forward)  # it cannot look into a queue
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, linear, queue, x):
+    def forward(ctx, linear, product, queue, x):
         ctx.linear, ctx.queue = linear, queue
         ctx.save_for_backward(x)
-        return linear.product(x)
+        return product(x)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        ctx.queue.put(ctx.linear, x, dy)
-        return None, None, ctx.linear.input_gradient(dy)
+        ctx.queue.append((ctx.linear, x, dy))
+        if not ctx.queue.hold:
+            ctx.queue.run()
+        return None, None, None, ctx.linear.input_gradient(dy)
 
 
 def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the linears of a model compute with copies of their weights, in place.
-
-    autocast would make such copies, too, but casts each gradient to float32 before it is added and,
-    in compiled layers, the weights again for each micro-batch.
-    """
+    """Let the linears of a model compute with copies of their weights, in place."""
+    # autocast makes such copies, too, but casts each gradient to float32 before it is added and, in
+    # compiled layers, the weights again for each micro-batch.
     for linear in linears(model).values():
         linear.copy = linear.weight.detach().to(dtype).requires_grad_()
         # Weak: Python's garbage collector does not see a cycle that goes through such a hook.
@@ -117,16 +102,15 @@ def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _add_to_weight(reference: weakref.ref, copy: Tensor) -> None:
-    """autograd has left a gradient at the copy: add it to the weight's."""
     linear = reference()
-    linear.weight.grad += copy.grad
+    linear.weight.grad += copy.grad  # where autograd has left it
     copy.grad = None
     linear.gradient_arrived()
 
 
 @torch.no_grad()
 def refresh_copies(model: nn.Module) -> None:
-    """Copy the weights, which the optimizer has changed, once a step."""
+    """Copy the weights once a step, after the optimizer has changed them."""
     for linear in linears(model).values():
         if linear.copy is not None:
             linear.copy.copy_(linear.weight)

@@ -50,7 +50,7 @@ def test_the_queue_gives_autograds_gradients():
             torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
         for a, b in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-14)
-        assert arrived == ["2", "0"] * passes and not queue.waiting
+        assert arrived == ["2", "0"] * passes and not queue
 
 
 def test_a_queue_that_holds_computes_when_it_is_run():
@@ -61,10 +61,10 @@ def test_a_queue_that_holds_computes_when_it_is_run():
     arrived = arrivals(model)
     (_, theirs), (_, ours) = forward_and_backward(expected), forward_and_backward(model)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
-    assert len(queue.waiting) == 2 and arrived == []
+    assert len(queue) == 2 and arrived == []
     assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
     queue.run()
-    assert arrived == ["2", "0"] and not queue.waiting
+    assert arrived == ["2", "0"] and not queue
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-14)
 
@@ -72,8 +72,8 @@ def test_a_queue_that_holds_computes_when_it_is_run():
 class Doubling(Linear):
     """Each product is replaced: what a user sees of it is twice as large, by another factor."""
 
-    def product(self, x: Tensor) -> Tensor:
-        return 2 * super().product(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         return 3 * super().input_gradient(dy)
