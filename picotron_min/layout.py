@@ -1,7 +1,6 @@
 """How a run is laid out over processes, and what a step computes, as plain numbers.
 
-Standard library only: the config, the mesh, the costs, the planner and the tests share these two
-classes. Sizes are numbers of ranks. Ranks are numbered row by row over the grid (pp, dp, cp, tp):
+Standard library only. Sizes are in ranks, which are numbered row by row over (pp, dp, cp, tp):
 
     pp 2, dp 2, tp 2     pp 0   dp 0: ranks 0 1    dp 1: ranks 2 3
                          pp 1   dp 0: ranks 4 5    dp 1: ranks 6 7
@@ -10,27 +9,21 @@ so the ranks of a tensor-parallel group, which communicate most, are neighbours 
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
 
-# Rows (tokens) that loss.py takes at a time. Each such stripe reads and writes the gradient of
-# lm_head, 12 bytes an element, beside 6 FLOPs a row; a GPU does 230 FLOPs in the time of a byte:
-# that adds 45% to the products of 1024 rows, 11% to 4096.
+# Rows (tokens) that loss.py takes at a time. Each stripe reads and writes the gradient of lm_head,
+# 12 bytes an element, beside 6 FLOPs a row. A GPU does 230 FLOPs in the time of a byte: that adds
+# 45% to the products of 1024 rows, 11% to 4096.
 STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
 
-
-class Coordinates(NamedTuple):
-    """A rank's place in the grid."""
-
-    pp: int
-    dp: int
-    cp: int
-    tp: int
+Coordinates = namedtuple("Coordinates", ["pp", "dp", "cp", "tp"])  # of a rank in the grid
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of each axis of the mesh, and the choices that belong to it."""
+    """The size of each axis of the mesh, and what belongs to it."""
 
     pp: int = 1
     dp: int = 1
@@ -56,16 +49,13 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank is in the grid; known before there is any process group."""
-        place = []
-        for size in reversed(self.sizes):  # the last axis changes fastest
-            rank, index = divmod(rank, size)
-            place.append(index)
-        return Coordinates(*reversed(place))
+        grid = list(product(*map(range, self.sizes)))  # the last axis changes fastest
+        return Coordinates(*grid[rank])
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one data-parallel rank computes in a step, and how."""
+    """What one data-parallel rank computes in a step."""
 
     seq_length: int  # tokens
     micro_batch_size: int = 1  # sequences
