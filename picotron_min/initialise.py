@@ -2,8 +2,7 @@
 
     seed 42, "model.layers.0.mlp.up_proj.weight"  ->  the full matrix  ->  this rank's rows of it
 
-The full tensor is drawn from a generator of its own, and a rank keeps its part. So every layout
-starts from bit-identical weights, and no two ranks hold the same slice where they should differ.
+So every layout starts from bit-identical weights, and no two tensor-parallel ranks draw the same.
 """
 
 import hashlib
@@ -26,25 +25,24 @@ def initialise(
     axes: Axes,
 ) -> None:
     """Give parameters, by their saved names, their initial weights, in place."""
-    shapes, ranks, sizes = model_config.parameter_shapes(), axes.ranks, axes.sizes
+    shapes = model_config.parameter_shapes()
     for name, parameter in parameters.items():
         std = initial_std(name, model_config.num_hidden_layers)
         whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time
-        mine = part(whole.shape, placements[name].cuts, ranks, sizes)
+        mine = part(whole.shape, placements[name].cuts, axes.ranks, axes.sizes)
         parameter.data.copy_(whole[mine])  # rounds to its dtype, moves to its device
 
 
 def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
     """Normal with mean 0, or ones for norms; float32 on the CPU, so that devices agree."""
     if len(shape) < 2:
-        return torch.ones(shape)  # norms
+        return torch.ones(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()  # hash() differs per process
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))  # 64 bits
     return torch.empty(shape).normal_(std=std, generator=generator)
 
 
 def initial_std(name: str, num_hidden_layers: int) -> float:
-    """0.02 as in Hugging Face's Llama, less for what is added to the residual stream."""
-    # Two outputs per layer are summed: no variance that grows with depth (Radford et al. 2019).
+    """0.02 as in Hugging Face's Llama; less where 2 outputs a layer add up (Radford et al. 2019)."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return 0.02 / math.sqrt(2 * num_hidden_layers) if writes_residual else 0.02

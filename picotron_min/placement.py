@@ -5,9 +5,7 @@
     layernorm   not cut                   held alike by dp x cp x tp
 
 Everything that is done per parameter derives from this table: narrowing a matrix, initial weights,
-reading and saving weights, gradient buckets, the gradient norm. No other file matches on names.
-A new way to cut parameters is a new row here.
-
+reading and saving weights, gradient buckets, the gradient norm. A new cut is a new row here.
 Names are those of the saved model. Standard library only.
 """
 
@@ -35,10 +33,7 @@ class Placement(NamedTuple):
 
 
 def placements(names: Iterable[str], layout: Layout, tied: bool) -> dict[str, Placement]:
-    """The placement of every parameter, by its saved name.
-
-    `tied`: the input embedding is the output embedding, too.
-    """
+    """The placement of every parameter, by its saved name; `tied`: lm_head is embed_tokens, too."""
     return {name: _placement(name, layout, tied) for name in names}
 
 
@@ -54,14 +49,13 @@ VOCABULARY_PARALLEL = ("embed_tokens", "lm_head")  # [V, E] cut by V
 
 def _placement(name: str, layout: Layout, tied: bool) -> Placement:
     module = name.removesuffix(".weight").split(".")[-1]
-    if module in COLUMN_PARALLEL:
-        return Placement((Cut("tp", 0),), None, copies=("dp_cp",), sums=("dp_cp",))
-    if module in ROW_PARALLEL:
-        return Placement((Cut("tp", 1),), None, copies=("dp_cp",), sums=("dp_cp",))
+    cuts = (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
+    if module in COLUMN_PARALLEL + ROW_PARALLEL:
+        return Placement(cuts, None, copies=("dp_cp",), sums=("dp_cp",))
     if module in VOCABULARY_PARALLEL:
         # The first and the last stage each have a copy of a tied embedding, and add its gradients.
-        ends = ("ends",) if tied and layout.pp > 1 else ()
-        return Placement((Cut("tp", 0),), None, ("dp_cp", *ends), ("dp_cp", *ends))
+        axes = ("dp_cp", "ends") if tied and layout.pp > 1 else ("dp_cp",)
+        return Placement(cuts, None, copies=axes, sums=axes)
     # Norms. With sequence parallelism each tp rank has seen another part of the sequence.
     sums = ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",)
     return Placement((), None, copies=("dp_cp", "tp"), sums=sums)
@@ -70,18 +64,14 @@ def _placement(name: str, layout: Layout, tied: bool) -> Placement:
 def part(
     shape: Sequence[int], cuts: Sequence[Cut], rank: Mapping[str, int], size: Mapping[str, int]
 ) -> tuple[slice, ...]:
-    """The part of a tensor that cuts leave to a rank, as one slice for each dim.
-
-    `rank` and `size` are by axis. 10 rows over 4 ranks are 3, 3, 3 and 1, as torch.chunk and
-    DTensor's Shard make them.
-    """
+    """The part of a tensor that cuts leave to a rank, one slice a dim; `rank`, `size` by axis."""
     slices = [slice(0, length) for length in shape]
     for cut in cuts:
         start, stop = slices[cut.dim].start, slices[cut.dim].stop
         if cut.owner is not None:
             slices[cut.dim] = slice(start, stop if rank[cut.axis] == cut.owner else start)
             continue
-        each = -(-(stop - start) // size[cut.axis])
+        each = -(-(stop - start) // size[cut.axis])  # 10 / 4: 3, 3, 3, 1, as torch.chunk, DTensor
         first = min(start + rank[cut.axis] * each, stop)
         slices[cut.dim] = slice(first, min(first + each, stop))
     return tuple(slices)
