@@ -9,9 +9,10 @@ loss of a token needs only its own row of logits, however, so rows are taken in 
     rows +---------------------+                                           dw += (p - onehot)^T x
          | stripe 1            |   in the same memory
 
-Backward multiplies both gradients by the upstream gradient. No logit is computed twice; the price
-is dw, kept until backward: 4 bytes an element of w for each micro-batch alive in a pipeline.
-Where ranks hold slices of w (`Vocabulary`), three numbers per token are reduced over the ranks.
+Backward multiplies both by the upstream gradient: no logit is computed twice. The price is dw, kept
+until backward: 4 bytes an element of w for each micro-batch alive in a pipeline. Where ranks hold
+slices of w (`Vocabulary`), three numbers per token are reduced over them: the largest logit, the
+sum of exponentials, and the target's logit.
 
 Source: the stripes, Hsu et al. 2024, "Liger Kernel", section 3.2; the split softmax, Shoeybi et al.
 2019, "Megatron-LM", section 3. In production: Liger, torch's `linear_cross_entropy` (2.13).
@@ -47,7 +48,7 @@ def head_loss(
 ) -> Tensor:
     """x [..., E], weight [V/tp, E], targets [...] -> the summed cross entropy [], in wide_dtype.
 
-    Targets are ids of the whole vocabulary. The caller sums the gradient of x over the ranks.
+    Targets: ids of the whole vocabulary, or IGNORE_INDEX. The caller sums x's gradient over ranks.
     """
     x, targets = x.to(linear_dtype(x)).flatten(0, -2), targets.flatten()  # [N, E], [N]
     stripe_rows, of_stripe = stripe_rows or STRIPE_ROWS[x.device.type], of_stripe or stripe_loss
@@ -105,7 +106,7 @@ def stripe_loss(
     logits -= vocabulary.maximum(logits.amax(-1))[:, None]  # exp cannot overflow from here on
     at_target = logits.gather(1, ids)[:, 0]
     exponentials = logits.exp_()
-    # one message, [2, N]; ranks that do not have the target add 0 to its logit
+    # one message, [2, N]; a rank without the target adds 0
     sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
     losses = (sums.log() - target_logits) * counts
     scale = counts / sums

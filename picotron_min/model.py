@@ -84,10 +84,9 @@ class SelfAttention(nn.Module):
 
 
 class FlashAttention(nn.Module):
-    """Causal softmax(q k^T / sqrt(D)) v by torch's fused kernels: no [S, S] matrix is stored."""
+    """Causal softmax(q k^T / sqrt(D)) v of q [B, Q, S, D], k and v [B, K, S, D], fused by torch."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, S, D], k and v [B, K, S, D] -> [B, Q, S, D], as in the two classes below"""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # stores no [S, S] matrix
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
@@ -143,8 +142,7 @@ class Head(nn.Linear):
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned.
 
-    It is computed once per forward: there is no buffer to cut, cast or initialise, and a rank that
-    has positions 512..1023 of a sequence needs no other code.
+    Computed once per forward from a rank's own positions: no buffer to cut, cast or initialise.
     """
     D = config.head_dim
     exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
