@@ -52,6 +52,12 @@ class Linear(nn.Linear):
             self.weight.grad += dy.T @ x
         self.gradient_arrived()
 
+    def take_gradient(self, copy: Tensor) -> None:
+        """Move the gradient that autograd has left at the copy."""
+        self.weight.grad += copy.grad
+        copy.grad = None
+        self.gradient_arrived()
+
 
 class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
     """A queue of (layer, x, dy), whose weight gradients are still to be computed."""
@@ -97,15 +103,8 @@ def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
     # compiled layers, the weights again for each micro-batch.
     for linear in linears(model).values():
         linear.copy = linear.weight.detach().to(dtype).requires_grad_()
-        # Weak: Python's garbage collector does not see a cycle that goes through such a hook.
-        linear.copy.register_post_accumulate_grad_hook(partial(_add_to_weight, weakref.ref(linear)))
-
-
-def _add_to_weight(reference: weakref.ref, copy: Tensor) -> None:
-    linear = reference()
-    linear.weight.grad += copy.grad  # where autograd has left it
-    copy.grad = None
-    linear.gradient_arrived()
+        weak = weakref.proxy(linear)  # the garbage collector sees no cycle through such a hook
+        linear.copy.register_post_accumulate_grad_hook(partial(Linear.take_gradient, weak))
 
 
 @torch.no_grad()

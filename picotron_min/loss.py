@@ -11,8 +11,7 @@ loss of a token needs only its own row of logits, however, so rows are taken in 
 
 Backward multiplies both by the upstream gradient: no logit is computed twice. The price is dw, kept
 until backward: 4 bytes an element of w for each micro-batch alive in a pipeline. Where ranks hold
-slices of w (`Vocabulary`), three numbers per token are reduced over them: the largest logit, the
-sum of exponentials, and the target's logit.
+slices of w, they reduce each token's largest logit, sum of exponentials, and target's logit.
 
 Source: the stripes, Hsu et al. 2024, "Liger Kernel", section 3.2; the split softmax, Shoeybi et al.
 2019, "Megatron-LM", section 3. In production: Liger, torch's `linear_cross_entropy` (2.13).
