@@ -140,10 +140,7 @@ class Head(nn.Linear):
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned.
-
-    Computed once per forward from a rank's own positions: no buffer to cut, cast or initialise.
-    """
+    """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned."""
     D = config.head_dim
     exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
     frequencies = 1.0 / config.rope_theta**exponents
@@ -153,16 +150,14 @@ def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[:, None] * frequencies  # no buffer to cut, cast or initialise
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # both halves; signs for `rotate`
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles.
-
-    These are Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
-    """
+    """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles."""
+    # Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
     # (first cos - second sin, second cos + first sin), both halves at once: less memory traffic
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
