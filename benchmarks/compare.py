@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -212,7 +213,7 @@ def torch_tensor_parallel(place: Place) -> Step:
         elif isinstance(module, nn.Linear) and name != "lm_head":
             is_row = name.endswith(("o_proj", "down_proj"))
             plan[name] = RowwiseParallel(output_layouts=between) if is_row else ColwiseParallel()
-    parallelize_module(model, place.axes.tp.submesh, plan)
+    parallelize_module(model, DeviceMesh.from_group(place.axes.tp.group, "cpu"), plan)
 
     def loss(batch: Batch) -> Tensor:
         logits = model(batch.tokens, place.data.positions)

@@ -2,7 +2,7 @@
 
 The first matrices of a sublayer are cut by output (column-parallel: each rank has some heads, or
 some of the MLP's inner units), the last one by input (row-parallel). So everything between them
-needs no other rank. What comes out is a sum over ranks:
+needs no communication. What comes out is a sum over ranks:
 
                       enter                                        leave
     x, on all ranks  ------>  [ q k v | heads | o ]  of rank 0  --+
@@ -11,19 +11,19 @@ needs no other rank. What comes out is a sum over ranks:
 Enter and leave are a conjugate pair: what one does forward, the other does backward. With sequence
 parallelism norms and residuals between sublayers are cut along the sequence, too:
 
-                  enter forward   enter backward    leave forward     leave backward
-    plain         nothing         all-reduce        all-reduce        nothing
-    sequence      all-gather      reduce-scatter    reduce-scatter    all-gather
+                  enter forward, leave backward     leave forward, enter backward
+    plain         nothing                           all-reduce
+    sequence      all-gather                        reduce-scatter
 
-Cost: an all-reduce of b bytes sends 2 (n-1)/n b, the others half of that: both rows send the same,
-4 all-reduces a layer, b = bytes of [B, S, E] (the embedding's in float32). Sequence parallelism
+Cost: 4 all-reduces a layer of b = bytes of [B, S, E], 2 (n-1)/n b each (the embedding's in
+float32); the all-gathers and reduce-scatters send the same in 8 halves. Sequence parallelism
 divides the memory between sublayers by n; the gathered input of a sublayer is kept for backward.
 Recomputation repeats the forward's, but for the last `leave` of the part that it runs again.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing Activation
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from picotron_min.collectives import (
     Axis,
-    Finished,
     all_gather,
     all_reduce,
     start_all_reduce,
@@ -43,48 +42,28 @@ from picotron_min.loss import Vocabulary, head_loss
 from picotron_min.model import Head, Llama
 
 
-class ReplicaBoundary:
+@dataclass(frozen=True)
+class Boundary:
     """Between sublayers every rank has all of x [B, S, E]."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    axis: Axis
 
-    def enter(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor) -> Tensor:
         return x
 
-    def start_enter_backward(self, dx: Tensor) -> tuple[Tensor, dist.Work | Finished]:
-        dx = dx.contiguous()
-        return dx, start_all_reduce(dx, self.axis)
-
-    def leave(self, y: Tensor) -> Tensor:
-        return all_reduce(y, self.axis)
-
-    def leave_backward(self, dy: Tensor) -> Tensor:
-        return dy
+    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:
+        y = y.contiguous()
+        return y, start_all_reduce(y, self.axis)
 
 
-class SequenceBoundary:
+class SequenceBoundary(Boundary):
     """Between sublayers every rank has its part of the sequence, x [B, S/tp, E]."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def enter(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor) -> Tensor:
         return all_gather(x.contiguous(), self.axis, dim=1)
 
-    def start_enter_backward(self, dx: Tensor) -> tuple[Tensor, dist.Work | Finished]:
-        return start_reduce_scatter(dx, self.axis, dim=1)
-
-    def leave(self, y: Tensor) -> Tensor:
-        part, work = start_reduce_scatter(y, self.axis, dim=1)
-        work.wait()
-        return part
-
-    def leave_backward(self, dy: Tensor) -> Tensor:
-        return all_gather(dy.contiguous(), self.axis, dim=1)
-
-
-Boundary = ReplicaBoundary | SequenceBoundary
+    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:
+        return start_reduce_scatter(y, self.axis, dim=1)
 
 
 class _Enter(torch.autograd.Function):
@@ -93,13 +72,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, boundary, queue, x):
         ctx.boundary, ctx.queue = boundary, queue
-        return boundary.enter(x)
+        return boundary.whole(x)
 
     @staticmethod
     def backward(ctx, dx):
+        dx, work = ctx.boundary.start_sum(dx)
         # The layer before waits for dx, and nothing waits for weight gradients: so they are
-        # computed while dx is on its way. All linears of the sublayer have put theirs here by now.
-        dx, work = ctx.boundary.start_enter_backward(dx)
+        # computed while dx travels. All linears of the sublayer have put theirs here by now.
         ctx.queue.run()
         work.wait()
         return None, None, dx
@@ -111,14 +90,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, boundary, y):
         ctx.boundary = boundary
-        out = boundary.leave(y)
+        out, work = boundary.start_sum(y)
+        work.wait()
         if out is y:
             ctx.mark_dirty(y)  # summed in place
         return out
 
     @staticmethod
     def backward(ctx, dy):
-        return None, ctx.boundary.leave_backward(dy)
+        return None, ctx.boundary.whole(dy)
 
 
 # torch.compile cannot look into messages and their ledger: it compiles what lies between them.
@@ -131,41 +111,37 @@ def apply_tensor_parallel(
 ) -> None:
     """Put the collectives around every sublayer of a model, in place.
 
-    Its matrices must be this rank's parts already, see `narrow` in parallelize.py. `queue` is that
+    Its matrices must be this rank's parts already, see `narrow` in parallelize.py; `queue` is that
     of its linears. The vocabulary need not divide by n: the last ranks have fewer rows, but some.
-    Nothing is padded, so losses and saved weights are those of the whole model.
     """
     if axis.size == 1:
         return
-    boundary = SequenceBoundary(axis) if sequence_parallel else ReplicaBoundary(axis)
+    boundary = SequenceBoundary(axis) if sequence_parallel else Boundary(axis)
     queue.hold = True  # until _Enter's backward
     for layer in model.model.layers.values():
         for sublayer in (layer.self_attn, layer.mlp):
             _put_around(sublayer, boundary, queue)
-    V = model.config.vocab_size
+    vocab_size = model.config.vocab_size
+    first = axis.rank * -(-vocab_size // axis.size)  # rounded up, as in `part` of placement.py
     if isinstance(model.model.embed_tokens, nn.Embedding):  # else another stage has it
         weight = model.model.embed_tokens.weight
-        model.model.embed_tokens = VocabularyParallelEmbedding(weight, V, boundary)
+        model.model.embed_tokens = VocabularyParallelEmbedding(weight, first, boundary)
     if isinstance(model.lm_head, Head):
-        model.lm_head = VocabularyParallelHead(model.lm_head.weight, V, boundary, queue)
+        weight = model.lm_head.weight
+        model.lm_head = VocabularyParallelHead(weight, vocab_size, first, boundary, queue)
 
 
 def _put_around(sublayer: nn.Module, boundary: Boundary, queue: WeightGradients) -> None:
-    inner: Callable[..., Tensor] = sublayer.forward
-
-    def forward(x: Tensor, *rest) -> Tensor:
-        return _leave(boundary, inner(_enter(boundary, queue, x), *rest))
-
-    sublayer.forward = forward
+    inner = sublayer.forward
+    sublayer.forward = lambda x, *rest: _leave(boundary, inner(_enter(boundary, queue, x), *rest))
 
 
 class VocabularyParallelEmbedding(nn.Module):
     """Each rank looks up the tokens in its rows; the others are zero there, and summed."""
 
-    def __init__(self, weight: nn.Parameter, vocab_size: int, boundary: Boundary) -> None:
+    def __init__(self, weight: nn.Parameter, first: int, boundary: Boundary) -> None:
         super().__init__()
-        self.weight, self.boundary = weight, boundary  # [V/tp, E]
-        self.first = boundary.axis.part(vocab_size).start
+        self.weight, self.first, self.boundary = weight, first, boundary  # [V/tp, E]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> [B, S, E], or [B, S/tp, E] with sequence parallelism"""
@@ -178,28 +154,25 @@ class VocabularyParallelEmbedding(nn.Module):
 class VocabularyParallelHead(Head):
     """The logits of this rank's part of the vocabulary, which only the loss ever combines."""
 
-    def __init__(
-        self, weight: nn.Parameter, vocab_size: int, boundary: Boundary, queue: WeightGradients
-    ) -> None:
-        axis = boundary.axis
+    def __init__(self, weight, vocab_size: int, first: int, boundary: Boundary, queue) -> None:
         super().__init__(weight.shape[1], len(weight), bias=False, device="meta")
-        self.weight, self.boundary, self.queue = weight, boundary, queue  # [V/tp, E]
-        self.vocab_size = vocab_size
+        self.weight, self.vocab_size = weight, vocab_size  # weight [V/tp, E]
+        self.boundary, self.queue = boundary, queue
         self.vocabulary = Vocabulary(
-            axis.part(vocab_size).start,
-            maximum=torch.compiler.disable(lambda x: all_reduce(x, axis, dist.ReduceOp.MAX)),
-            total=torch.compiler.disable(lambda x: all_reduce(x, axis)),
+            first,
+            maximum=torch.compiler.disable(
+                lambda x: all_reduce(x, boundary.axis, dist.ReduceOp.MAX)
+            ),
+            total=torch.compiler.disable(lambda x: all_reduce(x, boundary.axis)),
         )
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
-        x = _enter(self.boundary, self.queue, x).flatten(0, 1)
-        of_stripe = self.stripe_loss
-        return head_loss(x, self.weight, targets.flatten(), self.vocabulary, of_stripe=of_stripe)
+        x, targets = _enter(self.boundary, self.queue, x).flatten(0, 1), targets.flatten()
+        return head_loss(x, self.weight, targets, self.vocabulary, of_stripe=self.stripe_loss)
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""
-        part = F.linear(self.boundary.enter(x), self.weight)
-        logits = part.new_zeros(*part.shape[:-1], self.vocab_size)
-        logits[..., self.vocabulary.first :][..., : part.shape[-1]] = part.detach()
-        return all_reduce(logits, self.boundary.axis)
+        part = F.linear(self.boundary.whole(x), self.weight).detach()
+        rest = self.vocab_size - self.vocabulary.first - part.shape[-1]
+        return all_reduce(F.pad(part, (self.vocabulary.first, rest)), self.boundary.axis)

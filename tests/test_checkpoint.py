@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -570,7 +569,7 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
 
 def part_of_a_copy() -> None:
     axes = build_axes(CPU, Layout())
-    gpus = Axis("tp", DeviceMesh.from_group(dist.group.WORLD, "cuda"))  # asks for no GPU
+    gpus = Axis("tp", dist.group.WORLD, torch.device("cuda"))  # asks for no GPU
     shapes = {"model.norm.weight": (SHAPE["hidden_size"],)}
     copies = {name: torch.ones(shape) for name, shape in shapes.items()}
     table = placements(shapes, Layout(), tied=False)

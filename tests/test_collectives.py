@@ -9,7 +9,7 @@ from picotron_min.mesh import build_axes
 
 def rows_of(pp: int, dp: int, cp: int, tp: int) -> dict[str, tuple[int, list[int]]]:
     axes = build_axes(torch.device("cpu"), Layout(pp=pp, dp=dp, cp=cp, tp=tp))
-    return {axis.name: (axis.rank, axis.submesh.mesh.tolist()) for axis in axes}
+    return {axis.name: (axis.rank, dist.get_process_group_ranks(axis.group)) for axis in axes}
 
 
 def test_every_axis_is_the_right_row_of_the_grid(pool):
