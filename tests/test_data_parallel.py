@@ -133,10 +133,10 @@ def names_when_buckets_start() -> list[list[str]]:
     start = buckets._start_complete_buckets
 
     def observe():
-        before = buckets.num_started
+        before = len(buckets.works)
         start()
-        if buckets.num_started > before:
-            missing_when_started.append([n for b in buckets.buckets for n in sorted(b.missing)])
+        if len(buckets.works) > before:
+            missing_when_started.append([name for name, n in buckets.missing.items() if n])
 
     buckets._start_complete_buckets = observe
     buckets.begin(1)

@@ -211,7 +211,7 @@ def sum_the_ends_during_backward() -> None:
 
     def start_and_wait(buckets: GradientBuckets) -> None:
         start(buckets)
-        if buckets.num_started == len(buckets.buckets):
+        if len(buckets.works) == len(buckets.buckets):
             buckets.wait()
 
     with mock.patch.object(GradientBuckets, "_start_complete_buckets", start_and_wait):
