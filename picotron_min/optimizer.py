@@ -10,7 +10,6 @@ decay), Hu et al. 2024, "MiniCPM", section 4, with the linear decay of Hägele e
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +22,18 @@ WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum
 
 def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW or SGD. Matrices decay; norm weights, which are vectors around 1, do not."""
-    parameters = list(parameters)
+    parameters, lr = list(parameters), recipe.learning_rate
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.learning_rate)
-    return torch.optim.AdamW(
-        groups, lr=recipe.learning_rate, betas=recipe.betas, fused=recipe.fused
-    )
+        return torch.optim.SGD(groups, lr)
+    return torch.optim.AdamW(groups, lr, recipe.betas, fused=recipe.fused)
 
 
 def learning_rate_at(step: int, recipe: Recipe) -> float:
-    """The learning rate of a step, counted from 0.
-
-    It would reach the minimum one step after the last.
-    """
+    """The rate of a step, counted from 0. It would reach the minimum one step after the last."""
     peak, minimum = recipe.learning_rate, recipe.min_learning_rate
     warmup, total = recipe.warmup_steps, recipe.total_train_steps
     if step < warmup:
@@ -57,20 +51,20 @@ def learning_rate_at(step: int, recipe: Recipe) -> float:
 def squared_norm(
     parameters: Mapping[str, nn.Parameter],
     placements: Mapping[str, Placement],
-    ranks: Mapping[str, int],
+    ranks: Mapping[str, int],  # of this rank, by axis
 ) -> Tensor:
     """This rank's share of the squared norm of the model's gradient, [] in float64.
 
     Summed over the world it counts each element once: of ranks that hold the same part of a
-    parameter only the first one counts it. `ranks` is this rank's place by axis.
+    parameter only the first one counts it.
     """
     counted = [
         parameter.grad
         for name, parameter in parameters.items()
         if all(ranks[axis] == 0 for axis in placements[name].copies)
     ]
-    # One norm a parameter, then theirs. Over the flat buckets it would be quicker to write, but on
-    # a CPU a float32 sum of millions of squares loses three of its seven digits.
+    # One norm a parameter, then theirs: over the flat buckets, a float32 sum of millions of squares
+    # loses three of its seven digits on a CPU.
     device = next(iter(parameters.values())).device
     return torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
 
@@ -79,14 +73,12 @@ class Diverged(FloatingPointError):
     """Gradients are not finite any more; resuming would end in the same way."""
 
 
-@dataclass
 class SkippedSteps:
     """Steps whose gradient was not finite: the weights were left as they were."""
 
-    total: int = 0
-    in_a_row: int = 0
-    limit: int = 3
-    has_learned: bool = False  # in this process
+    def __init__(self) -> None:
+        self.total = self.in_a_row = 0
+        self.has_learned = False  # in this process
 
     def record(self, step: int, norm: float) -> bool:
         """True if this step must be skipped; raises Diverged at the third in a row."""
@@ -95,17 +87,16 @@ class SkippedSteps:
             return False
         self.total += 1
         self.in_a_row += 1
-        if self.in_a_row == self.limit and not self.has_learned:
+        if self.in_a_row < 3:
+            return True
+        if self.has_learned:
             raise Diverged(
-                f"the gradient was not finite in the first {self.limit} steps, before any weight"
-                " was changed: the weights at the start are not finite, or much too large."
-                " Start from others"
-            )
-        if self.in_a_row == self.limit:
-            raise Diverged(
-                f"the gradient was not finite in {self.limit} steps in a row, up to step {step}:"
-                " the run has diverged. Resume from a checkpoint well before, by its name in"
+                f"the gradient was not finite in 3 steps in a row, up to step {step}: the run has"
+                " diverged. Resume from a checkpoint well before, by its name in"
                 " checkpoint.load_path, with a lower learning_rate or a smaller grad_clip; or start"
                 " again, also with more warmup_steps"
             )
-        return True
+        raise Diverged(
+            "the gradient was not finite in the first 3 steps, before any weight was changed: the"
+            " weights at the start are not finite, or much too large. Start from others"
+        )
