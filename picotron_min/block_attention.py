@@ -5,14 +5,9 @@ scores s_j = q k_j / sqrt(D). Each block of keys gives its own mean, and the wei
 
     keys   [ 0 1 2 3 | 4 5 6 7 ]     out [B, Q, S, D]   the mean of the block's values
              block 1   block 2       lse [B, Q, S]      log sum_j exp(s_j), "log-sum-exp"
-                 merged              total = log(exp(lse_1) + exp(lse_2))
-                                     out = exp(lse_1 - total) out_1 + exp(lse_2 - total) out_2
 
 Backward merges nothing. Given the lse of the *whole* row, p = exp(s - lse) in any block, so each
-block computes its share of the gradients alone, and the shares are added:
-
-    dv = p^T dout    dp = dout v^T    ds = p (dp - sum(dout out))    dq = ds k / sqrt(D)
-                                                                     dk = ds^T q / sqrt(D)
+block computes its share of the gradients alone, and the shares are added.
 
 Flash attention does this within a GPU, ring attention across ranks. Source: Milakov and Gimelshein
 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention", section 3.1.
@@ -40,13 +35,10 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def merge_blocks(
-    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_blocks(out_1, lse_1, out_2, lse_2) -> tuple[Tensor, Tensor]:
     """Two blocks of the same queries and different keys -> out and lse of both together."""
-    total = torch.logaddexp(lse, other_lse)  # does not overflow where exp(lse) would
-    weight, other_weight = (lse - total).exp(), (other_lse - total).exp()
-    return weight[..., None] * out + other_weight[..., None] * other_out, total
+    lse = torch.logaddexp(lse_1, lse_2)  # log(exp(lse_1) + exp(lse_2)), but does not overflow
+    return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
 
 
 def wide(x: Tensor) -> Tensor:  # sums over blocks would lose digits in bfloat16
@@ -61,12 +53,12 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tens
     return (p @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
 
 
-def attend_block_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads = k.shape[1]
-    p = (_scores(q, k, is_causal) - lse.unflatten(1, (heads, -1))[..., None]).exp()
-    q, gradient, out = (x.unflatten(1, (heads, -1)) for x in (q, gradient, out))
+def attend_block_backward(gradient, q, k, v, out, lse, is_causal) -> tuple[Tensor, Tensor, Tensor]:
+    # dv = p^T dout    dp = dout v^T    ds = p (dp - sum(dout out)), and through s = q k / sqrt(D)
+    # dq = ds k / sqrt(D)               dk = ds^T q / sqrt(D)
+    scores = _scores(q, k, is_causal)
+    q, gradient, out, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, gradient, out, lse))
+    p = (scores - lse[..., None]).exp()
     dv = (p.to(v.dtype).mT @ gradient).sum(2)  # over the query heads that share v
     dp = gradient @ v[:, :, None].mT
     ds = p * (dp - (gradient * out).sum(-1, keepdim=True))
@@ -78,9 +70,8 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     """-> [B, K, Q/K, S, S'], float32 or better"""
     q = q.unflatten(1, (k.shape[1], -1))
     scores = wide(q @ k[:, :, None].mT) / math.sqrt(q.shape[-1])
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0, 0]).triu(1).bool(), -math.inf)
-    return scores
+    future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf) if is_causal else scores
 
 
 def _flash_cpu(q, k, v, is_causal):
@@ -100,12 +91,11 @@ def _flash_cuda(q, k, v, is_causal):  # in 16 bits; out is rounded before blocks
 
 
 def _flash_cuda_backward(gradient, q, k, v, out, lse, is_causal):
-    lse = lse.contiguous()  # the kernel does not look at its strides
+    tensors = (gradient, q, k, v, out, lse.contiguous())  # the kernel ignores the strides of lse
     lengths = (None, None, q.shape[2], k.shape[2])  # None: all sequences are equally long
     seed = offset = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
-    return aten._scaled_dot_product_flash_attention_backward(
-        gradient, q, k, v, out, lse, *lengths, 0.0, is_causal, seed, offset
-    )
+    options = (*lengths, 0.0, is_causal, seed, offset)
+    return aten._scaled_dot_product_flash_attention_backward(*tensors, *options)
 
 
 SOFTMAX = Kernel(attend_block, attend_block_backward)

@@ -1,13 +1,12 @@
 """Context parallelism: every sequence is cut over ranks, and attention reaches across the cuts.
 
-A rank has S/n tokens of each sequence. Norms, projections, MLP and loss treat tokens one by one;
-only attention needs the other ranks' keys and values. Two ways to bring queries and keys together:
+Only attention needs more than a rank's own S/n tokens of a sequence: the keys and values of the
+other ranks. There are two ways to bring queries and keys together:
 
     ring       queries stay, keys and values go round:   rank 0 -> 1 -> 2 -> 3 -> 0
     Ulysses    an all-to-all turns [all heads, S/n] into [heads/n, all of S], another turns it back
 
-Bytes sent by a rank per layer, with q, k and k' the bytes of a local [B, Q, S/n, D], [B, K, S/n, D]
-and of k repeated to lcm(K, n) heads:
+Bytes sent per layer, with q, k, k' the bytes of [B, Q, S/n, D], [B, K, S/n, D], [B, lcm(K, n), ..]:
 
                 forward                     backward
     ring        2 (n-1) k                   2 (n-1) k, and the same in float32 (or better)
@@ -56,11 +55,9 @@ def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel
     if axis.size == 1:
         return
     for layer in model.model.layers.values():
-        attention = layer.self_attn
-        if engine == "ring":
-            attention.core_attention = RingAttention(axis, kernel)
-        else:
-            attention.core_attention = UlyssesAttention(axis, attention.core_attention)
+        inner = layer.self_attn.core_attention
+        engines = {"ring": RingAttention(axis, kernel), "ulysses": UlyssesAttention(axis, inner)}
+        layer.self_attn.core_attention = engines[engine]
 
 
 class RingAttention(nn.Module):
@@ -101,15 +98,14 @@ class _RingAttention(torch.autograd.Function):
         for source, (k, v) in ring(kv, axis):
             is_own = source == axis.rank
             rows, columns = needed_block(axis.rank, source, q.shape[2])
-            of_rows = [x[:, :, rows] for x in (gradient, q, out, lse)]
-            dq_part, *dkv_part = ctx.kernel.backward(
-                *of_rows[:2], k[:, :, columns], v[:, :, columns], *of_rows[2:], is_own
-            )
-            dq[:, :, rows] += dq_part
+            d_out, q_rows, out_rows, lse_rows = (x[:, :, rows] for x in (gradient, q, out, lse))
+            k, v = k[:, :, columns], v[:, :, columns]
+            dq_rows, dk, dv = ctx.kernel.backward(d_out, q_rows, k, v, out_rows, lse_rows, is_own)
+            dq[:, :, rows] += dq_rows
             # The gradient of a rank's keys starts at the next rank and is back after n-1 more hops.
             dkv = own_dkv if is_own else arrive()
-            dkv[0][:, :, columns] += dkv_part[0]
-            dkv[1][:, :, columns] += dkv_part[1]
+            dkv[0][:, :, columns] += dk
+            dkv[1][:, :, columns] += dv
             if not is_own:
                 arrive = Shift(dkv, axis).wait
         return dq.to(q.dtype), *own_dkv.add_(arrive()).to(kv.dtype), None, None
