@@ -31,10 +31,9 @@ class Ledger:
         self.bytes[collective] += sent
 
     def take_bytes(self) -> int:
-        """All bytes since the last call of this method, rounded to whole ones."""
+        """The total, rounded to whole bytes; counting starts again at zero."""
         total = round(self.bytes.total())
-        self.calls.clear()
-        self.bytes.clear()
+        self.calls, self.bytes = Counter(), Counter()
         return total
 
 
@@ -42,8 +41,7 @@ class Axis:
     """One axis of the mesh as one rank sees it: the row of ranks that it is in."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.name, self.group, self.ledger = name, group, Ledger()
-        self.device = device  # of the tensors that are sent
+        self.name, self.group, self.device, self.ledger = name, group, device, Ledger()
         self.rank, self.size = group.rank(), group.size()  # rank: the place within the row
         self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
@@ -133,11 +131,10 @@ class Shift:
 
     def __init__(self, tensor: Tensor, axis: Axis) -> None:
         assert tensor.is_contiguous(), f"shift of a non-contiguous tensor {tuple(tensor.shape)}"
-        self.arriving = torch.empty_like(tensor)
+        self.sent, self.arriving = tensor, torch.empty_like(tensor)
         axis.ledger.record("shift", tensor.nbytes)
         send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=axis.next)
         receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=axis.previous)
-        self.sent = tensor  # must live until `wait`
         # Together: NCCL would do one after the other, and all ranks would wait for a receiver.
         self.works = dist.batch_isend_irecv([send, receive])
 

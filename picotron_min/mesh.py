@@ -60,9 +60,8 @@ def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60
 
     ends = [sorted({row[0], row[-1]}) for row in rows(0)]
     between = [[rank] for row in rows(0) for rank in row[1:-1]]  # every rank must be in some row
-    single = {name: axis(name, rows(dim)) for dim, name in enumerate(layout.sizes._fields)}
     return Axes(
-        **single,
+        *[axis(name, rows(dim)) for dim, name in enumerate(layout.sizes._fields)],
         dp_cp=axis("dp_cp", rows(1, 2)),
         dp_cp_tp=axis("dp_cp_tp", rows(1, 2, 3)),
         ends=axis("ends", ends + between),

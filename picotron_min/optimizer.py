@@ -9,7 +9,7 @@ decay), Hu et al. 2024, "MiniCPM", section 4, with the linear decay of Hägele e
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +49,11 @@ def learning_rate_at(step: int, recipe: Recipe) -> float:
 
 
 def squared_norm(
-    parameters: Mapping[str, nn.Parameter],
-    placements: Mapping[str, Placement],
-    ranks: Mapping[str, int],  # of this rank, by axis
+    parameters: dict[str, nn.Parameter], placements: dict[str, Placement], ranks: dict[str, int]
 ) -> Tensor:
-    """This rank's share of the squared norm of the model's gradient, [] in float64.
+    """This rank's share of the gradient's squared norm, [] in float64: each element counts once.
 
-    Summed over the world it counts each element once: of ranks that hold the same part of a
-    parameter only the first one counts it.
+    Of ranks that hold the same part of a parameter only the first one counts it.
     """
     counted = [
         parameter.grad
@@ -92,9 +89,8 @@ class SkippedSteps:
         if self.has_learned:
             raise Diverged(
                 f"the gradient was not finite in 3 steps in a row, up to step {step}: the run has"
-                " diverged. Resume from a checkpoint well before, by its name in"
-                " checkpoint.load_path, with a lower learning_rate or a smaller grad_clip; or start"
-                " again, also with more warmup_steps"
+                " diverged. Resume from a checkpoint well before, named in checkpoint.load_path,"
+                " with a lower learning_rate or grad_clip; or start again with more warmup_steps"
             )
         raise Diverged(
             "the gradient was not finite in the first 3 steps, before any weight was changed: the"

@@ -1,8 +1,8 @@
 """Tensor parallelism: every matrix is cut, and the ranks compute parts of the same tokens.
 
-The first matrices of a sublayer are cut by output (column-parallel: each rank has some heads, or
-some of the MLP's inner units), the last one by input (row-parallel). So everything between them
-needs no communication. What comes out is a sum over ranks:
+The first matrices of a sublayer are cut by output (column-parallel: a rank has some heads, or some
+of the MLP's inner units), the last one by input (row-parallel). Between them no communication is
+needed. What comes out is a sum over ranks:
 
                       enter                                        leave
     x, on all ranks  ------>  [ q k v | heads | o ]  of rank 0  --+
@@ -15,9 +15,8 @@ parallelism norms and residuals between sublayers are cut along the sequence, to
     plain         nothing                           all-reduce
     sequence      all-gather                        reduce-scatter
 
-Cost: 4 all-reduces a layer of b = bytes of [B, S, E], 2 (n-1)/n b each (the embedding's in
-float32); the all-gathers and reduce-scatters send the same in 8 halves. Sequence parallelism
-divides the memory between sublayers by n; the gathered input of a sublayer is kept for backward.
+Cost: both send 4 x 2 (n-1)/n b a layer, b = bytes of [B, S, E] (the embedding's in float32).
+Sequence parallelism divides memory by n, but for the gathered inputs, which backward needs.
 Recomputation repeats the forward's, but for the last `leave` of the part that it runs again.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing Activation
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
@@ -121,14 +120,12 @@ def apply_tensor_parallel(
     for layer in model.model.layers.values():
         for sublayer in (layer.self_attn, layer.mlp):
             _put_around(sublayer, boundary, queue)
-    vocab_size = model.config.vocab_size
-    first = axis.rank * -(-vocab_size // axis.size)  # rounded up, as in `part` of placement.py
-    if isinstance(model.model.embed_tokens, nn.Embedding):  # else another stage has it
-        weight = model.model.embed_tokens.weight
-        model.model.embed_tokens = VocabularyParallelEmbedding(weight, first, boundary)
-    if isinstance(model.lm_head, Head):
-        weight = model.lm_head.weight
-        model.lm_head = VocabularyParallelHead(weight, vocab_size, first, boundary, queue)
+    V, embedding, head = model.config.vocab_size, model.model.embed_tokens, model.lm_head
+    first = axis.rank * -(-V // axis.size)  # rounded up, as in `part` of placement.py
+    if isinstance(embedding, nn.Embedding):  # else another stage has it
+        model.model.embed_tokens = VocabularyParallelEmbedding(embedding.weight, first, boundary)
+    if isinstance(head, Head):
+        model.lm_head = VocabularyParallelHead(head.weight, V, first, boundary, queue)
 
 
 def _put_around(sublayer: nn.Module, boundary: Boundary, queue: WeightGradients) -> None:
@@ -157,14 +154,10 @@ class VocabularyParallelHead(Head):
     def __init__(self, weight, vocab_size: int, first: int, boundary: Boundary, queue) -> None:
         super().__init__(weight.shape[1], len(weight), bias=False, device="meta")
         self.weight, self.vocab_size = weight, vocab_size  # weight [V/tp, E]
-        self.boundary, self.queue = boundary, queue
-        self.vocabulary = Vocabulary(
-            first,
-            maximum=torch.compiler.disable(
-                lambda x: all_reduce(x, boundary.axis, dist.ReduceOp.MAX)
-            ),
-            total=torch.compiler.disable(lambda x: all_reduce(x, boundary.axis)),
-        )
+        self.boundary, self.queue, axis = boundary, queue, boundary.axis
+        maximum = torch.compiler.disable(lambda x: all_reduce(x, axis, dist.ReduceOp.MAX))
+        total = torch.compiler.disable(lambda x: all_reduce(x, axis))
+        self.vocabulary = Vocabulary(first, maximum, total)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
