@@ -28,7 +28,7 @@ class Ledger:
 
     def record(self, collective: str, sent: float) -> None:
         self.calls[collective] += 1
-        self.bytes[collective] += sent
+        self.bytes[collective] += sent  # may be a fraction, as (n-1)/n is
 
     def take_bytes(self) -> int:
         """The total, rounded to whole bytes; counting starts again at zero."""
@@ -57,7 +57,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> dist.W
     """Begin to sum a tensor over the axis, in place; it may not be touched before `.wait()`."""
     # gloo accepts a strided slice and silently reduces the wrong elements.
     assert tensor.is_contiguous(), f"all_reduce of a non-contiguous tensor {tuple(tensor.shape)}"
-    if axis.size == 1:
+    if axis.size == 1:  # the usual case on one GPU, which then needs no communicator
         return Finished()
     axis.ledger.record("all_reduce", 2 * (axis.size - 1) / axis.size * tensor.nbytes)
     return dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)
@@ -71,7 +71,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> Tensor:
 def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """[..., d, ...] on each rank -> [..., n d, ...], the ranks' tensors in order along `dim`."""
     assert tensor.is_contiguous(), f"all_gather of a non-contiguous tensor {tuple(tensor.shape)}"
-    parts = tensor.new_empty(axis.size, *tensor.shape)
+    parts = tensor.new_empty(axis.size, *tensor.shape)  # [n, ..., d, ...]
     axis.ledger.record("all_gather", (axis.size - 1) / axis.size * parts.nbytes)
     _all_gather(parts.flatten(0, 1), tensor, group=axis.group)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
@@ -83,7 +83,7 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> tuple[Tensor, 
     The result may be read after `.wait()`.
     """
     parts = _parts(tensor, axis, dim)
-    mine = torch.empty_like(parts[0])
+    mine = torch.empty_like(parts[0])  # [..., d, ...]
     axis.ledger.record("reduce_scatter", (axis.size - 1) / axis.size * parts.nbytes)
     return mine, _reduce_scatter(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
 
@@ -96,7 +96,7 @@ def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> T
     parts = _parts(tensor, axis, split_dim)
     received = torch.empty_like(parts)
     axis.ledger.record("all_to_all", (axis.size - 1) / axis.size * parts.nbytes)
-    dist.all_to_all_single(received, parts, group=axis.group)
+    dist.all_to_all_single(received, parts, group=axis.group)  # parts[i] to rank i
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
@@ -120,7 +120,7 @@ def start_send(tensor: Tensor, axis: Axis, to: int) -> dist.Work:
 def start_receive(buffer: Tensor, axis: Axis, source: int) -> dist.Work:
     """Begin to receive a tensor from a rank of the axis; it is there after `.wait()`."""
     assert buffer.is_contiguous(), f"receive into a non-contiguous tensor {tuple(buffer.shape)}"
-    return dist.irecv(buffer, group=axis.group, group_src=source)
+    return dist.irecv(buffer, group=axis.group, group_src=source)  # the sender counts it
 
 
 class Shift:
@@ -153,5 +153,5 @@ def ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
     for hop in range(axis.size - 1):
         shift = Shift(tensor, axis)
         yield (axis.rank - hop) % axis.size, tensor
-        tensor = shift.wait()
+        tensor = shift.wait()  # on time where a message is quicker than its block's compute
     yield axis.next, tensor  # n-1 hops back, round the ring, is one forward

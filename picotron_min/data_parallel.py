@@ -54,9 +54,9 @@ class GradientBuckets:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
             if bucket and sum(p.nbytes for p in [*bucket.values(), parameter]) > bucket_bytes:
                 self.buckets.append(Bucket(bucket))
-                bucket = {}
+                bucket = {}  # one larger than the limit gets a bucket of its own
             bucket[name] = parameter
-        self.buckets.append(Bucket(bucket))
+        self.buckets.append(Bucket(bucket))  # the last one, of the first layers
         self.begin(0)
 
     def begin(self, num_backwards: int) -> None:
@@ -64,7 +64,7 @@ class GradientBuckets:
         self.missing = {name: num_backwards for bucket in self.buckets for name in bucket.names}
         self.works: list[dist.Work] = []  # of the first buckets, which are already sent
         for bucket in self.buckets:
-            bucket.gradients.zero_()
+            bucket.gradients.zero_()  # not zero_grad, which would replace the views by None
 
     def arrived(self, name: str) -> None:
         """A gradient has been added to a parameter's. Its last one may complete a bucket."""
@@ -76,7 +76,7 @@ class GradientBuckets:
         # In order, also if a later bucket is complete first: collectives must match on all ranks.
         for bucket in self.buckets[len(self.works) :]:
             if any(self.missing[name] for name in bucket.names):
-                break
+                break  # later ones wait for it
             self.works.append(start_all_reduce(bucket.gradients, self.axis))
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class GradientBuckets:
             )
         for bucket, work in zip(self.buckets, self.works, strict=True):
             work.wait()
-            for axis in self.then:
+            for axis in self.then:  # a tied embedding: the two ends of a pipeline
                 all_reduce(bucket.gradients, axis)
 
     def scale(self, factor: float) -> None:
@@ -102,7 +102,7 @@ class Bucket:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.names = list(parameters)
         sizes = [parameter.numel() for parameter in parameters.values()]
-        self.gradients = next(iter(parameters.values())).new_zeros(sum(sizes))
+        self.gradients = next(iter(parameters.values())).new_zeros(sum(sizes))  # same dtype, device
         views = self.gradients.split(sizes)
         for parameter, view in zip(parameters.values(), views, strict=True):
-            parameter.grad = view.view_as(parameter)
+            parameter.grad = view.view_as(parameter)  # autograd adds to it in place

@@ -28,7 +28,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr)
+        return torch.optim.SGD(groups, lr)  # tests use it: AdamW hides a wrong scale of gradients
     return torch.optim.AdamW(groups, lr, recipe.betas, fused=recipe.fused)
 
 
@@ -37,14 +37,14 @@ def learning_rate_at(step: int, recipe: Recipe) -> float:
     peak, minimum = recipe.learning_rate, recipe.min_learning_rate
     warmup, total = recipe.warmup_steps, recipe.total_train_steps
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * (step + 1) / warmup  # not 0 in the first step, which would be wasted
     if recipe.schedule == "constant":
         return peak
     if recipe.schedule == "cosine":
-        progress = (step - warmup) / (total - warmup)
+        progress = (step - warmup) / (total - warmup)  # 0 .. 1
         return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
     assert recipe.schedule == "wsd", recipe.schedule
-    decay_steps = min(WSD_DECAY * total, total - warmup)
+    decay_steps = min(WSD_DECAY * total, total - warmup)  # a long warm-up leaves less
     return minimum + (peak - minimum) * min(1.0, (total - step) / decay_steps)
 
 
@@ -74,7 +74,7 @@ class SkippedSteps:
     """Steps whose gradient was not finite: the weights were left as they were."""
 
     def __init__(self) -> None:
-        self.total = self.in_a_row = 0
+        self.total = self.in_a_row = 0  # the total is saved with a checkpoint
         self.has_learned = False  # in this process
 
     def record(self, step: int, norm: float) -> bool:
@@ -84,9 +84,9 @@ class SkippedSteps:
             return False
         self.total += 1
         self.in_a_row += 1
-        if self.in_a_row < 3:
+        if self.in_a_row < 3:  # a single batch may overflow
             return True
-        if self.has_learned:
+        if self.has_learned:  # else the weights at the start are the cause
             raise Diverged(
                 f"the gradient was not finite in 3 steps in a row, up to step {step}: the run has"
                 " diverged. Resume from a checkpoint well before, named in checkpoint.load_path,"

@@ -47,10 +47,10 @@ class Boundary:
 
     axis: Axis
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor) -> Tensor:  # enter, and the backward of leave
         return x
 
-    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:
+    def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:  # leave, and enter's backward
         y = y.contiguous()
         return y, start_all_reduce(y, self.axis)
 
@@ -79,8 +79,8 @@ class _Enter(torch.autograd.Function):
         # The layer before waits for dx, and nothing waits for weight gradients: so they are
         # computed while dx travels. All linears of the sublayer have put theirs here by now.
         ctx.queue.run()
-        work.wait()
-        return None, None, dx
+        work.wait()  # NCCL: the stream waits, not the host
+        return None, None, dx  # one gradient for each argument of forward
 
 
 class _Leave(torch.autograd.Function):
@@ -118,18 +118,18 @@ def apply_tensor_parallel(
     boundary = SequenceBoundary(axis) if sequence_parallel else Boundary(axis)
     queue.hold = True  # until _Enter's backward
     for layer in model.model.layers.values():
-        for sublayer in (layer.self_attn, layer.mlp):
+        for sublayer in (layer.self_attn, layer.mlp):  # two sums a layer, not one for each matrix
             _put_around(sublayer, boundary, queue)
     V, embedding, head = model.config.vocab_size, model.model.embed_tokens, model.lm_head
     first = axis.rank * -(-V // axis.size)  # rounded up, as in `part` of placement.py
     if isinstance(embedding, nn.Embedding):  # else another stage has it
         model.model.embed_tokens = VocabularyParallelEmbedding(embedding.weight, first, boundary)
-    if isinstance(head, Head):
+    if isinstance(head, Head):  # and this is the last stage
         model.lm_head = VocabularyParallelHead(head.weight, V, first, boundary, queue)
 
 
 def _put_around(sublayer: nn.Module, boundary: Boundary, queue: WeightGradients) -> None:
-    inner = sublayer.forward
+    inner = sublayer.forward  # names of parameters must not change: so no module around it
     sublayer.forward = lambda x, *rest: _leave(boundary, inner(_enter(boundary, queue, x), *rest))
 
 
@@ -143,9 +143,9 @@ class VocabularyParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> [B, S, E], or [B, S/tp, E] with sequence parallelism"""
         ids = tokens - self.first
-        is_here = (ids >= 0) & (ids < len(self.weight))
+        is_here = (ids >= 0) & (ids < len(self.weight))  # [B, S], true on one rank for each token
         x = F.embedding(ids.where(is_here, 0), self.weight) * is_here[..., None]
-        return _leave(self.boundary, x)
+        return _leave(self.boundary, x)  # backward needs no sum: each rank has its own rows
 
 
 class VocabularyParallelHead(Head):
@@ -155,6 +155,7 @@ class VocabularyParallelHead(Head):
         super().__init__(weight.shape[1], len(weight), bias=False, device="meta")
         self.weight, self.vocab_size = weight, vocab_size  # weight [V/tp, E]
         self.boundary, self.queue, axis = boundary, queue, boundary.axis
+        # Three numbers a token are reduced, never the logits: see stripe_loss.
         maximum = torch.compiler.disable(lambda x: all_reduce(x, axis, dist.ReduceOp.MAX))
         total = torch.compiler.disable(lambda x: all_reduce(x, axis))
         self.vocabulary = Vocabulary(first, maximum, total)
@@ -166,6 +167,6 @@ class VocabularyParallelHead(Head):
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""
-        part = F.linear(self.boundary.whole(x), self.weight).detach()
+        part = F.linear(self.boundary.whole(x), self.weight).detach()  # [B, S, V/tp]
         rest = self.vocab_size - self.vocabulary.first - part.shape[-1]
         return all_reduce(F.pad(part, (self.vocabulary.first, rest)), self.boundary.axis)
