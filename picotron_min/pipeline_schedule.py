@@ -9,15 +9,11 @@ back; the time in which a rank has nothing to compute is the *bubble*:
     rank 0  F0F1····B0══F2B1══F3B2══··B3══
     rank 1  ··F0B0══F1B1══F2B2══F3B3══····    1F1B takes as long, but at most 2 are alive
 
-A schedule is a pure function of (rank, ranks, micro-batches, chunks). pipeline_simulator.py adds
-the sends and receives and runs plans on paper; pipeline_parallel.py runs them on tensors. With one
-stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ..., so training needs no second kind of step.
-
-    python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8
-
-draws one, without torch. Cost: per micro-batch and boundary between stages, one activation forward
-and one gradient of its shape back; v chunks make about v times as many boundaries. In production:
-`torch.distributed.pipelining`.
+With one stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ...: there is only one kind of step.
+pipeline_simulator.py adds sends and receives, pipeline_parallel.py runs the plans on tensors, and
+`python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws one.
+Cost: per micro-batch and boundary between stages, one activation forward and one gradient of its
+shape back; v chunks a rank make v times the boundaries. In production: torch.distributed.pipelining
 """
 
 import runpy
@@ -64,62 +60,53 @@ def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan
 
 
 def one_f_one_b(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
-    """As soon as there are gradients, one forward and one backward in turn, so that few are alive.
-
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1.
-    """
+    """A forward and a backward in turn, once there are gradients (Narayanan et al. 2021, 2.2.1)."""
     return _alternating([num_micro_batches], 1, warmup=ranks - rank - 1)  # one per rank behind
 
 
 def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
-    """1F1B over chunks: the bubble is `chunks` times smaller, the sends as many times more.
+    """1F1B over chunks: a bubble `chunks` times smaller, for as many times the sends.
 
-    A group of micro-batches runs through the first chunk, then through the second, and so on. With
-    at least `ranks` in the group, its first one is back from the last rank just in time.
-    Source: Narayanan et al. 2021, section 2.2.2 (where `ranks` must divide the micro-batches).
+    A group of micro-batches runs through the first chunk, then through the second, and so on
+    (Narayanan et al. 2021, 2.2.2, where `ranks` must divide the micro-batches).
     """
     sizes = group_sizes(ranks, num_micro_batches)
-    # Two forwards per rank behind this one, where 1F1B has one: they hide the time of the sends.
-    warmup = (chunks - 1) * sizes[0] + 2 * (ranks - rank - 1)
+    warmup = 2 * (ranks - rank - 1)  # 1F1B has half as many: the others hide the time of the sends
+    warmup += (chunks - 1) * sizes[0]  # the first group must have reached the last chunk
     return _alternating(sizes, chunks, warmup)
 
 
 def group_sizes(ranks: int, num_micro_batches: int) -> list[int]:
-    """As many groups of at least `ranks` as possible, of sizes as equal as possible."""
-    groups = max(1, num_micro_batches // ranks)  # one smaller last group would delay all ranks
+    """As many groups as possible of at least `ranks`: then the last rank is done just in time."""
+    groups = max(1, num_micro_batches // ranks)  # of about one size: a small one delays all ranks
     # The largest come first, so that the warm-up, counted for the first group, suffices for all.
     return [num_micro_batches // groups + (g < num_micro_batches % groups) for g in range(groups)]
 
 
 def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
     """The first `warmup` forwards, then a forward and a backward in turn while there are both."""
-    forwards, backwards = forward_only(sizes, chunks), []
-    for action in forward_only(sizes, chunks):  # the last chunk's gradients exist first
-        backwards.append(Action(Kind.BACKWARD, action.micro_batch, chunks - 1 - action.chunk))
+    forwards, last = forward_only(sizes, chunks), chunks - 1  # whose gradients exist first
+    backwards = [Action(Kind.BACKWARD, a.micro_batch, last - a.chunk) for a in forwards]
     plan = forwards[:warmup]
-    for forward, backward in zip_longest(forwards[warmup:], backwards):
-        plan += [forward, backward] if forward else [backward]
+    for pair in zip_longest(forwards[warmup:], backwards):
+        plan += [action for action in pair if action]
     return plan
 
 
 def forward_only(sizes: list[int], chunks: int) -> Plan:
     """All forwards of groups of micro-batches; evaluation has a single group."""
-    groups = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    groups = [range(end)[-size:] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     return [Action(Kind.FORWARD, i, c) for group in groups for c in range(chunks) for i in group]
 
 
 def peak_live(plan: Plan) -> int:
     """The most activations, each of one micro-batch in one chunk, alive at once: backward frees."""
-    changes = ((a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD) for a in plan)
-    return max(accumulate(changes))
+    return max(accumulate((a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD) for a in plan))
 
 
 def bubble(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
-    """The textbook's bubble of all three schedules: (p - 1) / (m v + p - 1) for m >= p.
-
-    The last rank starts p - 1 forwards late, and the first rank's gradients arrive p - 1 backwards
-    late, each that of a chunk: 1/v of a rank's layers. (With m < p and chunks it is larger.)
-    """
+    """The textbook's, of all three schedules: (p - 1) / (m v + p - 1) for m >= p, else larger."""
+    # The last rank starts p - 1 forwards late, the first one's gradients come p - 1 backwards late.
     slots = max(num_micro_batches, ranks) * chunks + min(num_micro_batches, ranks) - 1
     return 1 - num_micro_batches * chunks / slots
 
@@ -132,12 +119,12 @@ def loop(stage: int, ranks: int) -> tuple[int, int]:
 class Schedule(NamedTuple):
     """An entry in SCHEDULES is all that a schedule needs to be drawn, tested and trained with."""
 
-    # A stage runs its backwards in the order of the micro-batches: so all schedules add up the same
-    # gradients in the same order.
-    plan: Callable[[int, int, int, int], Plan]  # of rank, ranks, micro-batches, chunks
-    bubble: Callable[[int, int, int], float]  # of ranks, micro-batches, chunks
+    # Both of rank, ranks, micro-batches, chunks. A stage runs its backwards in the order of the
+    # micro-batches: so all schedules add up the same gradients in the same order.
+    plan: Callable[[int, int, int, int], Plan]
     live_activations: Callable[[int, int, int, int], int]  # peak_live(plan), by formula
     about: str  # p ranks, m micro-batches, v chunks
+    bubble: Callable[[int, int, int], float] = bubble  # of ranks, micro-batches, chunks
     place: Callable[[int, int], tuple[int, int]] = loop  # of stage, ranks: rank, chunk
     chunks: int = 1  # stages of a rank, by default
     fixed_chunks: bool = False  # whether that is the only choice
@@ -146,23 +133,18 @@ class Schedule(NamedTuple):
 SCHEDULES = {
     "afab": Schedule(
         afab,
-        bubble,
-        live_activations=lambda rank, p, m, v: m * v,
+        lambda rank, p, m, v: m * v,
         about="all forwards first: bubble (p-1) / (mv + p-1) for m >= p, live activations mv",
     ),
     "1f1b": Schedule(
         one_f_one_b,
-        bubble,
-        live_activations=lambda rank, p, m, v: min(m, p - rank),
+        lambda rank, p, m, v: min(m, p - rank),
         about="backwards early: bubble (p-1) / (m + p-1), live activations min(m, p - rank)",
         fixed_chunks=True,
     ),
     "interleaved": Schedule(
         interleaved,
-        bubble,
-        live_activations=lambda rank, p, m, v: min(
-            m * v, (v - 1) * group_sizes(p, m)[0] + 2 * (p - rank) - 1
-        ),
+        lambda rank, p, m, v: min(m * v, (v - 1) * group_sizes(p, m)[0] + 2 * (p - rank) - 1),
         about="1f1b over chunks: bubble (p-1) / (mv + p-1) for m >= p, live activations"
         " (v-1) g + 2 (p - rank) - 1 in groups of g = p, more where p does not divide m",
         chunks=2,
@@ -180,9 +162,9 @@ def chunks_problem(engine: str, chunks: int) -> str | None:
     fitting = [name for name, s in SCHEDULES.items() if not s.fixed_chunks or s.chunks == chunks]
     if engine in fitting:
         return None
-    own = SCHEDULES[engine].chunks
-    number, others = f"{own} chunk{'s' * (own > 1)}", " or ".join(fitting)
-    return f"{engine} has {number} a rank, not {chunks}: use {own}, or engine {others}"
+    own, others = SCHEDULES[engine].chunks, " or ".join(fitting)
+    plural = "s" if own > 1 else ""
+    return f"{engine} has {own} chunk{plural} a rank, not {chunks}: use {own}, or engine {others}"
 
 
 if __name__ == "__main__":  # by its name, since the course does not import the runtime

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from picotron_min import pipeline_schedule
-from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, Plan, forward_only, loop
+from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, Plan, loop
 
 Event = tuple[int, Action]  # a rank, and something that it does
 Place = Callable[[int, int], tuple[int, int]]  # see Schedule.place
@@ -25,35 +25,29 @@ def build_plans(
     """Every rank's plan with its sends and receives; without training, the forwards only."""
     if problem := pipeline_schedule.chunks_problem(engine, chunks):
         raise ValueError(problem)
-    schedule = SCHEDULES[engine]
-    plans = [forward_only([num_micro_batches], chunks)] * ranks
+    plan, place = SCHEDULES[engine].plan, SCHEDULES[engine].place
+    plans = [pipeline_schedule.forward_only([num_micro_batches], chunks)] * ranks
     if training:
-        plans = [schedule.plan(rank, ranks, num_micro_batches, chunks) for rank in range(ranks)]
-    return insert_communication(plans, schedule.place)
+        plans = [plan(rank, ranks, num_micro_batches, chunks) for rank in range(ranks)]
+    return insert_communication(plans, place)
 
 
 def insert_communication(plans: list[Plan], place: Place = loop) -> list[Plan]:
     """Add the sends and receives to the plans of all ranks, so that they cannot deadlock.
 
-    Write ONE list of what all ranks do, in the order in which it ends if messages take no time.
-    Behind each action whose result another rank needs, put the message that carries it: a send in
-    the plan of the one rank, a receive in that of the other. A rank's plan is its part of the list.
-
-    There is no deadlock, even when sends and receives block until their other end is posted: before
-    the first entry of the list that is not done all is done, so each of its ranks has reached it.
-    Two ranks have their messages in the same order, as gloo (no tags) and NCCL (one queue) need it.
+    Write ONE list of what all ranks do, in the order in which it ends if messages take no time, and
+    behind each action the message that carries its result. A rank's plan is its part of the list.
+    There is no deadlock, even if both ends of a message block: all ranks of the first entry that is
+    not done have reached it. And two ranks have their messages in the same order, as gloo (no tags)
+    and NCCL (one queue) need it.
     """
-    ways = _ways(plans, place)
-    following = dict(pair for way in ways for pair in pairwise(way))  # whose result goes where
+    ways, complete = _ways(plans, place), [[] for _ in plans]
+    messages = {a: _message(a, b) for way in ways for a, b in pairwise(way)}
     # Of what ends together, backwards come first, then what is further upstream: so the next rank,
     # which often ends something in that moment too, has posted its receive before.
-    order = {
-        e: i - len(way) * (e[1].kind is Kind.BACKWARD) for way in ways for i, e in enumerate(way)
-    }
-    complete: list[Plan] = [[] for _ in plans]
+    order = {e: (e[1].kind is Kind.FORWARD, i) for way in ways for i, e in enumerate(way)}
     for span in sorted(simulate(plans, place=place).spans, key=lambda s: (s.end, order[s[:2]])):
-        event = span[:2]
-        for rank, action in [event, *_message(event, following.get(event, event))]:
+        for rank, action in [span[:2], *messages.get(span[:2], [])]:
             complete[rank].append(action)  # a receive: posted while its rank still computes
     return complete
 
@@ -62,12 +56,11 @@ def _ways(plans: list[Plan], place: Place) -> list[list[Event]]:
     """The way of each micro-batch: its forwards through all stages, its backwards back."""
     actions = {action for plan in plans for action in plan}
     num_stages = len(plans) * (1 + max(action.chunk for action in actions))
-    places = [place(stage, len(plans)) for stage in range(num_stages)]
-    there_and_back = [(Kind.FORWARD, *at) for at in places]
+    way = [(Kind.FORWARD, *place(stage, len(plans))) for stage in range(num_stages)]
     if any(action.kind is Kind.BACKWARD for action in actions):
-        there_and_back += [(Kind.BACKWARD, *at) for at in reversed(places)]
+        way += [(Kind.BACKWARD, rank, c) for _, rank, c in reversed(way)]
     micro_batches = {action.micro_batch for action in actions}
-    return [[(rank, Action(kind, i, c)) for kind, rank, c in there_and_back] for i in micro_batches]
+    return [[(rank, Action(kind, i, c)) for kind, rank, c in way] for i in micro_batches]
 
 
 def _message(source: Event, target: Event) -> list[Event]:
@@ -81,7 +74,7 @@ def _message(source: Event, target: Event) -> list[Event]:
 
 
 class ScheduleError(ValueError):
-    """Plans that cannot run: something is missing, or ranks wait for each other in a circle."""
+    """Something is missing in plans, or ranks wait for each other in a circle."""
 
 
 class Span(NamedTuple):
@@ -109,43 +102,37 @@ class Timeline(NamedTuple):
 
 def simulate(
     plans: list[Plan],
-    time_of: Callable[[int, Action], float] = lambda _, action: (
-        1.0 + (action.kind is Kind.BACKWARD)
-    ),
+    time_of: Callable[[int, Action], float] = lambda rank, a: 1.0 + (a.kind is Kind.BACKWARD),
     send_time: float = 0.0,
     blocking: bool = False,
     place: Place = loop,
 ) -> Timeline:
-    """Run the plans of all ranks on paper; `time_of` is by default 1 for a forward, else 2.
+    """Run the plans of all ranks on paper; ScheduleError if they cannot run to their end.
 
-    A message arrives `send_time` after both its ends are posted; messages do not slow each other
-    down. A rank posts its end, continues, and waits when it computes with what it receives; with
-    `blocking` it waits at either end of every message. In plans without communication, results are
-    at once where they are needed. Raises ScheduleError where the plans cannot run to their end.
+    A message arrives `send_time` after both its ends are posted. A rank posts its end, continues,
+    and waits when it computes with what it receives; with `blocking`, at either end of a message.
+    In plans without communication, results are at once where they are needed.
     """
     needs = _needs(plans, place, blocking)
     todo, clocks, spans = [deque(plan) for plan in plans], [0.0] * len(plans), []
     known: dict[Event, float] = {}  # when it was computed or, of an end of a message, posted
 
-    def waits_for(rank: int) -> Event | None:
-        """What the rank's next action still needs; if that is a message, it is posted."""
-        event = rank, todo[rank][0]
-        if event[1].peer is not None:
-            known.setdefault(event, clocks[rank])
-        return next((other for other in needs[event] if other not in known), None)
-
     while any(todo):
-        ready = [rank for rank, plan in enumerate(todo) if plan and waits_for(rank) is None]
-        if not ready:
-            raise ScheduleError(_describe_circle(todo, waits_for))
-        for rank in ready:
-            event, start = (rank, todo[rank].popleft()), clocks[rank]
-            arrivals = [known[o] + send_time * (o[1].peer is not None) for o in needs[event]]
+        reached = {rank: plan[0] for rank, plan in enumerate(todo) if plan}
+        for rank, action in reached.items():
+            if action.peer is not None:
+                known.setdefault((rank, action), clocks[rank])
+        missing = {e: [need for need in needs[e] if need not in known] for e in reached.items()}
+        if all(missing.values()):
+            raise ScheduleError(_describe_circle(missing))
+        for rank, action in (event for event in missing if not missing[event]):
+            start = clocks[rank]
+            arrivals = [known[o] + send_time * (o[1].peer is not None) for o in needs[rank, action]]
             clocks[rank] = max([start, *arrivals])
-            if event[1].peer is None:
+            if action.peer is None:
                 start = clocks[rank]
-                known[event] = clocks[rank] = start + time_of(*event)
-            spans.append(Span(*event, start, clocks[rank]))
+                known[rank, action] = clocks[rank] = start + time_of(rank, action)
+            spans.append(Span(rank, todo[rank].popleft(), start, clocks[rank]))
     return Timeline(len(plans), spans)
 
 
@@ -163,21 +150,21 @@ def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[
                 needs[send] = [source, receive] if blocking else [source]
                 needs[receive] = [send] if blocking else []
     for rank, action in [*needs, *found]:
-        if times := found[rank, action] - 1:
-            problem = f"is there {times + 1} times" if times > 0 else "is missing"
+        if (times := found[rank, action]) != 1:
+            problem = f"is there {times} times" if times else "is missing"
             raise ScheduleError(f"rank {rank}: '{action}' {problem}")
         if (rank, action) not in needs:
             raise ScheduleError(f"rank {rank}: '{action}' carries nothing that its peer needs")
     return needs
 
 
-def _describe_circle(todo: list[deque[Action]], waits_for: Callable[[int], Event]) -> str:
+def _describe_circle(missing: dict[Event, list[Event]]) -> str:
     """Follow who waits for whom until a rank recurs: from there on it is the circle."""
-    path = [next(rank for rank, plan in enumerate(todo) if plan)]
-    while (rank := waits_for(path[-1])[0]) not in path:
-        path.append(rank)
-    waits = [(rank, *waits_for(rank)) for rank in path[path.index(rank) :]]
+    waits = {rank: (action, *needs[0]) for (rank, action), needs in missing.items()}
+    path = [min(waits)]
+    while (other := waits[path[-1]][1]) not in path:
+        path.append(other)
     return "deadlock: " + "; ".join(
-        f"rank {rank} waits in '{todo[rank][0]}' for '{needed}' of rank {other}"
-        for rank, other, needed in waits
+        f"rank {rank} waits in '{waits[rank][0]}' for '{waits[rank][2]}' of rank {waits[rank][1]}"
+        for rank in path[path.index(other) :]
     )

@@ -230,6 +230,15 @@ def test_a_circle_names_only_the_ranks_in_it():
         simulate(plans)
 
 
+def test_a_rank_that_waits_for_itself_is_named_although_its_message_is_posted():
+    plans = build_plans("1f1b", 2, 3)
+    made = plans[1].index(Action(B, 0))
+    plans[1].insert(made, plans[1].pop(made + 1))
+    circle = r"^deadlock: rank 1 waits in 'send B0 to rank 0' for 'B0' of rank 1$"
+    with pytest.raises(ScheduleError, match=circle):
+        simulate(plans)
+
+
 @pytest.mark.parametrize(
     "rank, action",
     [(0, "send F2 to rank 1"), (1, "receive F2 from rank 0"), (1, "F2"), (1, "B3"), (0, "B3")],
