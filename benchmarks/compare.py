@@ -262,7 +262,7 @@ def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = Fa
     t, axis = place.config.training, place.axes.pp
     num_micro_batches = t.gradient_accumulation_steps
     num_layers = layers_of_stages(place.model_config, place.config.layout, t.seq_length)
-    mine = my_stages(num_layers, axis)
+    mine = my_stages(num_layers, place.config.layout.pp_engine, axis)
     modules = nn.ModuleList(
         StageOfPeer(plain_llama(place), stage, place.data.positions) for stage in mine
     )

@@ -106,7 +106,7 @@ def parallelize(
     num_layers = layers_of_stages(model_config, layout, S)
     chunks = [
         Chunk(stage, build_stage(model_config, layout, workload, axes, table, device, stage))
-        for stage in my_stages(num_layers, axes.pp)
+        for stage in my_stages(num_layers, layout.pp_engine, axes.pp)
     ]
     sizes = (layout.pp, workload.num_micro_batches, layout.pp_chunks)
     parameters = {

@@ -5,15 +5,11 @@
 
 What is done when is decided beforehand, as a plan (pipeline_schedule.py). This file cuts the model,
 and runs plans: it is the one train step, whatever the layout. With one stage there are no messages.
-
-Messages overlap with compute. A receive is posted where it stands in the plan, as early as the
-other end allows; a send runs in the background until the next one of its kind. After its send an
-activation is let go: backward needs the graph behind it, not its values. Buffers for what is
-received are used again when backward is done with them.
+Messages overlap with compute: a receive is posted where it stands in the plan, as early as the
+other end allows; a send runs in the background until the next one of its kind.
 
 Cost: per micro-batch and boundary between stages one activation [B, S/cp, E] in the dtype of the
-residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back; see
-pipeline_schedule.py for bubbles and for how many micro-batches are alive.
+residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back.
 
 Tied embeddings: the first and the last stage have a copy each, which start equal, get the same sum
 of both gradients once the plan has ended, and so stay equal to the last bit (placement.py, `ends`).
@@ -24,6 +20,7 @@ Training on GPU Clusters Using Megatron-LM". In production: `torch.distributed.p
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -33,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from picotron_min.collectives import Axis, start_receive, start_send
 from picotron_min.data import Batch
-from picotron_min.pipeline_schedule import Action, Kind, Plan
+from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind, Plan, stages_of
 
 Watch = Callable[[Action], AbstractContextManager]  # to time actions, see runtime/trace.py
 
@@ -53,13 +50,11 @@ class Chunk(NamedTuple):
     model: nn.Module
 
 
-def my_stages(num_layers: list[int], axis: Axis) -> list[Stage]:
-    """The stages of this rank, given how many layers every stage has: stage s is of rank s % pp."""
-    starts = [sum(num_layers[:s]) for s in range(len(num_layers))]
-    return [
-        Stage(range(starts[s], starts[s] + num_layers[s]), s == 0, s == len(num_layers) - 1)
-        for s in range(axis.rank, len(num_layers), axis.size)
-    ]
+def my_stages(num_layers: list[int], engine: str, axis: Axis) -> list[Stage]:
+    """The stages of this rank, given how many layers every stage has."""
+    ends, last = list(accumulate(num_layers)), len(num_layers) - 1
+    mine = stages_of(engine, axis.rank, axis.size, len(num_layers) // axis.size)
+    return [Stage(range(ends[s] - num_layers[s], ends[s]), s == 0, s == last) for s in mine]
 
 
 def keep_stage(model: nn.Module, stage: Stage) -> None:
@@ -77,27 +72,19 @@ class Pipeline:
     """Runs plans over the chunks of this rank."""
 
     def __init__(
-        self,
-        chunks: list[Chunk],
-        axis: Axis,
-        positions: Tensor,
-        new_activation: Callable[[], Tensor],
+        self, chunks: list[Chunk], axis: Axis, positions: Tensor, new_activation: Callable
     ) -> None:
-        """`positions` [S/cp]: where in the sequence the tokens are, on the device that computes.
-
-        `new_activation` makes an empty tensor like those that travel between stages.
-        """
-        self.chunks, self.axis, self.positions = chunks, axis, positions
-        self.new_activation = new_activation
+        self.chunks, self.axis = chunks, axis
+        self.positions = positions  # [S/cp], of the tokens in the sequence, where it is computed
+        self.new_activation = new_activation  # () -> empty tensor like those that travel
         self.free: list[Tensor] = []  # buffers whose content is not needed any more
 
     def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
         """Run the plan's actions in order; gradients are added to `p.grad`.
 
-        read(i) gives micro-batch i, and is called by the stages at both ends only. Each forward and
-        backward runs within `watch(action)`, without the wait for what it needs.
-        Returns [summed loss, number of targets] of this rank's micro-batches, which is zero but on
-        the last stage: float64, on the device; nothing here waits for the device.
+        read(i) gives micro-batch i, to the first and the last stage. Each forward and backward runs
+        within `watch(action)`, without the wait for what it needs. Returns [summed loss, number of
+        targets] in float64, zero but on the last stage: nothing here waits for the device.
         """
         self.read, self.watch = read, watch or nullcontext
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.positions.device)
@@ -105,16 +92,11 @@ class Pipeline:
         self.arriving: dict[tuple, tuple] = {}  # kind, micro-batch, chunk -> buffer, its receive
         self.leaving: dict[tuple, Tensor] = {}  # kind, micro-batch, chunk -> what is to be sent
         self.sending: dict[tuple, dist.Work] = {}  # kind, chunk -> the latest send
+        methods = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        methods |= dict.fromkeys(SENDS.values(), self._send)
+        methods |= dict.fromkeys(RECEIVES.values(), self._receive)
         for action in plan:
-            match action.kind:
-                case Kind.FORWARD:
-                    self._forward(action)
-                case Kind.BACKWARD:
-                    self._backward(action)
-                case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
-                    self._send(action)
-                case Kind.RECEIVE_ACTIVATION | Kind.RECEIVE_GRADIENT:
-                    self._receive(action)
+            methods[action.kind](action)
         for work in self.sending.values():
             work.wait()
         return self.totals
@@ -122,12 +104,10 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         _, i, c, _ = action
         stage, model = self.chunks[c]
-        at_an_end = stage.is_first or stage.is_last
-        batch = self.read(i).to(self.positions.device) if at_an_end else None
-        if stage.is_first:
-            x = batch.tokens
-        else:
-            x = self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
+        if stage.is_first or stage.is_last:
+            batch = self.read(i).to(self.positions.device)
+        x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
+        if not stage.is_first:
             x.requires_grad_(torch.is_grad_enabled())
         with self.watch(action):
             out = model(x, self.positions, batch.targets if stage.is_last else None)
@@ -136,9 +116,8 @@ class Pipeline:
             self.totals[1] += batch.num_targets
         else:
             self.leaving[Kind.SEND_ACTIVATION, i, c] = out.detach()
-        if torch.is_grad_enabled():
-            # Not `out` itself: its values can go once they are sent.
-            self.live[i, c] = x, get_gradient_edge(out)
+        if torch.is_grad_enabled():  # backward needs the graph behind `out`, not its values:
+            self.live[i, c] = x, get_gradient_edge(out)  # they can go once they are sent
         elif not stage.is_first:
             self.free.append(x)
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,11 +14,13 @@ from picotron_min import data_parallel
 from picotron_min.collectives import Axis, start_all_reduce
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.mesh import open_communicators
+from picotron_min.pipeline_parallel import my_stages
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.nccl_like import communicators_opened_at_first_use
 from tests.pool import RankFailed
 from tests.test_checkpoint import make_config, make_training
+from tests.test_pipeline_schedule import AFAB_IN_A_V, registered
 from tests.training import Training
 
 SEQUENCE, EMBED = 16, 32  # of make_config
@@ -30,6 +33,15 @@ def pipeline(
     layout = {"pp_engine": engine, "pp_chunks": chunks}
     distributed = config.distributed.model_copy(update=layout)
     return make_training(config.model_copy(update={"distributed": distributed}))
+
+
+def test_a_rank_has_the_stages_where_its_schedule_places_them():
+    with registered("afab_v", AFAB_IN_A_V):
+        first, second = (
+            my_stages([3, 2, 2, 1], "afab_v", SimpleNamespace(rank=rank, size=2)) for rank in (0, 1)
+        )
+    assert first == [(range(0, 3), True, False), (range(7, 8), False, True)]
+    assert second == [(range(3, 5), False, False), (range(5, 7), False, False)]
 
 
 def tied_copies(steps: int) -> torch.Tensor | None:
