@@ -23,42 +23,16 @@ def parameter_count(model_config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in model_config.parameter_shapes().values())
 
 
-def matmul_parameters(model_config: ModelConfig) -> int:
-    """Parameters that every token is multiplied with: not the embedding, which is a lookup."""
-    head = model_config.vocab_size * model_config.hidden_size  # also where its weight is tied
-    return model_config.num_hidden_layers * _layer_matrices(model_config) + head
-
-
-def model_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
-    """FLOPs of forward and backward, as if nothing were computed twice: the M of MFU."""
-    attention = model_config.num_hidden_layers * _attention_flops(model_config, seq_length)
-    return 6 * matmul_parameters(model_config) + 3 * attention
-
-
-def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
-    """6 N + 12 L Q D S, by which most projects report MFU: the embedding and all pairs count.
-
-    Source: Chowdhery et al. 2022, "PaLM", appendix B, which writes 6 N + 12 L H Q T.
-    """
-    pairs = 2 * model_config.num_hidden_layers * _attention_flops(model_config, seq_length)
-    return 6 * parameter_count(model_config) + 3 * pairs
-
-
-def hardware_flops_per_token(
-    model_config: ModelConfig, seq_length: int, recompute: str = "none"
-) -> int:
-    """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU."""
+def layer_flops(model_config: ModelConfig, seq_length: int) -> dict[str, int]:
+    """Forward FLOPs per token of a layer's parts: 2 for each parameter, and attention's own."""
     E, QD, KD, M = _sizes(model_config)
-    # torch's checkpoint stops as soon as the last tensor that backward needs exists. A linear needs
-    # its input, not its output, so the last linear of the part is not run again. What fused
-    # attention repeats inside its own backward is not counted, as is usual.
-    repeated = {
-        "none": 0,
-        "selective": E * QD + 2 * E * KD,  # q, k, v; and attention, below
-        "full": _layer_matrices(model_config) - E * M,  # all but down_proj
-    }[recompute]
-    again = 2 * repeated + (_attention_flops(model_config, seq_length) if repeated else 0)
-    return model_flops_per_token(model_config, seq_length) + model_config.num_hidden_layers * again
+    return {
+        "q, k, v": 2 * E * (QD + 2 * KD),
+        "attention": 4 * seq_length * QD // 2,  # q k^T and the weighted sum of v, causal half
+        "o": 2 * QD * E,
+        "gate, up": 4 * E * M,
+        "down": 2 * M * E,
+    }
 
 
 def _sizes(model_config: ModelConfig) -> tuple[int, int, int, int]:
@@ -67,15 +41,37 @@ def _sizes(model_config: ModelConfig) -> tuple[int, int, int, int]:
     return c.hidden_size, c.num_attention_heads * D, c.num_key_value_heads * D, c.intermediate_size
 
 
-def _layer_matrices(model_config: ModelConfig) -> int:
-    """Parameters of q, o, of k, v, and of gate, up, down."""
-    E, QD, KD, M = _sizes(model_config)
-    return 2 * E * QD + 2 * E * KD + 3 * E * M
+def model_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
+    """FLOPs of forward and backward, as if nothing were computed twice: the M of MFU."""
+    layers = model_config.num_hidden_layers * sum(layer_flops(model_config, seq_length).values())
+    return 3 * (layers + 2 * model_config.vocab_size * model_config.hidden_size)  # with lm_head
 
 
-def _attention_flops(model_config: ModelConfig, seq_length: int) -> int:
-    """Forward FLOPs per token and layer of q k^T and of the weighted sum of v, causal half."""
-    return 4 * _sizes(model_config)[1] * seq_length // 2
+def matmul_parameters(model_config: ModelConfig) -> int:
+    """Parameters that every token is multiplied with: not the embedding, which is a lookup."""
+    return model_flops_per_token(model_config, seq_length=0) // 6
+
+
+def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
+    """6 N + 12 L Q D S of most projects: the embedding and all pairs count (PaLM, appendix B)."""
+    pairs = 2 * model_config.num_hidden_layers * layer_flops(model_config, seq_length)["attention"]
+    return 6 * parameter_count(model_config) + 3 * pairs
+
+
+def hardware_flops_per_token(
+    model_config: ModelConfig, seq_length: int, recompute: str = "none"
+) -> int:
+    """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU."""
+    parts = layer_flops(model_config, seq_length)
+    # torch's checkpoint stops as soon as the last tensor that backward needs exists. A linear needs
+    # its input, not its output, so the last linear of the part is not run again. What fused
+    # attention repeats inside its own backward is not counted, as is usual.
+    again = {
+        "none": 0,
+        "selective": parts["q, k, v"] + parts["attention"],
+        "full": sum(parts.values()) - parts["down"],
+    }[recompute]
+    return model_flops_per_token(model_config, seq_length) + model_config.num_hidden_layers * again
 
 
 class RankMemory(NamedTuple):
@@ -97,12 +93,11 @@ def memory_per_rank(
 ) -> RankMemory:
     """The memory of the pipeline rank that needs most.
 
-    Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention
-    (a few numbers a token), the [S, S] matrices of attention that is not fused, the allocator's
-    slack, and torch and its libraries themselves.
+    Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention,
+    the [S, S] matrices of attention that is not fused, the allocator's slack, and torch itself.
     """
     args = model_config, layout, workload, device
-    return max((_memory_of(rank, *args) for rank in range(layout.pp)), key=lambda m: m.total)
+    return max((_memory_of(rank, *args) for rank in range(layout.pp)), key=sum)
 
 
 def _memory_of(
@@ -113,12 +108,13 @@ def _memory_of(
     narrow = BYTES["bfloat16"] if dtype == "bfloat16" else 0  # of the copies to compute with
     E, V = model_config.hidden_size, model_config.vocab_size
     stages = stages_of(layout.pp_engine, rank, layout.pp, chunks)
-    layers_of_stage = layers_of_stages(model_config, layout, workload.seq_length)
-    layers = sum(layers_of_stage[stage] for stage in stages)
+    num_layers = layers_of_stages(model_config, layout, workload.seq_length)
+    layers = sum(num_layers[stage] for stage in stages)
     first, last = 0 in stages, layout.num_stages - 1 in stages
 
     # tp divides matrices, not norms; dp and cp divide nothing.
-    matmul = (layers * _layer_matrices(model_config) + last * V * E) / tp
+    matrices = sum(layer_flops(model_config, seq_length=0).values()) / 2  # parameters of a layer
+    matmul = (layers * matrices + last * V * E) / tp
     shares_head = last and model_config.tie_word_embeddings  # otherwise both ends have a copy
     lookup = V * E / tp if first and not shares_head else 0
     parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
@@ -127,7 +123,6 @@ def _memory_of(
     live_activations = SCHEDULES[layout.pp_engine].live_activations  # each of one chunk
     live = live_activations(rank, layout.pp, workload.num_micro_batches, chunks) / chunks
     saved = saved_per_token(model_config, dtype, recompute, layout)
-    last_norm = last * 2 * wide * E
 
     # Backward runs a part of one layer again at a time...
     everything = saved_per_token(model_config, dtype, "none", layout)
@@ -142,7 +137,7 @@ def _memory_of(
         weights=wide * parameters + math.ceil(narrow * matmul),
         gradients=wide * parameters,
         optimizer_state=OPTIMIZER_MOMENTS[workload.optimizer] * wide * parameters,
-        activations=math.ceil(tokens * live * (layers * saved + last_norm) + layer),
+        activations=math.ceil(tokens * live * (layers * saved + last * 2 * wide * E) + layer),
         loss=math.ceil(head + logits),
     )
 
@@ -169,17 +164,13 @@ def saved_per_token(model_config: ModelConfig, dtype: str, recompute: str, layou
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
     """How many layers each pipeline stage has: as given, or so that the slowest is fastest.
 
-    lm_head counts for as many layers as its FLOPs are worth, and may leave the last stage with
-    fewer than the others. The embedding is a lookup and counts nothing.
+    lm_head counts for as many layers as its FLOPs are worth; the embedding, a lookup, for none.
     """
     L, others = model_config.num_hidden_layers, layout.num_stages - 1
     if layout.pp_layers or not others:
         return list(layout.pp_layers or [L])
-    layer = 2 * _layer_matrices(model_config) + _attention_flops(model_config, seq_length)
+    layer = sum(layer_flops(model_config, seq_length).values())
     head = 2 * model_config.vocab_size * model_config.hidden_size / layer
-
-    def slowest(last: int) -> float:
-        return max(last + head, math.ceil((L - last) / others))
-
-    last = min(range(max(1, L // layout.num_stages), 0, -1), key=slowest)
+    choices = range(max(1, L // layout.num_stages), 0, -1)  # of the last stage
+    last = min(choices, key=lambda n: max(n + head, math.ceil((L - n) / others)))
     return [(L - last) // others + (s < (L - last) % others) for s in range(others)] + [last]
