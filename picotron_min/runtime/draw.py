@@ -18,14 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from picotron_min import pipeline_simulator
 from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, peak_live
-from picotron_min.pipeline_simulator import (
-    Span,
-    Timeline,
-    build_plans,
-    insert_communication,
-    simulate,
-)
+from picotron_min.pipeline_simulator import Span, Timeline, build_plans, simulate
 
 MARGIN = len("rank 0  ")
 
@@ -69,32 +64,27 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def show_plan(engine: str, ranks: int, num_micro_batches: int, chunks: int, width: int) -> None:
+def show_plan(engine: str, p: int, m: int, v: int, width: int) -> None:
     """Print a schedule's timeline and its figures beside the textbook's."""
-    schedule, sizes = SCHEDULES[engine], (ranks, num_micro_batches, chunks)
-    plans = build_plans(engine, *sizes)
+    schedule, plans = SCHEDULES[engine], build_plans(engine, p, m, v)
     timeline = simulate(plans, place=schedule.place)
-    print(
-        f"{engine}: ranks p = {ranks}, micro-batches m = {num_micro_batches}, chunks v = {chunks}"
-    )
+    print(f"{engine}: ranks p = {p}, micro-batches m = {m}, chunks v = {v}")
     print("F0 is the forward of micro-batch 0, B0 its backward, which takes twice as long")
-    if chunks > 1:
+    if v > 1:
         print("f0, b0: of odd chunks. A chunk is 1/v of a rank's layers, and so is an activation")
     print(f"\n{draw(timeline, width)}\n\n{_too_narrow(timeline, width)}", end="")
     print("        bubble  formula  peak live  formula")
     for rank, plan in enumerate(plans):
-        print(
-            f"rank {rank:<2}{timeline.bubble(rank):7.1%}  {schedule.bubble(*sizes):7.1%}"
-            f"  {peak_live(plan):9}  {schedule.live_activations(rank, *sizes):7}"
-        )
+        bubbles = f"{timeline.bubble(rank):7.1%}  {schedule.bubble(p, m, v):7.1%}"
+        live = f"{peak_live(plan):9}  {schedule.live_activations(rank, p, m, v):7}"
+        print(f"rank {rank:<2}{bubbles}  {live}")
     print(f"\n{schedule.about}")
 
 
 def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
     """One line of text a rank; give a makespan to draw several timelines to one scale."""
     scale = max(1, width - MARGIN) / (makespan or timeline.makespan)
-    if scale > 1:  # in whole columns, so that equal times look equal
-        scale = int(scale)
+    scale = int(scale) if scale > 1 else scale  # in whole columns, so that equal times look equal
     origin = min(span.start for span in timeline.spans)
     lines = [["·"] * round(timeline.makespan * scale) for _ in range(timeline.num_ranks)]
     for rank, action, start, end in timeline.spans:
@@ -106,9 +96,8 @@ def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
 
 def _label(action: Action, columns: int) -> str:
     """As much of the action's name as fits, in exactly so many columns."""
-    names = [_name(action), _name(action)[1:], _name(action)[-1], ""]
-    fill = "═" if action.kind is Kind.BACKWARD else "─"
-    return next(name for name in names if len(name) <= columns).ljust(columns, fill)
+    name, fill = _name(action), "═" if action.kind is Kind.BACKWARD else "─"
+    return next(n for n in (name, name[1:], name[-1], "") if len(n) <= columns).ljust(columns, fill)
 
 
 def _name(action: Action) -> str:
@@ -121,9 +110,8 @@ def _too_narrow(timeline: Timeline, width: int, makespan: float = 0.0) -> str:
     spans = [span for span in timeline.spans if span.action.peer is None]
     scale = max(len(_name(span.action)) / (span.end - span.start) for span in spans)
     needed = MARGIN + math.ceil((makespan or timeline.makespan) * scale)
-    if width >= needed:
-        return ""
-    return f"{width} columns are too few to name each action: use --width {needed} | less -S\n\n"
+    message = f"{width} columns are too few to name each action: use --width {needed} | less -S\n\n"
+    return message if width < needed else ""
 
 
 def show_trace(path: str, width: int) -> None:
@@ -131,15 +119,10 @@ def show_trace(path: str, width: int) -> None:
     engine, step, measured = read_trace(path)
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-    plans = insert_communication(plans, place)
-    # From the plan towards the measurement: durations are means over fewer and fewer actions.
-    keys = [
-        lambda rank, action: action.kind,  # the plan: the same order, all ranks equally fast
-        lambda rank, action: (action.kind, rank),
-        lambda rank, action: (action.kind, rank, action.chunk),
-        lambda rank, action: (rank, action),
-    ]
-    models = [simulate(plans, mean_times(measured, key), place=place) for key in keys]
+    plans = pipeline_simulator.insert_communication(plans, place)
+    # From the plan, where all ranks are equally fast, towards the measurement: an action takes the
+    # mean time of all that are of the same kind; and rank; and chunk; and then its own.
+    models = [simulate(plans, mean_times(measured, same), place=place) for same in (1, 2, 3, 4)]
     planned, makespan = models[0], max(models[0].makespan, measured.makespan)
     for name, timeline in (("planned", planned), ("measured", measured)):
         print(f"{name}, {engine}, step {step}: {timeline.makespan / 1000:.2f} ms")
@@ -165,8 +148,12 @@ def show_trace(path: str, width: int) -> None:
         print(f"  {(after.makespan - before.makespan) / 1000:+8.2f} ms  {cause}")
 
 
-def mean_times(measured: Timeline, key: Callable[[int, Action], object]) -> Callable:
-    """For `simulate`: an action takes the mean time of all measured ones that have its key."""
+def mean_times(measured: Timeline, same: int) -> Callable[[int, Action], float]:
+    """For `simulate`: the mean over all actions with the first `same` parts of a key in common."""
+
+    def key(rank: int, action: Action) -> tuple:
+        return (action.kind, rank, action.chunk, action.micro_batch)[:same]
+
     times = defaultdict(list)
     for rank, action, start, end in measured.spans:
         times[key(rank, action)].append(end - start)
@@ -175,19 +162,13 @@ def mean_times(measured: Timeline, key: Callable[[int, Action], object]) -> Call
 
 
 def read_trace(path: str) -> tuple[str, int, Timeline]:
-    """The last step in a Chrome trace: its engine, its number, and its timeline in microseconds.
-
-    Forwards and backwards are the events of runtime/trace.py; others are ignored. Raises ValueError
-    where there is no step of all ranks.
-    """
+    """The last step in a trace by runtime/trace.py: its engine, its number, its timeline in us."""
     try:
         trace = json.loads(Path(path).read_text())
         engine = trace.get("otherData", {}).get("pp_engine", "1f1b")
         SCHEDULES[engine]  # a KeyError names an unknown engine
-        events = [e for e in trace["traceEvents"] if e["name"][:1] in ("F", "B")]
-        events = [e for e in events if "step" in e.get("args", {})]
-        step = max((e["args"]["step"] for e in events), default=None)
-        spans = []
+        events = [e for e in trace["traceEvents"] if "micro_batch" in e.get("args", {})]
+        step, spans = max((e["args"]["step"] for e in events), default=None), []
         for e in sorted(events, key=lambda e: e["ts"]):
             if e["args"]["step"] == step:
                 action = Action(Kind(e["name"][0]), e["args"]["micro_batch"], e["args"]["chunk"])
@@ -196,11 +177,9 @@ def read_trace(path: str) -> tuple[str, int, Timeline]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
     ranks = sorted({span.rank for span in spans})
-    if not ranks or ranks != list(range(len(ranks))):
-        raise ValueError(
-            f"{path} has forwards and backwards of ranks {ranks}: it must have those of all the"
-            " ranks of one pipeline, counted from 0"
-        )
+    if ranks != list(range(max(1, len(ranks)))):
+        need = "it must have those of all the ranks of one pipeline, counted from 0"
+        raise ValueError(f"{path} has forwards and backwards of ranks {ranks}: {need}")
     return engine, step, Timeline(len(ranks), spans)
 
 

@@ -3,15 +3,15 @@
     python -m picotron_min.pipeline_schedule --trace FILE     draws it under the plan
     chrome://tracing or ui.perfetto.dev                       opens it, too
 
-Only forwards and backwards are timed, not the wait for what they need: that is the bubble. On a GPU
-events on its stream mark when they begin and end, and are read when the run is over. To synchronise
-the device instead would wait for all outstanding messages, too, which can deadlock.
+Forwards and backwards are timed, without the wait for what they need: that is the bubble. On a GPU
+events on its stream mark when they begin and end, and are read when the run is over. (Synchronising
+the device would wait for all outstanding messages, too, and can deadlock.)
 """
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from picotron_min.pipeline_schedule import Action
 
 
 class HostEvent:
-    """The methods of torch.cuda.Event that are used here, for a CPU."""
+    """torch.cuda.Event, for a CPU."""
 
     def record(self) -> None:
         self.time = time.perf_counter()
@@ -46,12 +46,12 @@ class Trace:
     def watch(self, step: int) -> Watch:
         """The context that the pipeline runs each forward and backward of a step in."""
         if step not in self.steps:
-            return contextlib.nullcontext
+            return nullcontext
         origin = self._record()
         origin.synchronize()  # no message of this step is posted yet, so this cannot deadlock
         at = time.time() * 1e6  # when the GPU was there, to some 0.1 ms; nodes' clocks differ more
 
-        @contextlib.contextmanager
+        @contextmanager
         def timed(action: Action) -> Iterator[None]:
             began = self._record()
             yield
