@@ -61,9 +61,9 @@ def keep_stage(model: nn.Module, stage: Stage) -> None:
     """Delete, in place, what other stages have. What is left keeps its names."""
     for name in list(model.model.layers):
         if int(name) not in stage.layers:
-            del model.model.layers[name]
+            del model.model.layers[name]  # a dict of modules: the others keep their numbers
     if not stage.is_first:
-        model.model.embed_tokens = nn.Identity()
+        model.model.embed_tokens = nn.Identity()  # its input is an activation
     if not stage.is_last:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
 
@@ -75,7 +75,7 @@ class Pipeline:
         self, chunks: list[Chunk], axis: Axis, positions: Tensor, new_activation: Callable
     ) -> None:
         self.chunks, self.axis = chunks, axis
-        self.positions = positions  # [S/cp], of the tokens in the sequence, where it is computed
+        self.positions = positions  # [S/cp]: places in the sequence; on the device that computes
         self.new_activation = new_activation  # () -> empty tensor like those that travel
         self.free: list[Tensor] = []  # buffers whose content is not needed any more
 
@@ -98,7 +98,7 @@ class Pipeline:
         for action in plan:
             methods[action.kind](action)
         for work in self.sending.values():
-            work.wait()
+            work.wait()  # the last send of each kind
         return self.totals
 
     def _forward(self, action: Action) -> None:
@@ -108,7 +108,7 @@ class Pipeline:
             batch = self.read(i).to(self.positions.device)
         x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
         if not stage.is_first:
-            x.requires_grad_(torch.is_grad_enabled())
+            x.requires_grad_(torch.is_grad_enabled())  # a leaf: the graph of a stage begins here
         with self.watch(action):
             out = model(x, self.positions, batch.targets if stage.is_last else None)
         if stage.is_last:
@@ -127,18 +127,18 @@ class Pipeline:
         x, end = self.live.pop((i, c))
         gradient = None if stage.is_last else self._arrived(Kind.RECEIVE_GRADIENT, i, c)
         with self.watch(action):
-            torch.autograd.backward(end, gradient)
+            torch.autograd.backward(end, gradient)  # the last stage's is that of its loss, 1
         if not stage.is_last:
             self.free.append(gradient)
         if not stage.is_first:
             self.leaving[Kind.SEND_GRADIENT, i, c] = x.grad
-            x.grad = None
+            x.grad = None  # x is used again: backward would add to its old gradient
             self.free.append(x.requires_grad_(False))
 
     def _send(self, action: Action) -> None:
         kind, i, c, peer = action
         if older := self.sending.get((kind, c)):
-            older.wait()
+            older.wait()  # so at most one activation and one gradient a chunk are leaving
         self.sending[kind, c] = start_send(self.leaving.pop((kind, i, c)), self.axis, peer)
 
     def _receive(self, action: Action) -> None:
@@ -148,5 +148,5 @@ class Pipeline:
 
     def _arrived(self, kind: Kind, i: int, c: int) -> Tensor:
         buffer, work = self.arriving.pop((kind, i, c))
-        work.wait()
+        work.wait()  # on a GPU its stream waits, not this process
         return buffer

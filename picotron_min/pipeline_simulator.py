@@ -58,7 +58,7 @@ def _ways(plans: list[Plan], place: Place) -> list[list[Event]]:
     num_stages = len(plans) * (1 + max(action.chunk for action in actions))
     way = [(Kind.FORWARD, *place(stage, len(plans))) for stage in range(num_stages)]
     if any(action.kind is Kind.BACKWARD for action in actions):
-        way += [(Kind.BACKWARD, rank, c) for _, rank, c in reversed(way)]
+        way += [(Kind.BACKWARD, rank, c) for _, rank, c in reversed(way)]  # not in evaluation
     micro_batches = {action.micro_batch for action in actions}
     return [[(rank, Action(kind, i, c)) for kind, rank, c in way] for i in micro_batches]
 
@@ -116,20 +116,19 @@ def simulate(
     needs = _needs(plans, place, blocking)
     todo, clocks, spans = [deque(plan) for plan in plans], [0.0] * len(plans), []
     known: dict[Event, float] = {}  # when it was computed or, of an end of a message, posted
-
     while any(todo):
         reached = {rank: plan[0] for rank, plan in enumerate(todo) if plan}
         for rank, action in reached.items():
             if action.peer is not None:
-                known.setdefault((rank, action), clocks[rank])
+                known.setdefault((rank, action), clocks[rank])  # posted once
         missing = {e: [need for need in needs[e] if need not in known] for e in reached.items()}
         if all(missing.values()):
-            raise ScheduleError(_describe_circle(missing))
+            raise ScheduleError(_describe_circle(missing))  # no rank can continue
         for rank, action in (event for event in missing if not missing[event]):
             start = clocks[rank]
             arrivals = [known[o] + send_time * (o[1].peer is not None) for o in needs[rank, action]]
-            clocks[rank] = max([start, *arrivals])
-            if action.peer is None:
+            clocks[rank] = max([start, *arrivals])  # the wait, if any, is over
+            if action.peer is None:  # the span of an action that computes is without its wait
                 start = clocks[rank]
                 known[rank, action] = clocks[rank] = start + time_of(rank, action)
             spans.append(Span(rank, todo[rank].popleft(), start, clocks[rank]))
@@ -146,8 +145,8 @@ def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[
         for source, event in pairwise(way):
             needs[event] = [source]
             if communicates and (message := _message(source, event)):
-                send, receive = needs[event] = message
-                needs[send] = [source, receive] if blocking else [source]
+                send, receive = needs[event] = message  # it needs both ends posted
+                needs[send] = [source, receive] if blocking else [source]  # what it carries
                 needs[receive] = [send] if blocking else []
     for rank, action in [*needs, *found]:
         if (times := found[rank, action]) != 1:
@@ -161,10 +160,9 @@ def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[
 def _describe_circle(missing: dict[Event, list[Event]]) -> str:
     """Follow who waits for whom until a rank recurs: from there on it is the circle."""
     waits = {rank: (action, *needs[0]) for (rank, action), needs in missing.items()}
-    path = [min(waits)]
+    path = [min(waits)]  # it may lead to the circle without being part of it
     while (other := waits[path[-1]][1]) not in path:
         path.append(other)
-    return "deadlock: " + "; ".join(
-        f"rank {rank} waits in '{waits[rank][0]}' for '{waits[rank][2]}' of rank {waits[rank][1]}"
-        for rank in path[path.index(other) :]
-    )
+    circle = [(rank, *waits[rank]) for rank in path[path.index(other) :]]
+    parts = [f"rank {r} waits in '{a}' for '{need}' of rank {peer}" for r, a, peer, need in circle]
+    return "deadlock: " + "; ".join(parts)
