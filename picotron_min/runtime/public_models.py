@@ -10,9 +10,8 @@ from dataclasses import asdict, fields
 from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
 
 # The only values of these keys that this model computes; the first is the default.
-SUPPORTED = {"model_type": ["llama"], "hidden_act": ["silu"], "attention_bias": [False]}
-SUPPORTED |= {"mlp_bias": [False], "partial_rotary_factor": [1.0]}
-SUPPORTED |= {"rope_type": ["default", "llama3"]}
+SUPPORTED = {"model_type": ["llama"], "hidden_act": ["silu"], "rope_type": ["default", "llama3"]}
+SUPPORTED |= {"attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0]}
 # Far above any published model (10**7 for other keys): a slip such as 10**12 is refused at once.
 LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**4, "num_key_value_heads": 10**4}
 LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9}
@@ -23,9 +22,7 @@ def from_hf(hf: dict) -> ModelConfig:
 
     Raises ValueError for anything this model would silently compute differently.
     """
-    # transformers 5 writes all rotary settings into rope_parameters; older files have
-    # rope_theta at the top level and the stretching, if any, in rope_scaling.
-    rope = {}
+    rope = {}  # transformers 5 has all in rope_parameters; before, rope_theta was at the top level
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(key), dict | None):
             raise ValueError(f"{key}={hf[key]!r:.60}: must be an object, {{ ... }}, or null")
@@ -54,9 +51,8 @@ def from_hf(hf: dict) -> ModelConfig:
 def _numbers(kind: type, given: dict, required: Iterable[str]) -> dict:
     if missing := [name for name in required if name not in given]:
         raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
-    numbers = {f.name: given[f.name] for f in fields(kind) if f.name in given}
-    numbers.pop("rope_scaling", None)
-    check_numbers(numbers)
+    names = [field.name for field in fields(kind) if field.name != "rope_scaling"]
+    check_numbers(numbers := {name: given[name] for name in names if name in given})
     return numbers
 
 
@@ -85,15 +81,10 @@ def to_hf(model_config: ModelConfig) -> dict:
     return hf
 
 
-def _llama_3(hidden, inner, layers, heads, kv_heads, factor, tied=False) -> ModelConfig:
-    return ModelConfig(
-        128_256, hidden, inner, layers, heads, kv_heads,
-        rope_theta=500_000.0, rope_scaling=RopeScaling(factor),
-        tie_word_embeddings=tied, max_position_embeddings=131_072,
-    )  # fmt: skip
-
-
 _smol, _llama_2 = {"tie_word_embeddings": True}, {"max_position_embeddings": 4096}
+_llama_3 = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
+_llama_3_1 = _llama_3 | {"rope_scaling": RopeScaling(8.0)}
+_llama_3_2 = _llama_3 | {"rope_scaling": RopeScaling(32.0), "tie_word_embeddings": True}
 
 # By the ids of their repositories on the Hugging Face hub, from the config.json of each.
 PRESETS = {
@@ -104,25 +95,22 @@ PRESETS = {
     "meta-llama/Llama-2-7b-hf": ModelConfig(32_000, 4096, 11_008, 32, 32, 32, **_llama_2),
     "meta-llama/Llama-2-13b-hf": ModelConfig(32_000, 5120, 13_824, 40, 40, 40, **_llama_2),
     "meta-llama/Llama-2-70b-hf": ModelConfig(32_000, 8192, 28_672, 80, 64, 8, **_llama_2),
-    "meta-llama/Llama-3.2-1B": _llama_3(2048, 8192, 16, 32, 8, 32.0, tied=True),
-    "meta-llama/Llama-3.2-3B": _llama_3(3072, 8192, 28, 24, 8, 32.0, tied=True),
-    "meta-llama/Llama-3.1-8B": _llama_3(4096, 14_336, 32, 32, 8, 8.0),
-    "meta-llama/Llama-3.1-70B": _llama_3(8192, 28_672, 80, 64, 8, 8.0),
-    "meta-llama/Llama-3.1-405B": _llama_3(16_384, 53_248, 126, 128, 8, 8.0),
+    "meta-llama/Llama-3.2-1B": ModelConfig(128_256, 2048, 8192, 16, 32, 8, **_llama_3_2),
+    "meta-llama/Llama-3.2-3B": ModelConfig(128_256, 3072, 8192, 28, 24, 8, **_llama_3_2),
+    "meta-llama/Llama-3.1-8B": ModelConfig(128_256, 4096, 14_336, 32, 32, 8, **_llama_3_1),
+    "meta-llama/Llama-3.1-70B": ModelConfig(128_256, 8192, 28_672, 80, 64, 8, **_llama_3_1),
+    "meta-llama/Llama-3.1-405B": ModelConfig(128_256, 16_384, 53_248, 126, 128, 8, **_llama_3_1),
 }
 
 
 def preset_name(name: str) -> str | None:
-    """The preset that a name means, with or without its owner; variants share its shape.
+    """The preset that a name means, with or without its owner; variants share its shape."""
 
-    `SmolLM-360M`, `HuggingFaceTB/SmolLM-360M-Instruct` and `meta-llama/Llama-2-7B` are found.
-    """
-    for preset in PRESETS:
-        variant = "(-hf)?(-instruct|-chat)?(-hf)?$"
-        wanted, there = (re.sub(variant, "", text.lower()) for text in (name, preset))
-        if wanted in (there, there.split("/")[-1]):
-            return preset
-    return None
+    def plain(text: str) -> str:  # SmolLM-360M-Instruct and Llama-2-7B are found, too
+        return re.sub("(-hf)?(-instruct|-chat)?(-hf)?$", "", text.lower())
+
+    found = {plain(text): preset for preset in PRESETS for text in (preset, preset.split("/")[-1])}
+    return found.get(plain(name))
 
 
 def find_preset(name: str) -> ModelConfig | None:
@@ -134,7 +122,7 @@ def tokenizer_of(model_name: str) -> str:
 
     A short name stands for the public model's id; a longer one is an id itself, or a folder.
     """
-    preset = preset_name(model_name)
-    if preset == "tiny":
-        return "bytes"
-    return preset if preset and "/" not in model_name else model_name
+    if "/" in model_name:
+        return model_name
+    preset = preset_name(model_name) or model_name
+    return "bytes" if preset == "tiny" else preset
