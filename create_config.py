@@ -20,10 +20,11 @@ from pydantic import ValidationError
 
 from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
 from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError, counted
+from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import CHOICES, nearest, parse_config
 from picotron_min.runtime.public_models import tokenizer_of
+from picotron_min.runtime.wording import counted
 
 ALIASES = {
     "distributed.tp_size": "--tp", "distributed.cp_size": "--cp", "distributed.pp_size": "--pp",

@@ -85,7 +85,7 @@ BAD = {
         'environment.OMP_NUM_THREADS="many": must be a valid integer'),
     "a token in the file": ("environment", {"HF_TOKEN": "hf_secret"},
         "environment.HF_TOKEN must be null: a token belongs in the environment, not in a "
-        "file. Delete it here and run  export HF_TOKEN=..."),
+        "file. Delete it here, run  export HF_TOKEN=..."),
     "a misspelt key": ("training", {"learning_rat": 1},
         "training.learning_rat is not known: did you mean learning_rate?"),
     "a key in capitals": ("distributed", {"TP_SIZE": 2},
@@ -98,21 +98,18 @@ BAD = {
         "logging.zzz is not known: use use_wandb, project_name, run_name, metrics_file or "
         "trace_file"),
     "only warm-up": ("training", {"warmup_steps": 50, "total_train_steps": 50},
-        "warmup_steps=50 leaves nothing of total_train_steps=50: use at most 49"),
+        "warmup_steps=50: must be below total_train_steps=50"),
     "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},
         "min_learning_rate=0.1 is above learning_rate=0.01: use at most 0.01"),
     "fewer tokens than a step": ("training", {"max_tokens": 100},
-        "max_tokens=100 is less than the 2048 tokens of one step: raise it, or make the "
-        "step smaller"),
+        "max_tokens=100: must be at least 2048, the tokens of one step"),
     "nccl without GPUs": ("distributed", {"backend": "nccl", "use_cpu": True},
-        "backend=nccl needs GPUs but use_cpu=true: set distributed.backend to auto or gloo,"
-        " or distributed.use_cpu to false"),
+        "backend=nccl needs GPUs but use_cpu=true: set backend to auto, or use_cpu to false"),
     "longer than the model": ("training", {"seq_length": 4096},
         "seq_length=4096 is above max_position_embeddings=2048 of model.name=tiny: use at "
-        "most 2048, or set model.max_position_embeddings to 4096"),
+        "most 2048, or raise it"),
     "too small a vocabulary": ("model", {"vocab_size": 256},
-        "vocab_size=256 is too small for the 257 token ids of dataset.tokenizer=bytes: use at "
-        "least 257"),
+        "vocab_size=256: use at least 257, the token ids of dataset.tokenizer=bytes"),
     "heads that do not divide": ("model", {"num_attention_heads": 3, "num_key_value_heads": 1},
         "model.name=tiny: num_attention_heads=3 does not divide hidden_size=128"),
     "KV heads that do not divide": ("model", {"num_key_value_heads": 3},
@@ -120,37 +117,37 @@ BAD = {
     "heads that tp does not divide": ("distributed", {"tp_size": 4},
         "tp_size=4 does not divide num_key_value_heads=2: use 1 or 2"),
     "more stages than layers": ("distributed", {"pp_size": 5},
-        "pp_size=5 x pp_chunks=1 makes 5 stages of num_hidden_layers=4: use at most 4 stages"),
+        "pp_size=5 x pp_chunks=1 = 5 stages exceed num_hidden_layers=4: use at most 4"),
     "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
-        "pp_chunks=2 needs more than one rank to deal the stages to, and pp_size=1"),
+        "pp_chunks=2 needs more than pp_size=1: use pp_chunks 1, or more ranks"),
     "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
         'pp_engine="1f1b" does not fit pp_chunks=2: 1f1b has 1 chunk a rank, not 2: use 1, or'),
     "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
         "pp_layers=[2, 1] has 2 stages with 3 layers, not pp_size=2 x pp_chunks=1 = 2 stages with "
         "num_hidden_layers=4"),
     "no weights": ("model", {"weights": "./nowhere"},
-        "model.weights=./nowhere does not exist: there is no /"),
+        "model.weights=./nowhere: there is no /"),
     "an unknown model": ("model", {"name": "SmolLM-136M"},
-        "model.name=SmolLM-136M is not known: use SmolLM-360M, SmolLM-135M or SmolLM-1.7B, "
-        "a local path, or a hub id owner/name"),
+        "model.name=SmolLM-136M: use SmolLM-360M, SmolLM-135M, SmolLM-1.7B, a local path or a hub "
+        "id owner/name"),
     "no model folder": ("model", {"name": "./nowhere"},
-        "model.name=./nowhere does not exist: there is no /"),
+        "model.name=./nowhere: there is no /"),
     "an unknown dataset": ("dataset", {"name": "stdlb"},
-        "dataset.name=stdlb is not known: use stdlib, a local path, or a hub id owner/name"),
+        "dataset.name=stdlb: use stdlib, a local path or a hub id owner/name"),
     "no dataset file": ("dataset", {"name": "texts/nowhere.jsonl"},
-        "dataset.name=texts/nowhere.jsonl does not exist: there is no /"),
+        "dataset.name=texts/nowhere.jsonl: there is no /"),
     "an unknown tokenizer": ("dataset", {"tokenizer": "byte"},
-        "dataset.tokenizer=byte is not known: use bytes, a local path"),
+        "dataset.tokenizer=byte: use bytes, a local path"),
     "no tokenizer folder": ("dataset", {"tokenizer": "/nowhere/at/all"},
-        "dataset.tokenizer=/nowhere/at/all does not exist"),
+        "dataset.tokenizer=/nowhere/at/all: there is no /nowhere/at/all"),
     "a file to save into": ("checkpoint", {"save_dir": __file__},
-        f"checkpoint.save_dir={__file__} is a file: name a folder"),
+        f"checkpoint.save_dir={__file__} cannot be written, since {__file__} is a file: name"),
     "a folder to log into": ("logging", {"metrics_file": "/"},
-        "logging.metrics_file=/ is a folder: name a file"),
+        "logging.metrics_file=/ cannot be written, since / is a folder: name another file"),
     "too long a timeout": ("distributed", {"timeout_seconds": 10**10},
         "distributed.timeout_seconds=10000000000: must be less than or equal to 1000000"),
     "a trace in a file": ("logging", {"trace_file": f"{__file__}/trace.json"},
-        f"logging.trace_file={__file__}/trace.json cannot be made, since {__file__} is a file"),
+        f"logging.trace_file={__file__}/trace.json cannot be written, since {__file__} is a file"),
     "a word that is a value": ("training", {"cosine": True},
         'training.cosine is not known: did you mean training.schedule="cosine"?'),
     "a key that is only a little like others": ("distributed", {"cosines": 2},
@@ -175,10 +172,9 @@ BAD = {
         "training.seed=18446744073709551616: must be less than"),
     "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
         "dataset.tokenizer=bytes has 257 token ids, far fewer than vocab_size=49152 of"
-        " model.name=SmolLM-135M: leave dataset.tokenizer out to use the model's own, or set"
-        " model.vocab_size to 257 (or to 49152 if you mean it)"),
+        " model.name=SmolLM-135M: leave it out to use the model's own, or set model.vocab_size"),
     "no checkpoint": ("checkpoint", {"load_path": "nowhere"},
-        "checkpoint.load_path=nowhere is no checkpoint (it has no state.json): use latest, "
+        "checkpoint.load_path=nowhere is no checkpoint (no state.json): use latest, "
         "or a folder like checkpoints/step-00000010"),
 }
 # fmt: on
@@ -211,19 +207,18 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
 def test_a_mistake_in_the_file_is_located(tmp_path, text, message):
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ValueError) as caught:
         load_config(path)
-    (problem,) = caught.value.problems
-    assert message in problem
+    assert message in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_reported(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read .*config.json: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*config.json: No such file"):
         load_config(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ValueError, match="Is a directory"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b'{"model": {"name": "\xff"}}')
-    with pytest.raises(ConfigError, match="is not JSON in UTF-8: 'utf-8' codec can't decode"):
+    with pytest.raises(ValueError, match="is not JSON in UTF-8: 'utf-8' codec can't decode"):
         load_config(tmp_path / "config.json")
 
 
@@ -239,16 +234,13 @@ def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
 
 def test_a_run_too_short_to_be_traced_is_refused():
     (problem,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
-    assert "trace_file=t records the third to the fifth step, and total_train_steps=4" in problem
+    assert "trace_file=t records steps 3 to 5, and total_train_steps=4" in problem
 
 
 def test_a_rank_without_a_row_of_the_vocabulary_is_refused():
     heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
     (problem,) = problems({"model": heads, "distributed": {"tp_size": 32}})
-    assert (
-        "tp_size=32 leaves a rank without rows of vocab_size=257, which are split 9 a rank"
-        in problem
-    )
+    assert "tp_size=32 is too large to split vocab_size=257, 9 rows a rank: lower it" in problem
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path):
@@ -265,9 +257,9 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
         'training.seq_length="9999"',
         "dataset.lines is not known",
         "loging is not known: did you mean logging?",
-        "warmup_steps=900 leaves nothing of total_train_steps=200: use at most 199",
+        "warmup_steps=900: must be below total_train_steps=200",
         "min_learning_rate=1.0 is above learning_rate=0.0003",
-        "dataset.name=nowhere.txt does not exist",
+        "dataset.name=nowhere.txt: there is no /",
         "tp_size=3 does not divide num_attention_heads=4: use 1 or 2",
         "tp_size=3 does not divide num_key_value_heads=2: use 1 or 2",
     ]
@@ -308,15 +300,15 @@ def test_the_template_of_picotron_loads(tmp_path):
     assert config.training.learning_rate == 1.0
     assert config.environment.OMP_NUM_THREADS == 1
     assert config.environment.TOKENIZERS_PARALLELISM is False
-    assert config.use_flash_attention
+    assert config.workload.flash_attention
     model = resolve_model(config)
     assert (model.num_hidden_layers, model.head_dim, model.hidden_size) == (16, 60, 960)
 
 
 def test_either_of_picotrons_switches_turns_flash_attention_off():
-    assert not parse_config({"environment": {"FLASH_ATTEN": "0"}}).use_flash_attention
-    assert not parse_config({"model": {"use_flash_attention": False}}).use_flash_attention
-    assert parse_config({}).use_flash_attention
+    assert not parse_config({"environment": {"FLASH_ATTEN": "0"}}).workload.flash_attention
+    assert not parse_config({"model": {"use_flash_attention": False}}).workload.flash_attention
+    assert parse_config({}).workload.flash_attention
 
 
 def test_a_config_cannot_be_changed():
@@ -376,7 +368,7 @@ def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
     hub = SimpleNamespace(hf_hub_download=offline)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     config = parse_config({"model": {"name": "owner/llama"}, "training": {"seq_length": 4096}})
-    message = r"cannot fetch config.json of model.name=owner/llama from the hub \(no network\)"
+    message = r"model.name=owner/llama: cannot fetch its config.json from the hub \(no network\)"
     with pytest.raises(ConfigError, match=message):
         resolve_model(config)
     path = tmp_path / "config.json"
@@ -407,7 +399,7 @@ def test_layouts_that_do_not_fit_the_model_name_those_that_do():
         "tp_size=3 does not divide num_attention_heads=32: use 1, 2, 4 or 8",
         "tp_size=3 does not divide num_key_value_heads=8: use 1, 2, 4 or 8",
         "tp_size=3 does not divide intermediate_size=8192: use 1, 2, 4 or 8",
-        "pp_size=9 x pp_chunks=2 makes 18 stages of num_hidden_layers=16: use at most 16 stages",
+        "pp_size=9 x pp_chunks=2 = 18 stages exceed num_hidden_layers=16: use at most 16",
     ]
     config = Config.model_validate({"distributed": {"tp_size": 8, "pp_size": 16}})
     assert list(model_problems(config, model_config)) == []
@@ -437,8 +429,8 @@ def test_ulysses_needs_a_head_for_every_rank():
     layout = {"cp_size": 4, "tp_size": 2, "cp_engine": "ulysses"}
     (problem,) = problems({"distributed": layout})
     assert problem == (
-        'cp_engine="ulysses" with cp_size=4 does not divide the 2 heads of a rank'
-        ' (num_attention_heads=4 / tp_size=2): use cp_size 1 or 2, or cp_engine "ring"'
+        'cp_size=4 with cp_engine="ulysses" does not divide num_attention_heads=4 / tp_size=2 = 2:'
+        ' use 1 or 2, or cp_engine "ring"'
     )
 
 
@@ -481,14 +473,14 @@ def test_a_config_is_checked_without_importing_torch():
 def test_deep_json_is_refused(tmp_path, levels):
     path = tmp_path / "config.json"
     path.write_text('{"training": {"seed": ' + "[" * levels + "]" * levels + "}}")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ValueError):
         load_config(path)
 
 
 def test_a_number_of_5000_digits_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"training": {"max_tokens": ' + "9" * 5000 + "}}")
-    with pytest.raises(ConfigError, match="Exceeds the limit"):
+    with pytest.raises(ValueError, match="Exceeds the limit"):
         load_config(path)
 
 
@@ -535,8 +527,7 @@ def test_a_local_tokenizer_must_fit_the_vocabulary(tmp_path):
     for name in (file, str(tmp_path)):
         (problem,) = problems({"dataset": {"tokenizer": name}})
         assert problem == (
-            f"vocab_size=257 is too small for the 258 token ids of dataset.tokenizer={name}:"
-            " use at least 258"
+            f"vocab_size=257: use at least 258, the token ids of dataset.tokenizer={name}"
         )
         parse_config({"dataset": {"tokenizer": name}, "model": {"vocab_size": 258}})
     Path(file).write_text("no tokenizer")
@@ -558,8 +549,8 @@ def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
     (folder / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
     (problem,) = problems({"model": {"name": str(folder)}})
     assert problem == (
-        f"model.name={folder} holds no tokenizer: set dataset.tokenizer to a folder, a tokenizer's"
-        " .json file, a hub id, or bytes"
+        f"model.name={folder} holds no tokenizer: set dataset.tokenizer to a folder, a .json file,"
+        " a hub id, or bytes"
     )
     write_tokenizer(folder / "tokenizer.json", 100)
     assert tokenizer(str(folder)) == str(folder)

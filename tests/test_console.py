@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from picotron_min.runtime.console import Console, counted, duration, human, prompt_for
+from picotron_min.runtime.console import Console, prompt_for
 from picotron_min.runtime.metrics import EvalRecord
+from picotron_min.runtime.wording import counted, duration, human
 from tests.test_metrics import RECORD
 
 
@@ -97,7 +98,7 @@ def test_the_console_shows_the_run_and_how_to_use_the_model():
     text = run_console(range(1, 1001), 1000)
     assert "warning: step 3 skipped: its gradient is not finite [inf]" in text
     assert "step 1000/1000  loss 9.0000  1.23M tok/s  MFU 34.5%  80.12 GB  0s left" in text
-    assert "trained     1000 steps, 123M tokens in 0s\n" in text
+    assert "trained     1,000 steps, 123M tokens in 0s\n" in text
     assert "speed       1.23M tok/s  MFU 34.5%\n" in text
     assert "loss        9.9990 -> 9.0000\n" in text
     assert "validation  loss 2.3450 (3.210 bits per byte)\n" in text
@@ -156,7 +157,7 @@ def test_prompts_fit_the_data():
 
 def test_nouns_have_their_plural():
     texts = [counted(n, noun) for n, noun in ((1, "step"), (0, "step"), (12_345, "micro-batch"))]
-    assert texts == ["1 step", "0 steps", "12.3k micro-batches"]
+    assert texts == ["1 step", "0 steps", "12,345 micro-batches"]
 
 
 def test_an_unknown_mfu_is_not_guessed():

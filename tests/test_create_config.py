@@ -133,7 +133,7 @@ def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create):
     assert "--seq_lem is not known: did you mean --seq_len?" in err
     assert 'distributed.dp_size="two": must be a valid integer' in err
     assert 'distributed.pp_engine="gpipe"' in err
-    assert "warmup_steps=500 leaves nothing of total_train_steps=200" in err
+    assert "warmup_steps=500: must be below total_train_steps=200" in err
 
 
 def test_an_abbreviated_flag_is_not_guessed(create):
@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_made_is_reported(create):
     code, _, err = create("--save_dir elsewhere")
     assert code == 2 and err == "error: cannot write runs/exp: Not a directory\n"
     code, _, err = create()
-    assert code == 2 and "checkpoint.save_dir=runs/exp/checkpoints cannot be made" in err
+    assert code == 2 and "checkpoint.save_dir=runs/exp/checkpoints cannot be written" in err
 
 
 def test_a_flag_that_is_a_value_suggests_its_key(create):

@@ -1,19 +1,16 @@
-"""config.json: its schema.
+"""config.json: its schema, one class a section and one line a key, each with its default.
 
-Its documentation: one class a section, one line a key, each with its default. Names are those of
-picotron, so that its users' configs load; keys are added, none change meaning. A `~` at the start
-of a path is the home folder. Upper limits are far above any use: they stop slips such as 10**12.
-
-config_file.py reads it; config_checks.py checks that the keys fit each other, files and model.
+Names are those of picotron, so that its users' configs load; keys are added, none change meaning.
+A `~` at the start of a path is the home folder. Upper limits are far above any use: they stop slips
+such as 10**12. config_file.py reads the file, config_checks.py checks that its keys fit each other.
 """
 
-import json
 import os
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from picotron_min.layout import Layout, Recipe, Workload
 from picotron_min.model_config import ModelConfig
@@ -22,11 +19,8 @@ from picotron_min.runtime.public_models import tokenizer_of
 
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # a path
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
-# picotron writes "" for "none".
-OptionalName = Annotated[Name | None, BeforeValidator(lambda value: None if value == "" else value)]
+OptionalName = Annotated[Name | None, BeforeValidator(lambda v: None if v == "" else v)]  # "": null
 Beta = Annotated[float, Field(ge=0, lt=1)]
-PositiveInt, NonNegativeInt = Annotated[int, Field(gt=0)], Annotated[int, Field(ge=0)]
-PositiveFloat, NonNegativeFloat = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(gt=0, le=10**6)]
 
 
@@ -38,9 +32,7 @@ class Section(BaseModel):
     )
 
 
-class Distributed(Section):
-    """The layout: tp x cp x pp x dp processes."""
-
+class Distributed(Section):  # the layout: tp x cp x pp x dp processes
     tp_size: Count = 1  # tensor parallel: every matrix is split
     cp_size: Count = 1  # context parallel: every sequence is split
     pp_size: Count = 1  # pipeline parallel: each rank has some of the layers
@@ -55,9 +47,7 @@ class Distributed(Section):
     timeout_seconds: Count = 60  # communication that takes longer ends the run
 
 
-class Model(Section):
-    """What is trained: a public model's shape, with any of its numbers changed, and how."""
-
+class Model(Section):  # a public model's shape, with any of its numbers changed
     name: Name = "tiny"  # a preset of public_models.py, a Hugging Face folder, or a hub id
     vocab_size: PositiveInt | None = None  # null, here and below: as in the named model
     hidden_size: PositiveInt | None = None
@@ -80,13 +70,10 @@ class Model(Section):
     @property
     def overrides(self) -> dict:
         """The numbers given here that replace the named model's own."""
-        given = self.model_dump(exclude_none=True)
-        return {f.name: given[f.name] for f in fields(ModelConfig) if f.name in given}
+        return self.model_dump(include={f.name for f in fields(ModelConfig)}, exclude_none=True)
 
 
-class Training(Section):
-    """How it is trained. `Config.global_batch` defines a step."""
-
+class Training(Section):  # Config.global_batch has the size of a step
     seed: int = Field(42, ge=0, lt=2**63)
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: NonNegativeFloat = 0.0  # where cosine and wsd end
@@ -106,35 +93,26 @@ class Training(Section):
     eval_batches: NonNegativeInt = 4  # steps' worth of the held-out end of the text; 0: none
 
 
-class Dataset(Section):
-    """The text."""
-
+class Dataset(Section):  # the text
     name: Name = "stdlib"  # Python's own library, a local file or folder, or a hub id
     subset_name: Text | None = None
     split: Text = "train"
     text_column: Text = "text"
-    # bytes (256 and end of text), a folder, a .json file, or a hub id; null: the model's own, and
-    # bytes for tiny.
-    tokenizer: OptionalName = None
+    tokenizer: OptionalName = None  # bytes, a folder, a .json file, or a hub id; null: the model's
     num_workers: NonNegativeInt = 0  # picotron's; unused: tokens are read from mapped memory
     num_proc: int = Field(1, gt=0, le=1024)  # processes that tokenize
     cache_dir: Name = "~/.cache/picotron_min"  # tokenized text, kept between runs
 
 
-class Checkpoint(Section):
-    """What is saved, and what a run starts from."""
-
+class Checkpoint(Section):  # what is saved, and what a run starts from
     save_dir: Name = "checkpoints"
     save_frequency: NonNegativeInt = 0  # steps; 0: only at the end
     keep: NonNegativeInt = 2  # how many of the newest; 0: all
     in_background: bool = Field(False, alias="async")  # training continues during a save
-    # A checkpoint's folder, or "latest": the newest complete one in save_dir, or a fresh start.
-    load_path: OptionalName = None
+    load_path: OptionalName = None  # a folder, or "latest": the newest in save_dir, if any
 
 
-class Logging(Section):
-    """What is recorded."""
-
+class Logging(Section):  # what is recorded
     use_wandb: bool = False
     project_name: Text = "picotron-min"
     run_name: Text | None = None
@@ -142,20 +120,14 @@ class Logging(Section):
     trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
 
 
-class Environment(Section):
-    """Variables of every process. Not strict, since picotron writes them as text: "1", "false"."""
-
-    model_config = ConfigDict(strict=False)
-
+class Environment(Section, strict=False):  # of every process; picotron writes "1" and "false"
     OMP_NUM_THREADS: int | None = Field(None, gt=0, le=1024)  # threads of each process
     TOKENIZERS_PARALLELISM: bool | None = None
     FLASH_ATTEN: bool | None = None  # false: as use_flash_attention false
     HF_TOKEN: None = None  # picotron's template has it, as null
 
 
-class Config(Section):
-    """The whole of config.json."""
-
+class Config(Section):  # the whole of config.json
     distributed: Distributed = Distributed()
     model: Model = Model()
     training: Training = Training()
@@ -164,16 +136,9 @@ class Config(Section):
     logging: Logging = Logging()
     environment: Environment = Environment()
 
-    @model_validator(mode="after")
-    def _resolve_tokenizer(self) -> "Config":
-        """Fill in the tokenizer that is left out, so that a saved config names it, too."""
-        name = self.dataset.tokenizer or tokenizer_of(self.model.name)
-        self.__dict__["dataset"] = self.dataset.model_copy(update={"tokenizer": name})
-        return self
-
     @property
     def tokenizer(self) -> str:
-        return self.dataset.tokenizer
+        return self.dataset.tokenizer or tokenizer_of(self.model.name)
 
     @property
     def world_size(self) -> int:
@@ -188,8 +153,9 @@ class Config(Section):
     @property
     def data_order(self) -> dict[str, object]:
         """All that decides which sequences a step trains on; the layout does not."""
-        keys = ("name", "subset_name", "split", "text_column", "tokenizer")
+        keys = ("name", "subset_name", "split", "text_column")
         order = {f"dataset.{key}": getattr(self.dataset, key) for key in keys}
+        order["dataset.tokenizer"] = self.tokenizer
         keys = ("seed", "seq_length", "num_samples", "eval_batches")
         order |= {f"training.{key}": getattr(self.training, key) for key in keys}
         return order | {"sequences a step": self.global_batch}
@@ -201,36 +167,30 @@ class Config(Section):
     @property
     def layout(self) -> Layout:
         """The sizes of the axes, and the choices that belong to them."""
-        chosen = {key.removesuffix("_size"): value for key, value in self.distributed}
-        chosen["pp_layers"] = chosen["pp_layers"] and tuple(chosen["pp_layers"])
-        return Layout(**{field.name: chosen[field.name] for field in fields(Layout)})
+        return _build(Layout, {key.removesuffix("_size"): v for key, v in self.distributed})
 
     @property
     def workload(self) -> Workload:
         """What one data-parallel rank computes in a step, and how."""
-        m, t = self.model, self.training
-        return Workload(
-            t.seq_length, t.micro_batch_size, t.gradient_accumulation_steps, dtype=m.dtype,
-            recompute=m.recompute, optimizer=t.optimizer, compile=m.compile,
-            flash_attention=self.use_flash_attention,
-        )  # fmt: skip
+        values = dict(self.model) | dict(self.training)
+        values["num_micro_batches"] = self.training.gradient_accumulation_steps
+        both = self.model.use_flash_attention, self.environment.FLASH_ATTEN  # picotron's switches
+        return _build(Workload, values | {"flash_attention": False not in both})
 
     @property
     def recipe(self) -> Recipe:
         """How the weights are updated."""
-        t = self.training
-        keys = {f.name for f in fields(Recipe)} & t.model_fields.keys()
-        values = {key: getattr(t, key) for key in keys} | {"betas": tuple(t.betas)}
-        return Recipe(**values, fused=self.model.use_fused_adam)
-
-    @property
-    def use_flash_attention(self) -> bool:
-        """Whether both of picotron's switches, model's and environment's, allow it."""
-        return self.model.use_flash_attention and self.environment.FLASH_ATTEN is not False
+        return _build(Recipe, dict(self.training) | {"fused": self.model.use_fused_adam})
 
     @property
     def metrics_file(self) -> str:
         return self.logging.metrics_file or os.path.join(self.checkpoint.save_dir, "metrics.jsonl")
+
+
+def _build(kind: type, values: dict):
+    """A dataclass of the course from those of the values that are its fields."""
+    given = {field.name: values[field.name] for field in fields(kind)}
+    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
 
 
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
@@ -251,21 +211,3 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(problems))
-
-
-def shown(value: object) -> str:
-    """A value as it stands in the file, cut to a readable length."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def choice(options: Iterable) -> str:
-    """1, 2 or 4"""
-    *most, last = map(str, options)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def counted(number: int, noun: str) -> str:
-    """1 process, 2 processes"""
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{number:,} {noun}{ending}"

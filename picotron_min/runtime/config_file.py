@@ -4,43 +4,34 @@ torch is not imported here, so that this takes no time and happens before any pr
 """
 
 import difflib
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable
+from copy import copy
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import get_args
 
 from pydantic import ValidationError
 
-from picotron_min.runtime.config import (
-    KEYS,
-    SECTIONS,
-    Config,
-    ConfigError,
-    choice,
-    counted,
-    keys_of,
-    shown,
-)
+from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError, keys_of
 from picotron_min.runtime.config_checks import problems_of
 from picotron_min.runtime.json_file import read_json
+from picotron_min.runtime.wording import choice, counted, shown
 
 
 def load_config(path: str | os.PathLike, processes: int | None = None) -> Config:
-    """Read and check a config.json. Raises ConfigError with every problem in it.
+    """Read and check a config.json. Raises ValueError with every problem in it.
 
     `processes` is how many a launcher has started; None if they are to be started here.
     """
-    try:
-        raw = read_json(Path(path))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return parse_config(raw, (), lambda config: _launch_problems(config, processes, path))
+    launch = partial(_launch_problems, processes=processes, path=path)
+    return parse_config(read_json(Path(path)), (), launch)
 
 
 def _launch_problems(config: Config, processes: int | None, path: str | os.PathLike) -> list[str]:
-    needed, rest = config.world_size, config.world_size // config.distributed.dp_size
+    needed, one_copy = config.world_size, config.world_size // config.distributed.dp_size
     sizes = " x ".join(f"{axis}_size={n}" for axis, n in config.layout.sizes._asdict().items())
     needs = f"this config needs {counted(needed, 'process')} ({sizes})"
     most = max(64, os.cpu_count())  # 140 MB each, so that thousands would bring the machine down
@@ -48,7 +39,9 @@ def _launch_problems(config: Config, processes: int | None, path: str | os.PathL
         return [f"{needs}, and one machine starts at most {most}: use torchrun on several nodes"]
     if processes in (None, needed):
         return []
-    also = "" if processes % rest else f", or set distributed.dp_size to {processes // rest}"
+    also = (
+        "" if processes % one_copy else f", or set distributed.dp_size to {processes // one_copy}"
+    )
     command = f"torchrun --nproc_per_node {needed} train.py --config {path}"
     return [f"{needs} but was started with {processes}: run  {command}{also}"]
 
@@ -58,52 +51,46 @@ def parse_config(raw: dict, first: Iterable[str] = (), *checks: Callable) -> Con
 
     `checks` are further functions that return the problems of a config.
     """
-    problems, bad = list(first), set()
+    problems, bad, good = list(first), set(), {name: copy(keys) for name, keys in raw.items()}
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
         for e in error.errors():
-            section, *key = e["loc"][:2]
+            section, *key = path = e["loc"][:2]
             problems.append(_describe(e, raw))
-            bad |= {(section, name) for name in key or [None, *keys_of(section)]}
-        # The rest is checked with defaults in place of what is bad: all is reported at once.
-        good = {name: keys for name, keys in raw.items() if (name, None) not in bad}
-        for name, keys in good.items():
-            good[name] = {key: value for key, value in keys.items() if (name, key) not in bad}
-        config = Config.model_validate(good)
-    # A problem that names a bad key is about the key's default: left out.
-    bad_names = {name for section, key in bad for name in (key, f"{section}.{key}")}
-    found = itertools.chain(*(check(config) for check in (problems_of, *checks)))
-    problems += [p for p in found if bad_names.isdisjoint(re.findall(r"([\w.]+)=", p))]
+            bad |= {f"{section}.{name}" for name in key or keys_of(section)}
+            (good[section] if key else good).pop(path[-1], None)
+        config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
+    # A problem that names a bad key, with or without its section, is about the key's default.
+    bad |= {where.split(".")[1] for where in bad}
+    for check in (problems_of, *checks):
+        problems += [p for p in check(config) if bad.isdisjoint(re.findall(r"([\w.]+)=", p))]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     return config
 
 
+# What pydantic expected, in the words of a JSON file; of other kinds its own message is used.
+EXPECTED = dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false")
+EXPECTED |= dict.fromkeys(("too_short", "too_long"), "must be a list of 2 numbers")  # betas
+EXPECTED |= {"model_type": "must be a section, { ... }"}
+
+
 def _describe(error: dict, raw: dict) -> str:
     """One of pydantic's errors as a sentence: the key, its value, what is expected."""
-    (section, *key), kind = error["loc"][:2], error["type"]
+    path, kind = error["loc"][:2], error["type"]
     if kind == "extra_forbidden":
-        return _unknown(section, *key)
+        return _unknown(*path)
     if kind == "none_required":  # HF_TOKEN: not shown, since it is a secret and this may be logged
-        return (
-            "environment.HF_TOKEN must be null: a token belongs in the environment, not in a file."
-            " Delete it here and run  export HF_TOKEN=..."
-        )
-    where, value = section, raw[section]
-    expected = re.sub("^(Input|String) should", "must", error["msg"])
-    expected = expected.replace("a valid boolean", "true or false")
-    if kind == "model_type":
-        expected = "must be a section, { ... }"
-    if key:
-        where, value = f"{section}.{key[0]}", value[key[0]]
-        if type(None) in get_args(keys_of(section)[key[0]].annotation):
-            expected += " or null"
-    is_quoted = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false", value.lower())
+        why = "a token belongs in the environment, not in a file"
+        return f"environment.HF_TOKEN must be null: {why}. Delete it here, run  export HF_TOKEN=..."
+    where, value = ".".join(path), reduce(getitem, path, raw)
+    is_quoted = re.fullmatch(r'"([-+.\de]+|true|false)"', shown(value).lower())
+    expected = EXPECTED.get(kind) or re.sub("^(Input|String) should", "must", error["msg"])
+    if where in KEYS and type(None) in get_args(KEYS[where].annotation):
+        expected += " or null"
     if kind in ("int_type", "float_type", "bool_type") and is_quoted:
         expected += ", without quotes"
-    if kind in ("too_short", "too_long"):
-        expected = "must be a list of 2 numbers"  # betas
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         expected += f", written {int(value)}"
     if value == "float16":
@@ -122,11 +109,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return lower[near[0]] if near else None
 
 
-def _unknown(section: str, key: str | None = None) -> str:
-    """The remedy for an unknown key or section: where it belongs, or what is near."""
-    where, own, word = f"{section}.{key}", keys_of(section), key
-    if not key:
-        where, own, word = section, SECTIONS, section
+def _unknown(*path: str) -> str:
+    """The remedy for an unknown section or key: where it belongs, or what is near."""
+    where, word = ".".join(path), path[-1]
+    own = keys_of(path[0]) if len(path) > 1 else SECTIONS
     if homes := [name for name in SECTIONS if word in keys_of(name)]:
         return f"{where} is in the wrong place: {word} belongs in {choice(homes)}"
     everywhere = {dotted.split(".")[1]: dotted for dotted in KEYS}

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from picotron_min.runtime.metrics import EvalRecord, StepRecord
+from picotron_min.runtime.wording import counted, duration, human
 
 MAX_SILENCE = 300.0  # seconds; a run that prints nothing for longer looks as if it hung
 NOTHING = (0, 0.0, 0.0)  # steps, their seconds, their tokens
@@ -149,25 +150,3 @@ def prompt_for(dataset: str) -> str:
 def _validation(record: EvalRecord, first: str = "") -> str:
     bits = record.bits_per_byte
     return f"loss {first}{record.val_loss:.4f}" + (f" ({bits:.3f} bits per byte)" if bits else "")
-
-
-def counted(number: int, noun: str) -> str:
-    """1 step, 2000 steps, 12.3k batches."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{human(number) if number >= 10_000 else number} {noun}{plural}"
-
-
-def human(number: float) -> str:
-    """Three digits and a unit of thousands: 950, 1.24B, 12.3k."""
-    unit = next(u for u in range(5) if number < 999.5 * 1000**u or u == 4)
-    number /= 1000**unit
-    digits = 0 if unit == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:.{digits}f}{('', 'k', 'M', 'B', 'T')[unit]}"
-
-
-def duration(seconds: float) -> str:
-    """As 7s, 3m20s or 5h07m."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
-    return f"{minutes // 60}h{minutes % 60:02}m"

@@ -37,7 +37,7 @@ def export(checkpoint: Path, folder: Path) -> None:
     dtype = getattr(torch, metadata.config.model.dtype)
     shapes = metadata.model.parameter_shapes()
     weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    tokenizer = load_tokenizer(metadata.config.dataset.tokenizer)
+    tokenizer = load_tokenizer(metadata.config.tokenizer)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     load(checkpoint, weights)  # rounds each tensor to its dtype
     export_hf(folder, weights, metadata.model, tokenizer)

@@ -6,9 +6,10 @@ from pathlib import Path
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.config import Config, shown
+from picotron_min.runtime.config import Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors
+from picotron_min.runtime.wording import shown
 
 
 class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):

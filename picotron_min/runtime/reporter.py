@@ -10,7 +10,7 @@ from picotron_min.costs import parameter_count
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.console import Console, counted, human, prompt_for
+from picotron_min.runtime.console import Console, prompt_for
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
 from picotron_min.runtime.inputs import Inputs
@@ -19,6 +19,7 @@ from picotron_min.runtime.metadata import resume_warnings
 from picotron_min.runtime.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
 from picotron_min.runtime.speed import Speedometer
 from picotron_min.runtime.trace import Trace
+from picotron_min.runtime.wording import counted, human
 
 TRACED_STEPS = 3  # after two that warm up
 
