@@ -123,8 +123,8 @@ BAD = {
     "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
         'pp_engine="1f1b" does not fit pp_chunks=2: 1f1b has 1 chunk a rank, not 2: use 1, or'),
     "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
-        "pp_layers=[2, 1] has 2 stages with 3 layers, not pp_size=2 x pp_chunks=1 = 2 stages with "
-        "num_hidden_layers=4"),
+        "pp_layers=[2, 1]: must be pp_size=2 x pp_chunks=1 = 2 numbers with the sum "
+        "num_hidden_layers=4, or null"),
     "no weights": ("model", {"weights": "./nowhere"},
         "model.weights=./nowhere: there is no /"),
     "an unknown model": ("model", {"name": "SmolLM-136M"},
@@ -171,8 +171,8 @@ BAD = {
     "a seed that torch cannot take": ("training", {"seed": 2**64},
         "training.seed=18446744073709551616: must be less than"),
     "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
-        "dataset.tokenizer=bytes has 257 token ids, far fewer than vocab_size=49152 of"
-        " model.name=SmolLM-135M: leave it out to use the model's own, or set model.vocab_size"),
+        "dataset.tokenizer=bytes has far fewer ids (257) than vocab_size=49152 of"
+        " model.name=SmolLM-135M: leave it out for the model's own, or set vocab_size"),
     "no checkpoint": ("checkpoint", {"load_path": "nowhere"},
         "checkpoint.load_path=nowhere is no checkpoint (no state.json): use latest, "
         "or a folder like checkpoints/step-00000010"),
@@ -234,7 +234,7 @@ def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
 
 def test_a_run_too_short_to_be_traced_is_refused():
     (problem,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
-    assert "trace_file=t records steps 3 to 5, and total_train_steps=4" in problem
+    assert "trace_file=t records steps 3 to 5: total_train_steps=4 is too few" in problem
 
 
 def test_a_rank_without_a_row_of_the_vocabulary_is_refused():
@@ -429,8 +429,8 @@ def test_ulysses_needs_a_head_for_every_rank():
     layout = {"cp_size": 4, "tp_size": 2, "cp_engine": "ulysses"}
     (problem,) = problems({"distributed": layout})
     assert problem == (
-        'cp_size=4 with cp_engine="ulysses" does not divide num_attention_heads=4 / tp_size=2 = 2:'
-        ' use 1 or 2, or cp_engine "ring"'
+        "cp_size=4 does not divide num_attention_heads=4 / tp_size=2 = 2: use 1 or 2,"
+        ' or cp_engine="ring"'
     )
 
 

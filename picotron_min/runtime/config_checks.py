@@ -16,7 +16,7 @@ from picotron_min.pipeline_schedule import chunks_problem
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.public_models import PRESETS, check_numbers, find_preset, from_hf
-from picotron_min.runtime.wording import choice, counted, shown
+from picotron_min.runtime.wording import choice, shown
 
 
 def problems_of(config: Config) -> list[str]:
@@ -40,8 +40,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if t.max_tokens and t.max_tokens < tokens:
         yield f"max_tokens={t.max_tokens}: must be at least {tokens}, the tokens of one step"
     if trace_file and steps < 5:
-        needs = f"records steps 3 to 5, and total_train_steps={steps}"
-        yield f"trace_file={trace_file} {needs}: use at least 5, or no trace_file"
+        yield f"trace_file={trace_file} records steps 3 to 5: total_train_steps={steps} is too few"
 
 
 def _layout_problems(config: Config) -> Iterator[str]:
@@ -77,10 +76,10 @@ def _path_problems(config: Config) -> Iterator[str]:
             yield from _unwritable(key, path, "folder" if key.endswith("_dir") else "file")
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
     if load_path not in (None, "latest") and not Path(load_path, "state.json").is_file():
-        newest = max(Path(save_dir).glob("step-*/state.json"), default=None)
-        example = newest.parent if newest else f"{save_dir}/step-00000010"
-        remedy = f"use latest, or a folder like {example}"
-        yield f"checkpoint.load_path={load_path} is no checkpoint (no state.json): {remedy}"
+        there = Path(save_dir).glob("step-*/state.json")
+        example = max(there, default=Path(save_dir, "step-00000010/state.json")).parent
+        why = f"checkpoint.load_path={load_path} is no checkpoint (no state.json)"
+        yield f"{why}: use latest, or a folder like {example}"
 
 
 def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
@@ -99,8 +98,8 @@ FILES = (".txt", ".json", ".jsonl", ".parquet")
 
 def _on_hub(name: str) -> bool:
     """Whether a name can only be an id on the Hugging Face hub: owner/name, and nothing local."""
-    local = name.endswith(FILES) or os.path.exists(name)
-    return not local and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
+    is_local = name.endswith(FILES) or os.path.exists(name)
+    return not is_local and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 
 def is_known_here(model_name: str) -> bool:
@@ -123,20 +122,18 @@ def _missing(name: str, built_in: list[str]) -> str | None:
 
 
 def resolve_model(config: Config) -> ModelConfig:
-    """The model's numbers: those that `model.name` stands for, with the overrides applied.
+    """The numbers of `model.name` with the overrides; ConfigError if they do not fit the run.
 
-    Raises ConfigError where they define no Llama, cannot be found, or do not fit the run. A preset
-    comes before a folder of the same name (write ./name), a folder before a hub id.
+    A preset comes before a folder of the same name (write ./name), a folder before a hub id.
     """
     name, overrides = config.model.name, config.model.overrides
     try:
         check_numbers(overrides)
-        named = find_preset(name) or from_hf(_hugging_face_config(name))
-        model_config = named.override(**overrides)
+        model_config = find_preset(name) or from_hf(_hugging_face_config(name))
+        model_config = model_config.override(**overrides)
     except ValueError as error:
         raise ConfigError(f"model.name={name}: {error}") from None
-    problems = [*model_problems(config, model_config), *_vocabulary_problems(config, model_config)]
-    if problems:
+    if problems := [*model_problems(config, model_config), *_vocabulary(config, model_config)]:
         raise ConfigError(*problems)
     return model_config
 
@@ -160,31 +157,29 @@ def _hugging_face_config(name: str) -> dict:
 
 def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
     """Why the layout and the sequence do not fit the model's numbers."""
-    layout, seq_length, name = config.layout, config.training.seq_length, config.model.name
+    layout, seq_length = config.layout, config.training.seq_length
     tp, cp, V = layout.tp, layout.cp, model_config.vocab_size
     cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {key: getattr(model_config, key) for key in cut}
-    good = _divisors(math.gcd(*sizes.values()))
     for key, size in sizes.items():
         if size % tp:
+            good = _divisors(math.gcd(*sizes.values()))
             yield f"tp_size={tp} does not divide {key}={size}: use {good}"
     heads = model_config.num_attention_heads // tp
     if layout.cp_engine == "ulysses" and heads % cp:
-        each = f"num_attention_heads={model_config.num_attention_heads} / tp_size={tp} = {heads}"
-        remedy = f'use {_divisors(heads)}, or cp_engine "ring"'
-        yield f'cp_size={cp} with cp_engine="ulysses" does not divide {each}: {remedy}'
+        needs = f"num_attention_heads={heads * tp} / tp_size={tp} = {heads}: use {_divisors(heads)}"
+        yield f'cp_size={cp} does not divide {needs}, or cp_engine="ring"'
     if (tp - 1) * (rows := math.ceil(V / tp)) >= V:
         yield f"tp_size={tp} is too large to split vocab_size={V}, {rows} rows a rank: lower it"
     made = f"pp_size={layout.pp} x pp_chunks={layout.pp_chunks}"
     stages, layers, given = layout.num_stages, model_config.num_hidden_layers, layout.pp_layers
     if given and (len(given), sum(given)) != (stages, layers):
-        has = f"{counted(len(given), 'stage')} with {counted(sum(given), 'layer')}"
-        needs = f"{made} = {counted(stages, 'stage')} with num_hidden_layers={layers}"
-        yield f"pp_layers={list(given)} has {has}, not {needs}: correct it, or set it to null"
+        needs = f"{made} = {stages} numbers with the sum num_hidden_layers={layers}"
+        yield f"pp_layers={list(given)}: must be {needs}, or null"
     if stages > layers:
         yield f"{made} = {stages} stages exceed num_hidden_layers={layers}: use at most {layers}"
     if seq_length > (longest := model_config.max_position_embeddings):
-        where = f"max_position_embeddings={longest} of model.name={name}"
+        where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
 
 
@@ -192,27 +187,25 @@ def _divisors(number: int) -> str:
     return choice(n for n in range(1, number + 1) if number % n == 0)
 
 
-def _vocabulary_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
+def _vocabulary(config: Config, model_config: ModelConfig) -> Iterator[str]:
     """Why the tokenizer's ids do not fit the model's, as far as they are known on this machine."""
     name, V, ids = config.tokenizer, model_config.vocab_size, _count_ids(config.tokenizer)
     if ids > V:
         yield f"vocab_size={V}: use at least {ids}, the token ids of dataset.tokenizer={name}"
     if name == "bytes" and 2 * ids < V and not config.model.vocab_size:
-        why = f"dataset.tokenizer=bytes has {ids} token ids, far fewer than vocab_size={V}"
-        whose = f"model.name={config.model.name}"
-        yield f"{why} of {whose}: leave it out to use the model's own, or set model.vocab_size"
+        why = f"has far fewer ids ({ids}) than vocab_size={V} of model.name={config.model.name}"
+        yield f"dataset.tokenizer=bytes {why}: leave it out for the model's own, or set vocab_size"
 
 
 def _count_ids(tokenizer: str) -> int:
     """How many ids a tokenizer has; 0 if no file on this machine shows it."""
     if tokenizer == "bytes":
         return 257  # 256 bytes and end of text
-    path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
-    if not path.is_file():
-        return 0
     from tokenizers import Tokenizer
 
+    path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
     try:
-        return 1 + max(Tokenizer.from_file(str(path)).get_vocab().values())
+        ids = Tokenizer.from_file(str(path)).get_vocab().values() if path.is_file() else [-1]
+        return max(ids) + 1
     except Exception as error:  # the package raises nothing narrower
         raise ConfigError(f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}") from None

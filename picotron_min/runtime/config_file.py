@@ -8,8 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from copy import copy
-from functools import partial, reduce
-from operator import getitem
 from pathlib import Path
 from typing import get_args
 
@@ -26,8 +24,8 @@ def load_config(path: str | os.PathLike, processes: int | None = None) -> Config
 
     `processes` is how many a launcher has started; None if they are to be started here.
     """
-    launch = partial(_launch_problems, processes=processes, path=path)
-    return parse_config(read_json(Path(path)), (), launch)
+    raw = read_json(Path(path))
+    return parse_config(raw, (), lambda config: _launch_problems(config, processes, path))
 
 
 def _launch_problems(config: Config, processes: int | None, path: str | os.PathLike) -> list[str]:
@@ -78,13 +76,13 @@ EXPECTED |= {"model_type": "must be a section, { ... }"}
 
 def _describe(error: dict, raw: dict) -> str:
     """One of pydantic's errors as a sentence: the key, its value, what is expected."""
-    path, kind = error["loc"][:2], error["type"]
+    (section, *key), kind = error["loc"][:2], error["type"]
     if kind == "extra_forbidden":
-        return _unknown(*path)
+        return _unknown(section, *key)
     if kind == "none_required":  # HF_TOKEN: not shown, since it is a secret and this may be logged
         why = "a token belongs in the environment, not in a file"
         return f"environment.HF_TOKEN must be null: {why}. Delete it here, run  export HF_TOKEN=..."
-    where, value = ".".join(path), reduce(getitem, path, raw)
+    where, value = ".".join([section, *key]), raw[section][key[0]] if key else raw[section]
     is_quoted = re.fullmatch(r'"([-+.\de]+|true|false)"', shown(value).lower())
     expected = EXPECTED.get(kind) or re.sub("^(Input|String) should", "must", error["msg"])
     if where in KEYS and type(None) in get_args(KEYS[where].annotation):
