@@ -26,12 +26,10 @@ from picotron_min.runtime.config_file import CHOICES, nearest, parse_config
 from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted
 
-ALIASES = {
-    "distributed.tp_size": "--tp", "distributed.cp_size": "--cp", "distributed.pp_size": "--pp",
-    "distributed.dp_size": "--dp", "model.name": "--model_name", "dataset.name": "--dataset_name",
-    "training.gradient_accumulation_steps": "--grad_acc_steps",
-    "training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len",
-}  # fmt: skip
+ALIASES = {f"distributed.{axis}_size": f"--{axis}" for axis in ("tp", "cp", "pp", "dp")}
+ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dataset")}
+ALIASES |= {"training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len"}
+ALIASES["training.gradient_accumulation_steps"] = "--grad_acc_steps"
 GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine; on CPUs it always is
 
 
@@ -62,10 +60,8 @@ def create(arguments: list[str] | None) -> None:
     if path.exists() and path.read_bytes() == text.encode():
         print(f"{path} is already there with the same content")
     elif path.exists() and not flags.force:
-        raise ConfigError(
-            f"{path} is already there and differs: choose another --exp_name,"
-            " or add --force to overwrite it"
-        )
+        remedy = "choose another --exp_name, or add --force to overwrite it"
+        raise ConfigError(f"{path} is already there and differs: {remedy}")
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -194,9 +194,9 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
     [
         (
             '{\n"training": {\n\t"seed": 1\n\t"betas": 2}}',
-            "line 4, column 2: Expecting ',' delimiter\n     \"betas\": 2}}\n     ^",
+            "Expecting ',' delimiter: line 4 column 2 (char 28)\n     \"betas\": 2}}\n     ^",
         ),
-        ("", "line 1, column 1: Expecting value"),
+        ("", "Expecting value: line 1 column 1 (char 0)"),
         ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
         ('{"trainng": {}}', "trainng is not known: did you mean training?"),
         ('{"seed": 1}', "seed is in the wrong place: seed belongs in training"),

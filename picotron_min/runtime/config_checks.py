@@ -1,7 +1,4 @@
-"""What no single key of config.json shows: whether the keys fit each other, files and model.
-
-Each problem is a sentence with the numbers and the remedy.
-"""
+"""What no single key of config.json shows: whether the keys fit each other, files and model."""
 
 import difflib
 import math
@@ -19,15 +16,15 @@ from picotron_min.runtime.public_models import PRESETS, check_numbers, find_pres
 from picotron_min.runtime.wording import choice, shown
 
 
-def problems_of(config: Config) -> list[str]:
-    """Why the sections fit neither each other nor the files on this machine."""
-    problems = [*_training_problems(config), *_layout_problems(config), *_path_problems(config)]
+def problems_of(config: Config) -> Iterator[str]:
+    """Sentences, with numbers and remedy: what does not fit, as far as this machine shows it."""
+    for check in (_training_problems, _layout_problems, _path_problems):
+        yield from check(config)
     if is_known_here(config.model.name):
         try:
             resolve_model(config)
         except ConfigError as error:
-            problems += error.problems
-    return problems
+            yield from error.problems
 
 
 def _training_problems(config: Config) -> Iterator[str]:
@@ -165,9 +162,9 @@ def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
         if size % tp:
             good = _divisors(math.gcd(*sizes.values()))
             yield f"tp_size={tp} does not divide {key}={size}: use {good}"
-    heads = model_config.num_attention_heads // tp
-    if layout.cp_engine == "ulysses" and heads % cp:
-        needs = f"num_attention_heads={heads * tp} / tp_size={tp} = {heads}: use {_divisors(heads)}"
+    num_heads = model_config.num_attention_heads
+    if layout.cp_engine == "ulysses" and (heads := num_heads // tp) % cp:
+        needs = f"num_attention_heads={num_heads} / tp_size={tp} = {heads}: use {_divisors(heads)}"
         yield f'cp_size={cp} does not divide {needs}, or cp_engine="ring"'
     if (tp - 1) * (rows := math.ceil(V / tp)) >= V:
         yield f"tp_size={tp} is too large to split vocab_size={V}, {rows} rows a rank: lower it"

@@ -1,6 +1,6 @@
 """config.json read and checked: every mistake in it is reported at once, in plain words.
 
-torch is not imported here, so that this takes no time and happens before any process starts.
+Without torch, so that it takes no time and happens before any process starts.
 """
 
 import difflib
@@ -20,16 +20,13 @@ from picotron_min.runtime.wording import choice, counted, shown
 
 
 def load_config(path: str | os.PathLike, processes: int | None = None) -> Config:
-    """Read and check a config.json. Raises ValueError with every problem in it.
-
-    `processes` is how many a launcher has started; None if they are to be started here.
-    """
+    """Read and check a config.json for the `processes` that a launcher has started, if one has."""
     raw = read_json(Path(path))
     return parse_config(raw, (), lambda config: _launch_problems(config, processes, path))
 
 
 def _launch_problems(config: Config, processes: int | None, path: str | os.PathLike) -> list[str]:
-    needed, one_copy = config.world_size, config.world_size // config.distributed.dp_size
+    needed = config.world_size
     sizes = " x ".join(f"{axis}_size={n}" for axis, n in config.layout.sizes._asdict().items())
     needs = f"this config needs {counted(needed, 'process')} ({sizes})"
     most = max(64, os.cpu_count())  # 140 MB each, so that thousands would bring the machine down
@@ -37,18 +34,14 @@ def _launch_problems(config: Config, processes: int | None, path: str | os.PathL
         return [f"{needs}, and one machine starts at most {most}: use torchrun on several nodes"]
     if processes in (None, needed):
         return []
-    also = (
-        "" if processes % one_copy else f", or set distributed.dp_size to {processes // one_copy}"
-    )
+    copies, rest = divmod(processes, needed // config.distributed.dp_size)
+    also = "" if rest else f", or set distributed.dp_size to {copies}"
     command = f"torchrun --nproc_per_node {needed} train.py --config {path}"
     return [f"{needs} but was started with {processes}: run  {command}{also}"]
 
 
 def parse_config(raw: dict, first: Iterable[str] = (), *checks: Callable) -> Config:
-    """Check a config given as a dict. Raises ConfigError with every problem, `first` first.
-
-    `checks` are further functions that return the problems of a config.
-    """
+    """Check a config given as a dict. Raises ConfigError: `first`, then what all checks find."""
     problems, bad, good = list(first), set(), {name: copy(keys) for name, keys in raw.items()}
     try:
         config = Config.model_validate(raw)
@@ -116,6 +109,5 @@ def _unknown(*path: str) -> str:
     everywhere = {dotted.split(".")[1]: dotted for dotted in KEYS}
     if meant := nearest(word, own) or everywhere.get(nearest(word, everywhere)):
         return f"{where} is not known: did you mean {meant}?"
-    if word in CHOICES:
-        return f'{where} is not known: did you mean {CHOICES[word]}="{word}"?'
-    return f"{where} is not known: use {choice(own)}"
+    remedy = f'did you mean {CHOICES[word]}="{word}"?' if word in CHOICES else f"use {choice(own)}"
+    return f"{where} is not known: {remedy}"

@@ -12,10 +12,9 @@ def read_json(path: Path) -> dict:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except json.JSONDecodeError as e:
-        # A column counts characters: a tab is shown as one character, so that the caret fits.
-        line = text.split("\n")[e.lineno - 1].replace("\t", " ")
-        where = f"{path} is not JSON: line {e.lineno}, column {e.colno}: {e.msg}"
-        raise ValueError(f"{where}\n    {line}\n    {' ' * (e.colno - 1)}^") from None
+        line = text.split("\n")[e.lineno - 1].replace("\t", " ")  # a tab is one column, as in e
+        caret = " " * (e.colno - 1) + "^"
+        raise ValueError(f"{path} is not JSON: {e}\n    {line}\n    {caret}") from None
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, or brackets too deep
         raise ValueError(f"{path} is not JSON in UTF-8: {error}") from None
     if not isinstance(raw, dict):

@@ -1,7 +1,4 @@
-"""Public models: their shapes by name, and Hugging Face's `config.json` read and written.
-
-Standard library only, so that a run can be planned without torch and without the network.
-"""
+"""Public models: their shapes by name, and Hugging Face's `config.json` read and written."""
 
 import re
 from collections.abc import Iterable
@@ -18,10 +15,7 @@ LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9}
 
 
 def from_hf(hf: dict) -> ModelConfig:
-    """Read a Hugging Face `config.json`, with rotary settings in the old or the new spelling.
-
-    Raises ValueError for anything this model would silently compute differently.
-    """
+    """Read a Hugging Face `config.json`; ValueError for what this model would not compute."""
     rope = {}  # transformers 5 has all in rope_parameters; before, rope_theta was at the top level
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(key), dict | None):
@@ -104,13 +98,13 @@ PRESETS = {
 
 
 def preset_name(name: str) -> str | None:
-    """The preset that a name means, with or without its owner; variants share its shape."""
+    """The preset that a name means, with or without its owner: also Llama-2-7B, SmolLM-360M."""
+    found = {_plain(text): preset for preset in PRESETS for text in (preset, preset.split("/")[-1])}
+    return found.get(_plain(name))
 
-    def plain(text: str) -> str:  # SmolLM-360M-Instruct and Llama-2-7B are found, too
-        return re.sub("(-hf)?(-instruct|-chat)?(-hf)?$", "", text.lower())
 
-    found = {plain(text): preset for preset in PRESETS for text in (preset, preset.split("/")[-1])}
-    return found.get(plain(name))
+def _plain(name: str) -> str:
+    return re.sub("(-hf)?(-instruct|-chat)?(-hf)?$", "", name.lower())  # variants share the shape
 
 
 def find_preset(name: str) -> ModelConfig | None:
@@ -118,11 +112,8 @@ def find_preset(name: str) -> ModelConfig | None:
 
 
 def tokenizer_of(model_name: str) -> str:
-    """The tokenizer that belongs to a model: `bytes` for tiny, else a folder or an id on the hub.
-
-    A short name stands for the public model's id; a longer one is an id itself, or a folder.
-    """
-    if "/" in model_name:
+    """The tokenizer of a model by itself: `bytes` for tiny, else a folder or an id on the hub."""
+    if "/" in model_name:  # an id itself, or a folder
         return model_name
     preset = preset_name(model_name) or model_name
     return "bytes" if preset == "tiny" else preset
