@@ -67,7 +67,7 @@ def keep_away_from_hub() -> None:
 @pytest.mark.parametrize(
     "section, key, message",
     [
-        ("model", "name", "cannot fetch config.json of model.name=owner/nothing from the hub"),
+        ("model", "name", "model.name=owner/nothing: cannot fetch its config.json from the hub"),
         ("dataset", "tokenizer", "cannot load tokenizer 'owner/nothing': "),
         ("dataset", "name", "dataset 'owner/nothing' is not on this machine, and the Hugging"),
     ],
