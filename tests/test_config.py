@@ -234,7 +234,7 @@ def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
 
 def test_a_run_too_short_to_be_traced_is_refused():
     (problem,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
-    assert "trace_file=t records steps 3 to 5: total_train_steps=4 is too few" in problem
+    assert "trace_file=t records steps 3 to 5: raise total_train_steps=4 to 5" in problem
 
 
 def test_a_rank_without_a_row_of_the_vocabulary_is_refused():

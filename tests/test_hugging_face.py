@@ -164,7 +164,7 @@ def test_tied_weights_for_an_untied_model_are_refused_with_the_remedy(tmp_path):
     "content,expected",
     [
         ("[1]", "must hold one object"),
-        ('{"a": ', "is not JSON: line 1"),
+        ('{"a": ', "is not JSON: Expecting value: line 1"),
         ('{"model_type": "gpt2"}', "model_type='gpt2' is not supported"),
     ],
 )

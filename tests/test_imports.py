@@ -39,7 +39,7 @@ MAY_IMPORT = COURSE | {
 }
 STANDARD_LIBRARY_ONLY = (
     *("layout", "placement", "model_config", "json_file", "pipeline_schedule"),
-    *("pipeline_simulator", "costs", "draw"),
+    *("pipeline_simulator", "costs", "draw", "public_models", "wording"),
 )
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 

@@ -37,7 +37,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if t.max_tokens and t.max_tokens < tokens:
         yield f"max_tokens={t.max_tokens}: must be at least {tokens}, the tokens of one step"
     if trace_file and steps < 5:
-        yield f"trace_file={trace_file} records steps 3 to 5: total_train_steps={steps} is too few"
+        yield f"trace_file={trace_file} records steps 3 to 5: raise total_train_steps={steps} to 5"
 
 
 def _layout_problems(config: Config) -> Iterator[str]:
