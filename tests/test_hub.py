@@ -2,13 +2,16 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import uses_hub
 from picotron_min.runtime.hub import hub_answers
-from tests.test_train import Workplace
+from tests.test_metadata import write_checkpoint
+from tests.test_train import ROOT, Workplace
 
 PROXIES = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
 
@@ -77,3 +80,18 @@ def test_without_a_network_a_hub_name_is_refused_at_once(workplace, section, key
     outcome = workplace.main(config, keep_away_from_hub)
     assert outcome.code == 2 and message in outcome.output
     assert "Retrying" not in outcome.output  # it would be for 23 seconds, or twice as long
+
+
+def test_without_a_network_an_export_is_refused_at_once(tmp_path):
+    def change(state: dict) -> dict:
+        state["config"]["dataset"]["tokenizer"] = "owner/nothing"
+        return state
+
+    folder = write_checkpoint(tmp_path / "step-00000007", change)
+    away = [*PROXIES, *map(str.upper, PROXIES), "HF_HUB_OFFLINE"]
+    environment = {key: value for key, value in os.environ.items() if key not in away}
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # refuses connections
+    command = [sys.executable, "-m", "picotron_min.checkpoint", "export", folder, tmp_path / "hf"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 2 and "cannot load tokenizer 'owner/nothing': " in done.stderr
+    assert "Retrying" not in done.stderr and "Traceback" not in done.stderr

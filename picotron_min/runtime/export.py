@@ -1,47 +1,38 @@
-"""Turn a checkpoint into a Hugging Face folder, in one process that holds the whole model:
-
-python -m picotron_min.checkpoint export CHECKPOINT FOLDER
-"""
+"""Turn a checkpoint into a Hugging Face folder, in one process that holds the whole model."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from picotron_min.checkpoint import load
+from picotron_min.runtime.config_checks import uses_hub
 from picotron_min.runtime.hugging_face import export_hf
+from picotron_min.runtime.launch import exit_on_usage_error, set_environment
 from picotron_min.runtime.metadata import read_metadata
 from picotron_min.runtime.tokenizer import load_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="picotron_min.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m picotron_min.checkpoint", description=__doc__)
     parser.add_argument("command", choices=["export"])
     parser.add_argument("checkpoint", type=Path, help="a folder like checkpoints/step-00000200")
     parser.add_argument("folder", type=Path, help="where the model is written; must not exist")
     options = parser.parse_args(arguments)
-    try:
-        export(options.checkpoint, options.folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    with exit_on_usage_error(launch=None):
+        if options.folder.exists():
+            raise ValueError(f"{options.folder} exists: name another folder, or delete it")
+        metadata = read_metadata(options.checkpoint, option="the argument `checkpoint`")
+        set_environment(uses_hub=uses_hub(metadata.config))
+        tokenizer, dtype = load_tokenizer(metadata.config.tokenizer), metadata.config.model.dtype
+        shapes = metadata.model.parameter_shapes().items()
+        weights = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape in shapes}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        load(options.checkpoint, weights)  # rounds each tensor to its dtype
+        export_hf(options.folder, weights, metadata.model, tokenizer)
+        dist.destroy_process_group()
     print(f"wrote {options.folder}")
-
-
-def export(checkpoint: Path, folder: Path) -> None:
-    if folder.exists():
-        raise ValueError(f"{folder} exists: name another folder, or delete it")
-    metadata = read_metadata(checkpoint, option="the argument `checkpoint`")
-    dtype = getattr(torch, metadata.config.model.dtype)
-    shapes = metadata.model.parameter_shapes()
-    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    tokenizer = load_tokenizer(metadata.config.tokenizer)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    load(checkpoint, weights)  # rounds each tensor to its dtype
-    export_hf(folder, weights, metadata.model, tokenizer)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

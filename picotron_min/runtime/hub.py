@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, whose libraries retry for 25 seconds or longer."""
+"""Can the Hugging Face hub be reached? Its own libraries retry for 25 seconds or longer."""
 
 import subprocess
 import sys
@@ -12,9 +12,8 @@ def hub_answers(endpoint: str, seconds: float = 4.0) -> bool:
         return True
     url = urlsplit(endpoint)
     address = (url.hostname, url.port or {"http": 80}.get(url.scheme, 443))
-    # In a process of its own, since looking up a name has no time limit. It needs time to start.
     connect = f"import socket; socket.create_connection({address}, {seconds})"
-    try:
+    try:  # in a process, as looking up a name has no time limit; it needs time to start
         command = [sys.executable, "-c", connect]
         return not subprocess.run(command, capture_output=True, timeout=2 * seconds).returncode
     except subprocess.TimeoutExpired:
