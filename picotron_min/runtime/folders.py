@@ -1,10 +1,8 @@
 """The contents of checkpoint.save_dir: which folders a run writes there, moves and deletes.
 
-    .lock                     held by the run that writes here
-    .run                      that run's name: shows whether all nodes see the same folder
-    .step-00000030.partial    being written
-    .step-00000010.deleted    being deleted
+    .lock, .run               held by the run that writes here; its name
     step-00000020             a complete checkpoint
+    .step-00000030.partial    one that is being written; .deleted: being deleted
     hf                        the finished model; .hf.partial and .hf.deleted as above
     metrics.jsonl             see metrics.py
     earlier-1                 an earlier run
@@ -12,6 +10,7 @@
 save_dir may be the user's working directory, so only what has exactly these names is touched.
 """
 
+import itertools
 import re
 import shutil
 import time
@@ -27,26 +26,17 @@ LEFTOVER = re.compile(r"\.(step-\d{8}|hf)\.(partial|deleted)", re.ASCII)
 
 
 def lock_folder(save_dir: Path) -> FileLock:
-    """Make the folder, and keep other runs out of it as long as the result and this process live.
-
-    ValueError if another run is in it, since each would move the other's files away, or if the
-    finished model would replace something that is not a model.
-    """
+    """Make the folder, and keep other runs out as long as the result and this process live."""
     save_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(save_dir / ".lock", blocking=False)
+    lock, model = FileLock(save_dir / ".lock", blocking=False), save_dir / "hf"
     try:
         lock.acquire()
-    except Timeout:
-        raise ValueError(
-            f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end, or name"
-            " another folder"
-        ) from None
-    model = save_dir / "hf"
+    except Timeout:  # two runs would move each other's files away
+        problem = f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end"
+        raise ValueError(f"{problem}, or name another folder") from None
     if model.exists() and not is_model(model):
-        raise ValueError(
-            f"{model} is not a model, and the finished model will be written there: rename it, or"
-            " set checkpoint.save_dir to another folder"
-        )
+        problem = f"{model} is not a model, and the finished model will be written there"
+        raise ValueError(f"{problem}: rename it, or set checkpoint.save_dir to another folder")
     return lock
 
 
@@ -56,25 +46,20 @@ def is_model(folder: Path) -> bool:
 
 
 def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: float) -> None:
-    """OSError, on all ranks, unless they see the same folder. `run` is this run's unique name.
-
-    For up to `patience` seconds NFS may not show a file that another node has written.
-    """
+    """OSError, on all ranks, unless they see the same folder. `run` is this run's unique name."""
     note = save_dir / ".run"
     if dist.get_rank() == 0:
         note.write_text(run)
     dist.barrier(group)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + patience  # NFS may show a file of another node only later
     while not (sees := note.exists() and note.read_text() == run) and time.monotonic() < deadline:
         time.sleep(0.5)
     all_see = [None] * dist.get_world_size()
     dist.all_gather_object(all_see, sees, group)
     if False in all_see:
-        raise OSError(
-            f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
-            f" {all_see.index(False)} does not see what rank 0 has written there. Name a folder"
-            " that all nodes share"
-        )
+        problem = f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
+        problem += f" {all_see.index(False)} does not see what rank 0 has written there"
+        raise OSError(f"{problem}. Name a folder that all nodes share")
 
 
 def find_start(load_path: str | None, save_dir: Path) -> Path | None:
@@ -85,8 +70,7 @@ def find_start(load_path: str | None, save_dir: Path) -> Path | None:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    folders = (path for path in save_dir.glob("step-*") if path.is_dir())
-    return [path for path in folders if CHECKPOINT.fullmatch(path.name)]
+    return [p for p in save_dir.glob("step-*") if CHECKPOINT.fullmatch(p.name) and p.is_dir()]
 
 
 def delete_older(folder: Path, keep: int) -> None:
@@ -98,33 +82,27 @@ def delete_older(folder: Path, keep: int) -> None:
 
 def clean_up(save_dir: Path) -> list[Path]:
     """Delete what killed saves have left, and return what that was."""
-    folders = (path for path in save_dir.glob(".*") if path.is_dir())
-    leftovers = [path for path in folders if LEFTOVER.fullmatch(path.name)]
+    leftovers = [p for p in save_dir.glob(".*") if LEFTOVER.fullmatch(p.name) and p.is_dir()]
     for path in leftovers:
         shutil.rmtree(path)
     return leftovers
 
 
 def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
-    """Move an earlier run out of the way of a new one that writes to the same folder.
+    """Move an earlier run to the first free `save_dir/earlier-N`; None if there was none.
 
-    A run resumed from a checkpoint there, `newer_than`, moves only the checkpoints after it:
-    otherwise "latest" could one day find a step of the abandoned branch.
-    Returns where they are now, `save_dir/earlier-1` or the next free number, or None if there was
-    nothing to move.
+    A run resumed from `newer_than` moves only the checkpoints after it: otherwise "latest" could
+    one day find a step of the abandoned branch.
     """
+    earlier, model, metrics = checkpoints(save_dir), save_dir / "hf", save_dir / "metrics.jsonl"
     if newer_than:
-        earlier = [path for path in checkpoints(save_dir) if path.name > newer_than.name]
+        earlier = [path for path in earlier if path.name > newer_than.name]
     else:
-        earlier = checkpoints(save_dir)
-        earlier += [model for model in [save_dir / "hf"] if is_model(model)]
-        earlier += [metrics for metrics in [save_dir / "metrics.jsonl"] if metrics.is_file()]
+        earlier += [model] * is_model(model) + [metrics] * metrics.is_file()
     if not earlier:
         return None
-    number = 1
-    while (aside := save_dir / f"earlier-{number}").exists():
-        number += 1
-    aside.mkdir()
+    numbered = (save_dir / f"earlier-{number}" for number in itertools.count(1))
+    (aside := next(path for path in numbered if not path.exists())).mkdir()
     for path in earlier:
         path.rename(aside / path.name)
     return aside
