@@ -15,7 +15,7 @@ import pytest
 
 from picotron_min.runtime import token_file
 from picotron_min.runtime.token_file import TextSource, prepare_tokens
-from picotron_min.runtime.tokenizer import BytesTokenizer, find_vocab_size, load_tokenizer
+from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
 
 TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]
 STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
@@ -145,7 +145,7 @@ def test_ids_above_gaps_in_a_small_vocabulary_are_kept(prepare, tmp_path):
     """Ten tokens, and yet an id that two bytes would turn into another one."""
     words = {f"w{i}": i for i in range(9)} | {"end": 65536 + 7}
     tokenizer = save_word_tokenizer(tmp_path / "words", words, eos_token="end")
-    assert load_tokenizer(tokenizer).vocab_size == find_vocab_size(tokenizer) == 65536 + 8
+    assert load_tokenizer(tokenizer).vocab_size == 65536 + 8
     path = write_jsonl(tmp_path / "a.jsonl", ["w1 w2"])
     file = prepare(path, tokenizer=tokenizer, vocab_size=65536 + 8)
     assert file.tokens.tolist() == [1, 2, 65536 + 7]
@@ -189,7 +189,7 @@ def test_a_tokenizer_of_the_tokenizers_library_is_used_as_it_is(name, end, prepa
     tokens = prepare(path, tokenizer=tokenizer, vocab_size=262).tokens.tolist()
     assert tokens == [*backend.encode("the dog").ids, 1]
     assert backend.decode(tokens, skip_special_tokens=False).endswith(end)
-    assert load_tokenizer(tokenizer).vocab_size == find_vocab_size(tokenizer) == 262
+    assert load_tokenizer(tokenizer).vocab_size == 262
     load_tokenizer(tokenizer).save(tmp_path / "exported")
     assert load_tokenizer(str(tmp_path / "exported")).eos_token_id == 1
 
@@ -203,7 +203,7 @@ def test_the_line_that_is_asked_for_gives_a_tokenizer_its_end_of_text(name, prep
     found = re.search(r"write (\{.*\}) to (\S+) in (\S+);", str(refusal.value))
     line, file, folder = found.groups()
     Path(folder, file).write_text(line)
-    assert load_tokenizer(tokenizer).vocab_size == find_vocab_size(tokenizer) == 263  # a new id
+    assert load_tokenizer(tokenizer).vocab_size == 263  # a new id
     tokens = prepare(path, tokenizer=tokenizer, vocab_size=263).tokens
     assert tokens[-1] == 262 and max(tokens[:-1]) < 262
 
@@ -214,22 +214,10 @@ def test_a_tokenizer_with_an_unknown_end_of_text_is_refused_with_its_special_tok
         load_tokenizer(str(tmp_path / "mine.json"))
 
 
-def test_the_size_of_a_vocabulary_is_known_without_transformers(tmp_path):
-    train_tokenizer(tmp_path / "mine.json")
-    code = (
-        "import sys; from picotron_min.runtime.tokenizer import find_vocab_size;"
-        f"sizes = [find_vocab_size(name) for name in ('bytes', {str(tmp_path / 'mine.json')!r})];"
-        "print(sizes, find_vocab_size('owner/name'), 'transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("[257, 262] None False", "")
-
-
 def test_a_json_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "mine.json").write_text('{"hello": 1}')
-    for function in (load_tokenizer, find_vocab_size):
-        with pytest.raises(ValueError, match=r"cannot load tokenizer '.*mine.json': .*Check the"):
-            function(str(tmp_path / "mine.json"))
+    with pytest.raises(ValueError, match=r"cannot load tokenizer '.*mine.json': .*Check the"):
+        load_tokenizer(str(tmp_path / "mine.json"))
 
 
 def test_a_changed_tokenizer_folder_is_noticed(prepare, tmp_path):
@@ -395,7 +383,11 @@ MISTAKES = {  # what is on disk, the options, the message
     "a subset of a file": ({"a.txt": "x"}, {"subset_name": "en"}, "subset_name='en' .* to null"),
     "broken JSON": ({"a.jsonl": '{"text": '}, {}, "cannot read dataset .*a.jsonl"),
     "not UTF-8": ({"a.txt": b"\xff\xfe"}, {}, "cannot read dataset .* can't decode byte 0xff"),
-    "an unknown kind": ({"a.docx": "x"}, {}, r"is one of .txt, .jsonl, .json, .parquet, not .docx"),
+    "an unknown kind": (
+        {"a.docx": "x"},
+        {},
+        "a.docx is no dataset, .*: use .txt, .jsonl, .json, .p",
+    ),
     "an outside token": (
         {"a.txt": "x"},
         {"vocab_size": 256},
@@ -409,7 +401,7 @@ MISTAKES = {  # what is on disk, the options, the message
     "a folder of nothing": (
         {"text/a.docx": "x"},
         {},
-        "holds no dataset: none of its files is .txt",
+        "text is no dataset, nor a folder of one: use .txt",
     ),
 }
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,6 @@ def _cache_key(source: TextSource, files: list[Path]) -> str:
 
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-KINDS = ", ".join(LOADERS)
 Found = tuple[str, list[Path]]  # "hub", "saved", or a loader of `datasets`; and its files
 
 
@@ -83,40 +83,28 @@ def _find_files(source: TextSource) -> Found:
     folder is what `save_to_disk` wrote, or all files of one of these kinds, at any depth.
     """
     name, path = source.name, Path(source.name).expanduser().resolve()
-    is_local = name == "stdlib" or path.exists()
-    # Names without an owner are refused because some, such as "text", would make `datasets` read
-    # whatever lies in the working directory.
-    if not is_local and name.count("/") != 1:
-        raise ValueError(
-            f"dataset {name!r} is not on this machine, and on the hub it would be owner/name:"
-            ' set dataset.name to "stdlib", to a file or folder that exists, or to a hub id'
-        )
-    if is_local and source.subset_name:
-        raise ValueError(
-            f"subset_name={source.subset_name!r} is for datasets on the hub, but {name!r} is on"
-            " this machine: set dataset.subset_name to null"
-        )
+    if name != "stdlib" and not path.exists():
+        if name.count("/") != 1:  # `datasets` would read "text" as all files in the working folder
+            problem = f"dataset {name!r} is not on this machine; on the hub it would be owner/name"
+            remedy = 'set dataset.name to "stdlib", to a file or folder here, or to a hub id'
+            raise ValueError(f"{problem}: {remedy}")
+        return "hub", []
+    if source.subset_name:
+        problem = f"subset_name={source.subset_name!r} is for the hub, but {name!r} is not there"
+        raise ValueError(f"{problem}: set dataset.subset_name to null")
     if name == "stdlib":
         library = Path(sysconfig.get_path("stdlib"))
         # English first: runs validate on the end of the text, which should be like the rest of it.
         files = [library / "pydoc_data" / "topics.py", *sorted(library.glob("*.py"))]
         return "text", [file for file in files if file.exists()]
-    if path.is_dir():
-        return _find_in_folder(path)
-    if is_local and path.suffix.lower() not in LOADERS:
-        raise ValueError(f"cannot read {path}: a dataset is one of {KINDS}, not {path.suffix}")
-    return (LOADERS[path.suffix.lower()], [path]) if is_local else ("hub", [])
-
-
-def _find_in_folder(path: Path) -> Found:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return "saved", files
-    visible = (f for f in files if not any(p[0] == "." for p in f.relative_to(path).parts))
-    files = [file for file in visible if file.suffix.lower() in LOADERS]
+    files = [file for file in files if "/." not in str(file).removeprefix(str(path))]  # not hidden
+    files = [file for file in files if file.suffix.lower() in LOADERS]
     found = {LOADERS[file.suffix.lower()]: str(file.relative_to(path)) for file in files}
     if not found:
-        raise ValueError(f"folder {path} holds no dataset: none of its files is {KINDS}")
+        raise ValueError(f"{path} is no dataset, nor a folder of one: use {', '.join(LOADERS)}")
     if len(found) > 1:
         mixed = f"{len(found)} kinds of dataset ({', '.join(found.values())})"
         raise ValueError(f"folder {path} mixes {mixed}: keep one kind in it")
@@ -163,51 +151,48 @@ def _load_splits(source: TextSource, found: Found, aside: Path) -> dict:
     except Exception as error:
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0].rstrip('.')}"
-        problem = f"cannot read dataset {name!r}: {reason}"
-        if loader == "hub":
-            problem = (
-                f"dataset {name!r} is not on this machine, and the Hugging Face hub did not give"
-                f" its subset {source.subset_name!r}, split {split!r}: {reason}. Check the spelling"
-                ' and the network, or set dataset.name to "stdlib" or to a local file'
-            )
-        raise ValueError(problem) from error
+        if loader != "hub":
+            raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
+        problem = f"dataset {name!r} is not on this machine, and the Hugging Face hub did not give"
+        problem += f" its subset {source.subset_name!r}, split {split!r}: {reason}. Check spelling"
+        remedy = 'set dataset.name to "stdlib" or to a local file'
+        raise ValueError(f"{problem} and network, or {remedy}") from error
 
 
 def _documents(source: TextSource, splits: dict):
     """The rows of the split that is asked for, its text column checked."""
-    name, split, column = source.name, source.split, source.text_column
+    name, split, column = f"dataset {source.name!r}", source.split, source.text_column
     if split not in splits:
-        one = f"set dataset.split to one of {list(splits)}"
-        raise ValueError(f"dataset {name!r} has no split {split!r}: {one}")
+        remedy = f"set dataset.split to one of {list(splits)}"
+        raise ValueError(f"{name} has no split {split!r}: {remedy}")
     documents, columns = splits[split], splits[split].column_names
+    other = f"set dataset.text_column to one of {columns}"
     if not len(documents):
-        raise ValueError(f"dataset {name!r} is empty: its split {split!r} has 0 documents")
+        raise ValueError(f"{name} is empty: its split {split!r} has 0 documents")
     if column not in columns:
-        one = f"set dataset.text_column to one of {columns}"
-        raise ValueError(f"dataset {name!r} has no column {column!r}: {one}")
+        raise ValueError(f"{name} has no column {column!r}: {other}")
     dtype = getattr(documents.features[column], "dtype", "no single value")
     if dtype not in ("string", "large_string"):
-        other = f"set dataset.text_column to another of {columns}"
-        raise ValueError(f"column {column!r} of dataset {name!r} holds {dtype}, not text: {other}")
+        raise ValueError(f"column {column!r} of {name} holds {dtype}, not text: {other}")
     return documents.select(range(min(source.num_samples or len(documents), len(documents))))
 
 
 def _tokenize(documents, source: TextSource, tokenizer: Tokenizer, num_proc: int, aside: Path):
-    """The documents as rows of ids; `datasets` shares the work among `num_proc` processes."""
+    """The documents as rows of ids; `datasets` shares the work among `num_proc` processes.
+
+    Each document is one piece, and needs many times its size in memory: cut up a .txt of gigabytes.
+    """
     import datasets
 
-    # Each document is tokenised in one piece: a text file of gigabytes, which needs many times its
-    # size in memory, is better cut up into the lines of a .jsonl file.
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32  # 2 bytes halve the stream
     ids = datasets.Sequence(datasets.Value(np.dtype(dtype).name))
     return documents.map(
-        _tokenize_batch,
+        partial(_tokenize_batch, tokenizer=tokenizer, dtype=dtype, name=source.name),
         batched=True,
         with_indices=True,
         input_columns=[source.text_column],
         remove_columns=documents.column_names,
         features=datasets.Features({"ids": ids, "num_bytes": datasets.Value("int64")}),
-        fn_kwargs={"tokenizer": tokenizer, "dtype": dtype, "name": source.name},
         num_proc=num_proc if num_proc > 1 else None,
         cache_file_name=str(aside / "ids.arrow"),
         desc=f"Tokenising {source.name}",
@@ -216,18 +201,15 @@ def _tokenize(documents, source: TextSource, tokenizer: Tokenizer, num_proc: int
 
 def _tokenize_batch(texts: list[str], rows: list[int], tokenizer: Tokenizer, dtype, name: str):
     if None in texts:
-        raise ValueError(
-            f"row {rows[texts.index(None)]} of dataset {name!r} has no text (null):"
-            " remove such rows, or choose another dataset.text_column"
-        )
+        problem = f"row {rows[texts.index(None)]} of dataset {name!r} has no text (null)"
+        raise ValueError(f"{problem}: remove such rows, or choose another dataset.text_column")
     texts = [text for text in texts if text]  # an empty document would be a lone end-of-text
     ids, end = tokenizer.encode(texts), np.array([tokenizer.eos_token_id], dtype)
     largest = max((int(row.max(initial=0)) for row in ids), default=0)
     if largest >= tokenizer.vocab_size:  # the dtype below would silently make it another id
-        raise ValueError(
-            f"tokenizer {tokenizer.name!r} gave token id {largest}, but its vocabulary ends at"
-            f" {tokenizer.vocab_size - 1}: repair its files, or choose another dataset.tokenizer"
-        )
+        problem = f"tokenizer {tokenizer.name!r} gave token id {largest}, but its vocabulary"
+        remedy = "repair its files, or choose another dataset.tokenizer"
+        raise ValueError(f"{problem} ends at {tokenizer.vocab_size - 1}: {remedy}")
     ids = [np.concatenate([row, end], dtype=dtype) for row in ids]
     return {"ids": ids, "num_bytes": [len(text.encode()) for text in texts]}
 
@@ -237,27 +219,24 @@ def _write_stream(documents, path: Path) -> dict:
     counts = {"num_tokens": 0, "num_bytes": 0, "num_documents": len(documents), "largest_id": 0}
     with open(path, "wb") as file:
         for table in documents.with_format("arrow").iter(batch_size=1000):
-            for chunk in table["ids"].chunks:
-                ids = chunk.flatten().to_numpy()
-                ids.tofile(file)
-                counts["num_tokens"] += len(ids)
-                counts["largest_id"] = max(counts["largest_id"], int(ids.max()))
+            ids = table["ids"].combine_chunks().flatten().to_numpy()
+            ids.tofile(file)
+            counts["num_tokens"] += len(ids)
+            counts["largest_id"] = max(counts["largest_id"], int(ids.max()))
             counts["num_bytes"] += sum(table["num_bytes"].to_pylist())
     return counts | {"dtype": documents.features["ids"].feature.dtype}
 
 
 def _open_token_file(folder: Path, vocab_size: int) -> TokenFile:
     metadata = json.loads((folder / "metadata.json").read_text())
-    if metadata["largest_id"] >= vocab_size:
-        raise ValueError(
-            f"token id {metadata['largest_id']} of tokenizer {metadata['source']['tokenizer']!r} is"
-            f" outside a vocabulary of {vocab_size}: set model.vocab_size to"
-            f" {metadata['tokenizer_vocab_size']} or more, or dataset.tokenizer to the model's own"
-        )
+    largest, tokenizer = metadata["largest_id"], metadata["source"]["tokenizer"]
+    if largest >= vocab_size:
+        problem = f"token id {largest} of tokenizer {tokenizer!r} is outside a vocabulary"
+        remedy = f"set model.vocab_size to {metadata['tokenizer_vocab_size']} or more"
+        own = "or dataset.tokenizer to the model's own"
+        raise ValueError(f"{problem} of {vocab_size}: {remedy}, {own}")
     tokens = np.memmap(folder / "tokens.bin", dtype=metadata["dtype"], mode="r")
-    if len(tokens) != metadata["num_tokens"]:
-        raise ValueError(
-            f"{folder} is damaged: it has {len(tokens)} tokens instead of {metadata['num_tokens']}."
-            " Delete it, and it will be made again"
-        )
+    if len(tokens) != (expected := metadata["num_tokens"]):
+        problem = f"{folder} is damaged: it has {len(tokens)} tokens instead of {expected}"
+        raise ValueError(f"{problem}. Delete it, and it will be made again")
     return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"])
