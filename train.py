@@ -27,7 +27,7 @@ from picotron_min.parallelize import ParallelModel, parallelize
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.failures import RollCall, launched
 from picotron_min.runtime.folders import check_shared
-from picotron_min.runtime.hugging_face import export_hf, read_weights
+from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.launch import (
     Launch,
     exit_on_usage_error,
@@ -157,7 +157,8 @@ def fill_weights(run: Run, config: "Config", inputs: "Inputs", ranks: RollCall) 
         run.skipped.total = inputs.metadata.skipped_steps
         set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
     elif inputs.weights:
-        read_weights(inputs.weights, model.parameters, model.placements, model.axes)
+        weights = {name: p.data for name, p in model.parameters.items()}
+        load(inputs.weights, model.parts_of_whole(weights), ranks.long_group)
     else:
         seed, model_config = config.training.seed, inputs.model_config
         initialise(model.parameters, model_config, seed, model.placements, model.axes)

@@ -21,7 +21,6 @@ from picotron_min.layout import Layout
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Cut, Placement, part, placements
-from picotron_min.runtime.hugging_face import read_weights
 from picotron_min.runtime.saver import Saver
 
 CPU = torch.device("cpu")
@@ -97,8 +96,7 @@ def fill_and_save(folder: Path, layout: Layout, which: str) -> set[str]:
     axes, table, weights, moments, tensors, declare = build(layout, which)
     initialise(weights, MODEL, SEED, table, axes)
     assert_parts_of(whole_weights(), weights, table, axes)
-    files = dict.fromkeys(SHAPES, folder / "moments.safetensors")
-    read_weights(files, moments, table, axes)
+    load(folder, declare({name: moment.data for name, moment in moments.items()}))
     assert_parts_of(whole_moments(), moments, table, axes)
     Saver(dist.group.WORLD, CPU).save(folder, 1, tensors, declare, {})
     return set(weights)

@@ -47,7 +47,7 @@ class Training:
         axes: Axes,
         device: torch.device,
         batches: Batches,
-        weights: dict[str, Path] | None = None,
+        weights: Path | None = None,
     ) -> None:
         self.inputs = Inputs(
             device, "gloo", model_config, BytesTokenizer(), None, batches, None, None, weights, None

@@ -1,18 +1,15 @@
 """Models in Hugging Face's form, a folder of safetensors and config.json: read and written."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from picotron_min.checkpoint import complete_or_absent, save
-from picotron_min.mesh import Axes
 from picotron_min.model_config import ModelConfig
-from picotron_min.placement import Placement, part
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.public_models import from_hf, to_hf
 from picotron_min.runtime.tokenizer import Tokenizer
@@ -22,8 +19,8 @@ DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once s
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> dict[str, Path]:
-    """The file of every parameter, in a local folder or on the hub; reads no weights yet.
+def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
+    """The folder of a model on this machine or on the hub, for checkpoint.load; checked, not read.
 
     Raises ValueError with all tensors that are missing, unexpected or misshapen, and all numbers of
     its config.json that differ from the model's, but for the fields `given` in the run's config.
@@ -49,7 +46,7 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> dict[
         if not torch.equal(head, embedding):
             problem = f"{found[HEAD]}: {HEAD} differs from {EMBEDDING}, and this model ties them"
             raise ValueError(f"{problem}: set model.tie_word_embeddings to false")
-    return found
+    return folder
 
 
 def _find_folder(name: str) -> Path:
@@ -110,19 +107,6 @@ def open_safetensors(path: Path) -> safe_open:
         raise OSError(f"{path} is damaged, or not a safetensors file: {error}") from None
     except OSError as error:
         raise OSError(f"cannot read {path}: {error}") from None
-
-
-def read_weights(
-    files: Mapping[str, Path],
-    parameters: Mapping[str, nn.Parameter],
-    placements: Mapping[str, Placement],
-    axes: Axes,
-) -> None:
-    """Fill parameters, by their saved names; of each tensor only this rank's part is read."""
-    for name, parameter in parameters.items():
-        whole = open_safetensors(files[name]).get_slice(name)
-        mine = part(whole.get_shape(), placements[name].cuts, axes.ranks, axes.sizes)
-        parameter.data.copy_(whole[mine])
 
 
 def export_hf(

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     batches: Batches
     start: Path | None  # the checkpoint to resume from
     metadata: Metadata | None  # of that checkpoint
-    weights: dict[str, Path] | None  # else the files of the weights to start from
+    weights: Path | None  # else the folder of the weights to start from
     lock: FileLock | None  # of save_dir, as long as this lives
 
     @property
