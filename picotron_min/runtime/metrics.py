@@ -3,9 +3,7 @@
 Everything that is shown, plotted or compared comes from these records.
 """
 
-import inspect
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,45 +29,36 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation; bits_per_byte compares models of different tokenizers."""
-
     step: int
     val_loss: float
-    bits_per_byte: float | None = None
+    bits_per_byte: float | None = None  # compares models of different tokenizers
 
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """One checkpoint, and how long the steps stopped for it."""
-
     step: int
-    save_seconds: float
+    save_seconds: float  # for so long the steps stopped
 
 
 class MetricsLog:
-    """Appends records to a file of JSON lines and, with options for `wandb.init`, to wandb.
+    """One rank appends records to a file of JSON lines and, with options for it, to wandb.
 
-    Where a step occurs twice, after a resume, the later line counts. One rank writes.
+    Where a step occurs twice, after a resume, the later line counts.
     """
 
     def __init__(self, path: Path, *, writes: bool, wandb_options: dict | None = None) -> None:
         self._file = self._run = None
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
-            if wandb_options is not None:
-                self._run = start_wandb(**wandb_options)
+            self._file = path.open("a", encoding="utf-8", buffering=1)  # by line: a kill loses none
+            self._run = wandb_options and start_wandb(**wandb_options)
 
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
-        # JSON has no NaN and no infinity; every reader takes null for a missing number.
-        values = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(record).items()
-        }
+        # JSON has no NaN and no infinity: every reader takes null for a missing number.
+        values = json.loads(json.dumps(asdict(record)), parse_constant=lambda name: None)
         if self._file:
             try:
-                self._file.write(json.dumps(values, allow_nan=False) + "\n")
-                self._file.flush()  # so that a killed run leaves every step it finished
+                self._file.write(json.dumps(values) + "\n")
             except OSError as error:  # which does not name the file
                 raise OSError(error.errno, error.strerror, self._file.name) from None
         if self._run:
@@ -84,17 +73,14 @@ class MetricsLog:
 
 
 def start_wandb(**options):
-    """A wandb run that never prompts: online where the user is logged in, else offline.
-
-    wandb itself reads WANDB_MODE and its other settings, which take precedence.
-    """
+    """A wandb run that never prompts: online where the user is logged in, else offline."""
     import wandb
 
-    mode = wandb.setup().settings.mode
+    mode = wandb.setup().settings.mode  # from WANDB_MODE, for example
     if mode == "online":
-        if "prompt" in inspect.signature(wandb.login).parameters:
+        try:
             is_logged_in = wandb.login(prompt=False, verify=False)
-        else:  # an older release
-            is_logged_in = bool(wandb.api.api_key)
+        except TypeError:  # an older release, without `prompt`
+            is_logged_in = wandb.api.api_key
         mode = "online" if is_logged_in else "offline"
     return wandb.init(mode=mode, **options)
