@@ -5,7 +5,7 @@ import torch
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token, parameter_count
 from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops, table_peak_flops
+from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,16 @@ from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops, table
     ],
 )
 def test_peaks_are_of_exactly_that_device(name, bfloat16, float32):
-    assert table_peak_flops(name, torch.bfloat16) == pytest.approx(bfloat16)
-    assert table_peak_flops(name, torch.float32) == pytest.approx(float32)
+    assert peak_flops(name, torch.bfloat16) == pytest.approx(bfloat16)
+    assert peak_flops(name, torch.float32) == pytest.approx(float32)
 
 
 def test_a_dtype_that_is_not_in_the_table_has_no_peak():
-    assert table_peak_flops("NVIDIA L4", torch.float64) is None
+    assert peak_flops("NVIDIA L4", torch.float64) is None
 
 
 def test_a_cpus_peak_is_measured_in_the_dtype():
-    cpu = torch.device("cpu")
-    single, double = (peak_flops(cpu, d) for d in (torch.float32, torch.float64))
+    single, double = (peak_flops("cpu", d) for d in (torch.float32, torch.float64))
     assert 1e9 < double < single < 1e15
 
 
