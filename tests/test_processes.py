@@ -21,7 +21,13 @@ from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes, open_communicators
 from picotron_min.runtime import failures, inputs
 from picotron_min.runtime.failures import launched
-from picotron_min.runtime.launch import Launch, choose_backend, open_process_group, torchrun_launch
+from picotron_min.runtime.launch import (
+    Launch,
+    choose_backend,
+    exit_on_usage_error,
+    open_process_group,
+    torchrun_launch,
+)
 from tests.test_train import Workplace, numbers
 
 
@@ -254,6 +260,20 @@ def test_a_rank_0_that_cannot_be_reached_is_reported_with_the_reason(monkeypatch
         reason = problem(0, host, port)
         assert f"rank 0 cannot reach {host}:{port}, its own address" in reason
         assert "in use" not in reason
+
+
+def test_a_mistake_that_one_rank_finds_before_the_store_is_open_is_reported_soon(
+    monkeypatch, capfd
+):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for rank in (0, 1):
+        launch = Launch(rank, rank, 2, open_store=None)
+        with pytest.raises(SystemExit) as raised, exit_on_usage_error(launch):
+            raise OSError("there is no config.json")
+        assert raised.value.code == 2 and "no config.json" in capfd.readouterr().err
+    first, second = waits  # the launcher needs some time to end rank 1 if rank 0 finds it, too
+    assert first == 0 and 1 <= second <= 5
 
 
 def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():

@@ -31,42 +31,36 @@ class Launch(NamedTuple):
 
 def torchrun_launch() -> Launch | None:
     """Read the variables that torchrun sets; None if this process was started without it."""
-    if "RANK" not in os.environ:
+    env = os.environ
+    if "RANK" not in env:
         return None
-    rank, local_rank, world_size, port = (
-        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    )
     # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
     # addresses of processes that are gone. So every attempt has its own keys.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    open_store = partial(_tcp_store, os.environ["MASTER_ADDR"], port, is_master, attempt)
-    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # other launchers set RANK, too
-    footer = "(What follows is torchrun's own report. The reason is above.)" if is_torchrun else ""
-    return Launch(rank, local_rank, world_size, open_store, footer)
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    is_torchrun = "TORCHELASTIC_RUN_ID" in env  # other launchers set RANK, too
+    return Launch(
+        *(int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
+        open_store=partial(_tcp_store, *address, is_master, attempt),
+        footer="(What follows is torchrun's own report. The reason is above.)" * is_torchrun,
+    )
 
 
-def _tcp_store(host: str, port: int, is_master: bool, attempt: str, timeout_seconds: float):
-    timeout = timedelta(seconds=timeout_seconds)
+def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: float) -> dist.Store:
+    options = {"timeout": timedelta(seconds=seconds), "multi_tenant": is_master}
     try:
-        store = dist.TCPStore(
-            host, port, is_master=is_master, timeout=timeout, multi_tenant=is_master
-        )
+        store = dist.TCPStore(host, port, is_master=is_master, **options)
     except dist.DistError as error:
-        cause, _, _ = str(error).partition("\n")
+        at = f"{host}:{port}"
         if is_master and "EADDRINUSE" in str(error):
-            problem = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
+            what = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
         elif is_master:
-            problem = (
-                f"rank 0 cannot reach {host}:{port}, its own address: MASTER_ADDR must be a name or"
-                " an address of the machine that rank 0 was started on"
-            )
+            what = f"rank 0 cannot reach {at}, its own address: set MASTER_ADDR to its machine"
         else:
-            problem = (
-                f"rank 0 cannot be reached at {host}:{port} within {timeout_seconds:g} s: if it has"
-                " ended, the output of its node gives the reason; otherwise check the address"
-            )
-        raise ConnectionError(f"{problem} ({cause})") from None
+            what = f"rank 0 cannot be reached at {at} within {seconds:g} s: see the output of its"
+            what += " node, or check the address"
+        raise ConnectionError(f"{what} ({str(error).partition(chr(10))[0]})") from None
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
@@ -77,7 +71,9 @@ def exit_on_usage_error(launch: Launch | None) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        time.sleep(30 if launch.local_rank else 0)  # rank 0 reports the same and ends the others
+        # Most are found by every rank: the first one of a node reports, and the launcher then ends
+        # the others, in their sleep. Only what the first one has not found, they report themselves.
+        time.sleep(5 if launch.local_rank else 0)
         launch.print(str(error))
         raise SystemExit(2) from None
 
@@ -97,11 +93,9 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
     """One GPU a process where there are GPUs, else the CPU; ValueError if they are too few."""
     if use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
-    if launch.local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"process {launch.local_rank} on this node has no GPU: there are"
-            f" {torch.cuda.device_count()}; start fewer processes or set distributed.use_cpu"
-        )
+    if launch.local_rank >= (gpus := torch.cuda.device_count()):
+        problem = f"process {launch.local_rank} on this node has no GPU: there are {gpus}"
+        raise ValueError(f"{problem}; start fewer processes or set distributed.use_cpu")
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device
@@ -109,12 +103,12 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
 
 def choose_backend(device: torch.device, backend: str) -> str:
     """ "auto" is NCCL between GPUs and gloo between CPUs. ValueError for one that cannot work."""
-    needed, units, or_else = "gloo", "CPUs, and no GPU is in use", ""
+    needed, between, remedy = "gloo", "CPUs, and no GPU is in use", ""
     if device.type == "cuda":
-        needed, units, or_else = "nccl", "GPUs", ", or distributed.use_cpu to true"
+        needed, between, remedy = "nccl", "GPUs", ", or distributed.use_cpu to true"
     if backend not in ("auto", needed):
-        problem = f"distributed.backend={backend} does not work between {units}"
-        raise ValueError(f"{problem}: set it to auto or {needed}{or_else}")
+        problem = f"distributed.backend={backend} does not work between {between}"
+        raise ValueError(f"{problem}: set it to auto or {needed}{remedy}")
     return needed
 
 
