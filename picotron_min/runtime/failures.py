@@ -7,9 +7,8 @@ the store that all share:
     rank 1   step 7   86 heartbeats             and no more: it was killed, or it hangs
     rank 2   step 7   88 heartbeats             alive, and still waiting
 
-A rank with an error of its own reports it. If only waits failed, a rank whose wait failed watches
-the ranks without an error for two seconds and names those without a heartbeat, or, if all have one,
-all of them. The other ranks exit silently. (With NCCL a wait that takes too long ends the process.)
+A rank with an error of its own reports it. If only waits failed, one of those ranks watches the
+others for two seconds and names those without a heartbeat, or, if all have one, all of them.
 
 Exit codes: 0 done or SIGTERM, 2 the user's mistake, 130 Ctrl-C, 1 everything else.
 """
@@ -36,10 +35,7 @@ HEARTBEAT = 0.4  # seconds between two heartbeats, 20 bytes each where the store
 LONG_WAIT = timedelta(hours=1)  # for phases whose length differs between ranks
 # gloo has no exception of its own. Its RuntimeErrors have one of these in their message.
 GLOO = ("gloo", "application timeout caused pair closure", "operation timed out!", "wait timeout")
-
-
-# Their message is enough, other errors are reported with their traceback. FloatingPointError is
-# raised by a run that diverges: resumed, it would fail in the same way.
+# Their message is enough, others have a traceback. FloatingPointError: the run has diverged.
 PLAIN = (OSError, FloatingPointError, KeyboardInterrupt)
 
 
@@ -69,9 +65,9 @@ class RollCall:
     def __init__(self, store: dist.Store, launch: Launch, timeout_seconds: float) -> None:
         self.store, self.launch, self.rank = store, launch, launch.rank
         self.timeout = timedelta(seconds=timeout_seconds)
-        self.connecting = self.got_report = self.got_sigterm = False
+        self.connecting = self.got_report = False
         self.saved = ""  # the checkpoint to resume from
-        self.done = threading.Event()
+        self.done, self.sigterm = threading.Event(), threading.Event()
         self.store.add(f"heartbeats {self.rank}", 1)
         self.heartbeat = threading.Thread(target=self._beat, daemon=True)
         self.heartbeat.start()
@@ -87,18 +83,18 @@ class RollCall:
                 if self.got_report and not self.done.wait(GRACE):
                     _leave(1)
 
-    def connect(self, backend: str, device: torch.device) -> None:
-        """Wait until every rank is here, then open the process group.
+    def _heartbeats(self) -> list[int]:
+        return [self.store.add(f"heartbeats {r}", 0) for r in range(self.launch.world_size)]
 
-        That may take hours, over tokens for example, but with a heartbeat in every timeout.
-        """
+    def connect(self, backend: str, device: torch.device) -> None:
+        """Wait until every rank is here, then open the process group."""
         self.connecting = True
-        if self.store.add("here", 1) == self.launch.world_size:
-            self.store.set("all are here", "")
-        while not self.store.check(["all are here"]):
+        self.store.set(f"here {self.rank}", "")
+        everyone = [f"here {r}" for r in range(self.launch.world_size)]
+        while not self.store.check(everyone):  # hours, over tokens for example, if hearts beat
             before = self._heartbeats()
             try:
-                self.store.wait(["all are here"], self.timeout)
+                self.store.wait(everyone, self.timeout)
             except RuntimeError:  # a DistError, but not from every kind of store
                 beats = zip(before, self._heartbeats(), strict=True)
                 if any(old == new for old, new in beats):
@@ -120,20 +116,14 @@ class RollCall:
         for rank, (_, found) in enumerate(everyone):
             keys = [key for key in found if found[key] != expected.get(key)]
             if listed := ", ".join(f"{k}={found[k]!r}, not {expected.get(k)!r}" for k in keys):
-                raise OSError(
-                    f"rank {rank} was not started as rank 0: it has {listed}."
-                    " Use the same config.json, and the same files, on all nodes"
-                )
+                what = f"rank {rank} was not started as rank 0: it has {listed}."
+                raise OSError(f"{what} Use the same config.json and files on all nodes")
         return name
 
     def note_step(self, step: int) -> None:
         """This rank begins a step, and from now on finishes it after SIGTERM: `stop_requested`."""
-
-        def note_sigterm(*_) -> None:
-            self.got_sigterm = True
-
         self.store.set(f"step {self.rank}", str(step))
-        signal.signal(signal.SIGTERM, note_sigterm)
+        signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
 
     def note_saved(self, folder: Path) -> None:
         """There is a checkpoint to resume from."""
@@ -141,11 +131,9 @@ class RollCall:
         self.store.set("saved", self.saved)
 
     def stop_requested(self) -> bool:
-        """Whether any rank got SIGTERM: the same answer on all ranks, which must all call this.
-
-        The signal reaches them at different moments, and all must stop after the same step.
-        """
-        requested = torch.tensor(self.got_sigterm, dtype=torch.uint8)
+        """Whether any rank got SIGTERM: the same answer on all ranks, which must all call this."""
+        # The signal reaches them at different moments, and all must stop after the same step.
+        requested = torch.tensor(self.sigterm.is_set(), dtype=torch.uint8)
         dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
         return bool(requested)
 
@@ -157,9 +145,11 @@ class RollCall:
             if not self.got_report:
                 self._report_once(error, is_usage)
         except dist.DistError:  # without the notes the reason is not known
-            what = "the ranks' store is gone, and with it the process or the node that it was on"
-            cause, how = str(error).partition("\n")[0], how_to_resume(self.saved)
-            self.launch.print(f"rank {self.rank} stops: {what} ({cause}): {how}")
+            what = (
+                f"rank {self.rank} stops: the ranks' store is gone, and with it its process or node"
+            )
+            cause = str(error).partition("\n")[0]
+            self.launch.print(f"{what} ({cause}): {how_to_resume(self.saved)}")
         finally:
             _leave(130 if isinstance(error, KeyboardInterrupt) else 2 if is_usage else 1)
 
@@ -188,43 +178,36 @@ class RollCall:
         """Which ranks the others wait for, in words, and the first; no words if all have failed."""
         before = self._heartbeats()
         time.sleep(GRACE)
-        now, ranks = self._heartbeats(), range(self.launch.world_size)
-        silent = [r for r in ranks if not self.store.check([f"failed {r}"])]
+        now, everyone = self._heartbeats(), range(self.launch.world_size)
+        silent = [r for r in everyone if not self.store.check([f"failed {r}"])]
         dead = [r for r in silent if now[r] == before[r]]
         absent = [r for r in dead if before[r] == 0]
         named = absent or dead or silent
-        ranks = f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+        if not named:
+            return "", self.rank
+        ranks = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
         if absent:
             seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
-            what = f"{ranks} did not start within {seconds}: look at the output there"
-        elif dead:
-            what = f"lost {ranks}: killed, or hanging"
-        else:
-            what = f"waited in vain for {'one of ' if len(named) > 1 else ''}{ranks}"
-        return (what, named[0]) if named else ("", self.rank)
-
-    def _heartbeats(self) -> list[int]:
-        return [self.store.add(f"heartbeats {r}", 0) for r in range(self.launch.world_size)]
+            return f"{ranks} did not start within {seconds}: look at the output there", named[0]
+        if dead:
+            return f"lost {ranks}: killed, or hanging", named[0]
+        return f"waited in vain for {'one of ' * (len(named) > 1)}{ranks}", named[0]
 
 
 def report(what: str, notes: dist.Store, rank: int | None, launch: Launch, resume=True) -> None:
     """Print the one message: what happened and, if to a rank, in which step and how to resume."""
-
-    def noted(key: str) -> str:
-        return notes.get(key).decode() if notes.check([key]) else ""
-
+    keys = (f"step {rank}", "saved")
+    step, saved = (notes.get(key).decode() if notes.check([key]) else "" for key in keys)
     if rank is not None:
-        step = noted(f"step {rank}")
         what += f"\nThis was {f'in step {step}' if step else 'before the first step'}"
-        what += f": {how_to_resume(noted('saved'))}" if resume else ""
+        what += f": {how_to_resume(saved)}" if resume else ""
     launch.print(what)
     notes.set("reported", "")
 
 
 def how_to_resume(saved: Path | str | None) -> str:
-    if saved:
-        return f"resume from {saved} with checkpoint.load_path latest"
-    return "this run has saved no checkpoint"
+    how = f"resume from {saved} with checkpoint.load_path latest"
+    return how if saved else "this run has saved no checkpoint"
 
 
 def _leave(code: int) -> None:

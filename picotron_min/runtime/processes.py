@@ -1,9 +1,9 @@
 """Start the processes of a run on this machine, and end all of them when one fails.
 
-python train.py        the parent: imports torch once, forks, waits
+python train.py     the parent: imports torch once (12 seconds for 8 ranks become 2), forks, waits
 |-- rank 0
-|-- rank 1             killed by SIGKILL: the parent reports it and kills the others
-'-- rank 2             exits with code 1: it has reported its error itself, see failures.py
+|-- rank 1          killed by SIGKILL: the parent reports it and kills the others
+'-- rank 2          exits with code 1: it has reported its error itself, see failures.py
 """
 
 import multiprocessing
@@ -23,20 +23,14 @@ from picotron_min.runtime.launch import Launch
 
 
 def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
-    """Run `main` in `world_size` processes on this machine, and wait for them.
-
-    They are forked, so that torch is imported once: for 8 ranks that is 2 seconds instead of 12.
-    When one fails, the others are killed. Raises SystemExit with the exit code unless all succeed.
-    SIGTERM is forwarded to all of them. When this process dies, they exit.
-    """
+    """Run `main` in so many processes here; SystemExit with the exit code unless all succeed."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        open_store, ranks = partial(_file_store, store, world_size), []
-        for rank in range(world_size):
-            launch = Launch(rank, rank, world_size, open_store)
-            ranks.append(context.Process(target=_run_forked, args=(main, launch)))
-            ranks[-1].start()
+        open_store = partial(_file_store, os.path.join(folder, "store"), world_size)
+        launches = [Launch(rank, rank, world_size, open_store) for rank in range(world_size)]
+        ranks = [context.Process(target=_run_forked, args=(main, launch)) for launch in launches]
+        for process in ranks:
+            process.start()
 
         def forward_sigterm(*_) -> None:
             for process in ranks:
@@ -47,10 +41,10 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
             code, rank = _wait(ranks)
             if code < 0:  # the number of a signal; otherwise the rank has reported its error
                 what = f"rank {rank} was killed by {signal.Signals(-code).name}"
-                report(what, open_store(GRACE), rank, launch)
+                report(what, open_store(GRACE), rank, launches[0])
                 code = 1
         except KeyboardInterrupt:
-            report("stopped by Ctrl-C", open_store(GRACE), 0, launch)
+            report("stopped by Ctrl-C", open_store(GRACE), 0, launches[0])
             code = 130
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -81,11 +75,9 @@ def _exit_with_parent() -> None:
 
 def _wait(ranks: list) -> tuple[int, int]:
     """Wait until all ranks are done or one fails: its exit code, otherwise 0, and its number."""
-    waiting = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    while waiting:
-        for sentinel in connection.wait(list(waiting)):
-            rank = waiting.pop(sentinel)
-            ranks[rank].join()
-            if code := ranks[rank].exitcode:
-                return code, rank
-    return 0, 0
+    codes = [None] * len(ranks)
+    while None in codes and not any(codes):
+        running = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
+        connection.wait([process.sentinel for process in running])
+        codes = [process.exitcode for process in ranks]
+    return next(((code, rank) for rank, code in enumerate(codes) if code), (0, 0))
