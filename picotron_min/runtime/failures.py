@@ -41,11 +41,7 @@ PLAIN = (OSError, FloatingPointError, KeyboardInterrupt)
 
 @contextlib.contextmanager
 def launched(launch: Launch, timeout_seconds: float) -> Iterator["RollCall"]:
-    """The ranks of a run, from the moment they share a store until all are done.
-
-    An exception inside ends this process, and one rank of all reports it. Before `connect` a
-    ValueError or OSError is the user's mistake and ends in exit code 2.
-    """
+    """The ranks of a run. An exception inside ends this process, and one rank of all reports it."""
     with exit_on_usage_error(launch):
         store = launch.open_store(timeout_seconds)
     ranks = RollCall(store, launch, timeout_seconds)
@@ -105,8 +101,7 @@ class RollCall:
         self.long_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)
 
     def wait_for_all(self) -> None:
-        """Wait up to an hour for the slowest rank, after reading weights for example."""
-        dist.barrier(self.long_group)
+        dist.barrier(self.long_group)  # up to an hour, after reading weights for example
 
     def agree(self, settings: dict[str, object]) -> str:
         """A unique name for this run; OSError, on all ranks, if their settings differ."""
@@ -126,7 +121,6 @@ class RollCall:
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
 
     def note_saved(self, folder: Path) -> None:
-        """There is a checkpoint to resume from."""
         self.saved = str(folder)
         self.store.set("saved", self.saved)
 
@@ -140,6 +134,7 @@ class RollCall:
     def exit_with_report(self, error: BaseException) -> None:
         """End this process because of an error, which one rank of all reports."""
         self.done.set()
+        # Before the ranks connect, these are the user's mistakes.
         is_usage = not self.connecting and isinstance(error, (ValueError, OSError))
         try:
             if not self.got_report:
@@ -185,13 +180,14 @@ class RollCall:
         named = absent or dead or silent
         if not named:
             return "", self.rank
-        ranks = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+        many = len(named) > 1
+        ranks = f"rank{'s' if many else ''} {', '.join(map(str, named))}"
         if absent:
             seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
             return f"{ranks} did not start within {seconds}: look at the output there", named[0]
         if dead:
             return f"lost {ranks}: killed, or hanging", named[0]
-        return f"waited in vain for {'one of ' * (len(named) > 1)}{ranks}", named[0]
+        return f"waited in vain for {'one of ' if many else ''}{ranks}", named[0]
 
 
 def report(what: str, notes: dist.Store, rank: int | None, launch: Launch, resume=True) -> None:

@@ -39,12 +39,11 @@ def torchrun_launch() -> Launch | None:
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    open_store = partial(_tcp_store, *address, is_master, attempt)
     is_torchrun = "TORCHELASTIC_RUN_ID" in env  # other launchers set RANK, too
-    return Launch(
-        *(int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
-        open_store=partial(_tcp_store, *address, is_master, attempt),
-        footer="(What follows is torchrun's own report. The reason is above.)" * is_torchrun,
-    )
+    footer = "(What follows is torchrun's own report. The reason is above.)" if is_torchrun else ""
+    ranks = (int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return Launch(*ranks, open_store, footer)
 
 
 def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: float) -> dist.Store:
@@ -56,10 +55,10 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: flo
         if is_master and "EADDRINUSE" in str(error):
             what = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
         elif is_master:
-            what = f"rank 0 cannot reach {at}, its own address: set MASTER_ADDR to its machine"
+            what = f"rank 0 cannot reach {at}, its own address: set MASTER_ADDR to where it runs"
         else:
-            what = f"rank 0 cannot be reached at {at} within {seconds:g} s: see the output of its"
-            what += " node, or check the address"
+            what = f"rank 0 cannot be reached at {at} within {seconds:g} s: see its output, or"
+            what += " check the address"
         raise ConnectionError(f"{what} ({str(error).partition(chr(10))[0]})") from None
     return dist.PrefixStore(f"attempt {attempt}", store)
 
@@ -106,10 +105,10 @@ def choose_backend(device: torch.device, backend: str) -> str:
     needed, between, remedy = "gloo", "CPUs, and no GPU is in use", ""
     if device.type == "cuda":
         needed, between, remedy = "nccl", "GPUs", ", or distributed.use_cpu to true"
-    if backend not in ("auto", needed):
-        problem = f"distributed.backend={backend} does not work between {between}"
-        raise ValueError(f"{problem}: set it to auto or {needed}{remedy}")
-    return needed
+    if backend in ("auto", needed):
+        return needed
+    problem = f"distributed.backend={backend} does not work between {between}"
+    raise ValueError(f"{problem}: set it to auto or {needed}{remedy}")
 
 
 def open_process_group(

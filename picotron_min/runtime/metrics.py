@@ -1,6 +1,7 @@
 """What a run records: one line a step in the metrics file, and the same in wandb.
 
-Everything that is shown, plotted or compared comes from these records.
+Everything that is shown, plotted or compared comes from these records. Where a step occurs twice,
+after a resume, the later line counts.
 """
 
 import json
@@ -41,10 +42,7 @@ class SaveRecord:
 
 
 class MetricsLog:
-    """One rank appends records to a file of JSON lines and, with options for it, to wandb.
-
-    Where a step occurs twice, after a resume, the later line counts.
-    """
+    """One rank appends records to a file of JSON lines and, with options for it, to wandb."""
 
     def __init__(self, path: Path, *, writes: bool, wandb_options: dict | None = None) -> None:
         self._file = self._run = None
