@@ -13,13 +13,13 @@ two dp ranks, two micro-batches and two rows each, a step uses the next G = 8 se
     order         7  2 |  9  4 |  0  5 |  1  8 ||  3  6 | 11 10 | ...
     dp rank         0  |   1   |   0   |   1   ||   0   |   1   | ...
     micro-batch         0      |       1       ||       0       | ...
-    step                       0               ||            1
 
-So a batch is a function of (seed, tokens seen before, micro-batch, dp rank). A resume needs one
-number; the ranks of a pipeline, tensor or context group compute the same answer and broadcast
-nothing; layouts with the same G train alike. In production: `torchdata.stateful_dataloader`.
+So a batch is a function of (seed, tokens seen before, micro-batch, dp rank), which every rank of a
+pipeline, tensor or context group computes for itself. Layouts with the same G train alike.
+In production: `torchdata.stateful_dataloader`.
 """
 
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,59 +42,54 @@ class Batch(NamedTuple):
         """A GPU copies the tokens from pinned memory by itself, while the host continues."""
         if device.type == "cpu":
             return self
-        tokens, targets = (
-            x.pin_memory().to(device, non_blocking=True) for x in (self.tokens, self.targets)
-        )
-        return self._replace(tokens=tokens, targets=targets)
+        copies = (x.pin_memory().to(device, non_blocking=True) for x in self[:2])
+        return Batch(*copies, self.num_targets)
 
 
+@dataclass(eq=False)
 class Batches:
     """Any micro-batch of any step; keeps no state between calls."""
 
-    def __init__(
-        self,
-        tokens: np.ndarray,  # the stream, made by runtime/token_file.py
-        *,
-        seq_length: int,
-        seed: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        dp_rank: int,
-        dp_size: int,
-        positions: torch.Tensor | None = None,  # columns of a context-parallel rank; None: all
-        eval_batches: int = 0,  # global batches to validate on, at most; 0: hold nothing out
-        first_step: int = 0,  # the step that this run starts or resumes at, and
-        seen_before: int = 0,  # the tokens seen until then, maybe in batches of another size
-    ) -> None:
-        assert 0 <= dp_rank < dp_size, f"dp_rank={dp_rank} is not below dp_size={dp_size}"
-        S, needed = seq_length, 2 if eval_batches else 1  # sequences
-        if len(tokens) < needed * (S + 1):
-            both = " (1 sequence to train on, 1 to validate on)" if eval_batches else ""
+    tokens: np.ndarray  # the stream, made by runtime/token_file.py
+    _: KW_ONLY
+    seq_length: int
+    seed: int
+    micro_batch_size: int
+    num_micro_batches: int
+    dp_rank: int
+    dp_size: int
+    positions: torch.Tensor | None = None  # columns of a context-parallel rank; None: all
+    eval_batches: int = 0  # global batches to validate on, at most; 0: hold nothing out
+    first_step: int = 0  # the step that this run starts or resumes at, and
+    seen_before: int = 0  # the tokens seen until then, maybe in batches of another size
+
+    def __post_init__(self) -> None:
+        assert self.dp_rank < self.dp_size, f"dp_rank={self.dp_rank}, dp_size={self.dp_size}"
+        S, num_tokens, needed = self.seq_length, len(self.tokens), 2 if self.eval_batches else 1
+        if num_tokens < needed * (S + 1):
+            both = " (1 sequence to train on, 1 to validate on)" if self.eval_batches else ""
             raise ValueError(
-                f"the dataset has {len(tokens)} tokens, but training needs at least {needed} x"
+                f"the dataset has {num_tokens} tokens, but training needs at least {needed} x"
                 f" (seq_length + 1) = {needed * (S + 1)}{both}: use more text or a shorter"
                 " training.seq_length"
             )
-        self.tokens, self.seq_length, self.dp_rank, self.dp_size = tokens, S, dp_rank, dp_size
-        self.positions = torch.arange(S) if positions is None else positions
-        self.micro_batch_size, self.num_micro_batches = micro_batch_size, num_micro_batches
-        self.global_batch = dp_size * num_micro_batches * micro_batch_size  # sequences per step
+        self.positions = torch.arange(S) if self.positions is None else self.positions
+        self.global_batch = self.dp_size * self.num_micro_batches * self.micro_batch_size
         self.tokens_per_step = self.global_batch * S
-        self.first_step, self.seen_before = first_step, seen_before
 
         # Cut the stream, not the list of sequences, in which neighbours share a token. Batch size,
         # seed and step do not move the cut: a run never trains on what it is validated on.
-        held_out = max(min(len(tokens) // 10, MOST_HELD_OUT), S + 1) if eval_batches else 0
-        cut = len(tokens) - held_out
+        held_out = max(min(num_tokens // 10, MOST_HELD_OUT), S + 1) if self.eval_batches else 0
+        cut = num_tokens - held_out
         self.num_sequences = (cut - 1) // S  # to train on
         # In a random but fixed order: the first few are a fair sample of all that is held out.
         sample = np.random.default_rng(0).permutation((held_out - 1) // S if held_out else 0)
-        self._eval_starts = cut + S * sample[: eval_batches * self.global_batch]
+        self._eval_starts = cut + S * sample[: self.eval_batches * self.global_batch]
         self.num_eval_sequences = len(self._eval_starts)
         self.num_eval_batches = -(-self.num_eval_sequences // self.global_batch)  # rounded up
 
         self._order = lru_cache(maxsize=2)(  # a step can begin in one epoch and end in the next
-            lambda epoch: np.random.default_rng((seed, epoch)).permutation(self.num_sequences)
+            lambda epoch: np.random.default_rng((self.seed, epoch)).permutation(self.num_sequences)
         )
 
     def tokens_seen(self, step: int) -> int:
