@@ -1,7 +1,7 @@
 """Save and load what a step changes, so that any layout can load what any other has saved.
 
-Ranks have parts of tensors, and the next run may cut them differently. So each rank declares which
-part of the whole its tensors are, and torch.distributed.checkpoint finds the overlaps:
+Each rank declares which part of the whole its tensors are, and torch.distributed.checkpoint finds
+the overlaps with the parts of the next run, which may cut them differently:
 
     saved with tp 2     | rank 0: rows 0-3      | rank 1: rows 4-7      |    up_proj [8, E]
     loaded with tp 4    | 0: 0-1    | 1: 2-3    | 2: 4-5    | 3: 6-7    |
@@ -12,9 +12,8 @@ side by side under the names of the parameters, and what several ranks hold is w
     model.layers.0.mlp.up_proj.weight
     optimizer.exp_avg.model.layers.0.mlp.up_proj.weight
 
-It is complete or absent: written under another name, and renamed once it is on the disk. Nothing
-is pickled, so a stranger's checkpoint cannot run code. With AdamW and float32 parameters it takes
-12 bytes per parameter. runtime/saver.py writes it in the background and adds the run's metadata.
+It is complete or absent. Nothing is pickled, so a stranger's checkpoint cannot run code. With AdamW
+and float32 parameters it takes 12 bytes per parameter. runtime/saver.py writes it, and metadata.
 """
 
 import os
@@ -22,19 +21,20 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from picotron_min.mesh import Axes
 from picotron_min.placement import Placement
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter, beside its count of steps
 
 
 def training_tensors(
@@ -47,11 +47,9 @@ def training_tensors(
             state = optimizer.state[parameter]
             if not state:  # no step yet: make what a checkpoint can be loaded into
                 device = parameter.device if optimizer.defaults["fused"] else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer.{moment}.{name}"] = state[moment]
+                state["step"] = torch.zeros((), device=device)
+                state.update((moment, torch.zeros_like(parameter)) for moment in MOMENTS)
+            tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
     return tensors
 
 
@@ -74,53 +72,50 @@ def parts_of_whole(
     """
     # A DTensor moves its part to the device of its mesh; copies of a GPU's tensors are on the CPU.
     device = next(iter(tensors.values())).device.type
-    meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    whole = {}
+    mesh_of, wholes = cache(partial(_mesh, axes, device)), {}
     for key, tensor in tensors.items():
         name = re.sub(r"^optimizer\.\w+\.", "", key)  # optimizer state is cut as its parameter
         # A cut with an owner needs no mesh: the key is absent on all ranks but that one.
         cuts = [cut for cut in placements[name].cuts if cut.owner is None]
-        names = tuple(cut.axis for cut in cuts) or ("tp",)  # replicas need some mesh, too
-        if names not in meshes:
-            meshes[names] = _mesh(axes, names, device)
-        whole[key] = DTensor.from_local(
+        whole = torch.empty(shapes[name], device="meta")
+        wholes[key] = DTensor.from_local(
             tensor,
-            meshes[names],
+            mesh_of(tuple(cut.axis for cut in cuts) or ("tp",)),  # replicas need some mesh, too
             [Shard(cut.dim) for cut in cuts] or [Replicate()],  # each cuts what the last one left
             run_check=False,  # it would communicate
-            shape=torch.Size(shapes[name]),  # else inferred, as if all parts had equal sizes
-            stride=torch.empty(shapes[name], device="meta").stride(),
+            shape=whole.shape,  # else inferred, as if all parts had equal sizes
+            stride=whole.stride(),
         )
-    return whole
+    return wholes
 
 
-def _mesh(axes: Axes, names: tuple[str, ...], device: str) -> DeviceMesh:
+def _mesh(axes: Axes, device: str, names: tuple[str, ...]) -> DeviceMesh:
     """One dim for each of the axes, over their process groups."""
     groups = [getattr(axes, name).group for name in names]
     ranks = torch.tensor(dist.get_rank())
     for group in groups:  # in a grid, steps along an axis are the same from every rank
-        steps = torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
-        ranks = ranks[..., None] + steps
+        row = torch.tensor(dist.get_process_group_ranks(group))
+        ranks = ranks[..., None] + row - dist.get_rank()
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
 
 def save(folder: Path, tensors: dict, group: dist.ProcessGroup | None = None, **options) -> None:
     """Write this rank's parts, on all ranks together; OSError on all ranks if one cannot."""
     # Without save_distributed, torch would write DTensors into a corrupt file.
-    writer = HuggingFaceStorageWriter(folder, save_distributed=True, **options)
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, **options)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank} cannot write {folder}: {cause}") from error
 
 
 def load(folder: Path, tensors: dict, group: dist.ProcessGroup | None = None) -> None:
     """Read a checkpoint into tensors, in place, on all ranks together; OSError if that fails."""
-    reader = HuggingFaceStorageReader(str(folder))  # reads only what overlaps this rank's parts
+    reader = dcp.HuggingFaceStorageReader(str(folder))  # reads only what overlaps this rank's parts
     try:
         dcp.load(tensors, storage_reader=reader, process_group=group)
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
         raise OSError(f"cannot load {folder}: {cause}") from error
 
@@ -147,8 +142,8 @@ def complete_or_absent(
 
 
 def delete(folder: Path) -> None:
-    """Rename, then delete: a kill between leaves no incomplete folder under its old name."""
-    leftover = folder.with_name(f".{folder.name}.deleted")  # a later run deletes it, if a kill came
+    """Rename, then delete: a kill between leaves a folder that a later run deletes."""
+    leftover = folder.with_name(f".{folder.name}.deleted")
     os.replace(folder, leftover)
     shutil.rmtree(leftover)
 
