@@ -1,5 +1,6 @@
 """state.json, the metadata of a checkpoint: is it complete, and does it fit the resuming run?"""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,29 +21,27 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
     files: dict[str, int] = Field(min_length=1)  # bytes
     model: ModelConfig
     config: Config
-    data: dict = {}  # of older checkpoints; follows from config
+    data: dict = {}  # in older checkpoints; follows from config
     tokens_seen: NonNegativeInt | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens that the model was trained on."""
-        by_steps = self.step * self.config.tokens_per_step  # all batches had one size
-        return by_steps if self.tokens_seen is None else self.tokens_seen
+        if self.tokens_seen is None:
+            return self.step * self.config.tokens_per_step  # all batches had one size
+        return self.tokens_seen
 
 
 def metadata_of(config: Config, model_config: ModelConfig, **counts: int) -> dict:
-    """The metadata of a checkpoint, but for what the Saver knows: step and files."""
+    """The metadata of a checkpoint, but for its files, which the Saver knows."""
     return {**counts, "model": asdict(model_config), "config": config.model_dump(by_alias=True)}
 
 
 def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadata:
-    """ValueError, with `option` in the remedy, unless the checkpoint is whole.
-
-    Without one of its files a tensor would have a gap, or look smaller: torch loads what is there.
-    """
+    """ValueError, with `option` in the remedy, unless the checkpoint is whole."""
     try:
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
-        problems = _problems(folder, metadata)
+        problems = list(_problems(folder, metadata))
     except ValidationError as error:
         found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
         problems = [": ".join(filter(None, ("state.json", *parts))) for parts in found]
@@ -50,42 +49,38 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
         problems = [str(error)]
     if problems:
         older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
-        raise ValueError(
-            f"cannot use the checkpoint {folder}: {'; '.join(problems)}. Name another one in"
-            f" {option}{f': {max(older)} is the one before it' if older else ''}"
-        )
+        remedy = f"Name another one in {option}"
+        remedy += f": {max(older)} is the one before it" if older else ""
+        raise ValueError(f"cannot use the checkpoint {folder}: {'; '.join(problems)}. {remedy}")
     return metadata
 
 
-def _problems(folder: Path, metadata: Metadata) -> list[str]:
-    problems = []
+def _problems(folder: Path, metadata: Metadata) -> Iterator[str]:
     if metadata.skipped_steps > metadata.step:
-        problems.append(f"state.json: {metadata.skipped_steps} of {metadata.step} steps skipped")
+        yield f"state.json: {metadata.skipped_steps} of {metadata.step} steps skipped"
     if CHECKPOINT.fullmatch(folder.name) and folder.name != f"step-{metadata.step:08d}":
-        problems.append(f"state.json: step is {metadata.step}, unlike the folder's name")
+        yield f"state.json: step is {metadata.step}, unlike the folder's name"
     if absent := {"model", "training", "dataset"} - metadata.config.model_fields_set:
-        problems.append(f"state.json: config lacks {', '.join(sorted(absent))}")
+        yield f"state.json: config lacks {', '.join(sorted(absent))}"
     present = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    problems += [f"state.json: files lacks {name}" for name in present.keys() - metadata.files]
+    yield from (f"state.json: files lacks {name}" for name in present.keys() - metadata.files)
     for name, size in metadata.files.items():
-        if name not in present:
-            problems.append(f"{name} is missing")
+        if name not in present:  # torch would load the rest, and leave a gap in a tensor
+            yield f"{name} is missing"
         elif present[name] != size:
-            problems.append(f"{name} has {present[name]} bytes, not {size}")
+            yield f"{name} has {present[name]} bytes, not {size}"
         else:
             open_safetensors(folder / name)
-    return problems
 
 
 def read_to_resume(folder: Path, model_config: ModelConfig, optimizer: str) -> Metadata:
     """The metadata of the checkpoint to resume; ValueError if its model or optimizer differs."""
     metadata = read_metadata(folder)
     before = asdict(metadata.model) | {"optimizer": metadata.config.training.optimizer}
-    if problems := _changes(before, asdict(model_config) | {"optimizer": optimizer}):
-        raise ValueError(
-            f"the checkpoint {folder} is of another run: {'; '.join(problems.values())}. Set them"
-            " as they were, or start anew with checkpoint.load_path null"
-        )
+    if changes := _changes(before, asdict(model_config) | {"optimizer": optimizer}):
+        problem = f"the checkpoint {folder} is of another run: {'; '.join(changes.values())}"
+        remedy = "Set them as they were, or start anew with checkpoint.load_path null"
+        raise ValueError(f"{problem}. {remedy}")
     return metadata
 
 
@@ -106,8 +101,6 @@ def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
         learned = {"model.dtype": config.model.dtype} | {f"training.{k}": v for k, v in training}
         return learned | config.data_order
 
-    data = config.data_order
-    return [
-        f"{change}: from here on {'other data is seen' if key in data else 'the new value counts'}"
-        for key, change in _changes(settings(metadata.config), settings(config)).items()
-    ]
+    effect = dict.fromkeys(config.data_order, "other data is seen")
+    changes = _changes(settings(metadata.config), settings(config)).items()
+    return [f"{c}: from here on {effect.get(key, 'the new value counts')}" for key, c in changes]
