@@ -1,8 +1,7 @@
 """Train a Llama:  torchrun --nproc_per_node 4 train.py --config config.json
 
-The whole story, top to bottom. `main` reads the config and starts the processes. `train` is what
-every process does. `train_step` is one step: forward and backward, the sum of the gradients, the
-update. Every layout runs these same lines; what a parallelism changes is inside the model.
+`main` reads the config and starts the processes, `train` is what every process does, `train_step`
+is one step. Every layout runs these same lines; what a parallelism changes is inside the model.
 Without torchrun, `python train.py --config config.json` starts the processes itself.
 """
 
@@ -22,18 +21,13 @@ from picotron_min.initialise import initialise
 from picotron_min.layout import Recipe
 from picotron_min.mesh import build_axes, open_communicators
 from picotron_min.model_config import ModelConfig
-from picotron_min.optimizer import SkippedSteps, build_optimizer, learning_rate_at
+from picotron_min.optimizer import SkippedSteps, build_optimizer, learning_rate_at, squared_norm
 from picotron_min.parallelize import ParallelModel, parallelize
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.failures import RollCall, launched
 from picotron_min.runtime.folders import check_shared
 from picotron_min.runtime.hugging_face import export_hf
-from picotron_min.runtime.launch import (
-    Launch,
-    exit_on_usage_error,
-    set_environment,
-    torchrun_launch,
-)
+from picotron_min.runtime.launch import exit_on_usage_error, set_environment, torchrun_launch
 from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.saver import Saver
 
@@ -41,6 +35,7 @@ from picotron_min.runtime.saver import Saver
 if TYPE_CHECKING:
     from picotron_min.runtime.config import Config
     from picotron_min.runtime.inputs import Inputs
+    from picotron_min.runtime.launch import Launch
 
 
 def main() -> None:
@@ -50,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
     parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
     path = parser.parse_args().config
-    launch = torchrun_launch()
+    launch = torchrun_launch()  # None without torchrun
     with exit_on_usage_error(launch):
         config = load_config(path, processes=launch.world_size if launch else None)
     set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
@@ -60,38 +55,38 @@ def main() -> None:
         start_processes(partial(train, config), config.world_size)
 
 
-def train(config: "Config", launch: Launch) -> None:
+def train(config: "Config", launch: "Launch") -> None:
     """What every process does, from reading its inputs to the finished model."""
     from picotron_min.runtime.inputs import read_inputs
 
-    timeout, checkpoint = config.distributed.timeout_seconds, config.checkpoint
+    timeout, settings = config.distributed.timeout_seconds, config.checkpoint
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     with launched(launch, timeout) as ranks:
         inputs = read_inputs(config, launch)  # before ranks wait for each other
-        device = inputs.device
+        device = inputs.device  # a GPU of its own, or the CPU
         ranks.connect(inputs.backend, device)
-        name = ranks.agree(inputs.in_common(config))
-        check_shared(Path(checkpoint.save_dir), name, ranks.group, timeout / 2)
+        name = ranks.agree(inputs.in_common())
+        check_shared(Path(settings.save_dir), name, ranks.group, timeout / 2)  # between nodes
 
         axes = build_axes(device, config.layout, timeout)
-        open_communicators(axes)
+        open_communicators(axes)  # in the same order on all ranks
         model = parallelize(inputs.model_config, config.layout, config.workload, axes, device)
         run = build_run(model, config.recipe, inputs.batches)
-        fill_weights(run, config, inputs, ranks)
+        fill_weights(run, inputs, ranks)
         ranks.wait_for_all()  # some may have read or drawn their weights faster
-        saver = Saver(ranks.long_group, device, checkpoint.in_background, checkpoint.keep)
-        train_steps(run, config, launch, inputs, saver, ranks)
+        saver = Saver(ranks.long_group, device, settings.in_background, settings.keep, inputs.start)
+        train_steps(run, inputs, saver, ranks)
 
 
 class Run(NamedTuple):
     """One rank's part of a run: everything that a step reads and changes."""
 
-    model: ParallelModel
+    model: ParallelModel  # of this rank, with the pipeline that runs it
     optimizer: torch.optim.Optimizer
     recipe: Recipe
     batches: Batches
-    skipped: SkippedSteps
+    skipped: SkippedSteps  # those whose gradient was not finite
 
 
 class StepResult(NamedTuple):
@@ -104,17 +99,21 @@ class StepResult(NamedTuple):
 def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     """Train on the step-th global batch, counted from 0; for `watch` see runtime/trace.py."""
     model, recipe = run.model, run.recipe
-    model.begin_step(run.batches.num_micro_batches)  # gradients are zero
+    for buckets in model.buckets:
+        buckets.begin(run.batches.num_micro_batches)  # gradients are zero
+    model.refresh_copies()  # of the weights, which the last update has changed
 
     # Forward and backward of every micro-batch, in the order of the pipeline's plan. Gradients are
     # sums over tokens; a bucket's sum over the ranks starts as soon as it is complete.
     with model.autocast():
         totals = model.pipeline.run(model.plan, partial(run.batches.batch, step), watch)
-    model.wait_for_gradients()
+    for buckets in model.buckets:
+        buckets.wait()  # every gradient is the sum over all ranks that see other tokens
 
     # The only place in a step where the host waits for a GPU, which is idle from then until the
     # optimizer is launched; while that runs, the host is already at the next step.
-    sums = torch.cat([model.counted_once(totals), model.squared_norm()[None]])
+    squares = squared_norm(model.parameters, model.placements, model.axes.ranks)
+    sums = torch.cat([model.counted_once(totals), squares[None]])
     loss_sum, num_targets, squares = all_reduce(sums, model.axes.world).tolist()
     norm = math.sqrt(squares) / num_targets
 
@@ -122,7 +121,8 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     skip = run.skipped.record(step + 1, norm)
     if not skip:
         clip = min(1.0, recipe.grad_clip / (norm + 1e-6)) if recipe.grad_clip else 1.0
-        model.scale_gradients(clip / num_targets)  # from a sum over tokens to the clipped mean
+        for buckets in model.buckets:
+            buckets.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
@@ -132,9 +132,8 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
 @torch.no_grad()
 def evaluate(run: Run) -> float:
     """The mean loss of the held-out tokens."""
-    model, batches = run.model, run.batches
+    model, batches, totals = run.model, run.batches, 0.0
     model.refresh_copies()
-    totals = torch.zeros(2, dtype=torch.float64, device=model.pipeline.positions.device)
     with model.autocast():
         for index in range(batches.num_eval_batches):
             totals += model.pipeline.run(model.eval_plan, partial(batches.eval_batch, index))
@@ -147,7 +146,7 @@ def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
     return Run(model, optimizer, recipe, batches, SkippedSteps())
 
 
-def fill_weights(run: Run, config: "Config", inputs: "Inputs", ranks: RollCall) -> None:
+def fill_weights(run: Run, inputs: "Inputs", ranks: RollCall) -> None:
     """Load a checkpoint, or read the weights to start from, or draw them."""
     model = run.model
     if inputs.start:
@@ -160,60 +159,46 @@ def fill_weights(run: Run, config: "Config", inputs: "Inputs", ranks: RollCall) 
         weights = {name: p.data for name, p in model.parameters.items()}
         load(inputs.weights, model.parts_of_whole(weights), ranks.long_group)
     else:
-        seed, model_config = config.training.seed, inputs.model_config
+        seed, model_config = inputs.config.training.seed, inputs.model_config
         initialise(model.parameters, model_config, seed, model.placements, model.axes)
 
 
-def train_steps(
-    run: Run,
-    config: "Config",
-    launch: Launch,
-    inputs: "Inputs",
-    saver: Saver,
-    ranks: RollCall,
-) -> None:
+def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> None:
     """Step after step, with what is evaluated, saved and reported between; then the model."""
     from picotron_min.runtime.reporter import Reporter
 
-    t, every, model_config = config.training, config.checkpoint.save_frequency, inputs.model_config
-    first_step, last_step, save_is_due = inputs.first_step, t.total_train_steps, False
-    if t.max_tokens:
-        last_step = min(last_step, run.batches.steps_for(t.max_tokens))
-    with Reporter(config, launch, inputs, run.model.axes, last_step) as reporter:
-        for step in range(first_step, last_step):
+    def is_due(every: int) -> bool:  # after every so many steps (0: none), and after the last
+        return done == inputs.last_step or (every > 0 and done % every == 0)
+
+    config, save_is_due = inputs.config, False
+    with Reporter(inputs, run.model.axes) as reporter:
+        for step in range(inputs.first_step, inputs.last_step):
             done = step + 1
             ranks.note_step(done)
             began = time.perf_counter()
-            result = train_step(run, step, reporter.watch(step))
+            result = train_step(run, step, reporter.trace.watch(step))
             reporter.step(done, result, time.perf_counter() - began)
-            if run.batches.num_eval_batches and is_due(done, t.eval_frequency, last_step):
+            if run.batches.num_eval_batches and is_due(config.training.eval_frequency):
                 reporter.evaluation(done, evaluate(run))
-            saver.check()
             stops = ranks.stop_requested()
-            is_last = stops or done == last_step
+            is_last = stops or done == inputs.last_step
             # What a skipped step leaves has learned nothing, or may have diverged: to save it could
             # cost a good checkpoint, by `keep`. The next good step saves instead.
-            save_is_due = save_is_due or is_last or is_due(done, every, last_step)
+            save_is_due = save_is_due or is_last or is_due(config.checkpoint.save_frequency)
             if save_is_due and run.skipped.has_learned and (is_last or not result.skipped):
                 began = time.perf_counter()
-                save(run, config, model_config, saver, done)
+                save(run, config, inputs.model_config, saver, done)
                 reporter.saved(done, time.perf_counter() - began)
                 save_is_due = False
-            if is_last:
-                saver.wait()
+            saver.wait(until_written=is_last)
             if saver.latest:
                 ranks.note_saved(saver.latest)
-            if stops and done < last_step:
-                reporter.stopped(done, saver.latest or inputs.start)
+            if stops and done < inputs.last_step:
+                reporter.stopped(done, saver.latest, ranks.launch.footer)
                 return
         folder = Path(config.checkpoint.save_dir, "hf")
-        export(run, config, inputs, folder, ranks)
-        reporter.finished(folder, saver.latest or inputs.start)
-
-
-def is_due(done: int, every: int, last_step: int) -> bool:
-    """After every so many steps (0: none), and always after the last."""
-    return done == last_step or (every > 0 and done % every == 0)
+        export(run, inputs, folder, ranks)
+        reporter.finished(folder, saver.latest)
 
 
 def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, step: int) -> None:
@@ -221,18 +206,16 @@ def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, st
     from picotron_min.runtime.metadata import metadata_of
 
     counts = {"skipped_steps": run.skipped.total, "tokens_seen": run.batches.tokens_seen(step)}
-    metadata = metadata_of(config, model_config, **counts)
+    metadata = metadata_of(config, model_config, step=step, **counts)
     tensors = training_tensors(run.model.parameters, run.optimizer)
-    save_dir = Path(config.checkpoint.save_dir)
-    saver.save(save_dir, step, tensors, run.model.parts_of_whole, metadata)
+    saver.save(Path(config.checkpoint.save_dir), tensors, run.model.parts_of_whole, metadata)
 
 
-def export(run: Run, config: "Config", inputs: "Inputs", folder: Path, ranks: RollCall) -> None:
+def export(run: Run, inputs: "Inputs", folder: Path, ranks: RollCall) -> None:
     """Write the model as a Hugging Face folder, in the dtype it was computed in."""
-    model, dtype = run.model, getattr(torch, config.model.dtype)
-    weights = {name: p.data.to(dtype) for name, p in model.parameters.items()}
-    parts, model_config = model.parts_of_whole(weights), inputs.model_config
-    export_hf(folder, parts, model_config, inputs.tokenizer, ranks.long_group)
+    model, dtype = run.model, getattr(torch, inputs.config.model.dtype)
+    parts = model.parts_of_whole({n: p.data.to(dtype) for n, p in model.parameters.items()})
+    export_hf(folder, parts, inputs.model_config, inputs.tokenizer, ranks.long_group)
 
 
 if __name__ == "__main__":

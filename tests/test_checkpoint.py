@@ -461,7 +461,7 @@ def background_save_that_fails(folder: Path) -> None:
         while not training.saver.writing.done():
             time.sleep(0.01)
         with pytest.raises(OSError, match="the disk is full"):
-            training.saver.check()
+            training.saver.wait(until_written=False)
     assert find_start("latest", folder) is None
 
 

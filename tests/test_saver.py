@@ -50,11 +50,11 @@ def current_devices_of_writers(folder: Path) -> list[int]:
         tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for in_background in (False, True):
             writer = Saver(dist.group.WORLD, device, in_background)
-            writer.save(folder, 1, tensors, declare(build_axes(CPU, Layout(dp=2))), {})
+            writer.save(folder, tensors, declare(build_axes(CPU, Layout(dp=2))), {"step": 1})
             writer.wait()
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         with pytest.raises(AssertionError, match=f"writes from GPU 0, not {device}"):
-            Saver(dist.group.WORLD, device).save(folder, 1, tensors, None, {})
+            Saver(dist.group.WORLD, device).save(folder, tensors, None, {"step": 1})
     return seen
 
 
@@ -70,9 +70,8 @@ def make_timeouts_short(axes: Axes) -> None:
 def load_with_a_slow_rank(folder: Path) -> None:
     group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))
     axes = build_axes(CPU, Layout(dp=2))
-    Saver(group, CPU).save(
-        folder, 1, {n: torch.ones(s) for n, s in SHAPES.items()}, declare(axes), {}
-    )
+    tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    Saver(group, CPU).save(folder, tensors, declare(axes), {"step": 1})
     make_timeouts_short(axes)
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     if dist.get_rank() == 0:

@@ -98,7 +98,7 @@ def fill_and_save(folder: Path, layout: Layout, which: str) -> set[str]:
     assert_parts_of(whole_weights(), weights, table, axes)
     load(folder, declare({name: moment.data for name, moment in moments.items()}))
     assert_parts_of(whole_moments(), moments, table, axes)
-    Saver(dist.group.WORLD, CPU).save(folder, 1, tensors, declare, {})
+    Saver(dist.group.WORLD, CPU).save(folder, tensors, declare, {"step": 1})
     return set(weights)
 
 

@@ -49,9 +49,8 @@ class Training:
         batches: Batches,
         weights: Path | None = None,
     ) -> None:
-        self.inputs = Inputs(
-            device, "gloo", model_config, BytesTokenizer(), None, batches, None, None, weights, None
-        )
+        tokenizer, start = BytesTokenizer(), (None, None, weights, None)
+        self.inputs = Inputs(config, device, "gloo", model_config, tokenizer, None, batches, *start)
         self.config, self.model_config, self.axes, self.device = config, model_config, axes, device
         settings, group = config.checkpoint, dist.new_group(backend="gloo")
         self.saver = Saver(group, device, settings.in_background, settings.keep)
@@ -61,7 +60,7 @@ class Training:
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
         self.parts_of_whole = self.model.parts_of_whole
         self.ranks = SimpleNamespace(long_group=group, note_saved=lambda folder: None)
-        train.fill_weights(self.run, config, self.inputs, self.ranks)
+        train.fill_weights(self.run, self.inputs, self.ranks)
         dist.barrier(group)  # as train does
 
     def step(self, step: int, watch=None) -> StepResult:
@@ -78,8 +77,8 @@ class Training:
     def load(self, folder: Path, step: int, skipped_steps: int = 0) -> None:
         metadata = SimpleNamespace(step=step, skipped_steps=skipped_steps)
         inputs = self.inputs._replace(start=folder, metadata=metadata)
-        train.fill_weights(self.run, self.config, inputs, self.ranks)
+        train.fill_weights(self.run, inputs, self.ranks)
 
     def export(self, folder: Path, tokenizer) -> None:
         inputs = self.inputs._replace(tokenizer=tokenizer)
-        train.export(self.run, self.config, inputs, folder, self.ranks)
+        train.export(self.run, inputs, folder, self.ranks)

@@ -23,6 +23,7 @@ from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 class Inputs(NamedTuple):
     """All that a rank knows before it connects to the others."""
 
+    config: Config
     device: torch.device
     backend: str
     model_config: ModelConfig
@@ -38,84 +39,67 @@ class Inputs(NamedTuple):
     def first_step(self) -> int:
         return self.metadata.step if self.metadata else 0
 
-    def in_common(self, config: Config) -> dict[str, object]:
+    @property
+    def last_step(self) -> int:
+        t = self.config.training
+        enough = self.batches.steps_for(t.max_tokens) if t.max_tokens else t.total_train_steps
+        return min(enough, t.total_train_steps)
+
+    def in_common(self) -> dict[str, object]:
         """The settings that must be the same on all nodes: else they train different models."""
+        config = self.config
         sections = config.model_dump(include={"distributed", "model", "training"})
         sections["model"] |= asdict(self.model_config)
         flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
         del flat["model.name"]  # may be a folder, in another place on each node
-        flat["model.weights"] = "given" if config.model.weights else None
-        flat["logging.trace_file"] = "given" if config.logging.trace_file else None
-        flat["checkpoint.save_frequency"] = config.checkpoint.save_frequency
-        return flat | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
+        return flat | {
+            "model.weights": "given" if config.model.weights else None,
+            "logging.trace_file": "given" if config.logging.trace_file else None,
+            "checkpoint.save_frequency": config.checkpoint.save_frequency,
+            "step": self.first_step,
+            "tokens of the dataset": len(self.text.tokens),
+        }
 
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
     """Read and check everything; ValueError or OSError for the user's mistakes."""
-    d, save_dir = config.distributed, Path(config.checkpoint.save_dir)
-    device = choose_device(launch, d.use_cpu)
+    save_dir, metadata, weights, resumed = Path(config.checkpoint.save_dir), None, None, {}
+    device = choose_device(launch, config.distributed.use_cpu)
+    backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
     text = open_text(config, model_config)
-    here = config.layout.coordinates(launch.rank)
-    start, metadata, weights = find_start(config.checkpoint.load_path, save_dir), None, None
-    if start:
+    if start := find_start(config.checkpoint.load_path, save_dir):
         metadata = read_to_resume(start, model_config, config.training.optimizer)
+        resumed = {"first_step": metadata.step, "seen_before": metadata.tokens}
     elif config.model.weights:
         weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
-    seen = (metadata.step, metadata.tokens) if metadata else (0, 0)
-    return Inputs(
-        device=device,
-        backend=choose_backend(device, d.backend),
-        model_config=model_config,
-        tokenizer=load_tokenizer(config.tokenizer),
-        text=text,
-        batches=open_data(config, text, here.dp, here.cp, *seen),
-        start=start,
-        metadata=metadata,
-        weights=weights,
-        lock=lock_folder(save_dir) if launch.rank == 0 else None,
-    )
+    tokenizer, here = load_tokenizer(config.tokenizer), config.layout.coordinates(launch.rank)
+    batches = open_data(config, text, here.dp, here.cp, **resumed)
+    lock = lock_folder(save_dir) if launch.rank == 0 else None
+    data = (tokenizer, text, batches)
+    return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
 
 
 def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
     """The tokens of the dataset, made now if no run has made them before."""
-    dataset = config.dataset
+    d, num_samples = config.dataset, config.training.num_samples
     source = TextSource(
-        dataset.name,
-        dataset.subset_name,
-        dataset.split,
-        dataset.text_column,
-        config.training.num_samples,
-        config.tokenizer,
+        d.name, d.subset_name, d.split, d.text_column, num_samples, config.tokenizer
     )
-    return prepare_tokens(
-        source,
-        vocab_size=model_config.vocab_size,
-        cache_dir=dataset.cache_dir,
-        num_proc=dataset.num_proc,
-    )
+    vocab_size = model_config.vocab_size
+    return prepare_tokens(source, vocab_size=vocab_size, cache_dir=d.cache_dir, num_proc=d.num_proc)
 
 
-def open_data(
-    config: Config,
-    text: TokenFile,
-    dp_rank: int,
-    cp_rank: int = 0,
-    first_step: int = 0,
-    seen_before: int = 0,
-) -> Batches:
+def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resumed: int) -> Batches:
     """The micro-batches of this rank; for a resumed run see Batches."""
     d, t = config.distributed, config.training
+    same = t.model_dump(include={"seq_length", "seed", "micro_batch_size", "eval_batches"})
     return Batches(
         text.tokens,
-        seq_length=t.seq_length,
-        seed=t.seed,
-        micro_batch_size=t.micro_batch_size,
         num_micro_batches=t.gradient_accumulation_steps,
         dp_rank=dp_rank,
         dp_size=d.dp_size,
         positions=POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length),
-        eval_batches=t.eval_batches,
-        first_step=first_step,
-        seen_before=seen_before,
+        **same,
+        **resumed,
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from picotron_min.checkpoint import complete_or_absent, save
 from picotron_min.runtime.folders import delete_older
@@ -18,24 +17,19 @@ class Saver:
     """All ranks call every method. A thread writes, even when the caller waits for it."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, in_background=False, keep: int = 0
+        self,
+        group: dist.ProcessGroup,  # of all ranks, with a long timeout; a save has it alone
+        device: torch.device,
+        in_background: bool = False,
+        keep: int = 0,  # the newest so many; 0: all
+        latest: Path | None = None,  # the newest complete checkpoint
     ) -> None:
-        """`group`: of all ranks; its timeout is long, and nothing else uses it during a save."""
-        self.group, self.device = group, device
-        self.in_background, self.keep = in_background, keep  # the newest so many; 0: all
+        self.group, self.device, self.keep, self.latest = group, device, keep, latest
+        self.in_background, self.copies = in_background, {}
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
-        self.latest: Path | None = None  # the newest complete checkpoint
-        self.copies: dict[str, Tensor] = {}
 
-    def save(
-        self,
-        save_dir: Path,
-        step: int,
-        tensors: dict[str, Tensor],
-        parts_of_whole: Callable[[dict[str, Tensor]], dict[str, DTensor]],
-        metadata: dict,
-    ) -> None:
+    def save(self, save_dir: Path, tensors: dict, parts_of_whole: Callable, metadata: dict) -> None:
         """Write the checkpoint of a step; in the background, a copy of it.
 
         The thread calls `parts_of_whole`: to make DTensors takes as long as to copy tensors.
@@ -43,7 +37,7 @@ class Saver:
         self.wait()
         if self.in_background:
             tensors = self._copy(tensors)
-        folder, metadata = save_dir / f"step-{step:08d}", {"step": step, **metadata}
+        folder = save_dir / f"step-{metadata['step']:08d}"
         self.writing = self.thread.submit(self._write, folder, tensors, parts_of_whole, metadata)
         if not self.in_background:
             self.wait()
@@ -52,8 +46,8 @@ class Saver:
         """To the CPU, into the memory of the last copies: allocating again would take longer."""
         for name, tensor in tensors.items():
             if name not in self.copies:
-                like = {"device": "cpu", "pin_memory": tensor.is_cuda}
-                self.copies[name] = torch.empty_like(tensor, **like)
+                cpu = {"device": "cpu", "pin_memory": tensor.is_cuda}
+                self.copies[name] = torch.empty_like(tensor, **cpu)
             self.copies[name].copy_(tensor)
         return self.copies
 
@@ -74,13 +68,8 @@ class Saver:
             delete_older(folder, self.keep)
         self.latest = folder
 
-    def check(self) -> None:
-        """Raise what the thread has raised, if anything."""
-        if self.writing and self.writing.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Return when everything is written; raises what the thread has raised."""
-        writing, self.writing = self.writing, None
-        if writing:
+    def wait(self, until_written: bool = True) -> None:
+        """Raise what the thread has raised, if anything; by default wait for it to end."""
+        if self.writing and (until_written or self.writing.done()):
+            writing, self.writing = self.writing, None
             writing.result()
