@@ -21,7 +21,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -34,8 +34,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from picotron_min.mesh import Axes
 from picotron_min.placement import Placement
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter, beside its count of steps
-
 
 def training_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
@@ -43,21 +41,22 @@ def training_tensors(
     """All tensors that a step changes: the parameters, and AdamW's two moments of each."""
     tensors = {name: parameter.data for name, parameter in parameters.items()}
     if isinstance(optimizer, torch.optim.AdamW):
+        moments = "exp_avg", "exp_avg_sq"
         for name, parameter in parameters.items():
             state = optimizer.state[parameter]
             if not state:  # no step yet: make what a checkpoint can be loaded into
                 device = parameter.device if optimizer.defaults["fused"] else "cpu"
                 state["step"] = torch.zeros((), device=device)
-                state.update((moment, torch.zeros_like(parameter)) for moment in MOMENTS)
-            tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
+                state.update((moment, torch.zeros_like(parameter)) for moment in moments)
+            tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in moments}
     return tensors
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Restore the number of steps that AdamW has made, which its bias correction needs."""
     for state in optimizer.state.values():
-        if "step" in state:  # SGD has none
-            state["step"].fill_(steps)  # one count per parameter, all equal
+        if "step" in state:  # one for each parameter, all equal; SGD has none
+            state["step"].fill_(steps)
 
 
 def parts_of_whole(
@@ -72,7 +71,7 @@ def parts_of_whole(
     """
     # A DTensor moves its part to the device of its mesh; copies of a GPU's tensors are on the CPU.
     device = next(iter(tensors.values())).device.type
-    mesh_of, wholes = cache(partial(_mesh, axes, device)), {}
+    mesh_of, wholes = cache(lambda names: _mesh(axes, names, device)), {}
     for key, tensor in tensors.items():
         name = re.sub(r"^optimizer\.\w+\.", "", key)  # optimizer state is cut as its parameter
         # A cut with an owner needs no mesh: the key is absent on all ranks but that one.
@@ -89,7 +88,7 @@ def parts_of_whole(
     return wholes
 
 
-def _mesh(axes: Axes, device: str, names: tuple[str, ...]) -> DeviceMesh:
+def _mesh(axes: Axes, names: tuple[str, ...], device: str) -> DeviceMesh:
     """One dim for each of the axes, over their process groups."""
     groups = [getattr(axes, name).group for name in names]
     ranks = torch.tensor(dist.get_rank())

@@ -69,9 +69,8 @@ class Batches:
         if num_tokens < needed * (S + 1):
             both = " (1 sequence to train on, 1 to validate on)" if self.eval_batches else ""
             raise ValueError(
-                f"the dataset has {num_tokens} tokens, but training needs at least {needed} x"
-                f" (seq_length + 1) = {needed * (S + 1)}{both}: use more text or a shorter"
-                " training.seq_length"
+                f"the text has {num_tokens} tokens, but needs at least {needed} x (seq_length + 1)"
+                f" = {needed * (S + 1)}{both}: use more text or a shorter training.seq_length"
             )
         self.positions = torch.arange(S) if self.positions is None else self.positions
         self.global_batch = self.dp_size * self.num_micro_batches * self.micro_batch_size

@@ -48,9 +48,9 @@ class Reporter(ExitStack):
         self.console.header("picotron-min", describe(inputs))
         for warning in resume_warnings(inputs.metadata, config) if inputs.metadata else []:
             self.console.warn(warning)
-        if (done := inputs.first_step) >= (last := inputs.last_step):
-            what = f"no step is left: {inputs.start} has {done} of {last}; its model is exported"
-            self.console.warn(what)
+        done, last, how = inputs.first_step, inputs.last_step, "its model is exported"
+        if done >= last:
+            self.console.warn(f"no step is left: {inputs.start} has {done} of {last}; {how}")
         self.enter_context(self.console)
 
     def step(self, step: int, result, seconds: float) -> None:
