@@ -22,7 +22,7 @@ from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_cou
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
-from picotron_min.runtime.config_file import CHOICES, nearest, parse_config
+from picotron_min.runtime.config_file import CHOICES, MOST_PROCESSES, nearest, parse_config
 from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted
 
@@ -30,7 +30,7 @@ ALIASES = {f"distributed.{axis}_size": f"--{axis}" for axis in ("tp", "cp", "pp"
 ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dataset")}
 ALIASES |= {"training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len"}
 ALIASES["training.gradient_accumulation_steps"] = "--grad_acc_steps"
-GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine; on CPUs it always is
+GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,7 +183,7 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
 def launch_command(config: Config) -> str:
     """What starts the run: `python` on one machine, else `torchrun` on each of several."""
     processes = config.world_size
-    if config.distributed.use_cpu or processes <= GPUS_A_NODE:
+    if processes <= (MOST_PROCESSES if config.distributed.use_cpu else GPUS_A_NODE):
         return "python train.py"
     of = max(n for n in range(1, GPUS_A_NODE + 1) if processes % n == 0)
     nodes = processes // of

@@ -45,7 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
     parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
     path = parser.parse_args().config
-    launch = torchrun_launch()  # None without torchrun
+    with exit_on_usage_error(launch=None):
+        launch = torchrun_launch()  # None without torchrun
     with exit_on_usage_error(launch):
         config = load_config(path, processes=launch.world_size if launch else None)
     set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))

@@ -36,6 +36,8 @@ from picotron_min.model import Llama
 #     zigzag                0  1  2  3  3  2  1  0      1        (Dubey et al. 2024, section 3.3.2)
 def zigzag_positions(rank: int, size: int, seq_length: int) -> Tensor:
     """[S/n]: where in the sequence the tokens of a rank are, for the ring; 2n must divide S."""
+    if size == 1:
+        return torch.arange(seq_length)  # nothing is cut, so S may be odd
     assert seq_length % (2 * size) == 0, f"{seq_length} positions in {2 * size} pieces"
     pieces = torch.arange(seq_length).view(2 * size, -1)
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))

@@ -2,7 +2,10 @@
 
 import io
 import itertools
+import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +86,26 @@ def test_a_terminal_gets_a_live_bar_as_well():
     hides_cursor, shows_cursor = "\x1b[?25l", "\x1b[?25h"
     assert text.count(hides_cursor) == text.count(shows_cursor) == 1
     assert {1, 28, 29} <= set(printed_steps(text))
+
+
+BROKEN_PIPE = """
+from pathlib import Path
+from picotron_min.runtime.console import Console
+console = Console(1, 9, prints=True)
+for i in range(9):
+    console.warn("to a reader that has gone")
+Path("trained").touch()
+"""
+
+
+def test_a_run_trains_on_when_the_reader_of_its_output_has_gone(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-c", BROKEN_PIPE]
+    subprocess.run(run, stdout=writer, cwd=tmp_path, env=env, timeout=60)
+    os.close(writer)
+    assert (tmp_path / "trained").exists()
 
 
 def test_other_ranks_print_nothing():

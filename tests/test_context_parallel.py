@@ -64,6 +64,11 @@ def test_zigzag_gives_every_rank_the_same_work_and_order_does_not():
         assert imbalance("ulysses", size) == pytest.approx(contiguous, abs=1e-4)
 
 
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_one_rank_has_all_positions_of_a_sequence_of_any_length(positions):
+    assert positions(0, 1, 7).tolist() == list(range(7))
+
+
 def test_zigzag_is_an_early_and_a_late_piece():
     assert zigzag_positions(1, 2, 8).tolist() == [2, 3, 4, 5]
     assert zigzag_positions(0, 2, 8).tolist() == [0, 1, 6, 7]

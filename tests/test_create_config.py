@@ -13,7 +13,7 @@ from create_config import main
 from picotron_min import costs
 from picotron_min.layout import Layout, Workload
 from picotron_min.runtime import config as schema
-from picotron_min.runtime.config_file import load_config
+from picotron_min.runtime.config_file import MOST_PROCESSES, load_config
 from picotron_min.runtime.public_models import PRESETS
 
 PICOTRON = (
@@ -179,6 +179,8 @@ def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(crea
 
     one = "python train.py --config runs/exp/config.json\n"
     assert last_lines("--dp 8") == last_lines("--dp 16 --use_cpu") == one
+    too_many = MOST_PROCESSES + 1
+    assert "--nproc_per_node" in last_lines(f"--dp {too_many} --use_cpu")
     assert last_lines("--dp 6 --pp 4") == (
         "on each of 3 nodes with 8 processes, NODE from 0 to 2 and ADDRESS that of node 0:\n\n"
         "torchrun --nnodes 3 --node-rank NODE --master-addr ADDRESS --master-port 29500"

@@ -96,5 +96,12 @@ def test_a_finished_model_never_replaces_something_else(tmp_path):
     make_model(tmp_path / "hf")
     lock_folder(tmp_path).release()
     (tmp_path / "hf" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"hf is not a model, .* rename it, or set checkpoint"):
+    with pytest.raises(ValueError, match=r"hf is not of a run, .* rename it, or set checkpoint"):
         lock_folder(tmp_path)
+
+
+def test_a_checkpoint_never_replaces_a_file_of_the_user(tmp_path):
+    (tmp_path / "step-00000004").write_text("notes")
+    with pytest.raises(ValueError, match=r"step-00000004 is not of a run, .* rename it"):
+        lock_folder(tmp_path)
+    assert (tmp_path / "step-00000004").read_text() == "notes"

@@ -297,6 +297,25 @@ def test_nccl_learns_its_device_when_the_process_group_is_opened(monkeypatch):
     assert [options["device_id"] for options in seen] == [None, torch.device("cuda:1")]
 
 
+@pytest.mark.parametrize(
+    "variables,problem",
+    [
+        ({"RANK": "0"}, "but LOCAL_RANK=None, WORLD_SIZE=None, MASTER_PORT=None: start with"),
+        (
+            {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"},
+            "but RANK=x: start with torchrun, or unset RANK",
+        ),
+    ],
+)
+def test_a_launchers_variables_are_checked(monkeypatch, variables, problem):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=problem):
+        torchrun_launch()
+
+
 def communicators_opened() -> list[tuple]:
     """Which groups and pairs this rank makes a communicator for, in order."""
     axes, opened = build_axes(torch.device("cpu"), Layout(pp=4, tp=2)), []

@@ -18,6 +18,8 @@ from picotron_min.runtime.config_checks import problems_of
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.wording import choice, counted, shown
 
+MOST_PROCESSES = max(64, os.cpu_count())  # of a machine: 140 MB each
+
 
 def load_config(path: str | os.PathLike, processes: int | None = None) -> Config:
     """Read and check a config.json for the `processes` that a launcher has started, if one has."""
@@ -29,9 +31,9 @@ def _launch_problems(config: Config, processes: int | None, path: str | os.PathL
     needed = config.world_size
     sizes = " x ".join(f"{axis}_size={n}" for axis, n in config.layout.sizes._asdict().items())
     needs = f"this config needs {counted(needed, 'process')} ({sizes})"
-    most = max(64, os.cpu_count())  # 140 MB each, so that thousands would bring the machine down
-    if processes is None and needed > most:
-        return [f"{needs}, and one machine starts at most {most}: use torchrun on several nodes"]
+    if processes is None and needed > MOST_PROCESSES:
+        remedy = f"one machine starts at most {MOST_PROCESSES}: use torchrun on several nodes"
+        return [f"{needs}, and {remedy}"]
     if processes in (None, needed):
         return []
     copies, rest = divmod(processes, needed // config.distributed.dp_size)

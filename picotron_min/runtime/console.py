@@ -20,13 +20,19 @@ from picotron_min.runtime.metrics import EvalRecord, StepRecord
 from picotron_min.runtime.wording import counted, duration, human
 
 
+class _Rich(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Train on without a console: by default rich ends the process (`train.py | head`)."""
+        self.quiet = True
+
+
 class Console:
     """A header, progress, warnings and a summary. Use it as a context manager around the steps."""
 
     def __init__(
         self, first_step: int, last_step: int, *, prints: bool, rich: RichConsole | None = None
     ) -> None:
-        self._rich = rich or RichConsole()
+        self._rich = rich or _Rich()
         self._rich.quiet = not prints
         self._print = partial(self._rich.out, highlight=False)
         self._live = Live(console=self._rich, transient=True)  # nothing where there is no terminal

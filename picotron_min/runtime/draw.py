@@ -59,13 +59,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+    if not text.isdecimal() or not int(text[:18]) >= 1:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is not a whole number of at least 1")
+    return int(text[:18])  # far more than can be drawn
 
 
 def show_plan(engine: str, p: int, m: int, v: int, width: int) -> None:
     """Print a schedule's timeline and its figures beside the textbook's."""
+    if p * m * v > 20_000:  # it would take minutes
+        raise ValueError(f"{p} ranks x {m} micro-batches x {v} chunks: draw at most 20000 in all")
     schedule, plans = SCHEDULES[engine], build_plans(engine, p, m, v)
     timeline = simulate(plans, place=schedule.place)
     print(f"{engine}: ranks p = {p}, micro-batches m = {m}, chunks v = {v}")

@@ -34,8 +34,11 @@ def lock_folder(save_dir: Path) -> FileLock:
     except Timeout:  # two runs would move each other's files away
         problem = f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end"
         raise ValueError(f"{problem}, or name another folder") from None
+    others = [p for p in save_dir.iterdir() if CHECKPOINT.fullmatch(p.name) and not p.is_dir()]
     if model.exists() and not is_model(model):
-        problem = f"{model} is not a model, and the finished model will be written there"
+        others.append(model)
+    if others:
+        problem = f"{others[0]} is not of a run, and a run writes a folder of this name"
         raise ValueError(f"{problem}: rename it, or set checkpoint.save_dir to another folder")
     return lock
 

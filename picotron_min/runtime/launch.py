@@ -34,6 +34,14 @@ def torchrun_launch() -> Launch | None:
     env = os.environ
     if "RANK" not in env:
         return None
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    bad = [f"{name}={env.get(name)}" for name in numbers if not env.get(name, "").isdecimal()]
+    if bad or "MASTER_ADDR" not in env:
+        problem = ", ".join(bad or ["MASTER_ADDR=None"])
+        raise ValueError(
+            f"RANK is set, so a launcher should have set all of its variables, but {problem}: start"
+            " with torchrun, or unset RANK"
+        )
     # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
     # addresses of processes that are gone. So every attempt has its own keys.
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -42,7 +50,7 @@ def torchrun_launch() -> Launch | None:
     open_store = partial(_tcp_store, *address, is_master, attempt)
     is_torchrun = "TORCHELASTIC_RUN_ID" in env  # other launchers set RANK, too
     footer = "(What follows is torchrun's own report. The reason is above.)" if is_torchrun else ""
-    ranks = (int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    ranks = (int(env[name]) for name in numbers[:3])
     return Launch(*ranks, open_store, footer)
 
 

@@ -58,7 +58,8 @@ class MetricsLog:
             try:
                 self._file.write(json.dumps(values) + "\n")
             except OSError as error:  # which does not name the file
-                raise OSError(error.errno, error.strerror, self._file.name) from None
+                name, self._file = self._file.name, None  # nothing more can be written there
+                raise OSError(error.errno, error.strerror, name) from None
         if self._run:
             known = {name: value for name, value in values.items() if value is not None}
             self._run.log(known, step=known.pop("step"))

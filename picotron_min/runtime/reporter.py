@@ -100,7 +100,7 @@ def make_room(save_dir: Path, start: Path | None) -> None:
     """Move an earlier run out of the way, but for the checkpoint that this one resumes from."""
     resumes_here = start is not None and start.resolve().parent == save_dir.resolve()
     if leftovers := clean_up(save_dir):
-        print(f"deleted what a killed save has left: {', '.join(map(str, leftovers))}")
+        print(f"deleted what an interrupted save left behind: {', '.join(map(str, leftovers))}")
     if aside := set_aside(save_dir, newer_than=start if resumes_here else None):
         print(f"{save_dir} held an earlier run: it is now in {aside}")
 
