@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import version
@@ -64,7 +64,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from picotron_min.collectives import all_reduce
+from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
 from picotron_min.initialise import initial_std, initial_weight, initialise
@@ -301,7 +301,7 @@ def one_process(place: Place, on_every_rank: bool = False) -> Step:
     """The whole model on the first rank, while the others wait, or the same on all of them."""
     config = place.config.model_copy(update={"distributed": Distributed(use_cpu=True)})
     # dp has one rank in all rows that use this.
-    alone = Axes(*(replace(place.axes.dp, name=name) for name in Axes._fields))
+    alone = Axes(*(Axis(name, place.axes.dp.group, CPU) for name in Axes._fields))
     text = TokenFile(place.data.tokens, num_bytes=len(place.data.tokens), num_documents=1)
     ours = step_of(our_run(config, place.model_config, alone, open_data(config, text, dp_rank=0)))
 
