@@ -174,7 +174,7 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
         ("gradients", memory.gradients, f"{size} bytes a parameter of this rank"),
         ("optimizer state", memory.optimizer_state, moments),
         ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}"),
-        ("loss", memory.loss, "logits of a chunk, gradients of lm_head and its input"),
+        ("loss", memory.loss, "logits of a stripe, gradients of lm_head and its input"),
         ("together", memory.total, "without torch itself and temporaries"),
     ]:
         print(f"  {what:<15}{count / 1e9:>9.3f} GB   {formula}")

@@ -67,8 +67,8 @@ def train(config: "Config", launch: "Launch") -> None:
         inputs = read_inputs(config, launch)  # before ranks wait for each other
         device = inputs.device  # a GPU of its own, or the CPU
         ranks.connect(inputs.backend, device)
-        name = ranks.agree(inputs.in_common())
-        check_shared(Path(settings.save_dir), name, ranks.group, timeout / 2)  # between nodes
+        run_name = ranks.agree(inputs.in_common())  # or an error: all need the same settings
+        check_shared(Path(settings.save_dir), run_name, ranks.group, timeout / 2)  # by all nodes
 
         axes = build_axes(device, config.layout, timeout)
         open_communicators(axes)  # in the same order on all ranks
@@ -102,10 +102,11 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     model, recipe = run.model, run.recipe
     for buckets in model.buckets:
         buckets.begin(run.batches.num_micro_batches)  # gradients are zero
-    model.refresh_copies()  # of the weights, which the last update has changed
+    model.refresh_copies()  # in bfloat16, of the weights that the last update has changed
 
-    # Forward and backward of every micro-batch, in the order of the pipeline's plan. Gradients are
-    # sums over tokens; a bucket's sum over the ranks starts as soon as it is complete.
+    # Forward and backward of every micro-batch, in the order of the plan: F0 B0 F1 B1 ... where
+    # there is one stage. Gradients are sums over tokens; a bucket's sum over the ranks starts as
+    # soon as it is complete.
     with model.autocast():
         totals = model.pipeline.run(model.plan, partial(run.batches.batch, step), watch)
     for buckets in model.buckets:
@@ -203,7 +204,7 @@ def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> No
 
 
 def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, step: int) -> None:
-    """Write the checkpoint of this moment, `step` steps done; see Saver."""
+    """Write a checkpoint after `step` steps; see Saver."""
     from picotron_min.runtime.metadata import metadata_of
 
     counts = {"skipped_steps": run.skipped.total, "tokens_seen": run.batches.tokens_seen(step)}

@@ -12,8 +12,9 @@ side by side under the names of the parameters, and what several ranks hold is w
     model.layers.0.mlp.up_proj.weight
     optimizer.exp_avg.model.layers.0.mlp.up_proj.weight
 
-It is complete or absent. Nothing is pickled, so a stranger's checkpoint cannot run code. With AdamW
-and float32 parameters it takes 12 bytes per parameter. runtime/saver.py writes it, and metadata.
+It is complete or absent. Nothing is pickled, so loading someone else's checkpoint cannot run code.
+With AdamW and float32 parameters it takes 12 bytes per parameter. runtime/saver.py writes it, and
+the metadata beside it.
 """
 
 import os
@@ -69,7 +70,7 @@ def parts_of_whole(
 
     The memory is shared: what is loaded into the result is loaded into the tensors.
     """
-    # A DTensor moves its part to the device of its mesh; copies of a GPU's tensors are on the CPU.
+    # A DTensor moves its part to its mesh's device; a background save passes copies on the CPU.
     device = next(iter(tensors.values())).device.type
     mesh_of, wholes = cache(lambda names: _mesh(axes, names, device)), {}
     for key, tensor in tensors.items():

@@ -1,5 +1,11 @@
 """How the ranks of one axis of the mesh communicate, and a ledger of how many bytes they send.
 
+    all-reduce        every rank gets the sum of all ranks' tensors (drawn in docs/pictures.md)
+    all-gather        every rank gets all ranks' tensors, side by side
+    reduce-scatter    every rank gets its own part of the sum
+    all-to-all        every rank sends a different part of its tensor to each other rank
+    shift             every rank sends to the next one, the last one to the first
+
 Bytes are algorithmic: what one rank sends when the collective is done as a ring (Patarasuk and Yuan
 2009). So formulas are exact, whatever the backend does. For n ranks and a tensor of b bytes
 
@@ -47,7 +53,7 @@ class Axis:
 
 
 class Finished(dist.Work):
-    """A communication that was not necessary."""
+    """Stands in for a communication over an axis of size 1."""
 
     def wait(self) -> None:
         pass
@@ -153,5 +159,5 @@ def ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
     for hop in range(axis.size - 1):
         shift = Shift(tensor, axis)
         yield (axis.rank - hop) % axis.size, tensor
-        tensor = shift.wait()  # on time where a message is quicker than its block's compute
-    yield axis.next, tensor  # n-1 hops back, round the ring, is one forward
+        tensor = shift.wait()  # usually there by now: it travelled while the last one was in use
+    yield axis.next, tensor  # after n-1 hops the tensor is the next rank's

@@ -1,7 +1,8 @@
 """How do all ranks agree on who trains on which piece of a text, without a message?
 
-All documents stand in one row, an end-of-text token (E) after each. Sequences are slices of S + 1
-tokens; each token but the first is the target of the one before it. The end of the row is held out.
+All documents are joined into one stream, an end-of-text token (E) after each. Sequences are slices
+of S + 1 tokens; each token but the first is the target of the one before it. The end of the stream
+is held out.
 
     stream      t h e   c a t E a   d o g E r a i n E ...  | ... f o x E        S = 4
     sequence 0  [t h e _]c                     to train on | to validate on

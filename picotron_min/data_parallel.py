@@ -60,14 +60,14 @@ class GradientBuckets:
         self.begin(0)
 
     def begin(self, num_backwards: int) -> None:
-        """Zero the gradients; each parameter will get so many, one from each backward pass."""
+        """Zero the gradients; each parameter will receive `num_backwards` of them."""
         self.missing = {name: num_backwards for bucket in self.buckets for name in bucket.names}
         self.works: list[dist.Work] = []  # of the first buckets, which are already sent
         for bucket in self.buckets:
             bucket.gradients.zero_()  # not zero_grad, which would replace the views by None
 
     def arrived(self, name: str) -> None:
-        """A gradient has been added to a parameter's. Its last one may complete a bucket."""
+        """A gradient has been added to a parameter's; the last one may complete a bucket."""
         self.missing[name] -= 1
         if not self.missing[name]:
             self._start_complete_buckets()
@@ -83,8 +83,8 @@ class GradientBuckets:
         """Return when every gradient is the sum over all axes; RuntimeError names missing ones."""
         if missing := [f"{name} ({n})" for name, n in sorted(self.missing.items()) if n]:
             raise RuntimeError(
-                f"gradients (so many) did not reach {', '.join(missing)}: every parameter must take"
-                " part in the loss of each micro-batch"
+                f"gradients are missing (how many) for {', '.join(missing)}: every parameter must"
+                " take part in the loss of each micro-batch"
             )
         for bucket, work in zip(self.buckets, self.works, strict=True):
             work.wait()

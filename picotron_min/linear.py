@@ -5,8 +5,8 @@
     dx = dy W             the layer before, at once
     dW = dy^T x           the optimizer, at the end of the step
 
-autograd computes the last two together, but the weight gradient has better moments: behind a
-message (tensor_parallel.py), or in a pipeline's bubble. So backward here computes only dx, and puts
+autograd computes the last two together, but the weight gradient is better computed at another
+time: while a message travels (tensor_parallel.py). So backward here computes only dx, and puts
 (layer, x, dy) into a queue; when the queue is run, dW is added to the gradient where it lies. Each
 product is a method, so that a subclass can compute it otherwise, for example in 8 bits.
 
@@ -31,7 +31,9 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
-        self.gradient_arrived: Callable[[], None] = lambda: None  # see data_parallel.py
+        self.gradient_arrived: Callable[[], None] = lambda: (
+            None
+        )  # set by build_buckets in parallelize.py
 
     @property
     def operand(self) -> Tensor:

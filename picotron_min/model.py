@@ -2,9 +2,10 @@
 
     tokens -> embed_tokens -> layers: x += self_attn(norm(x)); x += mlp(norm(x)) -> norm -> lm_head
 
-It contains nothing parallel. Each parallelism swaps some of these submodules and no forward, which
-takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`); attention is a
-submodule without parameters that gets K and V before they are repeated; the model is one chain.
+It contains nothing parallel. A parallelism swaps submodules or wraps their forward, and rewrites no
+line below. That takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`);
+attention is a submodule without parameters that gets K and V before they are repeated; the model is
+one chain.
 
 B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
 V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;
@@ -26,7 +27,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = nn.Module()  # the level that Hugging Face's names have: "model.layers.0..."
+        self.model = nn.Module()  # a level of Hugging Face's names: "model.layers.0..."
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = {str(i): DecoderLayer(config) for i in range(config.num_hidden_layers)}
         self.model.layers = nn.ModuleDict(layers)  # names survive when a stage drops some
@@ -91,7 +92,7 @@ class FlashAttention(nn.Module):
 
 
 class RepeatedAttention(nn.Module):
-    """For GPUs that no flash kernel fits: torch's efficient one, which needs equal head counts."""
+    """Where no flash kernel fits: torch's efficient kernel, which needs equal head counts."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))

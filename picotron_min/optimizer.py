@@ -1,7 +1,7 @@
-"""The update: parameter groups, the learning rate of a step, the gradient norm, skipped steps.
+r"""The update: parameter groups, the learning rate of a step, the gradient norm, skipped steps.
 
-    learning rate    /‾‾‾‾‾‾‾‾‾ constant      /‾\\_       cosine      /‾‾‾‾‾‾‾\\    wsd
-                    /                        /    \\__               /         \
+    learning rate    /‾‾‾‾‾‾‾‾‾ constant      /‾\_       cosine      /‾‾‾‾‾‾‾\    wsd
+                    /                        /    \__               /         \
                    warm-up
 
 Source: AdamW, Loshchilov and Hutter 2019; cosine, Loshchilov and Hutter 2017; WSD (warm-up, stable,
@@ -33,7 +33,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch
 
 
 def learning_rate_at(step: int, recipe: Recipe) -> float:
-    """The rate of a step, counted from 0. It would reach the minimum one step after the last."""
+    """The rate of a step, counted from 0. It reaches its minimum one step after the last."""
     peak, minimum = recipe.learning_rate, recipe.min_learning_rate
     warmup, total = recipe.warmup_steps, recipe.total_train_steps
     if step < warmup:
@@ -53,7 +53,7 @@ def squared_norm(
 ) -> Tensor:
     """This rank's share of the gradient's squared norm, [] in float64: each element counts once.
 
-    Of ranks that hold the same part of a parameter only the first one counts it.
+    If several ranks hold the same part of a parameter, only the first counts it.
     """
     counted = [
         parameter.grad

@@ -36,7 +36,7 @@ Watch = Callable[[Action], AbstractContextManager]  # to time actions, see runti
 
 
 class Stage(NamedTuple):
-    """Which part of the model it is."""
+    """Which part of the model a stage is."""
 
     layers: range
     is_first: bool

@@ -105,7 +105,7 @@ def peak_live(plan: Plan) -> int:
 
 
 def bubble(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
-    """The textbook's, of all three schedules: (p - 1) / (m v + p - 1) for m >= p, else larger."""
+    """The textbook's, the same for all three: (p - 1) / (m v + p - 1) for m >= p, else larger."""
     # The last rank starts p - 1 forwards late, the first one's gradients come p - 1 backwards late.
     slots = max(num_micro_batches, ranks) * chunks + min(num_micro_batches, ranks) - 1
     return 1 - num_micro_batches * chunks / slots
