@@ -169,7 +169,7 @@ def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> No
     """Step after step, with what is evaluated, saved and reported between; then the model."""
     from picotron_min.runtime.reporter import Reporter
 
-    def is_due(every: int) -> bool:  # after every so many steps (0: none), and after the last
+    def is_due(done: int, every: int) -> bool:  # every so many steps (0: none), and after the last
         return done == inputs.last_step or (every > 0 and done % every == 0)
 
     config, save_is_due = inputs.config, False
@@ -180,13 +180,13 @@ def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> No
             began = time.perf_counter()
             result = train_step(run, step, reporter.trace.watch(step))
             reporter.step(done, result, time.perf_counter() - began)
-            if run.batches.num_eval_batches and is_due(config.training.eval_frequency):
+            if run.batches.num_eval_batches and is_due(done, config.training.eval_frequency):
                 reporter.evaluation(done, evaluate(run))
             stops = ranks.stop_requested()
             is_last = stops or done == inputs.last_step
             # What a skipped step leaves has learned nothing, or may have diverged: to save it could
             # cost a good checkpoint, by `keep`. The next good step saves instead.
-            save_is_due = save_is_due or is_last or is_due(config.checkpoint.save_frequency)
+            save_is_due = save_is_due or is_last or is_due(done, config.checkpoint.save_frequency)
             if save_is_due and run.skipped.has_learned and (is_last or not result.skipped):
                 began = time.perf_counter()
                 save(run, config, inputs.model_config, saver, done)

@@ -48,15 +48,17 @@ def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60
     grid = torch.arange(dist.get_world_size()).view(layout.sizes)
     groups: dict[str, dist.ProcessGroup] = {}
 
-    def rows(*dims: int) -> list[list[int]]:  # ranks in a row differ in these coordinates only
+    # Ranks in a row differ in these coordinates only: pp 2, tp 2 has rows(3) = [[0, 1], [2, 3]].
+    def rows(*dims: int) -> list[list[int]]:
         size = math.prod(grid.shape[dim] for dim in dims)
         return grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
 
-    def axis(name: str, rows: list[list[int]]) -> Axis:
-        if str(rows) not in groups:  # dp and dp_cp have the same rows when cp is 1: share a group
-            timeout = timedelta(seconds=timeout_seconds)
-            groups[str(rows)], _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
-        return Axis(name, groups[str(rows)], device)
+    def axis(name: str, groups_of: list[list[int]]) -> Axis:
+        key, timeout = str(groups_of), timedelta(seconds=timeout_seconds)
+        if key not in groups:  # dp and dp_cp have the same rows when cp is 1: share a group
+            # Every rank makes all groups, also those it is not in: that is how they are agreed on.
+            groups[key], _ = dist.new_subgroups_by_enumeration(groups_of, timeout=timeout)
+        return Axis(name, groups[key], device)
 
     ends = [sorted({row[0], row[-1]}) for row in rows(0)]
     between = [[rank] for row in rows(0) for rank in row[1:-1]]  # every rank must be in some row
