@@ -31,16 +31,15 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
-        self.gradient_arrived: Callable[[], None] = lambda: (
-            None
-        )  # set by build_buckets in parallelize.py
+        # Called when a gradient was added to the weight's; set by build_buckets in parallelize.py.
+        self.gradient_arrived: Callable[[], None] = lambda: None
 
     @property
     def operand(self) -> Tensor:
         return self.weight if self.copy is None else self.copy
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.operand)  # without a queue, autograd computes the other two from it
+        return F.linear(x, self.operand)  # without a queue, autograd then computes dx and dW
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         return dy @ self.operand

@@ -53,11 +53,11 @@ def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60
         size = math.prod(grid.shape[dim] for dim in dims)
         return grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
 
-    def axis(name: str, groups_of: list[list[int]]) -> Axis:
-        key, timeout = str(groups_of), timedelta(seconds=timeout_seconds)
+    def axis(name: str, members: list[list[int]]) -> Axis:
+        key, timeout = str(members), timedelta(seconds=timeout_seconds)
         if key not in groups:  # dp and dp_cp have the same rows when cp is 1: share a group
             # Every rank makes all groups, also those it is not in: that is how they are agreed on.
-            groups[key], _ = dist.new_subgroups_by_enumeration(groups_of, timeout=timeout)
+            groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
         return Axis(name, groups[key], device)
 
     ends = [sorted({row[0], row[-1]}) for row in rows(0)]

@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or not int(text[:18]) >= 1:
-        raise argparse.ArgumentTypeError(f"{text[:20]} is not a whole number of at least 1")
-    return int(text[:18])  # far more than can be drawn
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def show_plan(engine: str, p: int, m: int, v: int, width: int) -> None:
