@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from picotron_min.runtime import failures
 from tests.test_processes import rank_0_finds_the_disk_full, shorten_waits, torchrun
 from tests.test_train import Workplace, numbers, run_main
 
@@ -153,9 +154,26 @@ def test_when_a_node_dies_the_other_ends_and_names_its_ranks(workplace, places):
     assert output.count(message) == output.count("resume from runs/dies/step-") == 1, output
 
 
+def rank_0_finds_the_disk_full_and_rank_1_knows_at_once() -> None:
+    """Then node 0, which has the store, has ended before node 1 looks into the store."""
+    rank_0_finds_the_disk_full()
+    report = failures.report
+
+    def report_slowly(*arguments) -> None:
+        report(*arguments)
+        time.sleep(0.05)
+
+    if os.environ["GLOO_SOCKET_IFNAME"] == "wire0":
+        failures.HEARTBEAT, failures.report = 0.001, report_slowly
+    else:
+        failures.HEARTBEAT = 0.3
+
+
 def test_an_error_on_the_node_of_the_store_is_reported_there_only(workplace, places):
     config = workplace.config("full", distributed={"dp_size": 4})
-    with Nodes(workplace, places, config, 29513, rank_0_finds_the_disk_full) as nodes:
+    with Nodes(
+        workplace, places, config, 29513, rank_0_finds_the_disk_full_and_rank_1_knows_at_once
+    ) as nodes:
         assert [nodes.exit_code(node, seconds=30) for node in (0, 1)] == [1, 1]
     message = "No space left on device: 'runs/somewhere'\nThis was in step 3: resume from"
     assert nodes.output(0).count(message) == 1, nodes.output(0)

@@ -75,9 +75,11 @@ class RollCall:
             while not self.done.wait(HEARTBEAT):
                 store.add(f"heartbeats {self.rank}", 1)
                 self.got_report = store.check(["reported"])
-                # Time to finish what needs no other rank any more, for example a checkpoint.
-                if self.got_report and not self.done.wait(GRACE):
-                    _leave(1)
+                if self.got_report:
+                    store.set(f"informed {self.rank}", "")
+                    # Time to finish what needs no other rank any more, for example a checkpoint.
+                    if not self.done.wait(GRACE):
+                        _leave(1)
 
     def _heartbeats(self) -> list[int]:
         return [self.store.add(f"heartbeats {r}", 0) for r in range(self.launch.world_size)]
@@ -161,6 +163,7 @@ class RollCall:
             rank = self.rank
             time.sleep(HEARTBEAT if rank else 0)  # an error of all ranks is reported by rank 0
         if (is_wait and self.store.check(["error"])) or self.store.add("reports", 1) > 1:
+            self.store.set(f"informed {self.rank}", "")
             time.sleep(2 * GRACE)  # the launcher ends all ranks when one exits: the reporter first
             return
         if not what or not (is_wait or is_usage or isinstance(error, PLAIN)):
@@ -168,6 +171,10 @@ class RollCall:
             what = f"rank {rank} failed"
         resume = not isinstance(error, FloatingPointError)
         report(what, self.store, None if is_usage else rank, self.launch, resume)
+        if not is_wait:  # The store may end with this process: other nodes must read it before.
+            others = [f"informed {r}" for r in range(self.launch.world_size) if r != self.rank]
+            with contextlib.suppress(RuntimeError):  # a rank may be gone, or busy for long
+                self.store.wait(others, timedelta(seconds=GRACE))
 
     def _find_missing(self) -> tuple[str, int]:
         """Which ranks the others wait for, in words, and the first; no words if all have failed."""
