@@ -427,6 +427,8 @@ def test_an_unknown_split_of_saved_datasets_lists_the_known_ones(prepare, tmp_pa
 def test_a_dataset_that_the_hub_does_not_give_is_reported_with_what_was_tried(prepare, offline):
     with pytest.raises(ValueError, match=r"'no/thing'.*subset 'en', split 'train'.*\"stdlib\""):
         prepare("no/thing", subset_name="en")
+    with pytest.raises(ValueError, match="did not give its split 'train'"):
+        prepare("no/thing")
 
 
 def test_a_name_without_an_owner_does_not_train_on_the_working_directory(

@@ -154,7 +154,8 @@ def _load_splits(source: TextSource, found: Found, aside: Path) -> dict:
         if loader != "hub":
             raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
         problem = f"dataset {name!r} is not on this machine, and the Hugging Face hub did not give"
-        problem += f" its subset {source.subset_name!r}, split {split!r}: {reason}. Check spelling"
+        subset = f"subset {source.subset_name!r}, " if source.subset_name else ""
+        problem += f" its {subset}split {split!r}: {reason}. Check spelling"
         remedy = 'set dataset.name to "stdlib" or to a local file'
         raise ValueError(f"{problem} and network, or {remedy}") from error
 
