@@ -14,17 +14,15 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import get_args
-
-from pydantic import ValidationError
 
 from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import CHOICES, MOST_PROCESSES, nearest, parse_config
+from picotron_min.runtime.json_file import parse_json
 from picotron_min.runtime.public_models import tokenizer_of
-from picotron_min.runtime.wording import counted
+from picotron_min.runtime.wording import counted, expected
 
 ALIASES = {f"distributed.{axis}_size": f"--{axis}" for axis in ("tp", "cp", "pp", "dp")}
 ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dataset")}
@@ -53,7 +51,7 @@ def create(arguments: list[str] | None) -> None:
     flags, words = parser.parse_known_args(arguments)
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = to_config(flags)
-    config = parse_config(raw, [unknown_flag(word, parser) for word in unknown])
+    config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
 
     path = Path(flags.out_dir, flags.exp_name, "config.json")
     text = json.dumps(raw, indent=4) + "\n"
@@ -81,14 +79,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out_dir", required=True, help="folder of all experiments")
     parser.add_argument("--exp_name", required=True, help="folder of this one, and its run_name")
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
-    for where, field in KEYS.items():
+    for where, schema in KEYS.items():
         names = [ALIASES[where]] if where in ALIASES else []
         names += [f"--{where.split('.')[1]}"] if not where.endswith(".name") else []
-        is_switch = bool in (field.annotation, *get_args(field.annotation))
+        is_switch = "boolean" in types_of(schema)
         options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": ""}
-        default = json.dumps(field.get_default())
-        parser.add_argument(*names, dest=where, help=f"{where}, default {default}", **options)
+        about = f"{where}, default {json.dumps(schema['default'])}: {expected(schema)}"
+        parser.add_argument(*names, dest=where, help=about, **options)
     return parser
+
+
+def types_of(schema: dict) -> list[str]:
+    return [option["type"] for option in schema.get("anyOf", [schema])]
 
 
 def to_config(flags: argparse.Namespace) -> dict:
@@ -100,34 +102,32 @@ def to_config(flags: argparse.Namespace) -> dict:
     for where, value in vars(flags).items():
         if "." in where:
             section, key = where.split(".")
-            raw[section][key] = parse_value(section, key, value)
+            raw[section][key] = parse_value(where, value)
     return {name: keys for name, keys in raw.items() if keys}
 
 
-def parse_value(section: str, key: str, value: str | bool) -> object:
+def parse_value(where: str, value: str | bool) -> object:
     """A flag's text as JSON (3, 1e-4, [0.9, 0.95], null), or as it is where the key takes text.
 
     What is neither stays text, and the schema reports what it expected.
     """
-    try:
-        SECTIONS[section](**{key: "any text"})
+    if isinstance(value, bool) or "string" in types_of(KEYS[where]):
         return value
-    except ValidationError:
-        pass  # the key takes no text, or only certain words
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        return parse_json(value)
+    except ValueError:
         return value
 
 
 def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     """The remedy for an unknown flag: the one whose value it is, or the nearest."""
-    flags = {flag: action.dest for action in parser._actions for flag in action.option_strings}
-    word, value = word.split("=")[0], word.split("=")[0].lstrip("-").lower()
-    of_key = [f"{flag} {value}" for flag, key in flags.items() if key == CHOICES.get(value)]
-    if meant := nearest(word, flags) or (of_key or [None])[0]:
-        return f"{word} is not known: did you mean {meant}?"
-    return f"{word} is not known: see --help"
+    word = word.split("=")[0]
+    flags = [f for f in parser._option_string_actions if ("--no-" in f) == ("--no-" in word)]
+    value, names = word.lstrip("-").lower(), {flag.lstrip("-"): flag for flag in flags}
+    meant = names.get(nearest(value, names))
+    if not meant and value in CHOICES:
+        meant = f"--{CHOICES[value].split('.')[1]} {value}"
+    return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
 
 
 def describe(config: Config) -> None:

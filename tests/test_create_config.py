@@ -63,7 +63,7 @@ def test_every_key_of_the_schema_has_a_flag(create, capsys):
     with pytest.raises(SystemExit) as stopped:
         create("--help")
     shown = capsys.readouterr().out
-    keys = [f"{s}.{key}" for s in schema.SECTIONS for key in schema.keys_of(s)]
+    keys = [f"{s}.{key}" for s in schema.SECTIONS for key in schema.SECTIONS[s]]
     assert stopped.value.code == 0
     assert [key for key in keys if f"{key}, default" not in " ".join(shown.split())] == []
 
@@ -131,7 +131,7 @@ def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create):
     problems = err.splitlines()
     assert len(problems) == 4 and all(problem.startswith("error: ") for problem in problems)
     assert "--seq_lem is not known: did you mean --seq_len?" in err
-    assert 'distributed.dp_size="two": must be a valid integer' in err
+    assert 'distributed.dp_size="two": must be a whole number from 1 up to 1,000,000' in err
     assert 'distributed.pp_engine="gpipe"' in err
     assert "warmup_steps=500: must be below total_train_steps=200" in err
 
@@ -156,6 +156,10 @@ def test_a_flag_that_is_a_value_suggests_its_key(create):
         "--Ulysses=1": "did you mean --cp_engine ulysses?",
         "--cosinus": "see --help",
         "--frobnicate": "see --help",
+        "--dpp": "did you mean --dp?",  # not --pp, which is as near
+        "--cpu": "did you mean --use_cpu?",  # not --cp
+        "--num_layers": "did you mean --num_hidden_layers?",  # not --pp_layers
+        "--ep": "see --help",
     }.items():
         code, _, err = create(flag)
         assert (code, err) == (2, f"error: {flag.split('=')[0]} is not known: {remedy}\n")

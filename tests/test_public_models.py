@@ -105,9 +105,9 @@ STRETCHED = to_hf(BASE.override(rope_scaling=RopeScaling(8.0)))
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05: must be a number from 1e-30 to"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05: must be a number from 1e-30 up to"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': must be a number"),
-        ({"hidden_size": None}, "hidden_size=None: must be a whole number from 1 to 10,000,000"),
+        ({"hidden_size": None}, "hidden_size=None: must be a whole number from 1 up to 10,000,000"),
         ({"hidden_size": [32]}, r"hidden_size=\[32\]: must be a whole number"),
         ({"hidden_size": 32.0}, "hidden_size=32.0: must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
@@ -135,8 +135,8 @@ def test_a_wrong_number_is_refused_with_its_key_and_the_remedy(change, message):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"factor": 0}, "factor=0: must be a number from 1 to"),
-        ({"factor": None}, "factor=None: must be a number from 1 to"),
+        ({"factor": 0}, "factor=0: must be a number from 1 up to"),
+        ({"factor": None}, "factor=None: must be a number from 1 up to"),
         ({"low_freq_factor": 4.0}, "high_freq_factor=4.0: must be above low_freq_factor=4.0"),
         ({"low_freq_factor": 5}, "high_freq_factor=4.0: must be above low_freq_factor=5"),
         ({"original_max_position_embeddings": 8192.5}, "embeddings=8192.5: must be a whole"),

@@ -7,9 +7,10 @@ such as 10**12. config_file.py reads the file, config_checks.py checks that its 
 
 import os
 from dataclasses import fields
+from operator import attrgetter
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from picotron_min.layout import Layout, Recipe, Workload
@@ -21,15 +22,13 @@ Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$"
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
 OptionalName = Annotated[Name | None, BeforeValidator(lambda v: None if v == "" else v)]  # "": null
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(gt=0, le=10**6)]
+Count = Annotated[int, Field(ge=1, le=10**6)]
 
 
-class Section(BaseModel):
+class Section(
+    BaseModel, strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+):
     """Strict: "256" is not a number, 1 is not true, and a misspelt key is an error."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
-    )
 
 
 class Distributed(Section):  # the layout: tp x cp x pp x dp processes
@@ -74,7 +73,7 @@ class Model(Section):  # a public model's shape, with any of its numbers changed
 
 
 class Training(Section):  # Config.global_batch has the size of a step
-    seed: int = Field(42, ge=0, lt=2**63)
+    seed: int = Field(42, ge=0, le=2**63 - 1)
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: NonNegativeFloat = 0.0  # where cosine and wsd end
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up
@@ -83,11 +82,11 @@ class Training(Section):  # Config.global_batch has the size of a step
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)
     grad_clip: PositiveFloat | None = 1.0  # largest norm of the whole gradient; null: no clipping
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    total_train_steps: int = Field(200, gt=0, lt=10**8)  # a checkpoint's name has eight digits
+    total_train_steps: int = Field(200, ge=1, le=10**8 - 1)  # a checkpoint's name has eight digits
     max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
-    seq_length: int = Field(256, gt=0, le=10**9)  # tokens
+    seq_length: int = Field(256, ge=1, le=10**9)  # tokens
     micro_batch_size: Count = 8  # sequences
-    gradient_accumulation_steps: int = Field(1, gt=0, le=10**5)  # micro-batches a step
+    gradient_accumulation_steps: int = Field(1, ge=1, le=10**5)  # micro-batches a step
     num_samples: PositiveInt | None = None  # documents read of the dataset; null: all
     eval_frequency: NonNegativeInt = 0  # steps between validations; 0: only at the end
     eval_batches: NonNegativeInt = 4  # steps' worth of the held-out end of the text; 0: none
@@ -100,7 +99,7 @@ class Dataset(Section):  # the text
     text_column: Text = "text"
     tokenizer: OptionalName = None  # bytes, a folder, a .json file, or a hub id; null: the model's
     num_workers: NonNegativeInt = 0  # picotron's; unused: tokens are read from mapped memory
-    num_proc: int = Field(1, gt=0, le=1024)  # processes that tokenize
+    num_proc: int = Field(1, ge=1, le=1024)  # processes that tokenize
     cache_dir: Name = "~/.cache/picotron_min"  # tokenized text, kept between runs
 
 
@@ -121,7 +120,7 @@ class Logging(Section):  # what is recorded
 
 
 class Environment(Section, strict=False):  # of every process; picotron writes "1" and "false"
-    OMP_NUM_THREADS: int | None = Field(None, gt=0, le=1024)  # threads of each process
+    OMP_NUM_THREADS: int | None = Field(None, ge=1, le=1024)  # threads of each process
     TOKENIZERS_PARALLELISM: bool | None = None
     FLASH_ATTEN: bool | None = None  # false: as use_flash_attention false
     HF_TOKEN: None = None  # picotron's template has it, as null
@@ -137,8 +136,18 @@ class Config(Section):  # the whole of config.json
     environment: Environment = Environment()
 
     @property
+    def data_order(self) -> dict[str, object]:
+        """All that decides which sequences a step trains on; the layout does not."""
+        order = {key: attrgetter(key)(self) for key in DATA_ORDER}
+        return order | {"dataset.tokenizer": self.tokenizer, "sequences a step": self.global_batch}
+
+    @property
     def tokenizer(self) -> str:
         return self.dataset.tokenizer or tokenizer_of(self.model.name)
+
+    @property
+    def metrics_file(self) -> str:
+        return self.logging.metrics_file or os.path.join(self.checkpoint.save_dir, "metrics.jsonl")
 
     @property
     def world_size(self) -> int:
@@ -149,16 +158,6 @@ class Config(Section):  # the whole of config.json
         """Sequences a step: dp_size x micro_batch_size x gradient_accumulation_steps."""
         t = self.training
         return self.distributed.dp_size * t.micro_batch_size * t.gradient_accumulation_steps
-
-    @property
-    def data_order(self) -> dict[str, object]:
-        """All that decides which sequences a step trains on; the layout does not."""
-        keys = ("name", "subset_name", "split", "text_column")
-        order = {f"dataset.{key}": getattr(self.dataset, key) for key in keys}
-        order["dataset.tokenizer"] = self.tokenizer
-        keys = ("seed", "seq_length", "num_samples", "eval_batches")
-        order |= {f"training.{key}": getattr(self.training, key) for key in keys}
-        return order | {"sequences a step": self.global_batch}
 
     @property
     def tokens_per_step(self) -> int:
@@ -172,19 +171,19 @@ class Config(Section):  # the whole of config.json
     @property
     def workload(self) -> Workload:
         """What one data-parallel rank computes in a step, and how."""
-        values = dict(self.model) | dict(self.training)
-        values["num_micro_batches"] = self.training.gradient_accumulation_steps
-        both = self.model.use_flash_attention, self.environment.FLASH_ATTEN  # picotron's switches
-        return _build(Workload, values | {"flash_attention": False not in both})
+        m, t = self.model, self.training
+        flash = m.use_flash_attention and self.environment.FLASH_ATTEN is not False
+        own = {"flash_attention": flash, "num_micro_batches": t.gradient_accumulation_steps}
+        return _build(Workload, dict(m) | dict(t) | own)
 
     @property
     def recipe(self) -> Recipe:
         """How the weights are updated."""
         return _build(Recipe, dict(self.training) | {"fused": self.model.use_fused_adam})
 
-    @property
-    def metrics_file(self) -> str:
-        return self.logging.metrics_file or os.path.join(self.checkpoint.save_dir, "metrics.jsonl")
+
+DATA_ORDER = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
+DATA_ORDER += [f"training.{key}" for key in ("seed", "seq_length", "num_samples", "eval_batches")]
 
 
 def _build(kind: type, values: dict):
@@ -193,16 +192,12 @@ def _build(kind: type, values: dict):
     return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
 
 
-SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
-
-
-def keys_of(section: str) -> dict:
-    """The fields of a section by the names that are written; none for an unknown section."""
-    known = SECTIONS[section].model_fields if section in SECTIONS else {}
-    return {field.alias or name: field for name, field in known.items()}
-
-
-KEYS = {f"{name}.{key}": field for name in SECTIONS for key, field in keys_of(name).items()}
+# Each section's keys as they are written, with their JSON schemas; and all keys: "training.seed".
+SECTIONS = {
+    name: field.annotation.model_json_schema()["properties"]
+    for name, field in Config.model_fields.items()
+}
+KEYS = {f"{name}.{key}": schema for name, keys in SECTIONS.items() for key, schema in keys.items()}
 
 
 class ConfigError(ValueError):

@@ -20,11 +20,11 @@ def problems_of(config: Config) -> Iterator[str]:
     """Sentences, with numbers and remedy: what does not fit, as far as this machine shows it."""
     for check in (_training_problems, _layout_problems, _path_problems):
         yield from check(config)
-    if is_known_here(config.model.name):
-        try:
+    try:
+        if is_known_here(config.model.name):
             resolve_model(config)
-        except ConfigError as error:
-            yield from error.problems
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _training_problems(config: Config) -> Iterator[str]:
@@ -45,7 +45,7 @@ def _layout_problems(config: Config) -> Iterator[str]:
     if d.use_cpu and d.backend == "nccl":
         yield "backend=nccl needs GPUs but use_cpu=true: set backend to auto, or use_cpu to false"
     # The ring gives each rank two pieces of a sequence; tensor parallelism splits a rank's part.
-    ring = d.cp_size * (2 if d.cp_engine == "ring" and d.cp_size > 1 else 1)
+    ring = 2 * d.cp_size if d.cp_engine == "ring" and d.cp_size > 1 else d.cp_size
     pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
     if rest := seq_length % pieces:
         good = choice(n for n in (seq_length - rest, seq_length - rest + pieces) if n)
@@ -63,9 +63,9 @@ def _path_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
-    own = None if config.dataset.tokenizer else config.tokenizer  # the model's
-    files = os.listdir(own) if own and os.path.isdir(own) else ["tokenizer"]
-    if not re.search(r"token|vocab|\.model", str(files)):
+    own = config.tokenizer  # the model's, if none is given
+    files = os.listdir(own) if os.path.isdir(own) else ["tokenizer"]
+    if not config.dataset.tokenizer and not re.search(r"token|vocab|\.model", str(files)):
         remedy = "set dataset.tokenizer to a folder, a .json file, a hub id, or bytes"
         yield f"model.name={own} holds no tokenizer: {remedy}"
     for key in KEYS:
@@ -73,21 +73,20 @@ def _path_problems(config: Config) -> Iterator[str]:
             yield from _unwritable(key, path, "folder" if key.endswith("_dir") else "file")
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
     if load_path not in (None, "latest") and not Path(load_path, "state.json").is_file():
-        there = Path(save_dir).glob("step-*/state.json")
-        example = max(there, default=Path(save_dir, "step-00000010/state.json")).parent
+        saved = Path(save_dir).glob("step-*/state.json")
+        example = max(saved, default=Path(save_dir, "step-00000010/state.json")).parent
         why = f"checkpoint.load_path={load_path} is no checkpoint (no state.json)"
         yield f"{why}: use latest, or a folder like {example}"
 
 
-def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
-    """Why a run cannot write to a path: what exists of it decides, nothing is made."""
-    whole = Path(path).absolute()
-    there = next(part for part in (whole, *whole.parents) if os.path.exists(part))
-    if there.is_dir() != (kind == "folder" or there != whole):
-        is_kind = "folder" if there.is_dir() else "file"
-        yield f"{key}={path} cannot be written, since {there} is a {is_kind}: name another {kind}"
-    elif not os.access(there, os.W_OK):
-        yield f"{key}={path} cannot be written, since you may not write to {there}: name another"
+def _missing(name: str, built_in: list[str]) -> str | None:
+    """The remedy for a name that is neither built in, nor on this machine, nor on the hub."""
+    if name in built_in or os.path.exists(name) or _on_hub(name):
+        return None
+    if "/" in name or name.endswith(FILES):
+        return f"there is no {os.path.abspath(name)}"
+    near = difflib.get_close_matches(name, built_in, cutoff=0.3) or built_in
+    return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
 
 
 FILES = (".txt", ".json", ".jsonl", ".parquet")
@@ -109,13 +108,15 @@ def uses_hub(config: Config) -> bool:
     return not is_known_here(config.model.name) or any(name and _on_hub(name) for name in names)
 
 
-def _missing(name: str, built_in: list[str]) -> str | None:
-    if name in built_in or os.path.exists(name) or _on_hub(name):
-        return None
-    if "/" in name or name.endswith(FILES):
-        return f"there is no {os.path.abspath(name)}"
-    near = difflib.get_close_matches(name, built_in, cutoff=0.3) or built_in
-    return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
+def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
+    """Why a run cannot write to a path: what exists of it decides, nothing is made."""
+    whole, problem = Path(path).absolute(), f"{key}={path} cannot be written, since"
+    there = next(part for part in (whole, *whole.parents) if os.path.exists(part))
+    if there.is_dir() != (kind == "folder" or there != whole):
+        is_kind = "folder" if there.is_dir() else "file"
+        yield f"{problem} {there} is a {is_kind}: name another {kind}"
+    elif not os.access(there, os.W_OK):
+        yield f"{problem} you may not write to {there}: name another"
 
 
 def resolve_model(config: Config) -> ModelConfig:
@@ -126,7 +127,7 @@ def resolve_model(config: Config) -> ModelConfig:
     name, overrides = config.model.name, config.model.overrides
     try:
         check_numbers(overrides)
-        model_config = find_preset(name) or from_hf(_hugging_face_config(name))
+        model_config = find_preset(name) or from_hf(read_json(_hugging_face_config(name)))
         model_config = model_config.override(**overrides)
     except ValueError as error:
         raise ConfigError(f"model.name={name}: {error}") from None
@@ -135,21 +136,20 @@ def resolve_model(config: Config) -> ModelConfig:
     return model_config
 
 
-def _hugging_face_config(name: str) -> dict:
+def _hugging_face_config(name: str) -> Path:
     """The config.json of a local folder, or of a model on the hub."""
     if problem := _missing(name, [preset.split("/")[-1] for preset in PRESETS]):
         raise ValueError(problem)
     if not _on_hub(name):
-        return read_json(Path(name, "config.json"))
+        return Path(name, "config.json")
     from huggingface_hub import hf_hub_download
 
     try:
-        path = hf_hub_download(name, "config.json")
+        return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # a dozen kinds, from no network to a gated model
         why = str(error).strip().partition("\n")[0]
         remedy = "check the spelling, the network and your access, or name a preset or a folder"
         raise ValueError(f"cannot fetch its config.json from the hub ({why}): {remedy}") from None
-    return read_json(Path(path))
 
 
 def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
@@ -198,11 +198,12 @@ def _count_ids(tokenizer: str) -> int:
     """How many ids a tokenizer has; 0 if no file on this machine shows it."""
     if tokenizer == "bytes":
         return 257  # 256 bytes and end of text
+    path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
+    if not path.is_file():
+        return 0
     from tokenizers import Tokenizer
 
-    path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
     try:
-        ids = Tokenizer.from_file(str(path)).get_vocab().values() if path.is_file() else [-1]
-        return max(ids) + 1
+        return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
     except Exception as error:  # the package raises nothing narrower
         raise ConfigError(f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}") from None

@@ -1,6 +1,7 @@
 """What a rank reads before it connects to the others: model, tokens, checkpoint or weights."""
 
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,18 +48,13 @@ class Inputs(NamedTuple):
 
     def in_common(self) -> dict[str, object]:
         """The settings that must be the same on all nodes: else they train different models."""
-        config = self.config
-        sections = config.model_dump(include={"distributed", "model", "training"})
-        sections["model"] |= asdict(self.model_config)
-        flat = {f"{section}.{key}": v for section, of in sections.items() for key, v in of.items()}
-        del flat["model.name"]  # may be a folder, in another place on each node
-        return flat | {
-            "model.weights": "given" if config.model.weights else None,
-            "logging.trace_file": "given" if config.logging.trace_file else None,
-            "checkpoint.save_frequency": config.checkpoint.save_frequency,
-            "step": self.first_step,
-            "tokens of the dataset": len(self.text.tokens),
-        }
+        config, sections = self.config, ("distributed", "model", "training")
+        settings = {f"{name}.{key}": v for name in sections for key, v in getattr(config, name)}
+        settings |= {f"model.{key}": v for key, v in asdict(self.model_config).items()}
+        for key in ("model.name", "model.weights", "logging.trace_file"):
+            settings[key] = "given" if attrgetter(key)(config) else None  # the paths may differ
+        settings["checkpoint.save_frequency"] = config.checkpoint.save_frequency
+        return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
 
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
@@ -82,12 +78,10 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
 
 def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
     """The tokens of the dataset, made now if no run has made them before."""
-    d, num_samples = config.dataset, config.training.num_samples
-    source = TextSource(
-        d.name, d.subset_name, d.split, d.text_column, num_samples, config.tokenizer
-    )
-    vocab_size = model_config.vocab_size
-    return prepare_tokens(source, vocab_size=vocab_size, cache_dir=d.cache_dir, num_proc=d.num_proc)
+    d, V = config.dataset, model_config.vocab_size
+    text = (d.name, d.subset_name, d.split, d.text_column)
+    source = TextSource(*text, config.training.num_samples, config.tokenizer)
+    return prepare_tokens(source, vocab_size=V, cache_dir=d.cache_dir, num_proc=d.num_proc)
 
 
 def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resumed: int) -> Batches:

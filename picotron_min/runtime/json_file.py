@@ -1,25 +1,47 @@
 """An object in a JSON file: config.json, ours and Hugging Face's, and state.json."""
 
 import json
+import re
+from collections import Counter
+from itertools import accumulate
 from pathlib import Path
+
+DEEPEST, LONGEST = 100, 1000  # brackets in brackets; digits of a number
 
 
 def read_json(path: Path) -> dict:
-    """ValueError with the place of the mistake if the file does not hold an object."""
+    """ValueError with the place of the mistake unless the file holds an object."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        raw = json.loads(text)
+        raw = parse_json(text := path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except json.JSONDecodeError as e:
         line = text.split("\n")[e.lineno - 1].replace("\t", " ")  # a tab is one column, as in e
         caret = " " * (e.colno - 1) + "^"
         raise ValueError(f"{path} is not JSON: {e}\n    {line}\n    {caret}") from None
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, or brackets too deep
-        raise ValueError(f"{path} is not JSON in UTF-8: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"cannot read {path} as JSON in UTF-8: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold one object, {{ ... }}, not {text.strip()[:60]}")
     return raw
+
+
+def parse_json(text: str) -> object:
+    """ValueError also for a repeated key, and for what is too deep or too long to be printed."""
+    unquoted = re.sub(r'"[^"\\]*(\\.[^"\\]*)*"', "", text)
+    if max(accumulate((c in "[{") - (c in "]}") for c in unquoted), default=0) > DEEPEST:
+        raise ValueError(f"brackets are nested more than {DEEPEST} deep")
+    if re.search(rf"\d{{{LONGEST + 1}}}", unquoted):
+        raise ValueError(f"a number has more than {LONGEST} digits")
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    counts = Counter(key for key, _ in pairs)
+    if repeated := [key for key, count in counts.items() if count > 1]:
+        raise ValueError(f"an object repeats {', '.join(repeated)}: keep one of each")
+    "".join(counts).encode()  # ValueError for half a character ("\ud800")
+    return dict(pairs)
 
 
 def write_json(path: Path, content: dict) -> None:

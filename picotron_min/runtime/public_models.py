@@ -1,7 +1,6 @@
 """Public models: their shapes by name, and Hugging Face's `config.json` read and written."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 
 from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
@@ -32,22 +31,18 @@ def from_hf(hf: dict) -> ModelConfig:
         hf["num_key_value_heads"] = hf.get("num_attention_heads")
     if hf.get("head_dim", 0) is None:
         del hf["head_dim"]  # ModelConfig derives it
-    values = _numbers(ModelConfig, hf, SIZES)
-    if hf["rope_type"] == "llama3":
-        stretch = _numbers(RopeScaling, rope, [field.name for field in fields(RopeScaling)])
-        low, high = stretch["low_freq_factor"], stretch["high_freq_factor"]
+    stretch = [field.name for field in fields(RopeScaling) if hf["rope_type"] == "llama3"]
+    if missing := [name for name in (*SIZES, *stretch) if name not in hf]:
+        raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
+    names = [field.name for field in fields(ModelConfig) if field.name != "rope_scaling"]
+    check_numbers(numbers := {name: hf[name] for name in (*names, *stretch) if name in hf})
+    if stretch:
+        scaling = RopeScaling(**{name: numbers.pop(name) for name in stretch})
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
         if low >= high:  # the model divides by their difference
             raise ValueError(f"high_freq_factor={high}: must be above low_freq_factor={low}")
-        values["rope_scaling"] = RopeScaling(**stretch)
-    return ModelConfig(**values)
-
-
-def _numbers(kind: type, given: dict, required: Iterable[str]) -> dict:
-    if missing := [name for name in required if name not in given]:
-        raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
-    names = [field.name for field in fields(kind) if field.name != "rope_scaling"]
-    check_numbers(numbers := {name: given[name] for name in names if name in given})
-    return numbers
+        numbers["rope_scaling"] = scaling
+    return ModelConfig(**numbers)
 
 
 def check_numbers(numbers: dict) -> None:
@@ -59,7 +54,7 @@ def check_numbers(numbers: dict) -> None:
             whole, largest = kinds[name] is not float, LARGEST.get(name, 10**7)
             smallest = 1 if whole or name == "factor" else 1e-30
             good = type(value) in (int, int if whole else float) and smallest <= value <= largest
-            expected = f"a {'whole ' * whole}number from {smallest} to {largest:,}"
+            expected = f"a {'whole ' * whole}number from {smallest} up to {largest:,}"
         if not good:
             wrong.append(f"{name}={value!r:.60}: must be {expected}")
     if wrong:
@@ -99,12 +94,12 @@ PRESETS = {
 
 def preset_name(name: str) -> str | None:
     """The preset that a name means, with or without its owner: also Llama-2-7B, SmolLM-360M."""
-    found = {_plain(text): preset for preset in PRESETS for text in (preset, preset.split("/")[-1])}
-    return found.get(_plain(name))
 
+    def plain(text: str) -> str:  # variants share the shape
+        return re.sub("(-hf)?(-instruct|-chat)?(-hf)?$", "", text.lower())
 
-def _plain(name: str) -> str:
-    return re.sub("(-hf)?(-instruct|-chat)?(-hf)?$", "", name.lower())  # variants share the shape
+    names = {plain(text): preset for preset in PRESETS for text in (preset, preset.split("/")[-1])}
+    return names.get(plain(name))
 
 
 def find_preset(name: str) -> ModelConfig | None:

@@ -16,6 +16,27 @@ def choice(options: Iterable) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+# From JSON schema to English.
+KINDS = {"integer": "a whole number", "number": "a finite number", "boolean": "true or false"}
+KINDS |= {"string": "text of 1 to 4,096 valid characters", "null": "null"}
+LIMITS = {"minimum": "from {:,} up", "exclusiveMinimum": "above {:,}"}
+LIMITS |= {"maximum": "to {:,}", "exclusiveMaximum": "to below {:,}"}
+
+
+def expected(schema: dict) -> str:
+    """The values that a JSON schema allows: a whole number from 1 up to 1,024 or null"""
+    if "anyOf" in schema:
+        return choice(map(expected, schema["anyOf"]))
+    if "enum" in schema:
+        return choice(map(json.dumps, schema["enum"]))
+    if "items" in schema:  # all alike
+        items = expected(schema["items"]).removeprefix("a ").replace("number", "numbers")
+        count = f"{schema['minItems']} " if "minItems" in schema else ""
+        return f"a list of {count}{items}"
+    limits = [text.format(schema[key]) for key, text in LIMITS.items() if key in schema]
+    return " ".join([KINDS[schema["type"]], *limits])
+
+
 def counted(number: int, noun: str) -> str:
     """1 step, 2,000 steps, 2 processes"""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
