@@ -18,7 +18,7 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.runtime.public_models import tokenizer_of
 
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # a path
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
 OptionalName = Annotated[Name | None, BeforeValidator(lambda v: None if v == "" else v)]  # "": null
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -6,8 +6,6 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-DEEPEST, LONGEST = 100, 1000  # brackets in brackets; digits of a number
-
 
 def read_json(path: Path) -> dict:
     """ValueError with the place of the mistake unless the file holds an object."""
@@ -29,10 +27,10 @@ def read_json(path: Path) -> dict:
 def parse_json(text: str) -> object:
     """ValueError also for a repeated key, and for what is too deep or too long to be printed."""
     unquoted = re.sub(r'"[^"\\]*(\\.[^"\\]*)*"', "", text)
-    if max(accumulate((c in "[{") - (c in "]}") for c in unquoted), default=0) > DEEPEST:
-        raise ValueError(f"brackets are nested more than {DEEPEST} deep")
-    if re.search(rf"\d{{{LONGEST + 1}}}", unquoted):
-        raise ValueError(f"a number has more than {LONGEST} digits")
+    if max(accumulate((c in "[{") - (c in "]}") for c in unquoted), default=0) > 100:
+        raise ValueError("brackets are nested more than 100 deep")
+    if re.search(r"\d{1001}", unquoted):
+        raise ValueError("a number has more than 1000 digits")
     return json.loads(text, object_pairs_hook=_object)
 
 
