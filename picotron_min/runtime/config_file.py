@@ -86,10 +86,11 @@ CHOICES = {word: key for key, schema in KEYS.items() for word in schema.get("enu
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` may be a slip for, or the only one with all of its parts."""
+    """The only known name with all parts of `word`, else one of which it is probably a slip."""
     lower, names = word.lower(), {name.lower(): name for name in known}
 
-    def likeness(name: str) -> tuple[float, bool]:  # of two as near (dpp: dp, pp), the first letter
+    def likeness(name: str) -> tuple[float, bool]:
+        # dp and pp are as much like dpp: a slip is less likely in the first letter.
         return SequenceMatcher(None, lower, name).ratio(), name[:1] == lower[:1]
 
     whole = [name for name in names if set(lower.split("_")) <= set(name.split("_"))]
