@@ -58,9 +58,7 @@ def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
     return 6 * parameter_count(model_config) + 3 * pairs
 
 
-def hardware_flops_per_token(
-    model_config: ModelConfig, seq_length: int, recompute: str = "none"
-) -> int:
+def hardware_flops_per_token(model_config: ModelConfig, seq_length: int, recompute: str) -> int:
     """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU."""
     parts = layer_flops(model_config, seq_length)
     # torch's checkpoint stops as soon as the last tensor that backward needs exists. A linear needs

@@ -3,10 +3,13 @@
     rank 0                      -- activations [B, S, E] -->    rank 1
     embedding, layers 0-4       <-- their gradients --------    layers 5-7, norm, lm_head
 
-What is done when is decided beforehand, as a plan (pipeline_schedule.py). This file cuts the model,
-and runs plans: it is the one train step, whatever the layout. With one stage there are no messages.
-Messages overlap with compute: a receive is posted where it stands in the plan, as early as the
-other end allows; a send runs in the background until the next one of its kind.
+What is done when is decided beforehand, as a plan (pipeline_schedule.py). This file cuts the model
+and runs plans; that of a single stage has no messages. Of rank 1, for 3 micro-batches, it begins
+
+    receive F0 from rank 0, receive F1 from rank 0, F0, B0, send B0 to rank 0, F1, B1, ...
+
+so that messages overlap with compute: a receive is posted while its rank has other work to do, and
+a send runs in the background until the next one of its kind.
 
 Cost: per micro-batch and boundary between stages one activation [B, S/cp, E] in the dtype of the
 residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back.
@@ -14,12 +17,12 @@ residual stream (S/(cp tp) with sequence parallelism), and one gradient of the s
 Tied embeddings: the first and the last stage have a copy each, which start equal, get the same sum
 of both gradients once the plan has ended, and so stay equal to the last bit (placement.py, `ends`).
 
-Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM". In production: `torch.distributed.pipelining`.
+Source: Huang et al. 2019, "GPipe". In production: `torch.distributed.pipelining`.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,7 +47,7 @@ class Stage(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A stage with its part of the model; a rank has one, or several with interleaving."""
+    """One of the stages of this rank, with its part of the model."""
 
     stage: Stage
     model: nn.Module
@@ -68,16 +71,15 @@ def keep_stage(model: nn.Module, stage: Stage) -> None:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
 
 
+@dataclass
 class Pipeline:
     """Runs plans over the chunks of this rank."""
 
-    def __init__(
-        self, chunks: list[Chunk], axis: Axis, positions: Tensor, new_activation: Callable
-    ) -> None:
-        self.chunks, self.axis = chunks, axis
-        self.positions = positions  # [S/cp]: places in the sequence; on the device that computes
-        self.new_activation = new_activation  # () -> empty tensor like those that travel
-        self.free: list[Tensor] = []  # buffers whose content is not needed any more
+    chunks: list[Chunk]
+    axis: Axis
+    positions: Tensor  # [S/cp]: places in the sequence; on the device that computes
+    new_activation: Callable[[], Tensor]  # an empty one, of the shape of those that travel
+    free: list[Tensor] = field(default_factory=list)  # buffers whose content is not needed any more
 
     def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
         """Run the plan's actions in order; gradients are added to `p.grad`.

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: what each rank computes in a step, as a plain list.
 
-The layers are cut into stages. A micro-batch runs forward through all stages and its gradient runs
-back; the time in which a rank has nothing to compute is the *bubble*:
+The layers are cut into stages. A rank has one, or several: its chunks. A micro-batch runs forward
+through all stages and its gradient runs back; a rank with nothing to compute is in the *bubble*:
 
     rank 0  F0F1F2F3······B0══B1══B2══B3══
     rank 1  ··F0F1F2F3B0══B1══B2══B3══····    AFAB: all 4 micro-batches are alive at once
@@ -12,8 +12,7 @@ back; the time in which a rank has nothing to compute is the *bubble*:
 With one stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ...: there is only one kind of step.
 pipeline_simulator.py adds sends and receives, pipeline_parallel.py runs the plans on tensors, and
 `python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws one.
-Cost: per micro-batch and boundary between stages, one activation forward and one gradient of its
-shape back; v chunks a rank make v times the boundaries. In production: torch.distributed.pipelining
+Cost: two messages per micro-batch and boundary between stages; v chunks make v times the boundaries
 """
 
 import runpy
@@ -37,12 +36,12 @@ RECEIVES = {Kind.FORWARD: Kind.RECEIVE_ACTIVATION, Kind.BACKWARD: Kind.RECEIVE_G
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """One thing that a rank does: it computes, or posts its end of a message."""
 
     kind: Kind
     micro_batch: int
-    chunk: int = 0  # of this rank: the one that computes, made what is sent, or needs what arrives
-    peer: int | None = None  # of a send or receive: the rank at its other end
+    chunk: int = 0  # of this rank; for a message, the one that made it or that needs it
+    peer: int | None = None  # the rank at the other end of a message
 
     def __str__(self) -> str:
         name = f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
@@ -52,6 +51,7 @@ class Action(NamedTuple):
 
 
 Plan = list[Action]  # of one rank
+Place = Callable[[int, int], tuple[int, int]]  # (stage, ranks) -> its rank, its chunk there
 
 
 def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
@@ -61,14 +61,13 @@ def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan
 
 def one_f_one_b(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """A forward and a backward in turn, once there are gradients (Narayanan et al. 2021, 2.2.1)."""
-    return _alternating([num_micro_batches], 1, warmup=ranks - rank - 1)  # one per rank behind
+    return _alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)  # one per rank behind
 
 
 def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """1F1B over chunks: a bubble `chunks` times smaller, for as many times the sends.
 
-    A group of micro-batches runs through the first chunk, then through the second, and so on
-    (Narayanan et al. 2021, 2.2.2, where `ranks` must divide the micro-batches).
+    Groups of micro-batches take turns (Narayanan et al. 2021, 2.2.2: groups of exactly `ranks`).
     """
     sizes = group_sizes(ranks, num_micro_batches)
     warmup = 2 * (ranks - rank - 1)  # 1F1B has half as many: the others hide the time of the sends
@@ -84,19 +83,19 @@ def group_sizes(ranks: int, num_micro_batches: int) -> list[int]:
 
 
 def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
-    """The first `warmup` forwards, then a forward and a backward in turn while there are both."""
-    forwards, last = forward_only(sizes, chunks), chunks - 1  # whose gradients exist first
-    backwards = [Action(Kind.BACKWARD, a.micro_batch, last - a.chunk) for a in forwards]
+    """The first `warmup` forwards, then a forward and a backward in turn while there are both.
+
+    Groups of micro-batches, of the given sizes, run through all chunks one after the other.
+    """
+    forwards, backwards = [], []
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        group = range(end - size, end)
+        forwards += [Action(Kind.FORWARD, i, c) for c in range(chunks) for i in group]
+        backwards += [Action(Kind.BACKWARD, i, c) for c in reversed(range(chunks)) for i in group]
     plan = forwards[:warmup]
     for pair in zip_longest(forwards[warmup:], backwards):
         plan += [action for action in pair if action]
     return plan
-
-
-def forward_only(sizes: list[int], chunks: int) -> Plan:
-    """All forwards of groups of micro-batches; evaluation has a single group."""
-    groups = [range(end)[-size:] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    return [Action(Kind.FORWARD, i, c) for group in groups for c in range(chunks) for i in group]
 
 
 def peak_live(plan: Plan) -> int:
@@ -125,7 +124,7 @@ class Schedule(NamedTuple):
     live_activations: Callable[[int, int, int, int], int]  # peak_live(plan), by formula
     about: str  # p ranks, m micro-batches, v chunks
     bubble: Callable[[int, int, int], float] = bubble  # of ranks, micro-batches, chunks
-    place: Callable[[int, int], tuple[int, int]] = loop  # of stage, ranks: rank, chunk
+    place: Place = loop
     chunks: int = 1  # stages of a rank, by default
     fixed_chunks: bool = False  # whether that is the only choice
 
@@ -163,8 +162,8 @@ def chunks_problem(engine: str, chunks: int) -> str | None:
     if engine in fitting:
         return None
     own, others = SCHEDULES[engine].chunks, " or ".join(fitting)
-    plural = "s" if own > 1 else ""
-    return f"{engine} has {own} chunk{plural} a rank, not {chunks}: use {own}, or engine {others}"
+    has = f"{own} chunk{'s' * (own > 1)}"
+    return f"{engine} has {has} a rank, not {chunks}: use {own}, or engine {others}"
 
 
 if __name__ == "__main__":  # by its name, since the course does not import the runtime

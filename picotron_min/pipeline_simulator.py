@@ -1,22 +1,22 @@
-"""Pipeline plans on paper: messages are added to them, and the time of every rank is simulated.
+"""Pipeline plans on paper: messages are added to them, and the time of each rank is simulated.
 
-    rank 0  F0 F1 B0 B1    ->  spans (rank, action, start, end), or an error that names
-    rank 1  F0 B0 F1 B1        which ranks wait for each other
+    rank 0  F0 F1 B0 B1    ->    F0, send, F1, send, receive, B0, receive, B1
+    rank 1  F0 B0 F1 B1    ->    receive, receive, F0, B0, send, F1, B1, send
 
-Each rank runs its plan in order, and waits for what an action needs: what comes before it on the
-way of its micro-batch, forward through all stages and back. Standard library only.
+A first reading may skip this file. What the others use of it is `build_plans`: it adds a send and a
+receive wherever the next stage is on another rank. `runtime/draw.py` draws what `simulate` returns.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
 from picotron_min import pipeline_schedule
-from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, Plan, loop
+from picotron_min.pipeline_schedule import SCHEDULES, Action, Kind, Place, Plan, loop
 
 Event = tuple[int, Action]  # a rank, and something that it does
-Place = Callable[[int, int], tuple[int, int]]  # see Schedule.place
 
 
 def build_plans(
@@ -25,56 +25,35 @@ def build_plans(
     """Every rank's plan with its sends and receives; without training, the forwards only."""
     if problem := pipeline_schedule.chunks_problem(engine, chunks):
         raise ValueError(problem)
-    plan, place = SCHEDULES[engine].plan, SCHEDULES[engine].place
-    plans = [pipeline_schedule.forward_only([num_micro_batches], chunks)] * ranks
-    if training:
-        plans = [plan(rank, ranks, num_micro_batches, chunks) for rank in range(ranks)]
-    return insert_communication(plans, place)
+    schedule = SCHEDULES[engine]
+    plans = [schedule.plan(rank, ranks, num_micro_batches, chunks) for rank in range(ranks)]
+    if not training:
+        plans = [[action for action in plan if action.kind is Kind.FORWARD] for plan in plans]
+    return insert_communication(plans, schedule.place)
 
 
 def insert_communication(plans: list[Plan], place: Place = loop) -> list[Plan]:
     """Add the sends and receives to the plans of all ranks, so that they cannot deadlock.
 
-    Write ONE list of what all ranks do, in the order in which it ends if messages take no time, and
-    behind each action the message that carries its result. A rank's plan is its part of the list.
-    There is no deadlock, even if both ends of a message block: all ranks of the first entry that is
-    not done have reached it. And two ranks have their messages in the same order, as gloo (no tags)
-    and NCCL (one queue) need it.
+    Write ONE list of what all ranks do, in the order in which it ends, and behind each action the
+    message that carries its result. A rank's plan is its part of the list. There is no deadlock,
+    even if both ends of a message block: all ranks of the first entry that is not done have reached
+    it. And two ranks have their messages in the same order, as gloo (no tags) and NCCL (one queue)
+    need it. As other ranks' actions lie between, a receive is posted while its rank still computes.
     """
-    ways, complete = _ways(plans, place), [[] for _ in plans]
-    messages = {a: _message(a, b) for way in ways for a, b in pairwise(way)}
-    # Of what ends together, backwards come first, then what is further upstream: so the next rank,
-    # which often ends something in that moment too, has posted its receive before.
-    order = {e: (e[1].kind is Kind.FORWARD, i) for way in ways for i, e in enumerate(way)}
-    for span in sorted(simulate(plans, place=place).spans, key=lambda s: (s.end, order[s[:2]])):
-        for rank, action in [span[:2], *messages.get(span[:2], [])]:
-            complete[rank].append(action)  # a receive: posted while its rank still computes
+    needs, complete = _needs(plans, place), [[] for _ in plans]
+    followers = {source: event for event, sources in needs.items() for source in sources}
+    # A message takes a moment. So of two ranks that would end together, the one upstream comes
+    # first in the list, and the one downstream has posted its receive before it computes.
+    spans = simulate(plans, send_time=2**-20, place=place).spans
+    for rank, action, *_ in sorted(spans, key=lambda span: (span.end, span.rank)):
+        complete[rank].append(action)
+        peer, follower = followers.get((rank, action), (rank, None))
+        if peer != rank:
+            send, receive = pipeline_schedule.SENDS, pipeline_schedule.RECEIVES
+            complete[rank].append(action._replace(kind=send[action.kind], peer=peer))
+            complete[peer].append(follower._replace(kind=receive[action.kind], peer=rank))
     return complete
-
-
-def _ways(plans: list[Plan], place: Place) -> list[list[Event]]:
-    """The way of each micro-batch: its forwards through all stages, its backwards back."""
-    actions = {action for plan in plans for action in plan}
-    num_stages = len(plans) * (1 + max(action.chunk for action in actions))
-    way = [(Kind.FORWARD, *place(stage, len(plans))) for stage in range(num_stages)]
-    if any(action.kind is Kind.BACKWARD for action in actions):
-        way += [(Kind.BACKWARD, rank, c) for _, rank, c in reversed(way)]  # not in evaluation
-    micro_batches = {action.micro_batch for action in actions}
-    return [[(rank, Action(kind, i, c)) for kind, rank, c in way] for i in micro_batches]
-
-
-def _message(source: Event, target: Event) -> list[Event]:
-    """The send and the receive between two actions; none on one rank."""
-    (rank, made), (peer, needing) = source, target
-    if rank == peer:
-        return []
-    send = made._replace(kind=pipeline_schedule.SENDS[made.kind], peer=peer)
-    receive = needing._replace(kind=pipeline_schedule.RECEIVES[made.kind], peer=rank)
-    return [(rank, send), (peer, receive)]
-
-
-class ScheduleError(ValueError):
-    """Something is missing in plans, or ranks wait for each other in a circle."""
 
 
 class Span(NamedTuple):
@@ -85,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When every rank did what, simulated or measured; each rank's spans in their order."""
+    """When every rank computed what, simulated or measured; each rank's spans in their order."""
 
     num_ranks: int
     spans: list[Span]
@@ -96,73 +75,59 @@ class Timeline(NamedTuple):
 
     def bubble(self, rank: int) -> float:
         """The fraction of the makespan in which the rank does not compute."""
-        mine = (s for s in self.spans if s.rank == rank and s.action.peer is None)
-        return 1 - sum(span.end - span.start for span in mine) / self.makespan
+        busy = sum(span.end - span.start for span in self.spans if span.rank == rank)
+        return 1 - busy / self.makespan
 
 
 def simulate(
     plans: list[Plan],
     time_of: Callable[[int, Action], float] = lambda rank, a: 1.0 + (a.kind is Kind.BACKWARD),
     send_time: float = 0.0,
-    blocking: bool = False,
     place: Place = loop,
 ) -> Timeline:
-    """Run the plans of all ranks on paper; ScheduleError if they cannot run to their end.
+    """Run the plans of all ranks on paper; ValueError if they cannot run to their end.
 
-    A message arrives `send_time` after both its ends are posted. A rank posts its end, continues,
-    and waits when it computes with what it receives; with `blocking`, at either end of a message.
-    In plans without communication, results are at once where they are needed.
+    A result is on another rank `send_time` after it is made: sends and receives in the plans are
+    passed over, as if each receive were posted in time.
     """
-    needs = _needs(plans, place, blocking)
-    todo, clocks, spans = [deque(plan) for plan in plans], [0.0] * len(plans), []
-    known: dict[Event, float] = {}  # when it was computed or, of an end of a message, posted
-    while any(todo):
-        reached = {rank: plan[0] for rank, plan in enumerate(todo) if plan}
-        for rank, action in reached.items():
-            if action.peer is not None:
-                known.setdefault((rank, action), clocks[rank])  # posted once
-        missing = {e: [need for need in needs[e] if need not in known] for e in reached.items()}
-        if all(missing.values()):
-            raise ScheduleError(_describe_circle(missing))  # no rank can continue
-        for rank, action in (event for event in missing if not missing[event]):
-            start = clocks[rank]
-            arrivals = [known[o] + send_time * (o[1].peer is not None) for o in needs[rank, action]]
-            clocks[rank] = max([start, *arrivals])  # the wait, if any, is over
-            if action.peer is None:  # the span of an action that computes is without its wait
-                start = clocks[rank]
-                known[rank, action] = clocks[rank] = start + time_of(rank, action)
-            spans.append(Span(rank, todo[rank].popleft(), start, clocks[rank]))
+    needs = _needs(plans, place)
+    for rank, plan in enumerate(plans):
+        for before, action in pairwise(action for action in plan if action.peer is None):
+            needs[rank, action].append((rank, before))
+    try:
+        order = list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        circle = [f"'{action}' of rank {rank}" for rank, action in reversed(error.args[1])]
+        message = f"deadlock, each waits for the next: {', '.join(circle)}"
+        raise ValueError(message) from None
+    ended, spans = {}, []
+    for event in order:
+        arrivals = [ended[e] + send_time * (e[0] != event[0]) for e in needs[event]]
+        start = max(arrivals, default=0.0)
+        ended[event] = start + time_of(*event)
+        spans.append(Span(*event, start, ended[event]))
     return Timeline(len(plans), spans)
 
 
-def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[Event]]:
-    """What each action waits for; ScheduleError where the plans lack some, or have too many."""
+def _needs(plans: list[Plan], place: Place) -> dict[Event, list[Event]]:
+    """What each action has its input from: the one before it on the way of its micro-batch.
+
+    The way leads forward through all stages, and back. ValueError if it has gaps.
+    """
     found = Counter((rank, action) for rank, plan in enumerate(plans) for action in plan)
-    communicates = any(action.peer is not None for _, action in found)
+    actions = [action for _, action in found if action.peer is None]
+    num_stages = len(plans) * (1 + max(action.chunk for action in actions))
+    way = [(Kind.FORWARD, *place(stage, len(plans))) for stage in range(num_stages)]
+    if any(action.kind is Kind.BACKWARD for action in actions):  # not in evaluation
+        way += [(Kind.BACKWARD, rank, chunk) for _, rank, chunk in reversed(way)]
     needs: dict[Event, list[Event]] = {}
-    for way in _ways(plans, place):
-        needs[way[0]] = []
-        for source, event in pairwise(way):
-            needs[event] = [source]
-            if communicates and (message := _message(source, event)):
-                send, receive = needs[event] = message  # it needs both ends posted
-                needs[send] = [source, receive] if blocking else [source]  # what it carries
-                needs[receive] = [send] if blocking else []
-    for rank, action in [*needs, *found]:
-        if (times := found[rank, action]) != 1:
-            problem = f"is there {times} times" if times else "is missing"
-            raise ScheduleError(f"rank {rank}: '{action}' {problem}")
-        if (rank, action) not in needs:
-            raise ScheduleError(f"rank {rank}: '{action}' carries nothing that its peer needs")
+    for i in {action.micro_batch for action in actions}:
+        before = []
+        for kind, rank, chunk in way:
+            event = rank, Action(kind, i, chunk)
+            if found[event] != 1:
+                problem = f"is there {found[event]} times" if found[event] else "is missing"
+                raise ValueError(f"rank {rank}: '{event[1]}' {problem}")
+            needs[event] = before
+            before = [event]
     return needs
-
-
-def _describe_circle(missing: dict[Event, list[Event]]) -> str:
-    """Follow who waits for whom until a rank recurs: from there on it is the circle."""
-    waits = {rank: (action, *needs[0]) for (rank, action), needs in missing.items()}
-    path = [min(waits)]  # it may lead to the circle without being part of it
-    while (other := waits[path[-1]][1]) not in path:
-        path.append(other)
-    circle = [(rank, *waits[rank]) for rank in path[path.index(other) :]]
-    parts = [f"rank {r} waits in '{a}' for '{need}' of rank {peer}" for r, a, peer, need in circle]
-    return "deadlock: " + "; ".join(parts)

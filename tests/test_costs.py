@@ -72,7 +72,7 @@ def test_hardware_flops_are_what_torch_counts(model_config, recompute):
 
 
 def test_attention_costs_half_of_the_written_out_products():
-    at_once = costs.hardware_flops_per_token(GQA, S) - costs.hardware_flops_per_token(GQA, 0)
+    at_once = costs.model_flops_per_token(GQA, S) - costs.model_flops_per_token(GQA, 0)
     q = torch.randn(1, GQA.num_attention_heads, S, GQA.head_dim, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         ((q @ q.mT) @ q).sum().backward()

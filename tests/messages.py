@@ -1,0 +1,85 @@
+"""Pipeline plans on paper, message by message: does each one arrive, or do ranks wait for ever?
+
+pipeline_simulator.py passes over the sends and receives of a plan. Here they are played as well.
+"""
+
+from collections import Counter, deque
+from itertools import pairwise
+
+from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind, Place, Plan, loop
+from picotron_min.pipeline_simulator import Event, Span, Timeline
+
+
+def simulate_messages(
+    plans: list[Plan], send_time: float = 0.0, blocking: bool = False, place: Place = loop
+) -> Timeline:
+    """When each rank computes what; ValueError if the plans cannot run to their end.
+
+    A message arrives `send_time` after both its ends are posted. A rank posts its end, continues,
+    and waits when it computes with what it receives; with `blocking`, at either end of a message.
+    """
+    needs = _needs(plans, place, blocking)
+    todo, clocks, spans = [deque(plan) for plan in plans], [0.0] * len(plans), []
+    known: dict[Event, float] = {}  # when it was computed or, of an end of a message, posted
+    while any(todo):
+        reached = {rank: plan[0] for rank, plan in enumerate(todo) if plan}
+        for rank, action in reached.items():
+            if action.peer is not None:
+                known.setdefault((rank, action), clocks[rank])  # posted once
+        missing = {e: [need for need in needs[e] if need not in known] for e in reached.items()}
+        if all(missing.values()):
+            raise ValueError(_describe_circle(missing))  # no rank can continue
+        for rank, action in (event for event in missing if not missing[event]):
+            todo[rank].popleft()
+            arrivals = [known[e] + send_time * (e[1].peer is not None) for e in needs[rank, action]]
+            clocks[rank] = start = max([clocks[rank], *arrivals])
+            if action.peer is None:
+                known[rank, action] = clocks[rank] = start + 1 + (action.kind is Kind.BACKWARD)
+                spans.append(Span(rank, action, start, clocks[rank]))
+    return Timeline(len(plans), spans)
+
+
+def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[Event]]:
+    """What each action waits for; ValueError where messages are missing, or are too many."""
+    found = Counter((rank, action) for rank, plan in enumerate(plans) for action in plan)
+    needs: dict[Event, list[Event]] = {}
+    for way in _ways(plans, place):
+        needs[way[0]] = []
+        for source, target in pairwise(way):
+            needs[target] = [source]
+            (rank, made), (peer, needing) = source, target
+            if rank != peer:
+                send = rank, made._replace(kind=SENDS[made.kind], peer=peer)
+                receive = peer, needing._replace(kind=RECEIVES[made.kind], peer=rank)
+                needs[target] = [send, receive]  # both ends posted
+                needs[send] = [source, receive] if blocking else [source]  # what it carries
+                needs[receive] = [send] if blocking else []
+    for rank, action in [*needs, *found]:
+        if (times := found[rank, action]) != 1:
+            problem = f"is there {times} times" if times else "is missing"
+            raise ValueError(f"rank {rank}: '{action}' {problem}")
+        if (rank, action) not in needs:
+            raise ValueError(f"rank {rank}: '{action}' carries nothing that its peer needs")
+    return needs
+
+
+def _ways(plans: list[Plan], place: Place) -> list[list[Event]]:
+    """The way of each micro-batch: its forwards through all stages, its backwards back."""
+    actions = {action for plan in plans for action in plan}
+    num_stages = len(plans) * (1 + max(action.chunk for action in actions))
+    way = [(Kind.FORWARD, *place(stage, len(plans))) for stage in range(num_stages)]
+    if any(action.kind is Kind.BACKWARD for action in actions):
+        way += [(Kind.BACKWARD, rank, c) for _, rank, c in reversed(way)]
+    micro_batches = {action.micro_batch for action in actions}
+    return [[(rank, Action(kind, i, c)) for kind, rank, c in way] for i in micro_batches]
+
+
+def _describe_circle(missing: dict[Event, list[Event]]) -> str:
+    """Follow who waits for whom until a rank recurs: from there on it is the circle."""
+    waits = {rank: (action, *needs[0]) for (rank, action), needs in missing.items()}
+    path = [min(waits)]  # it may lead to the circle without being part of it
+    while (other := waits[path[-1]][1]) not in path:
+        path.append(other)
+    circle = [(rank, *waits[rank]) for rank in path[path.index(other) :]]
+    parts = [f"rank {r} waits in '{a}' for '{need}' of rank {peer}" for r, a, peer, need in circle]
+    return "deadlock: " + "; ".join(parts)
