@@ -10,9 +10,10 @@ through all stages and its gradient runs back; a rank with nothing to compute is
     rank 1  ··F0B0══F1B1══F2B2══F3B3══····    1F1B takes as long, but at most 2 are alive
 
 With one stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ...: there is only one kind of step.
-pipeline_simulator.py adds sends and receives, pipeline_parallel.py runs the plans on tensors, and
-`python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws one.
-Cost: two messages per micro-batch and boundary between stages; v chunks make v times the boundaries
+pipeline_parallel.py runs plans; pipeline_simulator.py, which you may skip, adds sends and receives.
+`python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws a plan.
+
+Cost: two messages per micro-batch and boundary between stages; v chunks, v times the boundaries.
 """
 
 import runpy
