@@ -86,6 +86,7 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, e
 def test_a_damaged_state_is_refused_with_the_remedy(tmp_path, change, expected):
     older, newer = tmp_path / "step-00000001", tmp_path / "step-00000007"
     older.mkdir()
+    (older / "state.json").touch()
     if isinstance(change, dict):
         write_checkpoint(newer, lambda state: state | change)
     else:

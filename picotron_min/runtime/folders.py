@@ -7,11 +7,11 @@
     metrics.jsonl             see metrics.py
     earlier-1                 an earlier run
 
-save_dir may be the user's working directory, so only what has exactly these names is touched.
+save_dir may be the user's working directory, so a run moves and deletes only what has exactly these
+names and, if it is a checkpoint or a model, a file that only runs write there.
 """
 
 import itertools
-import re
 import shutil
 import time
 from pathlib import Path
@@ -21,31 +21,26 @@ from filelock import FileLock, Timeout
 
 from picotron_min.checkpoint import delete
 
-CHECKPOINT = re.compile(r"step-\d{8}", re.ASCII)
-LEFTOVER = re.compile(r"\.(step-\d{8}|hf)\.(partial|deleted)", re.ASCII)
+CHECKPOINT = "step-" + 8 * "[0-9]"  # as a pattern of file names
 
 
 def lock_folder(save_dir: Path) -> FileLock:
     """Make the folder, and keep other runs out as long as the result and this process live."""
-    save_dir.mkdir(parents=True, exist_ok=True)
-    lock, model = FileLock(save_dir / ".lock", blocking=False), save_dir / "hf"
+    lock, where = FileLock(save_dir / ".lock", blocking=False), f"checkpoint.save_dir={save_dir}"
     try:
+        save_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:  # two runs would move each other's files away
-        problem = f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end"
+        problem = f"{where} is in use by another run: wait for its end"
         raise ValueError(f"{problem}, or name another folder") from None
-    others = [p for p in save_dir.iterdir() if CHECKPOINT.fullmatch(p.name) and not p.is_dir()]
-    if model.exists() and not is_model(model):
-        others.append(model)
-    if others:
+    except OSError as error:
+        problem = f"{where} cannot be written ({error.strerror})"
+        raise ValueError(f"{problem}: name another folder") from None
+    own = {*checkpoints(save_dir), *models(save_dir)}
+    if others := sorted({*save_dir.glob(CHECKPOINT), *save_dir.glob("hf")} - own):
         problem = f"{others[0]} is not of a run, and a run writes a folder of this name"
         raise ValueError(f"{problem}: rename it, or set checkpoint.save_dir to another folder")
     return lock
-
-
-def is_model(folder: Path) -> bool:
-    """Whether it is a model in Hugging Face's form, as every finished run leaves one."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: float) -> None:
@@ -73,7 +68,11 @@ def find_start(load_path: str | None, save_dir: Path) -> Path | None:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    return [p for p in save_dir.glob("step-*") if CHECKPOINT.fullmatch(p.name) and p.is_dir()]
+    return [path.parent for path in save_dir.glob(f"{CHECKPOINT}/state.json")]
+
+
+def models(save_dir: Path) -> list[Path]:  # at most one
+    return [path.parent for path in save_dir.glob("hf/generation_config.json")]
 
 
 def delete_older(folder: Path, keep: int) -> None:
@@ -85,7 +84,8 @@ def delete_older(folder: Path, keep: int) -> None:
 
 def clean_up(save_dir: Path) -> list[Path]:
     """Delete what killed saves have left, and return what that was."""
-    leftovers = [p for p in save_dir.glob(".*") if LEFTOVER.fullmatch(p.name) and p.is_dir()]
+    names = [f".{name}.{end}" for name in (CHECKPOINT, "hf") for end in ("partial", "deleted")]
+    leftovers = [path for name in names for path in save_dir.glob(name) if path.is_dir()]
     for path in leftovers:
         shutil.rmtree(path)
     return leftovers
@@ -97,11 +97,10 @@ def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
     A run resumed from `newer_than` moves only the checkpoints after it: otherwise "latest" could
     one day find a step of the abandoned branch.
     """
-    earlier, model, metrics = checkpoints(save_dir), save_dir / "hf", save_dir / "metrics.jsonl"
+    metrics = save_dir / "metrics.jsonl"
+    earlier = [*checkpoints(save_dir), *models(save_dir), *([metrics] * metrics.is_file())]
     if newer_than:
-        earlier = [path for path in earlier if path.name > newer_than.name]
-    else:
-        earlier += [model] * is_model(model) + [metrics] * metrics.is_file()
+        earlier = [path for path in checkpoints(save_dir) if path.name > newer_than.name]
     if not earlier:
         return None
     numbered = (save_dir / f"earlier-{number}" for number in itertools.count(1))

@@ -26,10 +26,9 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model was trained on."""
-        if self.tokens_seen is None:
-            return self.step * self.config.tokens_per_step  # all batches had one size
-        return self.tokens_seen
+        """Tokens that the model was trained on; in older checkpoints, all batches had one size."""
+        seen = self.tokens_seen
+        return self.step * self.config.tokens_per_step if seen is None else seen
 
 
 def metadata_of(config: Config, model_config: ModelConfig, **counts: int) -> dict:
@@ -43,8 +42,8 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         problems = list(_problems(folder, metadata))
     except ValidationError as error:
-        found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
-        problems = [": ".join(filter(None, ("state.json", *parts))) for parts in found]
+        problems = [".".join(map(str, e["loc"])) + f": {e['msg']}" for e in error.errors()]
+        problems = [f"state.json: {problem.removeprefix(': ')}" for problem in problems]
     except OSError as error:
         problems = [str(error)]
     if problems:
@@ -58,7 +57,7 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
 def _problems(folder: Path, metadata: Metadata) -> Iterator[str]:
     if metadata.skipped_steps > metadata.step:
         yield f"state.json: {metadata.skipped_steps} of {metadata.step} steps skipped"
-    if CHECKPOINT.fullmatch(folder.name) and folder.name != f"step-{metadata.step:08d}":
+    if folder.match(CHECKPOINT) and folder.name != f"step-{metadata.step:08d}":
         yield f"state.json: step is {metadata.step}, unlike the folder's name"
     if absent := {"model", "training", "dataset"} - metadata.config.model_fields_set:
         yield f"state.json: config lacks {', '.join(sorted(absent))}"
@@ -97,9 +96,8 @@ def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     """Every setting that changes what is learned and differs from the saved run's."""
 
     def settings(config: Config) -> dict[str, object]:
-        training = config.training.model_dump(exclude=NOT_LEARNED).items()
-        learned = {"model.dtype": config.model.dtype} | {f"training.{k}": v for k, v in training}
-        return learned | config.data_order
+        training = {f"training.{k}": v for k, v in config.training if k not in NOT_LEARNED}
+        return {"model.dtype": config.model.dtype} | training | config.data_order
 
     effect = dict.fromkeys(config.data_order, "other data is seen")
     changes = _changes(settings(metadata.config), settings(config)).items()
