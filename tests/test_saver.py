@@ -1,5 +1,6 @@
 """The thread that writes checkpoints, and waits that may be longer than the timeout."""
 
+import shutil
 import threading
 import time
 from datetime import timedelta
@@ -19,7 +20,7 @@ from picotron_min.mesh import Axes, build_axes
 from picotron_min.placement import placements
 from picotron_min.runtime import saver
 from picotron_min.runtime.saver import Saver
-from tests.test_checkpoint import make_config, make_training
+from tests.test_checkpoint import make_config, make_training, names
 
 CPU = torch.device("cpu")
 SHAPES = {"model.norm.weight": (4,)}
@@ -82,6 +83,27 @@ def load_with_a_slow_rank(folder: Path) -> None:
 
 def test_loading_may_take_longer_than_the_timeout(pool, tmp_path):
     pool.run(2, load_with_a_slow_rank, tmp_path)
+
+
+def save_where_the_folder_is_deleted(folder: Path) -> None:
+    training = make_training(make_config())
+    training.save(folder, 1)
+    shutil.rmtree(folder)
+    training.save(folder, 2)
+    assert names(folder) == ["step-00000002"] and training.saver.latest.exists()
+
+    def save_and_delete(*args) -> None:
+        checkpoint.save(*args)
+        shutil.rmtree(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "save", save_and_delete)
+        with pytest.raises(OSError, match=f"cannot save {folder}/step-00000003: .*No such file"):
+            training.save(folder, 3)
+
+
+def test_a_deleted_folder_is_made_again_or_named(pool, tmp_path):
+    pool.run(1, save_where_the_folder_is_deleted, tmp_path / "run")
 
 
 def train_with_slow_initialisation() -> None:

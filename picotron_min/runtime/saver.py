@@ -63,9 +63,12 @@ class Saver:
                 files = {path.name: path.stat().st_size for path in partial.glob("*.safetensors")}
                 write_json(partial / "state.json", {"files": files, **metadata})
 
-        complete_or_absent(folder, write, self.group)
-        if dist.get_rank() == 0 and self.keep:
-            delete_older(folder, self.keep)
+        try:
+            complete_or_absent(folder, write, self.group)
+            if dist.get_rank() == 0 and self.keep:
+                delete_older(folder, self.keep)
+        except OSError as error:  # save_dir may have been deleted, or the disk be full
+            raise OSError(f"cannot save {folder}: {error}") from error
         self.latest = folder
 
     def wait(self, until_written: bool = True) -> None:
