@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from picotron_min.runtime import token_file
-from picotron_min.runtime.token_file import TextSource, prepare_tokens
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.public_models import PRESETS
+from picotron_min.runtime.token_file import open_text
 from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
 
 TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]
@@ -23,13 +25,12 @@ STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
 
 @pytest.fixture
 def prepare(tmp_path):
-    """prepare_tokens with a cache of this test's own."""
+    """open_text with a cache of this test's own."""
 
-    def prepare(name, *, vocab_size=257, num_proc=1, **options):
-        source = TextSource(str(name), **options)
-        return prepare_tokens(
-            source, vocab_size=vocab_size, cache_dir=tmp_path / "cache", num_proc=num_proc
-        )
+    def prepare(name, *, vocab_size=257, num_samples=None, **options):
+        dataset = {"name": str(name), "cache_dir": str(tmp_path / "cache"), **options}
+        config = Config(dataset=dataset, training={"num_samples": num_samples})
+        return open_text(config, PRESETS["tiny"].override(vocab_size=vocab_size))
 
     return prepare
 
@@ -153,14 +154,13 @@ def test_ids_above_gaps_in_a_small_vocabulary_are_kept(prepare, tmp_path):
         prepare(path, tokenizer=tokenizer, vocab_size=65536 + 7)
 
 
-def test_an_id_beyond_the_vocabulary_is_refused_before_two_bytes_change_it(
-    prepare, tmp_path, monkeypatch
-):
+def test_an_id_beyond_the_vocabulary_is_refused_and_never_changed(prepare, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     ids = np.array([1, 65536 + 2], np.uint32)
     monkeypatch.setattr(BytesTokenizer, "encode", lambda self, texts: [ids])
-    with pytest.raises(ValueError, match=r"'bytes' gave token id 65538, .* ends at 256: repair"):
+    with pytest.raises(ValueError, match=r"id 65538 .* vocabulary of 257: set .* to 65539 or"):
         prepare(path)
+    assert prepare(path, vocab_size=65536 + 3).tokens.tolist() == [1, 65536 + 2, 256]
 
 
 def train_tokenizer(path, special_tokens=()):
@@ -216,8 +216,19 @@ def test_a_tokenizer_with_an_unknown_end_of_text_is_refused_with_its_special_tok
 
 def test_a_json_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "mine.json").write_text('{"hello": 1}')
-    with pytest.raises(ValueError, match=r"cannot load tokenizer '.*mine.json': .*Check the"):
+    with pytest.raises(ValueError, match=r"cannot load tokenizer '.*mine.json': .*Check its files"):
         load_tokenizer(str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_whose_copy_was_cut_off_is_refused_with_the_remedy(tmp_path, name):
+    folder = save_word_tokenizer(tmp_path / "words", numbered(10), eos_token="w9")
+    path = tmp_path / "words" / name
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(
+        ValueError, match=r"cannot load tokenizer '.*words': .*\. Check its files, or"
+    ):
+        load_tokenizer(folder)
 
 
 def test_a_changed_tokenizer_folder_is_noticed(prepare, tmp_path):
@@ -302,7 +313,7 @@ def test_a_finished_cache_is_opened_without_a_lock_so_it_may_be_read_only(
 ):
     path = write_jsonl(tmp_path / "a.jsonl")
     prepare(path)
-    monkeypatch.setattr("filelock.FileLock", None)
+    monkeypatch.setattr(token_file, "FileLock", None)
     assert prepare(path).tokens.tolist() == STREAM
 
 
@@ -349,9 +360,11 @@ def test_a_process_killed_in_the_middle_leaves_nothing_half_made(prepare, tmp_pa
 def test_bytes_need_no_transformers_and_prepared_tokens_need_no_datasets(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl")
     code = (
-        "import sys; from picotron_min.runtime.token_file import TextSource, prepare_tokens;"
-        f"source = TextSource({str(path)!r});"
-        f"prepare_tokens(source, vocab_size=257, cache_dir={str(tmp_path / 'c')!r});"
+        "import sys; from picotron_min.runtime.config import Config;"
+        "from picotron_min.runtime.public_models import PRESETS;"
+        "from picotron_min.runtime.token_file import open_text;"
+        f"dataset = {{'name': {str(path)!r}, 'cache_dir': {str(tmp_path / 'cache')!r}}};"
+        "open_text(Config(dataset=dataset), PRESETS['tiny']);"
         "print('transformers' in sys.modules, 'datasets' in sys.modules)"
     )
     for expected in ("False True", "False False"):
@@ -364,15 +377,15 @@ MISTAKES = {  # what is on disk, the options, the message
     "only empty documents": (
         {"a.jsonl": '{"text": ""}\n' * 3},
         {},
-        "all of its documents are empty",
+        "holds only empty documents",
     ),
     "a missing column": (
         {"a.jsonl": '{"body": "x", "n": 1}'},
         {},
-        r"no column 'text': set dataset.text_column to one of \['body', 'n'\]",
+        r"no text in column 'text': set .*text_column to .* {'body': 'string', 'n': 'int64'}",
     ),
-    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "column 'text' .* holds int64, not text"),
-    "lists for text": ({"a.jsonl": '{"text": ["x"]}'}, {}, "column 'text' .* not text"),
+    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "column 'text': .* {'text': 'int64'}"),
+    "lists for text": ({"a.jsonl": '{"text": ["x"]}'}, {}, "no text in column 'text'"),
     "a null": ({"a.jsonl": '{"text": "x"}\n{"text": null}'}, {}, r"row 1 of .* has no text \(null"),
     "a null among processes": (
         {"a.jsonl": '{"text": "x"}\n' * 5 + '{"text": null}'},
@@ -382,7 +395,11 @@ MISTAKES = {  # what is on disk, the options, the message
     "a split of a file": ({"a.txt": "x"}, {"split": "test"}, r"no split 'test': .* \['train'\]"),
     "a subset of a file": ({"a.txt": "x"}, {"subset_name": "en"}, "subset_name='en' .* to null"),
     "broken JSON": ({"a.jsonl": '{"text": '}, {}, "cannot read dataset .*a.jsonl"),
-    "not UTF-8": ({"a.txt": b"\xff\xfe"}, {}, "cannot read dataset .* can't decode byte 0xff"),
+    "not UTF-8": (
+        {"text/a.txt": "x", "text/b.txt": b"\xff\xfe"},
+        {},
+        "text/b.txt is not text in UTF-8: convert or remove it",
+    ),
     "an unknown kind": (
         {"a.docx": "x"},
         {},

@@ -11,8 +11,8 @@ def hub_answers(endpoint: str, seconds: float = 4.0) -> bool:
     if urllib.request.getproxies():
         return True
     url = urlsplit(endpoint)
-    address = (url.hostname, url.port or {"http": 80}.get(url.scheme, 443))
-    connect = f"import socket; socket.create_connection({address}, {seconds})"
+    port = url.port or (80 if url.scheme == "http" else 443)
+    connect = f"import socket; socket.create_connection({(url.hostname, port)}, {seconds})"
     try:  # in a process, as looking up a name has no time limit; it needs time to start
         command = [sys.executable, "-c", connect]
         return not subprocess.run(command, capture_output=True, timeout=2 * seconds).returncode

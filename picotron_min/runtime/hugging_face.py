@@ -1,5 +1,6 @@
 """Models in Hugging Face's form, a folder of safetensors and config.json: read and written."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     folder = _find_folder(name)
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:  # other files can run code
-        remedy = "save it with transformers' save_pretrained"
-        raise ValueError(f"model.weights={name} has no .safetensors file: {remedy}")
+        problem = f"model.weights={name} has no .safetensors file"
+        raise ValueError(f"{problem}: save it with transformers' save_pretrained")
     shapes, tied = model_config.parameter_shapes(), model_config.tie_word_embeddings
     found, problems = _match(paths, shapes | ({HEAD: shapes[EMBEDDING]} if tied else {}))
     missing = shapes.keys() - found
@@ -39,7 +40,7 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     problems += _config_problems(folder / "config.json", model_config, given)
     if problems:
         about = f"model.weights={name} is not the model of this config: does model.name fit it?"
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        more = [f"and {len(problems) - 20} more"] * (len(problems) > 20)
         raise ValueError("\n".join([about, *sorted(problems)[:20], *more]))
     if tied and HEAD in found:  # files of a tied model may have both
         head, embedding = (open_safetensors(found[k]).get_tensor(k) for k in (HEAD, EMBEDDING))
@@ -50,11 +51,10 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
 
 
 def _find_folder(name: str) -> Path:
-    folder = Path(name).expanduser()
-    if folder.is_file():
+    if os.path.isfile(name):
         raise ValueError(f"model.weights={name} is a file: name its folder")
-    if folder.is_dir():
-        return folder
+    if os.path.isdir(name):
+        return Path(name)
     from huggingface_hub import snapshot_download
 
     try:
@@ -121,15 +121,14 @@ def export_hf(
     The others wait in `group`, which needs a long timeout, for rank 0 to join the parts.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    end_of_text = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
 
     def write(partial: Path) -> None:
         save(partial, weights, group, enable_consolidation=True)
         if dist.get_rank() == 0:
             shutil.rmtree(partial / "sharded")  # what the consolidated files were made from
-            about = to_hf(model_config) | {"dtype": dtype} | end_of_text
-            write_json(partial / "config.json", about)
-            write_json(partial / "generation_config.json", end_of_text)
+            write_json(partial / "config.json", to_hf(model_config) | {"dtype": dtype} | end_ids)
+            write_json(partial / "generation_config.json", end_ids)
             tokenizer.save(partial)
 
     complete_or_absent(folder, write, group)

@@ -17,7 +17,7 @@ from picotron_min.runtime.folders import find_start, lock_folder
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device
 from picotron_min.runtime.metadata import Metadata, read_to_resume
-from picotron_min.runtime.token_file import TextSource, TokenFile, prepare_tokens
+from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -74,14 +74,6 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     lock = lock_folder(save_dir) if launch.rank == 0 else None
     data = (tokenizer, text, batches)
     return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
-
-
-def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
-    """The tokens of the dataset, made now if no run has made them before."""
-    d, V = config.dataset, model_config.vocab_size
-    text = (d.name, d.subset_name, d.split, d.text_column)
-    source = TextSource(*text, config.training.num_samples, config.tokenizer)
-    return prepare_tokens(source, vocab_size=V, cache_dir=d.cache_dir, num_proc=d.num_proc)
 
 
 def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resumed: int) -> Batches:

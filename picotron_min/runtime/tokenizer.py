@@ -1,5 +1,6 @@
 """Text to token ids: one byte a token, which needs nothing, or any Hugging Face tokenizer."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 class BytesTokenizer:
     """A token is a byte of UTF-8: ids 0 to 255 are the bytes, 256 is end of text."""
 
-    name = "bytes"
     vocab_size = 257  # the largest id + 1: vocabularies can have gaps
     eos_token_id = 256  # end of text, which separates documents
 
@@ -16,7 +16,7 @@ class BytesTokenizer:
         """The ids of each text, unsigned, with no special tokens added."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
         from tokenizers import Tokenizer as Backend
         from tokenizers import decoders, models, pre_tokenizers
@@ -28,7 +28,6 @@ class BytesTokenizer:
         backend = Backend(models.BPE(ids, []))  # with no merges, no token is longer than a byte
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([END_OF_TEXT[0]])
         options = {"eos_token": END_OF_TEXT[0], "clean_up_tokenization_spaces": False}
         PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(folder)
 
@@ -43,23 +42,23 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        self.name, path = name, _local_path(name)
+        source = _folder_or_file(name)
         try:
-            if path.is_file():
-                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            if os.path.isfile(source):
+                tokenizer = PreTrainedTokenizerFast(tokenizer_file=source)
             else:  # a folder, or on the hub
-                source = str(path) if path.exists() else name
                 tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".: ")
-            problem = f"cannot load tokenizer {name!r}: {reason}. Check the spelling and network"
+            check = "its files" if os.path.exists(source) else "the spelling and network"
             remedy = 'set dataset.tokenizer to "bytes" or to a folder that holds a tokenizer'
-            raise ValueError(f"{problem}, or {remedy}") from error
+            problem = f"cannot load tokenizer {name!r}: {reason}. Check {check}, or {remedy}"
+            raise ValueError(problem) from error
         vocabulary = tokenizer.get_vocab()
         if tokenizer.eos_token_id is None:
             tokenizer.eos_token = next((t for t in END_OF_TEXT if t in vocabulary), None)
         if tokenizer.eos_token_id is None:
-            folder = path if path.is_dir() else "a folder where its file is called tokenizer.json"
+            folder = source if os.path.isdir(source) else "a folder with it as tokenizer.json"
             special = ", ".join(tokenizer.get_added_vocab()) or "none"
             problem = f"tokenizer {name!r} has no end-of-text token to put between documents"
             remedy = f'{{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json in {folder}'
@@ -73,7 +72,7 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.array(row, dtype=np.uint32) for row in ids]
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
 
 
@@ -87,10 +86,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def tokenizer_files(name: str) -> list[Path]:
     """The local files that a tokenizer is read from."""
-    path = _local_path(name)
-    return [file for file in [path, *sorted(path.glob("*"))] if file.is_file()]
+    path = Path(_folder_or_file(name))
+    return [file for file in (path, *sorted(path.glob("*"))) if file.is_file()]
 
 
-def _local_path(name: str) -> Path:
-    path = Path(name).expanduser()
-    return path.parent if path.name == "tokenizer.json" and path.is_file() else path  # for settings
+def _folder_or_file(name: str) -> str:
+    """A tokenizer.json is read as its folder, which has settings beside it."""
+    folder, file = os.path.split(name)
+    return (folder or ".") if file == "tokenizer.json" and os.path.isfile(name) else name
