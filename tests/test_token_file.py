@@ -400,6 +400,16 @@ MISTAKES = {  # what is on disk, the options, the message
         {},
         "text/b.txt is not text in UTF-8: convert or remove it",
     ),
+    "not UTF-8 in JSON": (
+        {"text/a.jsonl": '{"text": "x"}', "text/b.jsonl": b'{"text": "\xff\xfe"}'},
+        {},
+        "text/b.jsonl is not text in UTF-8: convert or remove it",
+    ),
+    "not UTF-8 among processes": (
+        {"a.jsonl": b'{"text": "x"}\n' * 5 + b'{"text": "\xff\xfe"}'},
+        {"num_proc": 2},
+        "a.jsonl is not text in UTF-8: convert or remove it",
+    ),
     "an unknown kind": (
         {"a.docx": "x"},
         {},

@@ -77,7 +77,7 @@ def _find_files(config: Config) -> tuple[str, list[Path]]:
     """
     name, subset = config.dataset.name, config.dataset.subset_name
     path = Path(name).resolve()
-    if name != "stdlib" and not path.exists():
+    if name != "stdlib" and not os.path.exists(path):
         if name.count("/") == 1:
             return "hub", []
         # `datasets` would read "text" as all files in the working folder.
@@ -133,6 +133,9 @@ def _write_token_file(folder: Path, config: Config, loader: str, files: list[Pat
         metadata |= {"tokenizer_vocab_size": tokenizer.vocab_size, "source": _source(config)}
         write_json(done / "metadata.json", metadata)
         os.replace(done, folder)
+    except UnicodeDecodeError as error:  # it has the bytes of a document, and names no file
+        file = next((f for f in files if error.object in f.read_bytes()), config.dataset.name)
+        raise ValueError(f"{file} is not text in UTF-8: convert or remove it") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -155,9 +158,8 @@ def _load_splits(config: Config, loader: str, files: list[Path], aside: Path) ->
         return datasets.load_dataset(loader, data_files=paths, cache_dir=aside, **options)
     except Exception as error:
         cause = error.__cause__ or error
-        if isinstance(cause, UnicodeDecodeError):  # of a whole file, which it does not name
-            file = next((file for file in files if file.read_bytes() == cause.object), name)
-            raise ValueError(f"{file} is not text in UTF-8: convert or remove it") from error
+        if isinstance(cause, UnicodeDecodeError):  # see _write_token_file
+            raise cause from None
         reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0].rstrip('.')}"
         if loader != "hub":
             raise ValueError(f"cannot read dataset {name!r}: {reason}") from error

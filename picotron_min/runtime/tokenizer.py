@@ -87,7 +87,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenizer_files(name: str) -> list[Path]:
     """The local files that a tokenizer is read from."""
     path = Path(_folder_or_file(name))
-    return [file for file in (path, *sorted(path.glob("*"))) if file.is_file()]
+    files = sorted(path.glob("*")) if os.path.isdir(path) else [path]
+    return [file for file in files if os.path.isfile(file)]
 
 
 def _folder_or_file(name: str) -> str:
