@@ -28,8 +28,8 @@ class BytesTokenizer:
         backend = Backend(models.BPE(ids, []))  # with no merges, no token is longer than a byte
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        options = {"eos_token": END_OF_TEXT[0], "clean_up_tokenization_spaces": False}
-        PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(folder)
+        whole = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT[0])
+        whole.save_pretrained(folder)
 
 
 # Those of public models, for tokenizers whose files do not name theirs.
