@@ -550,6 +550,7 @@ def test_a_local_tokenizer_must_fit_the_vocabulary(tmp_path):
     Path(file).write_text("no tokenizer")
     (problem,) = problems({"dataset": {"tokenizer": file}})
     assert f"dataset.tokenizer={file}: cannot read {file}: " in problem
+    assert problem.endswith("Repair the file, or name another tokenizer")
 
 
 def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
@@ -580,3 +581,19 @@ def test_bytes_in_a_vocabulary_that_is_given_or_a_little_larger_are_accepted():
     parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 49_152}, "dataset": dataset})
     parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 257}, "dataset": dataset})
     parse_config({"model": {"vocab_size": 512}})
+
+
+@pytest.mark.parametrize(
+    "key,expected",
+    [
+        ("checkpoint.save_dir", "cannot be written, since a name in it is too long"),
+        ("dataset.cache_dir", "cannot be written, since a name in it is too long"),
+        ("logging.metrics_file", "cannot be written, since a name in it is too long"),
+        ("checkpoint.load_path", "is no checkpoint"),
+        ("dataset.tokenizer", "there is no"),
+    ],
+)
+def test_a_name_that_no_file_system_allows_is_refused_with_its_key(tmp_path, key, expected):
+    (section, name), path = key.split("."), f"{tmp_path}/{'x' * 256}"
+    (problem,) = problems({section: {name: path}})
+    assert problem.startswith(f"{key}={path}") and expected in problem

@@ -72,7 +72,7 @@ def _path_problems(config: Config) -> Iterator[str]:
         if key.endswith(("_dir", "_file")) and (path := attrgetter(key)(config)):
             yield from _unwritable(key, path, "folder" if key.endswith("_dir") else "file")
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
-    if load_path not in (None, "latest") and not Path(load_path, "state.json").is_file():
+    if load_path not in (None, "latest") and not os.path.isfile(f"{load_path}/state.json"):
         saved = Path(save_dir).glob("step-*/state.json")
         example = max(saved, default=Path(save_dir, "step-00000010/state.json")).parent
         why = f"checkpoint.load_path={load_path} is no checkpoint (no state.json)"
@@ -117,6 +117,8 @@ def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
         yield f"{problem} {there} is a {is_kind}: name another {kind}"
     elif not os.access(there, os.W_OK):
         yield f"{problem} you may not write to {there}: name another"
+    elif any(len(os.fsencode(part)) > 255 for part in whole.parts):
+        yield f"{problem} a name in it is too long: use up to 255 bytes"
 
 
 def resolve_model(config: Config) -> ModelConfig:
@@ -199,11 +201,12 @@ def _count_ids(tokenizer: str) -> int:
     if tokenizer == "bytes":
         return 257  # 256 bytes and end of text
     path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
-    if not path.is_file():
+    if not os.path.isfile(path):
         return 0
     from tokenizers import Tokenizer
 
     try:
         return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
     except Exception as error:  # the package raises nothing narrower
-        raise ConfigError(f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}") from None
+        problem = f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}"
+        raise ConfigError(f"{problem}. Repair the file, or name another tokenizer") from None
