@@ -1,8 +1,7 @@
 """How do all ranks agree on who trains on which piece of a text, without a message?
 
-All documents are joined into one stream, an end-of-text token (E) after each. Sequences are slices
-of S + 1 tokens; each token but the first is the target of the one before it. The end of the stream
-is held out.
+All documents are joined into one stream, an end-of-text token (E) after each. Its end is held out.
+Sequences are slices of S + 1 tokens; each token but the first is the target of the one before it.
 
     stream      t h e   c a t E a   d o g E r a i n E ...  | ... f o x E        S = 4
     sequence 0  [t h e _]c                     to train on | to validate on
@@ -15,9 +14,8 @@ two dp ranks, two micro-batches and two rows each, a step uses the next G = 8 se
     dp rank         0  |   1   |   0   |   1   ||   0   |   1   | ...
     micro-batch         0      |       1       ||       0       | ...
 
-So a batch is a function of (seed, tokens seen before, micro-batch, dp rank), which every rank of a
-pipeline, tensor or context group computes for itself. Layouts with the same G train alike.
-In production: `torchdata.stateful_dataloader`.
+So a batch is a function of (seed, tokens seen before, micro-batch, dp rank), and needs no message.
+Layouts with the same G train alike. In production: `torchdata.stateful_dataloader`.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -37,14 +35,16 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, S/cp]
     targets: torch.Tensor  # [B, S/cp], IGNORE_INDEX where there is nothing to predict
-    num_targets: int  # that are not ignored
+
+    @property
+    def num_targets(self) -> torch.Tensor:
+        return (self.targets != IGNORE_INDEX).sum()  # on a GPU: the host does not wait for it
 
     def to(self, device: torch.device) -> "Batch":
         """A GPU copies the tokens from pinned memory by itself, while the host continues."""
         if device.type == "cpu":
             return self
-        copies = (x.pin_memory().to(device, non_blocking=True) for x in self[:2])
-        return Batch(*copies, self.num_targets)
+        return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in self))
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Batches:
         cut = num_tokens - held_out
         self.num_sequences = (cut - 1) // S  # to train on
         # In a random but fixed order: the first few are a fair sample of all that is held out.
-        sample = np.random.default_rng(0).permutation((held_out - 1) // S if held_out else 0)
+        sample = np.random.default_rng(0).permutation(max(0, held_out - 1) // S)
         self._eval_starts = cut + S * sample[: self.eval_batches * self.global_batch]
         self.num_eval_sequences = len(self._eval_starts)
         self.num_eval_batches = -(-self.num_eval_sequences // self.global_batch)  # rounded up
@@ -108,22 +108,20 @@ class Batches:
 
     def eval_batch(self, index: int, micro_batch: int) -> Batch:
         """One micro-batch of held-out text, index in range(num_eval_batches)."""
-        places = [index * self.global_batch + j for j in self._places(micro_batch)]
-        starts = [self._eval_starts[n] for n in places if n < self.num_eval_sequences]
-        # Rows with ignored targets fill the last batch, so sum up losses and numbers of targets: a
-        # mean of the batches' means would weigh the last one wrongly.
-        batch = self._read(starts + [self._eval_starts[-1]] * (len(places) - len(starts)))
-        batch.targets[len(starts) :] = IGNORE_INDEX
-        return batch._replace(num_targets=batch.targets[: len(starts)].numel())
+        places = index * self.global_batch + self._places(micro_batch)
+        batch = self._read(self._eval_starts.take(places, mode="clip"))
+        # Some rows of the last batch only fill it. So sum up losses and numbers of targets: a mean
+        # of the batches' means would weigh the last one wrongly.
+        batch.targets[places >= self.num_eval_sequences] = IGNORE_INDEX
+        return batch
 
-    def _places(self, micro_batch: int) -> range:
+    def _places(self, micro_batch: int) -> np.ndarray:
         """This rank's rows in the global batch."""
         assert 0 <= micro_batch < self.num_micro_batches, f"there is no micro-batch {micro_batch}"
         first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
-        return range(first, first + self.micro_batch_size)
+        return np.arange(first, first + self.micro_batch_size)
 
-    def _read(self, starts: list[int]) -> Batch:
+    def _read(self, starts: list[int] | np.ndarray) -> Batch:
         rows = np.stack([self.tokens[i : i + self.seq_length + 1] for i in starts], dtype=np.int64)
         rows = torch.from_numpy(rows)  # [B, S + 1]
-        tokens, targets = rows[:, self.positions], rows[:, self.positions + 1]
-        return Batch(tokens, targets, targets.numel())
+        return Batch(rows[:, self.positions], rows[:, self.positions + 1])

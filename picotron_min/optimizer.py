@@ -66,10 +66,6 @@ def squared_norm(
     return torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
 
 
-class Diverged(FloatingPointError):
-    """Gradients are not finite any more; resuming would end in the same way."""
-
-
 class SkippedSteps:
     """Steps whose gradient was not finite: the weights were left as they were."""
 
@@ -78,21 +74,18 @@ class SkippedSteps:
         self.has_learned = False  # in this process
 
     def record(self, step: int, norm: float) -> bool:
-        """True if this step must be skipped; raises Diverged at the third in a row."""
+        """True if this step must be skipped; FloatingPointError at the third in a row."""
         if math.isfinite(norm):
             self.in_a_row, self.has_learned = 0, True
             return False
-        self.total += 1
-        self.in_a_row += 1
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if self.in_a_row < 3:  # a single batch may overflow
             return True
-        if self.has_learned:  # else the weights at the start are the cause
-            raise Diverged(
-                f"the gradient was not finite in 3 steps in a row, up to step {step}: the run has"
-                " diverged. Resume from a checkpoint well before, named in checkpoint.load_path,"
-                " with a lower learning_rate or grad_clip; or start again with more warmup_steps"
-            )
-        raise Diverged(
-            "the gradient was not finite in the first 3 steps, before any weight was changed: the"
-            " weights at the start are not finite, or much too large. Start from others"
+        raise FloatingPointError(  # a resume from the last checkpoint would end in the same way
+            f"the gradient was not finite in 3 steps in a row, up to step {step}: the run has"
+            " diverged. Resume from a checkpoint well before, named in checkpoint.load_path, with a"
+            " lower learning_rate or grad_clip; or start again with more warmup_steps"
+            if self.has_learned
+            else "the gradient was not finite in the first 3 steps, before any weight was changed:"
+            " the weights at the start are not finite, or much too large. Start from others"
         )

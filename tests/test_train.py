@@ -31,7 +31,7 @@ from picotron_min.data import Batch
 from picotron_min.layout import Layout, Recipe
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
-from picotron_min.optimizer import Diverged, learning_rate_at
+from picotron_min.optimizer import learning_rate_at
 from picotron_min.runtime import draw, inputs, token_file
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
@@ -527,7 +527,7 @@ def check_skipped_steps(optimizer: str) -> None:
         State(training).assert_equal(before)
     run_steps(training, range(2), bad_step=0)
     run_steps(training, range(2, 3), bad_step=2)
-    with pytest.raises(Diverged, match="3 steps in a row, up to step 5"):
+    with pytest.raises(FloatingPointError, match="3 steps in a row, up to step 5"):
         for step in (3, 4):
             run_steps(training, range(step, step + 1), bad_step=step)
 
@@ -542,12 +542,11 @@ def ignore_most_targets(training: Training) -> set[int]:
     batch, counts = training.data.batch, set()
 
     def masked(step: int, micro_batch: int) -> Batch:
-        tokens, targets, _ = batch(step, micro_batch)
+        tokens, targets = batch(step, micro_batch)
         ignored = training.data.positions >= tokens[:, :1] % 17
         targets = targets.masked_fill(ignored, IGNORE_INDEX)
-        num_targets = (targets != IGNORE_INDEX).sum().item()
-        counts.add(num_targets)
-        return Batch(tokens, targets, num_targets)
+        counts.add((targets != IGNORE_INDEX).sum().item())
+        return Batch(tokens, targets)
 
     training.data.batch = masked
     return counts
