@@ -7,7 +7,6 @@ So every layout starts from bit-identical weights, and no two tensor-parallel ra
 
 import hashlib
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,10 @@ from picotron_min.placement import Placement, part
 
 
 def initialise(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: dict[str, nn.Parameter],
     model_config: ModelConfig,
     seed: int,
-    placements: Mapping[str, Placement],
+    placements: dict[str, Placement],
     axes: Axes,
 ) -> None:
     """Give parameters, by their saved names, their initial weights, in place."""

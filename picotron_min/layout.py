@@ -1,11 +1,12 @@
 """How a run is laid out over processes, and what a step computes, as plain numbers.
 
-Standard library only. Sizes are in ranks, which are numbered row by row over (pp, dp, cp, tp):
+Ranks are numbered row by row over (pp, dp, cp, tp):
 
     pp 2, dp 2, tp 2     pp 0   dp 0: ranks 0 1    dp 1: ranks 2 3
                          pp 1   dp 0: ranks 4 5    dp 1: ranks 6 7
 
-so the ranks of a tensor-parallel group, which communicate most, are neighbours and share a node.
+So tensor-parallel ranks, which communicate most, are neighbours and share a node.
+Standard library only.
 """
 
 import math
@@ -49,8 +50,7 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank is in the grid; known before there is any process group."""
-        grid = list(product(*map(range, self.sizes)))  # the last axis changes fastest
-        return Coordinates(*grid[rank])
+        return Coordinates(*list(product(*map(range, self.sizes)))[rank])  # the last is fastest
 
 
 @dataclass(frozen=True)

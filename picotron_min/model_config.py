@@ -21,7 +21,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that defines a Llama but its weights. Raises ValueError for numbers that define none."""
+    """All that defines a Llama but its weights. Raises ValueError if numbers contradict others."""
 
     vocab_size: int
     hidden_size: int
@@ -37,9 +37,6 @@ class ModelConfig:
     max_position_embeddings: int = 2048  # the longest sequence that it is meant for
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
         heads, kv_heads, E = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
         if heads % kv_heads:
             why = f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
