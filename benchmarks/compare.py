@@ -68,7 +68,7 @@ from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
 from picotron_min.initialise import initial_std, initial_weight, initialise
-from picotron_min.loss import head_loss
+from picotron_min.loss import head_loss, stripe_loss
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
@@ -329,7 +329,7 @@ def checkpoint_saves(place: Place, in_background: bool) -> Step:
 
 
 def fused_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return head_loss(x, weight, targets)
+    return head_loss(x, weight, targets, stripe_loss)
 
 
 def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

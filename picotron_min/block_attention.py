@@ -18,10 +18,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.loss import wide_dtype
-from picotron_min.model import FlashAttention, RepeatedAttention, SoftmaxAttention
+from picotron_min.loss import wide
+from picotron_min.model import FlashAttention, SoftmaxAttention, attention_scores
 
 aten = torch.ops.aten
 
@@ -41,13 +42,9 @@ def merge_blocks(out_1, lse_1, out_2, lse_2) -> tuple[Tensor, Tensor]:
     return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
 
 
-def wide(x: Tensor) -> Tensor:  # sums over blocks would lose digits in bfloat16
-    return x.to(wide_dtype(x))
-
-
 def attend_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """A block step by step; row i sees columns 0..i if causal. The other kernels equal it."""
-    scores = _scores(q, k, is_causal)
+    scores = attention_scores(q, k, is_causal)
     lse = scores.logsumexp(-1)  # [B, K, Q/K, S]
     p = (scores - lse[..., None]).exp().to(v.dtype)
     return (p @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
@@ -56,7 +53,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tens
 def attend_block_backward(gradient, q, k, v, out, lse, is_causal) -> tuple[Tensor, Tensor, Tensor]:
     # dv = p^T dout    dp = dout v^T    ds = p (dp - sum(dout out)), and through s = q k / sqrt(D)
     # dq = ds k / sqrt(D)               dk = ds^T q / sqrt(D)
-    scores = _scores(q, k, is_causal)
+    scores = attention_scores(q, k, is_causal)
     q, gradient, out, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, gradient, out, lse))
     p = (scores - lse[..., None]).exp()
     dv = (p.to(v.dtype).mT @ gradient).sum(2)  # over the query heads that share v
@@ -64,14 +61,6 @@ def attend_block_backward(gradient, q, k, v, out, lse, is_causal) -> tuple[Tenso
     ds = p * (dp - (gradient * out).sum(-1, keepdim=True))
     ds = (ds / math.sqrt(q.shape[-1])).to(q.dtype)
     return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ q).sum(2), dv
-
-
-def _scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """-> [B, K, Q/K, S, S'], float32 or better"""
-    q = q.unflatten(1, (k.shape[1], -1))
-    scores = wide(q @ k[:, :, None].mT) / math.sqrt(q.shape[-1])
-    future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, -math.inf) if is_causal else scores
 
 
 def _flash_cpu(q, k, v, is_causal):
@@ -101,6 +90,16 @@ def _flash_cuda_backward(gradient, q, k, v, out, lse, is_causal):
 SOFTMAX = Kernel(attend_block, attend_block_backward)
 FLASH_CPU = Kernel(_flash_cpu, _flash_cpu_backward)
 FLASH_CUDA = Kernel(_flash_cuda, _flash_cuda_backward)
+
+
+class RepeatedAttention(nn.Module):
+    """Where no flash kernel fits: torch's efficient kernel, which needs equal head counts."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        with torch.autocast(q.device.type, enabled=False):  # it would cast to bfloat16 again
+            out = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), is_causal=True)
+        return out.to(q.dtype)  # backward keeps K and V, 8 B Q S D bytes, and no [S, S] matrix
 
 
 def choose_attention(

@@ -1,7 +1,6 @@
 """Context parallelism: every sequence is cut over ranks, and attention reaches across the cuts.
 
-Only attention needs more than a rank's own S/n tokens of a sequence: the keys and values of the
-other ranks. There are two ways to bring queries and keys together:
+Only attention needs more than a rank's own S/n tokens: the keys and values of the other ranks.
 
     ring       queries stay, keys and values go round:   rank 0 -> 1 -> 2 -> 3 -> 0
     Ulysses    an all-to-all turns [all heads, S/n] into [heads/n, all of S], another turns it back
@@ -19,7 +18,7 @@ Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Jacobs et
 """
 
 import math
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +35,14 @@ from picotron_min.model import Llama
 #     zigzag                0  1  2  3  3  2  1  0      1        (Dubey et al. 2024, section 3.3.2)
 def zigzag_positions(rank: int, size: int, seq_length: int) -> Tensor:
     """[S/n]: where in the sequence the tokens of a rank are, for the ring; 2n must divide S."""
-    if size == 1:
-        return torch.arange(seq_length)  # nothing is cut, so S may be odd
-    assert seq_length % (2 * size) == 0, f"{seq_length} positions in {2 * size} pieces"
-    pieces = torch.arange(seq_length).view(2 * size, -1)
-    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
+    can_be_cut = seq_length % (2 * size) == 0 or size == 1  # one rank has any length whole
+    assert can_be_cut, f"{seq_length} positions in {2 * size} pieces"
+    pieces = torch.arange(seq_length).tensor_split(2 * size)
+    return torch.cat((pieces[rank], pieces[-1 - rank]))
 
 
 def contiguous_positions(rank: int, size: int, seq_length: int) -> Tensor:
     """[S/n]: where in the sequence the tokens of a rank are, for Ulysses; n must divide S."""
-    assert seq_length % size == 0, f"{seq_length} positions over {size} ranks"
     return torch.arange(seq_length).view(size, -1)[rank]
 
 
@@ -79,11 +76,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel):
         kv = torch.stack((k, v))  # before head repetition: few heads travel
-        for source, (k, v) in ring(kv, axis):
-            is_own = source == axis.rank  # the first block, and the only causal one
-            rows, columns = needed_block(axis.rank, source, q.shape[2])
-            block = kernel.attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], is_own)
-            if is_own:
+        for is_own, rows, _, k, v in visible_blocks(kv, axis):
+            block = kernel.attend(q[:, :, rows], k, v, is_own)
+            if is_own:  # the first block, and the only causal one
                 out, lse = wide(block[0]), block[1]  # merged n-1 times: float32 or better
             else:
                 merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
@@ -94,32 +89,36 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        # Keys and values travel as in forward. Their gradients follow one hop behind, and each rank
+        # adds those of its block. With 4 ranks, for the keys of rank 0:
+        #     keys         rank 0 -> 1 -> 2     -> 3
+        #     gradients              1 -> 1 + 2 -> 1 + 2 + 3 -> rank 0, which adds its own block's
         (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
-        dq, own_dkv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, kv))
-        arrive = partial(torch.zeros_like, own_dkv)  # the first to add to a gradient starts at 0
-        for source, (k, v) in ring(kv, axis):
-            is_own = source == axis.rank
-            rows, columns = needed_block(axis.rank, source, q.shape[2])
+        dq, shift = torch.zeros_like(q, dtype=lse.dtype), None
+        for is_own, rows, columns, k, v in visible_blocks(kv, axis):
             d_out, q_rows, out_rows, lse_rows = (x[:, :, rows] for x in (gradient, q, out, lse))
-            k, v = k[:, :, columns], v[:, :, columns]
             dq_rows, dk, dv = ctx.kernel.backward(d_out, q_rows, k, v, out_rows, lse_rows, is_own)
             dq[:, :, rows] += dq_rows
-            # The gradient of a rank's keys starts at the next rank and is back after n-1 more hops.
-            dkv = own_dkv if is_own else arrive()
+            dkv = shift.wait() if shift else torch.zeros_like(kv, dtype=lse.dtype)
             dkv[0][:, :, columns] += dk
             dkv[1][:, :, columns] += dv
-            if not is_own:
-                arrive = Shift(dkv, axis).wait
-        return dq.to(q.dtype), *own_dkv.add_(arrive()).to(kv.dtype), None, None
+            if is_own:
+                own_dkv = dkv
+            else:
+                shift = Shift(dkv, axis)
+        if shift:
+            own_dkv += shift.wait()
+        return dq.to(q.dtype), *own_dkv.to(kv.dtype), None, None
 
 
-def needed_block(rank: int, source: int, length: int) -> tuple[slice, slice]:
-    """The rank's rows that see any of the source's columns, and these columns; `length` is S/n."""
-    # Cut, not masked: torch's kernels give a fully masked row the weight 1 (lse = 0), not 0.
-    everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    if source == rank:
-        return everything, everything  # the diagonal, where causality still masks
-    return (everything, early) if source < rank else (late, everything)  # half the work each
+def visible_blocks(kv: Tensor, axis: Axis) -> Iterator[tuple[bool, slice, slice, Tensor, Tensor]]:
+    """Each rank's block: is it our own, our rows that see any of it, the columns seen, their kv."""
+    half = kv.shape[3] // 2
+    for source, (k, v) in ring(kv, axis):
+        # Cut, not masked: torch's kernels give a fully masked row the weight 1 (lse = 0), not 0.
+        rows = slice(half if source > axis.rank else 0, None)  # later ranks: for our late piece
+        columns = slice(half if source < axis.rank else None)  # earlier ones: their early piece
+        yield source == axis.rank, rows, columns, k[:, :, columns], v[:, :, columns]
 
 
 class UlyssesAttention(nn.Module):
@@ -141,9 +140,9 @@ class UlyssesAttention(nn.Module):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, split_dim, gather_dim):
-        ctx.axis, ctx.dims = axis, (split_dim, gather_dim)
+        ctx.inverse = axis, gather_dim, split_dim
         return all_to_all(x, axis, split_dim, gather_dim)
 
     @staticmethod
     def backward(ctx, gradient):
-        return all_to_all(gradient, ctx.axis, *reversed(ctx.dims)), None, None, None
+        return all_to_all(gradient, *ctx.inverse), None, None, None

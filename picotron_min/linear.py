@@ -5,10 +5,10 @@
     dx = dy W             the layer before, at once
     dW = dy^T x           the optimizer, at the end of the step
 
-autograd computes the last two together, but the weight gradient is better computed at another
-time: while a message travels (tensor_parallel.py). So backward here computes only dx, and puts
-(layer, x, dy) into a queue; when the queue is run, dW is added to the gradient where it lies. Each
-product is a method, so that a subclass can compute it otherwise, for example in 8 bits.
+autograd computes the last two together, but dW is better computed later, while a message travels
+(tensor_parallel.py). So backward here computes only dx, and puts (layer, x, dy) into a queue. When
+the queue is run, dW is added to the gradient in place. Each product is a method, so that a subclass
+can compute it in another way, for example in 8 bits.
 
 With `copy` the products are in bfloat16. The weight itself stays in float32, because most updates
 are smaller than what bfloat16's three digits can hold (Micikevicius et al. 2018, "Mixed Precision
@@ -16,7 +16,6 @@ Training", section 3.1). In production: Megatron-LM's `gradient_accumulation_fus
 """
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,8 +30,9 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
-        # Called when a gradient was added to the weight's; set by build_buckets in parallelize.py.
-        self.gradient_arrived: Callable[[], None] = lambda: None
+
+    def gradient_arrived(self) -> None:
+        """Called when the weight's gradient has grown; build_buckets in parallelize.py sets it."""
 
     @property
     def operand(self) -> Tensor:
@@ -91,8 +91,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        ctx.queue.append((ctx.linear, x, dy))
+        ctx.queue.append((ctx.linear, *ctx.saved_tensors, dy))
         if not ctx.queue.hold:
             ctx.queue.run()
         return None, None, None, ctx.linear.input_gradient(dy)
@@ -109,8 +108,7 @@ def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def refresh_copies(model: nn.Module) -> None:
+def refresh_copies(layers: list[Linear]) -> None:
     """Copy the weights once a step, after the optimizer has changed them."""
-    for linear in linears(model).values():
-        if linear.copy is not None:
-            linear.copy.copy_(linear.weight)
+    for linear in layers:
+        linear.copy.copy_(linear.weight)

@@ -37,22 +37,15 @@ class Vocabulary:
     total: Callable[[Tensor], Tensor] = lambda x: x
 
 
-def head_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocabulary: Vocabulary = Vocabulary(),
-    stripe_rows: int | None = None,  # STRIPE_ROWS of the device
-    of_stripe: Callable[..., tuple[Tensor, Tensor]] | None = None,  # stripe_loss, maybe compiled
-) -> Tensor:
-    """x [..., E], weight [V/tp, E], targets [...] -> the summed cross entropy [], in wide_dtype.
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, of_stripe: Callable) -> Tensor:
+    """x [..., E], weight [V/tp, E], targets [...] -> the summed cross entropy [], wide.
 
     Targets: ids of the whole vocabulary, or IGNORE_INDEX. The caller sums x's gradient over ranks.
+    `of_stripe` is stripe_loss for a vocabulary.
     """
     x, targets = x.to(linear_dtype(x)).flatten(0, -2), targets.flatten()  # [N, E], [N]
-    stripe_rows, of_stripe = stripe_rows or STRIPE_ROWS[x.device.type], of_stripe or stripe_loss
     wants_gradients = torch.is_grad_enabled()  # always False inside a Function's forward
-    return _HeadLoss.apply(x, weight, targets, vocabulary, stripe_rows, of_stripe, wants_gradients)
+    return _HeadLoss.apply(x, weight, targets, of_stripe, wants_gradients)
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
@@ -61,21 +54,21 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 if x is: the precision of losses, softmax statistics and their sums."""
-    return torch.promote_types(x.dtype, torch.float32)
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is: for losses, softmax statistics and their sums."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocabulary, stripe_rows, of_stripe, wants_gradients):
-        total = x.new_zeros((), dtype=wide_dtype(x))
+    def forward(ctx, x, weight, targets, of_stripe, wants_gradients):
+        total, stripe_rows = wide(x.new_zeros(())), STRIPE_ROWS[x.device.type]
         if wants_gradients:
             ctx.dx, ctx.dw = torch.empty_like(x), torch.zeros_like(weight, dtype=total.dtype)
         weight = weight.to(x.dtype)  # here, not before: autograd would cast dw to it and back
         for start in range(0, len(x), stripe_rows):
             rows = slice(start, start + stripe_rows)
-            losses, gradient = of_stripe(x[rows], weight, targets[rows], vocabulary)
+            losses, gradient = of_stripe(x[rows], weight, targets[rows])
             total += losses.sum()
             if wants_gradients:
                 ctx.dx[rows] = gradient @ weight
@@ -88,16 +81,16 @@ class _HeadLoss(torch.autograd.Function):
         assert hasattr(ctx, "dx"), "one backward only: its gradients are scaled in place"
         dx, dw = ctx.dx.mul_(upstream), ctx.dw.mul_(upstream)
         del ctx.dx, ctx.dw
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None  # one gradient for each argument of forward
 
 
 def stripe_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary = Vocabulary()
 ) -> tuple[Tensor, Tensor]:
     """The losses of some rows, [N], and their gradient p - onehot [N, V/tp] in the dtype of x."""
     # With s the sum over the vocabulary of exp(logit - max), a token's loss is
     # log s - (its target's logit - max), and p = exp(logit - max) / s.
-    logits = (x @ weight.T).to(wide_dtype(x))
+    logits = wide(x @ weight.T)
     counts = targets != IGNORE_INDEX
     ids = targets - vocabulary.first
     is_here = counts & (ids >= 0) & (ids < logits.shape[1])

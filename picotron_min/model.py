@@ -2,10 +2,9 @@
 
     tokens -> embed_tokens -> layers: x += self_attn(norm(x)); x += mlp(norm(x)) -> norm -> lm_head
 
-It contains nothing parallel. A parallelism swaps submodules or wraps their forward, and rewrites no
-line below. That takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`);
-attention is a submodule without parameters that gets K and V before they are repeated; the model is
-one chain.
+Nothing here is parallel. A parallelism swaps submodules or wraps their forward, and changes no line
+below. That takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`); attention
+is a submodule without parameters, which gets K and V before they are repeated; a model is a chain.
 
 B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
 V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_min.linear import Linear
-from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide_dtype
+from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide
 from picotron_min.model_config import ModelConfig
 
 
@@ -91,24 +90,20 @@ class FlashAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-class RepeatedAttention(nn.Module):
-    """Where no flash kernel fits: torch's efficient kernel, which needs equal head counts."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        with torch.autocast(q.device.type, enabled=False):  # it would cast to bfloat16 again
-            out = F.scaled_dot_product_attention(*(t.float() for t in (q, k, v)), is_causal=True)
-        return out.to(q.dtype)  # backward keeps K and V, 8 B Q S D bytes, and no [S, S] matrix
-
-
 class SoftmaxAttention(nn.Module):
     """Attention written out: for `use_flash_attention: false`, and to test the others with."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        scores = (q @ k.mT).to(wide_dtype(q)) / math.sqrt(q.shape[-1])
-        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-        return scores.masked_fill(future, -math.inf).softmax(-1).to(v.dtype) @ v
+        p = attention_scores(q, k, is_causal=True).softmax(-1).to(v.dtype)
+        return (p @ v[:, :, None]).flatten(1, 2)
+
+
+def attention_scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """q k^T / sqrt(D), [B, K, Q/K, S, S']: a key head and the query heads that share it."""
+    q = q.unflatten(1, (k.shape[1], -1))
+    scores = wide(q @ k[:, :, None].mT) / math.sqrt(q.shape[-1])
+    future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf) if is_causal else scores
 
 
 class MLP(nn.Module):
@@ -133,11 +128,11 @@ class RMSNorm(nn.RMSNorm):
 class Head(nn.Linear):
     """The projection to the vocabulary, and the loss, which is all that training needs of it."""
 
-    stripe_loss = staticmethod(stripe_loss)  # or a compiled one
+    stripe_loss = staticmethod(stripe_loss)  # or that of a part of the vocabulary, or compiled
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E], targets [B, S] -> [], the sum of cross entropies; the step divides it."""
-        return head_loss(x, self.weight, targets, of_stripe=self.stripe_loss)
+        return head_loss(x, self.weight, targets, self.stripe_loss)
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:

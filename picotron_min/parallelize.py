@@ -28,7 +28,6 @@ from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.layout import Layout, Workload
 from picotron_min.linear import WeightGradients, apply_copies, apply_queue, linears, refresh_copies
-from picotron_min.loss import stripe_loss
 from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama, SoftmaxAttention
 from picotron_min.model_config import ModelConfig
@@ -52,10 +51,7 @@ class ParallelModel:
     eval_plan: Plan
     buckets: list[GradientBuckets]
     autocast: Callable[[], AbstractContextManager]  # forward and backward run in it
-
-    def refresh_copies(self) -> None:
-        for chunk in self.pipeline.chunks:
-            refresh_copies(chunk.model)
+    refresh_copies: Callable[[], None]  # of weights, to compute with in bfloat16
 
     def counted_once(self, totals: Tensor) -> Tensor:
         """The pipeline's totals where they count. Tensor-parallel ranks all have the same loss."""
@@ -85,6 +81,7 @@ def parallelize(
     positions = POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, S).to(device)
     sizes = layout.pp, workload.num_micro_batches, layout.pp_chunks
     in_bfloat16 = workload.dtype == "bfloat16"
+    copied = [x for c in chunks for x in linears(c.model).values() if x.copy is not None]
     return ParallelModel(
         axes=axes,
         placements=table,
@@ -95,6 +92,7 @@ def parallelize(
         eval_plan=build_plans(layout.pp_engine, *sizes, training=False)[axes.pp.rank],
         buckets=[buckets for chunk in chunks for buckets in build_buckets(chunk, table, axes)],
         autocast=partial(torch.autocast, device.type, torch.bfloat16, enabled=in_bfloat16),
+        refresh_copies=partial(refresh_copies, copied),
     )
 
 
@@ -177,4 +175,4 @@ def apply_compile(model: Llama) -> None:
     for layer in model.model.layers.values():  # all share the graph of one
         layer.compile(dynamic=False)  # shapes never change in a run: kernels are made for them
     if isinstance(model.lm_head, Head):
-        model.lm_head.stripe_loss = torch.compile(stripe_loss, dynamic=False)
+        model.lm_head.stripe_loss = torch.compile(model.lm_head.stripe_loss, dynamic=False)

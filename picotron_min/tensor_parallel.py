@@ -23,6 +23,7 @@ Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.p
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from picotron_min.collectives import (
     start_reduce_scatter,
 )
 from picotron_min.linear import WeightGradients
-from picotron_min.loss import Vocabulary, head_loss
+from picotron_min.loss import Vocabulary, stripe_loss
 from picotron_min.model import Head, Llama
 
 
@@ -153,20 +154,19 @@ class VocabularyParallelHead(Head):
 
     def __init__(self, weight, vocab_size: int, first: int, boundary: Boundary, queue) -> None:
         super().__init__(weight.shape[1], len(weight), bias=False, device="meta")
-        self.weight, self.vocab_size = weight, vocab_size  # weight [V/tp, E]
+        self.weight, self.first, self.vocab_size = weight, first, vocab_size  # weight [V/tp, E]
         self.boundary, self.queue, axis = boundary, queue, boundary.axis
         # Three numbers a token are reduced, never the logits: see stripe_loss.
         maximum = torch.compiler.disable(lambda x: all_reduce(x, axis, dist.ReduceOp.MAX))
         total = torch.compiler.disable(lambda x: all_reduce(x, axis))
-        self.vocabulary = Vocabulary(first, maximum, total)
+        self.stripe_loss = partial(stripe_loss, vocabulary=Vocabulary(first, maximum, total))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
-        x, targets = _enter(self.boundary, self.queue, x).flatten(0, 1), targets.flatten()
-        return head_loss(x, self.weight, targets, self.vocabulary, of_stripe=self.stripe_loss)
+        return super().loss(_enter(self.boundary, self.queue, x), targets)
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""
         part = F.linear(self.boundary.whole(x), self.weight).detach()  # [B, S, V/tp]
-        rest = self.vocab_size - self.vocabulary.first - part.shape[-1]
-        return all_reduce(F.pad(part, (self.vocabulary.first, rest)), self.boundary.axis)
+        rest = self.vocab_size - self.first - part.shape[-1]
+        return all_reduce(F.pad(part, (self.first, rest)), self.boundary.axis)

@@ -16,6 +16,7 @@ from picotron_min.block_attention import (
     FLASH_CUDA,
     SOFTMAX,
     Kernel,
+    RepeatedAttention,
     attend_block,
     attend_block_backward,
     choose_attention,
@@ -30,7 +31,7 @@ from picotron_min.context_parallel import (
 )
 from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.model import FlashAttention, RepeatedAttention, SoftmaxAttention
+from picotron_min.model import FlashAttention, SoftmaxAttention
 from tests.test_layouts import MODEL, make_config, make_training
 
 KERNELS = {"flash": FLASH_CPU, "softmax": SOFTMAX}

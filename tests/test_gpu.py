@@ -26,10 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
 from picotron_min import block_attention, parallelize
-from picotron_min.block_attention import FLASH_CUDA, choose_attention, merge_blocks
+from picotron_min.block_attention import (
+    FLASH_CUDA,
+    RepeatedAttention,
+    choose_attention,
+    merge_blocks,
+)
+from picotron_min.layout import STRIPE_ROWS
 from picotron_min.linear import linears
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
-from picotron_min.model import FlashAttention, RepeatedAttention, SoftmaxAttention
+from picotron_min.model import FlashAttention, SoftmaxAttention
 from picotron_min.runtime.failures import RollCall
 from picotron_min.runtime.launch import Launch, set_environment
 from tests.test_layouts import MODEL, make_config, make_training
@@ -427,9 +433,10 @@ def test_the_fused_loss_in_bfloat16_is_near_the_one_in_float64(compiled):
     targets = torch.randint(5000, (3000,), device=GPU)
     targets[::7] = IGNORE_INDEX
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
-    of_stripe = torch.compile(stripe_loss, dynamic=False) if compiled else None
-    with torch.autocast(GPU.type, torch.bfloat16):
-        loss = head_loss(*leaves, targets, stripe_rows=1024, of_stripe=of_stripe)
+    of_stripe = torch.compile(stripe_loss, dynamic=False) if compiled else stripe_loss
+    in_stripes = mock.patch.dict(STRIPE_ROWS, cuda=1024)
+    with in_stripes, torch.autocast(GPU.type, torch.bfloat16):
+        loss = head_loss(*leaves, targets, of_stripe)
     loss.backward()
     wide = [t.double().requires_grad_() for t in (x, weight)]
     expected = F.cross_entropy(F.linear(*wide), targets, reduction="sum")

@@ -1,11 +1,15 @@
 """The loss against torch's cross entropy, with the vocabulary whole and split over ranks."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, Vocabulary, head_loss, stripe_loss
 
 N, E, V = 23, 8, 17
@@ -32,10 +36,11 @@ def close(ours, theirs, atol=1e-12):
 
 @pytest.mark.parametrize("stripe_rows", [1, 7, 23, 1000])
 @pytest.mark.parametrize("form", [lambda loss: loss, lambda loss: 0.3 * loss, torch.square])
-def test_head_loss_and_its_gradients_equal_torch(stripe_rows, form):
+def test_head_loss_and_its_gradients_equal_torch(stripe_rows, form, monkeypatch):
+    monkeypatch.setitem(STRIPE_ROWS, "cpu", stripe_rows)
     x, weight, targets, _ = inputs()
     x.requires_grad_(), weight.requires_grad_()
-    ours = head_loss(x, weight, targets, stripe_rows=stripe_rows)
+    ours = head_loss(x, weight, targets, stripe_loss)
     theirs = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     close(ours, theirs)
     for a, b in zip(
@@ -67,7 +72,7 @@ def test_token_losses_and_their_gradients_equal_torch(contiguous):
 def test_the_inputs_of_the_loss_are_not_changed():
     x, weight, targets, _ = inputs()
     before = [t.clone() for t in (x, weight, targets)]
-    head_loss(x.requires_grad_(), weight.requires_grad_(), targets).backward()
+    head_loss(x.requires_grad_(), weight.requires_grad_(), targets, stripe_loss).backward()
     assert all(torch.equal(t, was) for t, was in zip((x, weight, targets), before, strict=True))
 
 
@@ -99,7 +104,7 @@ def test_large_logits_do_not_overflow_and_ignored_rows_have_no_gradient():
 
 def test_a_second_backward_is_refused():
     x, weight, targets, _ = inputs()
-    loss = head_loss(x.requires_grad_(), weight, targets)
+    loss = head_loss(x.requires_grad_(), weight, targets, stripe_loss)
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="one backward only"):
         loss.backward()
@@ -109,16 +114,17 @@ def test_nothing_is_kept_for_backward_without_gradients():
     x, weight, targets, _ = inputs()
     weight.requires_grad_()
     with torch.no_grad():
-        loss = head_loss(x, weight, targets)
+        loss = head_loss(x, weight, targets, stripe_loss)
     assert not loss.requires_grad
     close(loss, F.cross_entropy(x @ weight.T, targets, reduction="sum"))
 
 
-def test_bfloat16_statistics_are_in_float32():
+def test_bfloat16_statistics_are_in_float32(monkeypatch):
+    monkeypatch.setitem(STRIPE_ROWS, "cpu", 8)
     x, weight, targets, _ = inputs(torch.float32)
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = head_loss(x, weight, targets, stripe_rows=8)
+        loss = head_loss(x, weight, targets, stripe_loss)
     assert loss.dtype == torch.float32
     logits = (x.bfloat16() @ weight.bfloat16().T).float()
     close(loss, F.cross_entropy(logits, targets, reduction="sum"), atol=1e-4)
@@ -149,7 +155,8 @@ def split_losses(stripe_rows: int) -> list[float]:
     dx, dw = gradients(theirs.sum().square(), x, weight)
 
     mine = weight.detach()[rows].requires_grad_()
-    loss = head_loss(x, mine, targets, vocabulary, stripe_rows)
+    with mock.patch.dict(STRIPE_ROWS, cpu=stripe_rows):
+        loss = head_loss(x, mine, targets, partial(stripe_loss, vocabulary=vocabulary))
     my_dx, my_dw = gradients(loss.square(), x, mine)
     dist.all_reduce(my_dx)
 
