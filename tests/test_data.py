@@ -34,12 +34,16 @@ def step_sequences(ranks, step):
 
 def eval_targets(ranks):
     """All held-out targets that count, over all ranks, batches and micro-batches."""
-    targets = []
+    targets, num_targets = [], 0
     for index in range(ranks[0].num_eval_batches):
         for micro_batch in range(ranks[0].num_micro_batches):
             for rank in ranks:
-                targets += rank.eval_batch(index, micro_batch).targets.flatten().tolist()
-    return sorted(target for target in targets if target != IGNORE_INDEX)
+                batch = rank.eval_batch(index, micro_batch)
+                targets += batch.targets.flatten().tolist()
+                num_targets += batch.num_targets
+    targets = sorted(target for target in targets if target != IGNORE_INDEX)
+    assert num_targets == len(targets)
+    return targets
 
 
 def test_targets_are_the_next_tokens():
