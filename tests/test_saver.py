@@ -76,7 +76,7 @@ def load_with_a_slow_rank(folder: Path) -> None:
     make_timeouts_short(axes)
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     if dist.get_rank() == 0:
-        time.sleep(2.5)
+        time.sleep(1.5)
     load(folder / "step-00000001", declare(axes)(tensors), group)
     assert all(tensor.eq(1).all() for tensor in tensors.values())
 
@@ -113,7 +113,7 @@ def train_with_slow_initialisation() -> None:
     def slow(parameters, model_config, seed, table, axes) -> None:
         make_timeouts_short(axes)
         if dist.get_rank() == 0:
-            time.sleep(2.5)
+            time.sleep(1.5)
         initialise(parameters, model_config, seed, table, axes)
 
     with pytest.MonkeyPatch.context() as patch:
