@@ -67,6 +67,12 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         self.workers: list[Worker] = []
 
+    def start(self) -> None:
+        """Start the server, unless it runs, and wait until it has imported its modules."""
+        first = self.context.Process(target=os.getpid)
+        first.start()
+        first.join()
+
     def run(
         self, world_size: int, function: Callable, *args: Any, timeout: float = 60.0
     ) -> list[Any]:
@@ -143,6 +149,7 @@ def _serve(pipe: connection.Connection, stacks_path: str) -> None:
     if hasattr(os, "SCHED_BATCH"):
         # Eight ranks and their gloo threads share few cores: fewer switches between them.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.nice(5)  # Tests with time limits may run beside these.
     with open(stacks_path, "w") as stacks:
         # A crash writes the Python stack; so does SIGTERM, which then ends the process as usual.
         faulthandler.enable(stacks)

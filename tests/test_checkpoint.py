@@ -30,16 +30,9 @@ from picotron_min.runtime.folders import find_start
 from picotron_min.runtime.metadata import read_to_resume
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from tests.training import StepResult, Training, open_data, shard_dim
+from tests.training import SHAPE, StepResult, Training, open_data, shard_dim
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def make_config(
@@ -588,7 +581,7 @@ def slow_export(folder: Path) -> None:
 
     class SlowTokenizer(BytesTokenizer):
         def save(self, folder: Path) -> None:
-            time.sleep(3)
+            time.sleep(1.5)
 
     training.export(folder, SlowTokenizer())
 

@@ -11,7 +11,7 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import uses_hub
 from picotron_min.runtime.hub import hub_answers
 from tests.test_metadata import write_checkpoint
-from tests.test_train import ROOT, Workplace
+from tests.workplace import ROOT
 
 PROXIES = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
 
@@ -54,11 +54,6 @@ def test_behind_a_proxy_the_hub_is_taken_to_answer(listening, monkeypatch):
 )
 def test_the_hub_is_looked_for_only_if_a_name_is_on_it(sections, expected):
     assert uses_hub(Config(**sections)) is expected
-
-
-@pytest.fixture(scope="module")
-def workplace(pool, tmp_path_factory) -> Workplace:
-    return Workplace(tmp_path_factory.mktemp("hub"), pool)
 
 
 def keep_away_from_hub() -> None:

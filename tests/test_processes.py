@@ -28,15 +28,7 @@ from picotron_min.runtime.launch import (
     open_process_group,
     torchrun_launch,
 )
-from tests.test_train import Workplace, numbers
-
-
-@pytest.fixture(scope="module")
-def workplace(pool, tmp_path_factory) -> Workplace:
-    warm_up = pool.context.Process(target=shorten_waits)
-    warm_up.start()  # and with it the server that all others are forked from: some seconds
-    warm_up.join()
-    return Workplace(tmp_path_factory.mktemp("processes"), pool)
+from tests.workplace import STANDALONE, Workplace, numbers, run_main, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -456,8 +448,9 @@ def test_after_sigterm_a_run_saves_and_a_resumed_run_equals_the_unbroken_one(
 def start(workplace: Workplace, name: str, interrupts) -> multiprocessing.Process:
     """A long run in a process group of its own, in its first steps."""
     config = workplace.config(name, training={"total_train_steps": 10_000, "eval_frequency": 0})
-    arguments = (workplace.folder, config, f"{name}.txt", interrupts)
-    process = workplace.pool.context.Process(target=long_run, args=arguments)
+    output = workplace.folder / f"{name}.txt"
+    arguments = (workplace.folder, config, output, partial(lead_a_group, interrupts))
+    process = workplace.pool.context.Process(target=run_main, args=arguments)
     process.start()
     metrics = workplace.folder / "runs" / name / "metrics.jsonl"
     for _ in range(1200):
@@ -465,18 +458,12 @@ def start(workplace: Workplace, name: str, interrupts) -> multiprocessing.Proces
             return process
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    pytest.fail(f"no step in a minute:\n{(workplace.folder / f'{name}.txt').read_text()}")
+    pytest.fail(f"no step in a minute:\n{output.read_text()}")
 
 
-def long_run(folder: Path, config: str, output: str, interrupts) -> None:
+def lead_a_group(interrupts) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, interrupts)
-    os.chdir(folder)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv = ["train.py", "--config", config]
-    train.main()
 
 
 def wait_until_all_are_gone(group: int) -> None:
@@ -517,21 +504,9 @@ def test_a_second_run_in_the_same_folder_is_refused(workplace):
     assert workplace.files("busy") == []
 
 
-def torchrun(*arguments: str, main: Callable[[], None] = train.main) -> None:
-    """What torchrun does, but it forks its workers from this process, where torch is imported."""
-    from torch.distributed import run
-
-    options = run.parse_args([*arguments, "train.py"])
-    config, _, _ = run.config_from_args(options)
-    config.start_method, config.monitor_interval = "fork", 0.05
-    run.elastic_launch(config, main)()
-
-
 def torchrun_that_restarts() -> None:
     shorten_waits()
-    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port + 1}")
-    torchrun(*rendezvous, "--nproc_per_node", "2", "--max-restarts", "2", main=main_that_dies_once)
+    torchrun(*STANDALONE, "--nproc_per_node", "2", "--max-restarts", "2", main=main_that_dies_once)
     sys.exit(0)
 
 

@@ -91,14 +91,15 @@ def free_job_id() -> str:
 class Cluster:
     """A folder with a config, a text, and the stand-ins."""
 
-    def __init__(self, folder: Path, pool) -> None:
+    def __init__(self, folder: Path, shared_text: Path, pool) -> None:
         self.job_id = free_job_id()
         self.folder, self.pool, self.jobs, self.ranks = folder, pool, [], {}
         stand_ins = {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL, "torchrun": TORCHRUN}
         for name, text in stand_ins.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "text.txt").write_text("to be or not to be " * 500)
+        for name in ("text.txt", "cache"):
+            (folder / name).symlink_to(shared_text / name)
         config = {
             "distributed": {"dp_size": 2, "use_cpu": True},
             "model": {
@@ -190,8 +191,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(pool, tmp_path):
-    cluster = Cluster(tmp_path, pool)
+def cluster(pool, shared_text, tmp_path):
+    cluster = Cluster(tmp_path, shared_text, pool)
     yield cluster
     cluster.end()
 

@@ -1,25 +1,22 @@
 """train.py as its users meet it: its output, its files, its exit codes; and the one train step.
 
-Most runs call `main()` in a fork of the pool's server, which has imported torch and transformers:
-the same as `python train.py` without four seconds of imports. Three runs use a launcher, `python`
-or `torchrun`. They start together, so that both cores import.
+Most runs are forks, see workplace.py. Two are commands, of `python` and of `torchrun`, as users
+start them; both start together, so that both cores import.
 """
 
 import itertools
 import json
 import math
 import os
-import random
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -38,133 +35,20 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.inputs import open_text
 from picotron_min.runtime.launch import Launch
-from tests.test_checkpoint import SHAPE, State, make_config, make_training, run_steps
+from tests.test_checkpoint import State, make_config, make_training, run_steps
 from tests.training import Training, open_data, with_autograd
+from tests.workplace import (
+    ROOT,
+    STANDALONE,
+    STEPS,
+    Outcome,
+    Workplace,
+    numbers,
+    outcome_of,
+    torchrun,
+)
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-STEPS = 6
-SENTENCE = "the cat sat on a mat, and then it went to sleep; nobody knows why"
-
-
-class Outcome(NamedTuple):
-    code: int
-    output: str  # stdout and stderr
-    seconds: float
-
-
-class Workplace:
-    """A folder with a text in it, in which tests train as a user would."""
-
-    def __init__(self, folder: Path, pool) -> None:
-        self.folder, self.pool = folder, pool
-        text = " ".join(random.Random(0).choices(SENTENCE.split(), k=3000))
-        (folder / "text.txt").write_text(text)
-
-    def config(self, name: str, **sections) -> str:
-        """Write NAME.json, for a run that saves to runs/NAME; return the file's name."""
-        raw = {
-            "distributed": {"dp_size": 2, "use_cpu": True},
-            "model": SHAPE,
-            "training": {
-                "learning_rate": 0.01,
-                "schedule": "cosine",
-                "warmup_steps": 2,
-                "total_train_steps": STEPS,
-                "seq_length": 32,
-                "micro_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-                "eval_frequency": 3,
-                "eval_batches": 2,
-            },
-            "dataset": {"name": "text.txt", "cache_dir": "cache"},
-            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2, "keep": 0},
-            "environment": {"OMP_NUM_THREADS": "1"},
-        }
-        return self.write_config(name, raw, sections)
-
-    def short_config(self, name: str) -> str:
-        """The repository's config.json with fewer steps, for a run that saves to runs/NAME."""
-        short = {"total_train_steps": 4, "warmup_steps": 2, "eval_frequency": 2, "eval_batches": 1}
-        sections = {
-            "training": short,
-            "dataset": {"cache_dir": "cache"},
-            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2},
-        }
-        return self.write_config(name, json.loads((ROOT / "config.json").read_text()), sections)
-
-    def write_config(self, name: str, raw: dict, sections: dict) -> str:
-        for section, keys in sections.items():
-            raw[section] = raw.get(section, {}) | keys
-        (self.folder / f"{name}.json").write_text(json.dumps(raw))
-        return f"{name}.json"
-
-    def main(self, config: str, sabotage: Callable[[], None] | None = None) -> Outcome:
-        """Do what `python train.py --config CONFIG` does, after calling sabotage()."""
-        output, began = self.folder / "output.txt", time.monotonic()
-        arguments = (self.folder, config, output, sabotage)
-        process = self.pool.context.Process(target=run_main, args=arguments)
-        process.start()
-        process.join(60)
-        if process.is_alive():
-            process.kill()
-            pytest.fail(f"still running after a minute:\n{output.read_text()}")
-        return Outcome(process.exitcode, output.read_text(), time.monotonic() - began)
-
-    def command(self, *command: str) -> Outcome:
-        return outcome_of(self.start(sys.executable, *command))
-
-    def start(self, *command: str) -> subprocess.Popen:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for torchrun
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | {"COLUMNS": "200", "PATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def steps(self, run: str) -> list[dict]:
-        return [record for record in self.metrics(run) if "loss" in record]
-
-    def evaluations(self, run: str) -> list[dict]:
-        return [record for record in self.metrics(run) if "val_loss" in record]
-
-    def metrics(self, run: str) -> list[dict]:
-        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def files(self, run: str) -> list[str]:
-        names = (path.name for path in (self.folder / "runs" / run).iterdir())
-        return sorted(name for name in names if name not in (".lock", ".run"))
-
-
-def run_main(folder: Path, config: str, output: Path, sabotage: Callable[[], None] | None) -> None:
-    os.chdir(folder)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ["COLUMNS"] = "200"
-    sys.argv = ["train.py", "--config", config]
-    if sabotage:
-        sabotage()
-    train.main()
-
-
-@pytest.fixture(scope="module")
-def workplace(pool, tmp_path_factory) -> Workplace:
-    return Workplace(tmp_path_factory.mktemp("train"), pool)
-
-
-def outcome_of(process: subprocess.Popen) -> Outcome:
-    began = time.monotonic()
-    try:
-        output, _ = process.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return Outcome(process.returncode, output, time.monotonic() - began)
 
 
 def start_first(workplace: Workplace) -> subprocess.Popen:
@@ -182,14 +66,7 @@ def start_readme(workplace: Workplace) -> subprocess.Popen:
     return workplace.start(*shlex.split(command))
 
 
-def start_wrong(workplace: Workplace) -> subprocess.Popen:
-    """torchrun with two processes, for a config that needs three."""
-    config = workplace.config("wrong", distributed={"dp_size": 3})
-    torchrun = ("torchrun", "--nproc_per_node", "2", "--standalone")
-    return workplace.start(*torchrun, str(ROOT / "train.py"), "--config", config)
-
-
-LAUNCHES = {"first_run": start_first, "readme_run": start_readme, "wrong_run": start_wrong}
+LAUNCHES = {"first_run": start_first, "readme_run": start_readme}
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +89,6 @@ def first_run(launches) -> Outcome:
 @pytest.fixture(scope="module")
 def readme_run(launches) -> Outcome:
     return outcome_of(launches["readme_run"])
-
-
-@pytest.fixture(scope="module")
-def wrong_run(launches) -> Outcome:
-    return outcome_of(launches["wrong_run"])
 
 
 def test_python_train_py_trains_and_reports(workplace, first_run):
@@ -327,12 +199,6 @@ def test_the_finished_model_has_the_reported_validation_loss(workplace, first_ru
     assert num_targets == 2 * 8 * 32
     reported = workplace.evaluations("first")[-1]["val_loss"]
     assert total / num_targets == pytest.approx(reported, abs=1e-5)
-
-
-def numbers(records: list[dict]) -> list[tuple]:
-    """What must be equal in every run of a config."""
-    same = ("step", "loss", "grad_norm", "learning_rate", "tokens", "comm_bytes")
-    return [tuple(record[name] for name in same) for record in records]
 
 
 def test_the_readmes_first_command_trains_the_same_as_without_torchrun(workplace, readme_run):
@@ -457,7 +323,9 @@ def test_a_mistake_that_only_one_rank_sees_is_reported_too(workplace):
     assert "Traceback" not in outcome.output
 
 
-def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(workplace, wrong_run):
+def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(workplace):
+    config = workplace.config("wrong", distributed={"dp_size": 3})
+    wrong_run = workplace.main(config, partial(torchrun, *STANDALONE, "--nproc_per_node", "2"))
     assert wrong_run.code != 0
     assert "this config needs 3 processes" in wrong_run.output and "with 2" in wrong_run.output
     assert wrong_run.output.count("torchrun --nproc_per_node 3 train.py --config wrong.json") == 1
@@ -658,10 +526,10 @@ def test_tokenising_may_take_longer_than_the_timeout(workplace, only_rank):
     name = f"slow {only_rank}"
     config = workplace.config(
         name,
-        distributed={"timeout_seconds": 3},
+        distributed={"timeout_seconds": 2},
         dataset={"cache_dir": name},
         training={"total_train_steps": 3, "eval_batches": 0},
     )
-    outcome = workplace.main(config, partial(tokenise_slowly, 10 if only_rank else 6, only_rank))
+    outcome = workplace.main(config, partial(tokenise_slowly, 7 if only_rank else 4, only_rank))
     assert outcome.code == 0, outcome.output
     assert len(workplace.steps(name)) == 3

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from picotron_min.runtime import failures
-from tests.test_processes import rank_0_finds_the_disk_full, shorten_waits, torchrun
-from tests.test_train import Workplace, numbers, run_main
+from tests.test_processes import rank_0_finds_the_disk_full, shorten_waits
+from tests.workplace import Workplace, numbers, run_main, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -60,11 +60,6 @@ def places() -> Iterator[list[int]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as script:
         yield [int(pid) for pid in script.stdout.readline().split()]
         script.terminate()
-
-
-@pytest.fixture(scope="module")
-def workplace(pool, tmp_path_factory) -> Workplace:
-    return Workplace(tmp_path_factory.mktemp("nodes"), pool)
 
 
 class Nodes:

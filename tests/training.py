@@ -19,8 +19,15 @@ from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
 
-__all__ = ["StepResult", "Training", "open_data", "shard_dim", "with_autograd"]
+__all__ = ["SHAPE", "StepResult", "Training", "open_data", "shard_dim", "with_autograd"]
 
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 DIMS = {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 DIMS |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 
