@@ -190,7 +190,6 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
         ("cuda", TURING, FLOAT32, 6, RepeatedAttention, SOFTMAX),
         ("cuda", TURING, FLOAT64, 64, SoftmaxAttention, SOFTMAX),
     ],
-    ids=str,
 )
 def test_attention_is_chosen_that_works_on_the_device(
     device, capability, dtype, head_dim, attention, kernel
