@@ -1,9 +1,9 @@
-"""`pytest -m quick` is a fair sample of the suite."""
+"""`pytest -m quick` is a fair sample of the suite; the whole suite runs in two processes."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.conftest import quick_tenth
+from tests.conftest import pytest_xdist_auto_num_workers, quick_tenth
 
 
 def case(file: str, number: int, *markers: str) -> SimpleNamespace:
@@ -24,3 +24,12 @@ def test_quick_cases_come_from_every_file_and_every_kind():
 def test_slow_and_gpu_cases_are_never_quick():
     items = [case("a.py", 0, "slow"), case("a.py", 1, "gpu"), case("a.py", 2), case("a.py", 3)]
     assert [item.number for item in quick_tenth(items)] == [2]
+
+
+def test_files_that_are_named_run_in_one_process():
+    def workers(*arguments: str) -> int:
+        return pytest_xdist_auto_num_workers(SimpleNamespace(args=list(arguments)))
+
+    assert workers("tests") == 2
+    assert workers("tests/test_loss.py", "tests/test_data.py") == 0
+    assert workers("tests/test_loss.py::test_a_second_backward_is_refused") == 0

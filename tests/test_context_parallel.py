@@ -1,6 +1,6 @@
 """The splits, the blocks, the ring and Ulysses; whole training runs are in test_layouts.py."""
 
-import json
+import itertools
 import math
 from functools import partial
 
@@ -354,7 +354,7 @@ def test_ulysses_repeats_heads_only_as_often_as_needed(pool):
     assert pool.run(3, heads_within_ulysses, 12, 2)[0] == [4, 2, 2, 12]
 
 
-def peak_bytes_of_a_step(cp: int, cp_engine: str, trace: str) -> int:
+def peak_bytes_of_a_step(cp: int, cp_engine: str) -> int:
     """Allocated at the worst moment of a train step, above what there was before it."""
     config = make_config(cp=cp, cp_engine=cp_engine, seq_length=64 * cp, optimizer="adamw")
     training = make_training(config, MODEL.override(max_position_embeddings=1024))
@@ -362,22 +362,14 @@ def peak_bytes_of_a_step(cp: int, cp_engine: str, trace: str) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         training.step(1)
-    path = f"{trace}-{cp}-{torch.distributed.get_rank()}.json"
-    profiler.export_chrome_trace(path)
-    with open(path) as file:
-        events = [e for e in json.load(file)["traceEvents"] if e["name"] == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        now += event["args"]["Bytes"]
-        peak = max(peak, now)
-    return peak
+    events = profiler.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    memory.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in memory))
 
 
 # The ring has two blocks on their way, if not at the worst moment; Ulysses keeps the output twice.
 @pytest.mark.parametrize("engine,more", [("ring", 1.05), ("ulysses", 1.3)])
-def test_memory_does_not_grow_with_the_ranks_at_fixed_tokens_a_rank(pool, engine, more, tmp_path):
-    one, two, four = (
-        max(pool.run(cp, peak_bytes_of_a_step, cp, engine, str(tmp_path / "trace")))
-        for cp in (1, 2, 4)
-    )
+def test_memory_does_not_grow_with_the_ranks_at_fixed_tokens_a_rank(pool, engine, more):
+    one, two, four = (max(pool.run(cp, peak_bytes_of_a_step, cp, engine)) for cp in (1, 2, 4))
     assert one <= two < more * one and four < 1.1 * two

@@ -318,6 +318,7 @@ def test_nothing_is_left_of_a_contender_in_the_next_one_s_memory(pool):
     assert after <= before < with_it
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(gpu, "QUICK", Effort(3, 2))
