@@ -1,25 +1,21 @@
-"""How the ranks of one axis of the mesh communicate, and a ledger of how many bytes they send.
+"""How the ranks of one axis of the mesh communicate, and a ledger of the bytes that they send.
 
-    all-reduce        every rank gets the sum of all ranks' tensors (drawn in docs/pictures.md)
-    all-gather        every rank gets all ranks' tensors, side by side
-    reduce-scatter    every rank gets its own part of the sum
-    all-to-all        every rank sends a different part of its tensor to each other rank
-    shift             every rank sends to the next one, the last one to the first
+    collective         what each of n ranks gets                 bytes that it sends
+    all-reduce         the sum of all ranks' tensors             2 (n-1)/n b
+    all-gather         all ranks' tensors, side by side            (n-1)/n b
+    reduce-scatter     its own part of the sum                     (n-1)/n b
+    all-to-all         a different part of each rank's tensor      (n-1)/n b
+    shift              the previous rank's tensor, in a ring             b
 
-Bytes are algorithmic: what one rank sends when the collective is done as a ring (Patarasuk and Yuan
-2009). So formulas are exact, whatever the backend does. For n ranks and a tensor of b bytes
-
-    all-reduce        2 (n-1)/n b
-    all-gather          (n-1)/n b    of the gathered tensor
-    reduce-scatter      (n-1)/n b    of the scattered one
-    all-to-all          (n-1)/n b    of a rank's own tensor
-    send, shift                 b
-
-An axis of size 1 sends no bytes and changes nothing, so that callers need no special case for it.
+b is the size of a rank's tensor, for an all-gather that of the gathered one. Bytes are algorithmic:
+what one rank sends when the collective is done as a ring (Patarasuk and Yuan 2009; drawn in
+docs/pictures.md). So formulas are exact, whatever the backend does. An axis of size 1 sends nothing
+and changes nothing: callers need no special case for it.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -32,9 +28,13 @@ class Ledger:
     def __init__(self) -> None:
         self.calls, self.bytes = Counter(), Counter()
 
-    def record(self, collective: str, sent: float) -> None:
+    def record(self, collective: str, tensor: Tensor, share: float = 1.0) -> None:
+        """Count a call that sends this share of a tensor."""
+        # gloo accepts a strided slice and silently takes the wrong elements.
+        shape = tuple(tensor.shape)
+        assert tensor.is_contiguous(), f"{collective} of a non-contiguous tensor {shape}"
         self.calls[collective] += 1
-        self.bytes[collective] += sent  # may be a fraction, as (n-1)/n is
+        self.bytes[collective] += share * tensor.nbytes  # may be a fraction, as (n-1)/n is
 
     def take_bytes(self) -> int:
         """The total, rounded to whole bytes; counting starts again at zero."""
@@ -50,22 +50,14 @@ class Axis:
         self.name, self.group, self.device, self.ledger = name, group, device, Ledger()
         self.rank, self.size = group.rank(), group.size()  # rank: the place within the row
         self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-
-
-class Finished(dist.Work):
-    """Stands in for a communication over an axis of size 1."""
-
-    def wait(self) -> None:
-        pass
+        self.share = (self.size - 1) / self.size  # (n-1)/n: all parts of a tensor but one
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> dist.Work:
     """Begin to sum a tensor over the axis, in place; it may not be touched before `.wait()`."""
-    # gloo accepts a strided slice and silently reduces the wrong elements.
-    assert tensor.is_contiguous(), f"all_reduce of a non-contiguous tensor {tuple(tensor.shape)}"
+    axis.ledger.record("all_reduce", tensor, 2 * axis.share)
     if axis.size == 1:  # the usual case on one GPU, which then needs no communicator
-        return Finished()
-    axis.ledger.record("all_reduce", 2 * (axis.size - 1) / axis.size * tensor.nbytes)
+        return SimpleNamespace(wait=lambda: None)
     return dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)
 
 
@@ -76,32 +68,25 @@ def all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> Tensor:
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """[..., d, ...] on each rank -> [..., n d, ...], the ranks' tensors in order along `dim`."""
-    assert tensor.is_contiguous(), f"all_gather of a non-contiguous tensor {tuple(tensor.shape)}"
     parts = tensor.new_empty(axis.size, *tensor.shape)  # [n, ..., d, ...]
-    axis.ledger.record("all_gather", (axis.size - 1) / axis.size * parts.nbytes)
-    _all_gather(parts.flatten(0, 1), tensor, group=axis.group)
+    axis.ledger.record("all_gather", parts, axis.share)
+    _all_gather(parts.flatten(0, 1), tensor.contiguous(), group=axis.group)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> tuple[Tensor, dist.Work]:
-    """Begin to sum [..., n d, ...] over the axis; each rank gets its own [..., d, ...] of the sum.
-
-    The result may be read after `.wait()`.
-    """
+    """Begin to sum [..., n d, ...]; after `.wait()` each rank has its own [..., d, ...] of it."""
     parts = _parts(tensor, axis, dim)
     mine = torch.empty_like(parts[0])  # [..., d, ...]
-    axis.ledger.record("reduce_scatter", (axis.size - 1) / axis.size * parts.nbytes)
+    axis.ledger.record("reduce_scatter", parts, axis.share)
     return mine, _reduce_scatter(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
 
 
 def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> Tensor:
-    """Cut along one dim, a part for each rank, and join what the ranks sent along the other.
-
-    [.., n s, .., g, ..] on each rank -> [.., s, .., n g, ..]. With the dims swapped it is undone.
-    """
+    """[.., n s, .., g, ..] on each rank -> [.., s, .., n g, ..]; the dims swapped undo it."""
     parts = _parts(tensor, axis, split_dim)
     received = torch.empty_like(parts)
-    axis.ledger.record("all_to_all", (axis.size - 1) / axis.size * parts.nbytes)
+    axis.ledger.record("all_to_all", parts, axis.share)
     dist.all_to_all_single(received, parts, group=axis.group)  # parts[i] to rank i
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
@@ -119,8 +104,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 def start_send(tensor: Tensor, axis: Axis, to: int) -> dist.Work:
     """Begin to send a tensor to a rank of the axis. It may not be changed before `.wait()`."""
-    axis.ledger.record("send", tensor.nbytes)  # messages between two ranks arrive in their order
-    return dist.isend(tensor.contiguous(), group=axis.group, group_dst=to)
+    tensor = tensor.contiguous()
+    axis.ledger.record("send", tensor)  # messages between two ranks arrive in their order
+    return dist.isend(tensor, group=axis.group, group_dst=to)
 
 
 def start_receive(buffer: Tensor, axis: Axis, source: int) -> dist.Work:
@@ -130,15 +116,12 @@ def start_receive(buffer: Tensor, axis: Axis, source: int) -> dist.Work:
 
 
 class Shift:
-    """All ranks of an axis send a tensor to the next one at once; the last one's next is the first.
-
-    The tensors must have one shape and dtype, and may not be changed before `.wait()`.
-    """
+    """Every rank sends a tensor, all of one shape and dtype, to the next; the last to the first."""
 
     def __init__(self, tensor: Tensor, axis: Axis) -> None:
-        assert tensor.is_contiguous(), f"shift of a non-contiguous tensor {tuple(tensor.shape)}"
-        self.sent, self.arriving = tensor, torch.empty_like(tensor)
-        axis.ledger.record("shift", tensor.nbytes)
+        axis.ledger.record("shift", tensor)
+        self.sent = tensor  # may not be changed before `wait`
+        self.arriving = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=axis.next)
         receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=axis.previous)
         # Together: NCCL would do one after the other, and all ranks would wait for a receiver.
@@ -152,12 +135,9 @@ class Shift:
 
 
 def ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's tensor in turn, with its rank: first this rank's own, then the previous rank's.
-
-    While one is in use the next is travelling, so that two exist at a time.
-    """
+    """Every rank's tensor in turn, with its rank: this rank's own, then the previous rank's, ..."""
     for hop in range(axis.size - 1):
-        shift = Shift(tensor, axis)
+        shift = Shift(tensor, axis)  # the next one travels while this one is in use: two exist
         yield (axis.rank - hop) % axis.size, tensor
-        tensor = shift.wait()  # usually there by now: it travelled while the last one was in use
+        tensor = shift.wait()
     yield axis.next, tensor  # after n-1 hops the tensor is the next rank's

@@ -30,13 +30,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.collectives import (
-    Axis,
-    all_gather,
-    all_reduce,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from picotron_min import collectives
+from picotron_min.collectives import Axis
 from picotron_min.linear import WeightGradients
 from picotron_min.loss import Vocabulary, stripe_loss
 from picotron_min.model import Head, Llama
@@ -47,31 +42,32 @@ class Boundary:
     """Between sublayers every rank has all of x [B, S, E]."""
 
     axis: Axis
+    queue: WeightGradients  # of the linears; held until the backward of enter
 
     def whole(self, x: Tensor) -> Tensor:  # enter, and the backward of leave
         return x
 
     def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:  # leave, and enter's backward
         y = y.contiguous()
-        return y, start_all_reduce(y, self.axis)
+        return y, collectives.start_all_reduce(y, self.axis)
 
 
 class SequenceBoundary(Boundary):
     """Between sublayers every rank has its part of the sequence, x [B, S/tp, E]."""
 
     def whole(self, x: Tensor) -> Tensor:
-        return all_gather(x.contiguous(), self.axis, dim=1)
+        return collectives.all_gather(x, self.axis, dim=1)
 
     def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:
-        return start_reduce_scatter(y, self.axis, dim=1)
+        return collectives.start_reduce_scatter(y, self.axis, dim=1)
 
 
 class _Enter(torch.autograd.Function):
     """The beginning of a sublayer, and in backward its end."""
 
     @staticmethod
-    def forward(ctx, boundary, queue, x):
-        ctx.boundary, ctx.queue = boundary, queue
+    def forward(ctx, boundary, x):
+        ctx.boundary = boundary
         return boundary.whole(x)
 
     @staticmethod
@@ -79,9 +75,9 @@ class _Enter(torch.autograd.Function):
         dx, work = ctx.boundary.start_sum(dx)
         # The layer before waits for dx, and nothing waits for weight gradients: so they are
         # computed while dx travels. All linears of the sublayer have put theirs here by now.
-        ctx.queue.run()
+        ctx.boundary.queue.run()
         work.wait()  # NCCL: the stream waits, not the host
-        return None, None, dx  # one gradient for each argument of forward
+        return None, dx  # one gradient for each argument of forward
 
 
 class _Leave(torch.autograd.Function):
@@ -104,6 +100,7 @@ class _Leave(torch.autograd.Function):
 # torch.compile cannot look into messages and their ledger: it compiles what lies between them.
 _enter = torch.compiler.disable(_Enter.apply)
 _leave = torch.compiler.disable(_Leave.apply)
+_all_reduce = torch.compiler.disable(collectives.all_reduce)
 
 
 def apply_tensor_parallel(
@@ -116,22 +113,22 @@ def apply_tensor_parallel(
     """
     if axis.size == 1:
         return
-    boundary = SequenceBoundary(axis) if sequence_parallel else Boundary(axis)
     queue.hold = True  # until _Enter's backward
+    boundary = (SequenceBoundary if sequence_parallel else Boundary)(axis, queue)
     for layer in model.model.layers.values():
         for sublayer in (layer.self_attn, layer.mlp):  # two sums a layer, not one for each matrix
-            _put_around(sublayer, boundary, queue)
+            _put_around(sublayer, boundary)
     V, embedding, head = model.config.vocab_size, model.model.embed_tokens, model.lm_head
     first = axis.rank * -(-V // axis.size)  # rounded up, as in `part` of placement.py
     if isinstance(embedding, nn.Embedding):  # else another stage has it
         model.model.embed_tokens = VocabularyParallelEmbedding(embedding.weight, first, boundary)
     if isinstance(head, Head):  # and this is the last stage
-        model.lm_head = VocabularyParallelHead(head.weight, V, first, boundary, queue)
+        model.lm_head = VocabularyParallelHead(head.weight, V, first, boundary)
 
 
-def _put_around(sublayer: nn.Module, boundary: Boundary, queue: WeightGradients) -> None:
+def _put_around(sublayer: nn.Module, boundary: Boundary) -> None:
     inner = sublayer.forward  # names of parameters must not change: so no module around it
-    sublayer.forward = lambda x, *rest: _leave(boundary, inner(_enter(boundary, queue, x), *rest))
+    sublayer.forward = lambda x, *rest: _leave(boundary, inner(_enter(boundary, x), *rest))
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -152,21 +149,21 @@ class VocabularyParallelEmbedding(nn.Module):
 class VocabularyParallelHead(Head):
     """The logits of this rank's part of the vocabulary, which only the loss ever combines."""
 
-    def __init__(self, weight, vocab_size: int, first: int, boundary: Boundary, queue) -> None:
+    def __init__(self, weight: nn.Parameter, vocab_size: int, first: int, boundary: Boundary):
         super().__init__(weight.shape[1], len(weight), bias=False, device="meta")
-        self.weight, self.first, self.vocab_size = weight, first, vocab_size  # weight [V/tp, E]
-        self.boundary, self.queue, axis = boundary, queue, boundary.axis
+        self.weight, self.boundary = weight, boundary  # weight [V/tp, E]
+        self.first, self.vocab_size = first, vocab_size
         # Three numbers a token are reduced, never the logits: see stripe_loss.
-        maximum = torch.compiler.disable(lambda x: all_reduce(x, axis, dist.ReduceOp.MAX))
-        total = torch.compiler.disable(lambda x: all_reduce(x, axis))
-        self.stripe_loss = partial(stripe_loss, vocabulary=Vocabulary(first, maximum, total))
+        total = partial(_all_reduce, axis=boundary.axis)
+        vocabulary = Vocabulary(first, partial(total, op=dist.ReduceOp.MAX), total)
+        self.stripe_loss = partial(stripe_loss, vocabulary=vocabulary)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
-        return super().loss(_enter(self.boundary, self.queue, x), targets)
+        return super().loss(_enter(self.boundary, x), targets)
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""
         part = F.linear(self.boundary.whole(x), self.weight).detach()  # [B, S, V/tp]
-        rest = self.vocab_size - self.first - part.shape[-1]
-        return all_reduce(F.pad(part, (self.first, rest)), self.boundary.axis)
+        logits = F.pad(part, (self.first, self.vocab_size - self.first - part.shape[-1]))
+        return collectives.all_reduce(logits, self.boundary.axis)

@@ -2,7 +2,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron_min.collectives import all_reduce, start_all_reduce
+from picotron_min.collectives import (
+    Shift,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
 
@@ -64,8 +71,31 @@ def reduce_a_slice(size: int) -> None:
     axes = build_axes(torch.device("cpu"), Layout(tp=size))
     with pytest.raises(AssertionError, match="non-contiguous"):
         start_all_reduce(torch.zeros(4, 4)[:, 1], axes.tp)
+    with pytest.raises(AssertionError, match="non-contiguous"):
+        Shift(torch.zeros(4, 4)[:, 1], axes.tp)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_strided_slice_is_refused_at_any_size(pool, size):
     pool.run(size, reduce_a_slice, size)
+
+
+def of_a_strided_slice() -> dict[str, list]:
+    axis = build_axes(torch.device("cpu"), Layout(tp=2)).tp
+    numbers = torch.arange(8.0).view(4, 2) + 10 * axis.rank
+    column = numbers[:, 0]  # 0 2 4 6, on rank 1 10 12 14 16
+    part, work = start_reduce_scatter(column, axis, dim=0)
+    work.wait()
+    return {
+        "all_gather": all_gather(column, axis, dim=0).tolist(),
+        "reduce_scatter": part.tolist(),
+        "all_to_all": all_to_all(numbers[:, :1], axis, split_dim=0, gather_dim=1).tolist(),
+    }
+
+
+def test_what_leaves_its_tensor_unchanged_takes_a_strided_slice(pool):
+    first, second = pool.run(2, of_a_strided_slice)
+    assert first["all_gather"] == second["all_gather"] == [0, 2, 4, 6, 10, 12, 14, 16]
+    assert (first["reduce_scatter"], second["reduce_scatter"]) == ([10, 14], [18, 22])
+    assert first["all_to_all"] == [[0, 10], [2, 12]]
+    assert second["all_to_all"] == [[4, 14], [6, 16]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron_min import tensor_parallel
+from picotron_min import collectives
 from picotron_min.layout import Layout
 from picotron_min.linear import Linear, WeightGradients, apply_copies, apply_queue
 from picotron_min.mesh import build_axes
@@ -210,8 +210,8 @@ def backward_events(sequence_parallel: bool) -> list[str]:
     loss = model(*batch())
     with pytest.MonkeyPatch.context() as patch:
         for module, name, label in (
-            (tensor_parallel, "start_all_reduce", "start"),
-            (tensor_parallel, "start_reduce_scatter", "start"),
+            (collectives, "start_all_reduce", "start"),
+            (collectives, "start_reduce_scatter", "start"),
             (Linear, "add_weight_gradient", "weight gradient"),
         ):
             patch.setattr(module, name, logged(label, getattr(module, name)))
