@@ -13,13 +13,11 @@ last gradient has arrived. Gradients are summed, never averaged: the step divide
 of target tokens in the global batch. Context-parallel ranks, too, see other tokens with the same
 weights: the axis is (dp, cp).
 
-Cost: a step sends 2 (n-1)/n of the gradients' bytes, once, however many micro-batches there are.
-Source: Li et al. 2020, "PyTorch Distributed", section 3.2. In production: torch's
-`DistributedDataParallel`.
+Cost: a step sends 2 (n-1)/n of the gradients' bytes, however many micro-batches there are. Source:
+Li et al. 2020, "PyTorch Distributed", section 3.2. In production: `DistributedDataParallel`.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,25 +36,19 @@ class GradientBuckets:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        axis: Axis,
-        then: Sequence[Axis] = (),
-        bucket_bytes: int = BUCKET_BYTES,
+        self, parameters: dict[str, nn.Parameter], axis: Axis, then=(), bucket_bytes=BUCKET_BYTES
     ) -> None:
-        self.axis, self.then, self.buckets = axis, then, []
+        self.axis, self.then, groups = axis, then, [{}]
         this = weakref.proxy(self)  # the garbage collector does not see a cycle through a hook
-        bucket: dict[str, nn.Parameter] = {}
         # In reverse, because backward makes gradients final from the last layer to the first.
         for name, parameter in reversed(parameters.items()):
             # A sum of bfloat16 gradients over many ranks loses the small ones.
             assert parameter.dtype in (torch.float32, torch.float64), f"{name}: {parameter.dtype}"
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
-            if bucket and sum(p.nbytes for p in [*bucket.values(), parameter]) > bucket_bytes:
-                self.buckets.append(Bucket(bucket))
-                bucket = {}  # one larger than the limit gets a bucket of its own
-            bucket[name] = parameter
-        self.buckets.append(Bucket(bucket))  # the last one, of the first layers
+            if sum(p.nbytes for p in [*groups[-1].values(), parameter]) > bucket_bytes:
+                groups.append({})  # a parameter above the limit has a bucket of its own
+            groups[-1][name] = parameter
+        self.buckets = [Bucket(group) for group in groups if group]
         self.begin(0)
 
     def begin(self, num_backwards: int) -> None:
@@ -81,11 +73,9 @@ class GradientBuckets:
 
     def wait(self) -> None:
         """Return when every gradient is the sum over all axes; RuntimeError names missing ones."""
-        if missing := [f"{name} ({n})" for name, n in sorted(self.missing.items()) if n]:
-            raise RuntimeError(
-                f"gradients are missing (how many) for {', '.join(missing)}: every parameter must"
-                " take part in the loss of each micro-batch"
-            )
+        if missing := ", ".join(f"{name} ({n})" for name, n in sorted(self.missing.items()) if n):
+            why = "every parameter must take part in the loss of each micro-batch"
+            raise RuntimeError(f"gradients are missing (how many) for {missing}: {why}")
         for bucket, work in zip(self.buckets, self.works, strict=True):
             work.wait()
             for axis in self.then:  # a tied embedding: the two ends of a pipeline
