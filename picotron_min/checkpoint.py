@@ -6,15 +6,10 @@ the overlaps with the parts of the next run, which may cut them differently:
     saved with tp 2     | rank 0: rows 0-3      | rank 1: rows 4-7      |    up_proj [8, E]
     loaded with tp 4    | 0: 0-1    | 1: 2-3    | 2: 4-5    | 3: 6-7    |
 
-A checkpoint is a folder of safetensors files, one per rank. The tensors of model and optimizer lie
-side by side under the names of the parameters, and what several ranks hold is written once:
-
-    model.layers.0.mlp.up_proj.weight
-    optimizer.exp_avg.model.layers.0.mlp.up_proj.weight
-
-It is complete or absent. Nothing is pickled, so loading someone else's checkpoint cannot run code.
-With AdamW and float32 parameters it takes 12 bytes per parameter. runtime/saver.py writes it, and
-the metadata beside it.
+A checkpoint (see runtime/saver.py) is a folder of safetensors files, one per rank. Tensors have the
+names of the parameters: `optimizer.exp_avg.model.norm.weight` lies beside `model.norm.weight`. What
+several ranks hold is written once; with AdamW and float32 a parameter takes 12 bytes. A checkpoint
+is complete or absent, and nothing in it is pickled: loading someone else's cannot run code.
 """
 
 import os
@@ -61,10 +56,7 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def parts_of_whole(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    placements: Mapping[str, Placement],
-    axes: Axes,
+    tensors: dict[str, Tensor], shapes: dict, placements: dict[str, Placement], axes: Axes
 ) -> dict[str, DTensor]:
     """Declare of each tensor which part of the whole one it is; `shapes` are the whole parameters'.
 

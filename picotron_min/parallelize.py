@@ -6,8 +6,7 @@
         allocate -> bfloat16 copies -> recompute, compile -> gradient buckets -> pipeline
 
 So no rank ever allocates a weight that it does not own. The weights are filled in afterwards: drawn
-(initialise.py), read from Hugging Face's files, or loaded (checkpoint.py). This is the only file of
-the course that knows all parallelisms.
+(initialise.py) or loaded (checkpoint.py). Only this file of the course knows all parallelisms.
 """
 
 from collections import defaultdict
@@ -153,11 +152,8 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
     5, who keep q, k and v: fused attention has little to recompute but them.
     """
     layers = list(model.model.layers.values())
-    parts = {
-        "none": [],
-        "selective": [layer.self_attn for layer in layers],  # with projections, rotary embedding
-        "full": layers,  # only each layer's input is kept, [B, S, E]
-    }
+    # full: only each layer's input is kept, [B, S, E]; selective: attention with its projections
+    parts = {"none": [], "selective": [layer.self_attn for layer in layers], "full": layers}
     for module in parts[recompute]:
         # torch.compile runs a recomputed part as it is unless it is a single graph, and messages
         # break graphs. So the part is compiled by itself; in one process that changes nothing.
@@ -167,7 +163,7 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
 
 def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in it is random
-    return lambda *args: checkpoint(forward, *args, **options)
+    return lambda *args: checkpoint(forward, *args, **options)  # torch.compile breaks at a partial
 
 
 def apply_compile(model: Llama) -> None:
