@@ -31,7 +31,6 @@ from picotron_min.runtime.launch import exit_on_usage_error, set_environment, to
 from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.saver import Saver
 
-# Imports inside functions: benchmarks take the step from this file, without a config's libraries.
 if TYPE_CHECKING:
     from picotron_min.runtime.config import Config
     from picotron_min.runtime.inputs import Inputs
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    # Imports inside functions need pydantic: benchmarks take the step from this file without it.
     from picotron_min.runtime.config_checks import uses_hub
     from picotron_min.runtime.config_file import load_config
 
@@ -60,24 +60,25 @@ def train(config: "Config", launch: "Launch") -> None:
     """What every process does, from reading its inputs to the finished model."""
     from picotron_min.runtime.inputs import read_inputs
 
-    timeout, settings = config.distributed.timeout_seconds, config.checkpoint
+    timeout, saves = config.distributed.timeout_seconds, config.checkpoint
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
-    with launched(launch, timeout) as ranks:
+    # The roll call is how processes find each other, agree, and report why one of them failed.
+    with launched(launch, timeout) as roll_call:
         inputs = read_inputs(config, launch)  # before ranks wait for each other
         device = inputs.device  # a GPU of its own, or the CPU
-        ranks.connect(inputs.backend, device)
-        run_name = ranks.agree(inputs.in_common())  # or an error: all need the same settings
-        check_shared(Path(settings.save_dir), run_name, ranks.group, timeout / 2)  # by all nodes
+        roll_call.connect(inputs.backend, device)
+        run_name = roll_call.agree(inputs.in_common())  # or an error: settings must be the same
+        check_shared(Path(saves.save_dir), run_name, roll_call.group, timeout / 2)  # by all nodes
 
         axes = build_axes(device, config.layout, timeout)
         open_communicators(axes)  # in the same order on all ranks
         model = parallelize(inputs.model_config, config.layout, config.workload, axes, device)
         run = build_run(model, config.recipe, inputs.batches)
-        fill_weights(run, inputs, ranks)
-        ranks.wait_for_all()  # some may have read or drawn their weights faster
-        saver = Saver(ranks.long_group, device, settings.in_background, settings.keep, inputs.start)
-        train_steps(run, inputs, saver, ranks)
+        fill_weights(run, inputs, roll_call)
+        roll_call.wait_for_all()  # some may have read or drawn their weights faster
+        saver = Saver(roll_call.long_group, device, saves.in_background, saves.keep, inputs.start)
+        train_steps(run, inputs, saver, roll_call)
 
 
 class Run(NamedTuple):
@@ -148,24 +149,24 @@ def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
     return Run(model, optimizer, recipe, batches, SkippedSteps())
 
 
-def fill_weights(run: Run, inputs: "Inputs", ranks: RollCall) -> None:
+def fill_weights(run: Run, inputs: "Inputs", roll_call: RollCall) -> None:
     """Load a checkpoint, or read the weights to start from, or draw them."""
     model = run.model
     if inputs.start:
         tensors = training_tensors(model.parameters, run.optimizer)
-        load(inputs.start, model.parts_of_whole(tensors), ranks.long_group)
-        ranks.note_saved(inputs.start)
+        load(inputs.start, model.parts_of_whole(tensors), roll_call.long_group)
+        roll_call.note_saved(inputs.start)
         run.skipped.total = inputs.metadata.skipped_steps
         set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
     elif inputs.weights:
         weights = {name: p.data for name, p in model.parameters.items()}
-        load(inputs.weights, model.parts_of_whole(weights), ranks.long_group)
+        load(inputs.weights, model.parts_of_whole(weights), roll_call.long_group)
     else:
         seed, model_config = inputs.config.training.seed, inputs.model_config
         initialise(model.parameters, model_config, seed, model.placements, model.axes)
 
 
-def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> None:
+def train_steps(run: Run, inputs: "Inputs", saver: Saver, roll_call: RollCall) -> None:
     """Step after step, with what is evaluated, saved and reported between; then the model."""
     from picotron_min.runtime.reporter import Reporter
 
@@ -176,13 +177,13 @@ def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> No
     with Reporter(inputs, run.model.axes) as reporter:
         for step in range(inputs.first_step, inputs.last_step):
             done = step + 1
-            ranks.note_step(done)
+            roll_call.note_step(done)
             began = time.perf_counter()
             result = train_step(run, step, reporter.trace.watch(step))
             reporter.step(done, result, time.perf_counter() - began)
             if run.batches.num_eval_batches and is_due(done, config.training.eval_frequency):
                 reporter.evaluation(done, evaluate(run))
-            stops = ranks.stop_requested()
+            stops = roll_call.stop_requested()
             is_last = stops or done == inputs.last_step
             # What a skipped step leaves has learned nothing, or may have diverged: to save it could
             # cost a good checkpoint, by `keep`. The next good step saves instead.
@@ -194,12 +195,12 @@ def train_steps(run: Run, inputs: "Inputs", saver: Saver, ranks: RollCall) -> No
                 save_is_due = False
             saver.wait(until_written=is_last)
             if saver.latest:
-                ranks.note_saved(saver.latest)
+                roll_call.note_saved(saver.latest)
             if stops and done < inputs.last_step:
-                reporter.stopped(done, saver.latest, ranks.launch.footer)
+                reporter.stopped(done, saver.latest, roll_call.launch.footer)
                 return
         folder = Path(config.checkpoint.save_dir, "hf")
-        export(run, inputs, folder, ranks)
+        export(run, inputs, folder, roll_call)
         reporter.finished(folder, saver.latest)
 
 
@@ -213,11 +214,11 @@ def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, st
     saver.save(Path(config.checkpoint.save_dir), tensors, run.model.parts_of_whole, metadata)
 
 
-def export(run: Run, inputs: "Inputs", folder: Path, ranks: RollCall) -> None:
+def export(run: Run, inputs: "Inputs", folder: Path, roll_call: RollCall) -> None:
     """Write the model as a Hugging Face folder, in the dtype it was computed in."""
     model, dtype = run.model, getattr(torch, inputs.config.model.dtype)
     parts = model.parts_of_whole({n: p.data.to(dtype) for n, p in model.parameters.items()})
-    export_hf(folder, parts, inputs.model_config, inputs.tokenizer, ranks.long_group)
+    export_hf(folder, parts, inputs.model_config, inputs.tokenizer, roll_call.long_group)
 
 
 if __name__ == "__main__":
