@@ -103,6 +103,18 @@ def test_four_ranks_equal_the_whole_model(pool, sequence_parallel):
         assert error < 1e-10
 
 
+def error_of_large_logits() -> float:
+    whole = whole_model()
+    whole.lm_head.weight.data *= 1e4  # exp would overflow, and after a sum of maxima underflow
+    model, _ = split_model(CONFIG, False, whole)
+    return (model(*batch()) / whole(*batch()) - 1).abs().item()
+
+
+def test_the_loss_subtracts_the_largest_logit_of_all_ranks(pool):
+    for error in pool.run(2, error_of_large_logits):
+        assert error < 1e-10
+
+
 def ledgers(sequence_parallel: bool) -> tuple[tuple[dict, dict], tuple[dict, dict]]:
     """Calls and bytes of the forward and of the backward."""
     model, axis = split_model(CONFIG, sequence_parallel, whole_model())
