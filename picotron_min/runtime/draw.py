@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
         description="Draw a pipeline schedule, with its bubble and its live activations.",
         epilog=f"p ranks, m micro-batches, v chunks a rank.\n{abouts}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
     plan, size = parser.add_argument_group("a plan"), {"type": _at_least_one}
     plan.add_argument("--engine", choices=SCHEDULES, help="default: 1f1b")
@@ -40,17 +41,15 @@ def main(arguments: list[str] | None = None) -> None:
     plan.add_argument("--chunks", **size, metavar="V", help="a rank; default: the engine's")
     parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
     parser.add_argument("--width", **size, metavar="COLUMNS", help="default: the terminal's")
-    options = parser.parse_args(arguments)
-    width = options.width or shutil.get_terminal_size((100, 24)).columns
+    given = vars(parser.parse_args(arguments))  # only what stands on the command line
+    width = given.pop("width", None) or shutil.get_terminal_size((100, 24)).columns
     try:
-        if options.trace is None:
-            engine = options.engine or "1f1b"
-            chunks = options.chunks or SCHEDULES[engine].chunks
-            show_plan(engine, options.stages or 4, options.microbatches or 8, chunks, width)
-        elif options.engine or options.stages or options.microbatches or options.chunks:
+        if "trace" not in given:
+            show_plan(width, **given)
+        elif len(given) > 1:
             raise ValueError("--trace contains its own plan: omit --engine, --stages and the like")
         else:
-            show_trace(options.trace, width)
+            show_trace(width, given["trace"])
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough; Python would flush once more at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,21 +63,24 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def show_plan(engine: str, p: int, m: int, v: int, width: int) -> None:
-    """Print a schedule's timeline and its figures beside the textbook's."""
+def show_plan(width: int, engine="1f1b", stages=4, microbatches=8, chunks=0) -> None:
+    """Print a schedule's timeline and its figures beside the textbook's; 0: its usual chunks."""
+    schedule = SCHEDULES[engine]
+    sizes = p, m, v = stages, microbatches, chunks or schedule.chunks
     if p * m * v > 20_000:  # it would take minutes
         raise ValueError(f"{p} ranks x {m} micro-batches x {v} chunks: draw at most 20000 in all")
-    schedule, plans = SCHEDULES[engine], build_plans(engine, p, m, v)
+    plans = build_plans(engine, *sizes)
     timeline = simulate(plans, place=schedule.place)
     print(f"{engine}: ranks p = {p}, micro-batches m = {m}, chunks v = {v}")
     print("F0 is the forward of micro-batch 0, B0 its backward, which takes twice as long")
     if v > 1:
         print("f0, b0: of odd chunks. A chunk is 1/v of a rank's layers, and so is an activation")
-    print(f"\n{draw(timeline, width)}\n\n{_too_narrow(timeline, width)}", end="")
+    print(f"\n{draw(timeline, width)}\n")
+    print_needed_width(timeline, width)
     print("        bubble  formula  peak live  formula")
     for rank, plan in enumerate(plans):
-        bubbles = f"{timeline.bubble(rank):7.1%}  {schedule.bubble(p, m, v):7.1%}"
-        live = f"{peak_live(plan):9}  {schedule.live_activations(rank, p, m, v):7}"
+        bubbles = f"{timeline.bubble(rank):7.1%}  {schedule.bubble(*sizes):7.1%}"
+        live = f"{peak_live(plan):9}  {schedule.live_activations(rank, *sizes):7}"
         print(f"rank {rank:<2}{bubbles}  {live}")
     print(f"\n{schedule.about}")
 
@@ -107,16 +109,16 @@ def _name(action: Action) -> str:
     return letter + str(action.micro_batch)
 
 
-def _too_narrow(timeline: Timeline, width: int, makespan: float = 0.0) -> str:
-    """A line with the width that `draw` needs for all names, if that is more than there is."""
+def print_needed_width(timeline: Timeline, width: int, makespan: float = 0.0) -> None:
+    """The width that `draw` needs for all names, if that is more than there is."""
     spans = [span for span in timeline.spans if span.action.peer is None]
     scale = max(len(_name(span.action)) / (span.end - span.start) for span in spans)
     needed = MARGIN + math.ceil((makespan or timeline.makespan) * scale)
-    message = f"{width} columns are too few to name each action: use --width {needed} | less -S\n\n"
-    return message if width < needed else ""
+    if width < needed:
+        print(f"{width} columns are too few to name each action: use --width {needed} | less -S\n")
 
 
-def show_trace(path: str, width: int) -> None:
+def show_trace(width: int, path: str) -> None:
     """Draw a measured step under its plan, and explain the difference between the two."""
     engine, step, measured = read_trace(path)
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
@@ -129,7 +131,7 @@ def show_trace(path: str, width: int) -> None:
     for name, timeline in (("planned", planned), ("measured", measured)):
         print(f"{name}, {engine}, step {step}: {timeline.makespan / 1000:.2f} ms")
         print(draw(timeline, width, makespan), "\n")
-    print(_too_narrow(planned, width, makespan), end="")
+    print_needed_width(planned, width, makespan)
     means = {span.action.kind: (span.end - span.start) / 1000 for span in planned.spans}
     forward, backward = means.get(Kind.FORWARD, 0.0), means.get(Kind.BACKWARD, 0.0)
     print(f"mean forward {forward:.2f} ms, backward {backward:.2f} ms\n")
