@@ -468,9 +468,7 @@ def time_steps(
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
     result.step_seconds = times[effort.warmup :]
-    speedometer = Speedometer(
-        work.model_config, preset.seq_length, preset.recompute, device, torch.bfloat16
-    )
+    speedometer = Speedometer(work.model_config, work.workload(1), device)
     tokens_per_second = preset.tokens / statistics.median(result.step_seconds)
     measured = speedometer.measure(tokens_per_second, devices=1)
     for name in ("tokens_per_second", "mfu", "hfu", "memory_gb"):

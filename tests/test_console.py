@@ -23,9 +23,8 @@ def run_console(
     steps: range, last_step: int, *, stop_at: int | None = None, prints: bool = True, **rich
 ) -> str:
     out = io.StringIO()
-    console = Console(
-        steps[0], last_step, prints=prints, rich=RichConsole(file=out, width=80, **rich)
-    )
+    output = RichConsole(file=out, width=80, quiet=not prints, **rich)
+    console = Console(steps[0], last_step, output)
     console.header("picotron-min", {"parameters": "1.24B", "save to": "/a/" + "long/" * 30})
     with console:
         for step in steps:
@@ -90,8 +89,8 @@ def test_a_terminal_gets_a_live_bar_as_well():
 
 BROKEN_PIPE = """
 from pathlib import Path
-from picotron_min.runtime.console import Console
-console = Console(1, 9, prints=True)
+from picotron_min.runtime.console import Console, Output
+console = Console(1, 9, Output())
 for i in range(9):
     console.warn("to a reader that has gone")
 Path("trained").touch()
@@ -134,7 +133,7 @@ def test_the_console_shows_the_run_and_how_to_use_the_model():
 
 def started(first: int, last: int) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(first, last, prints=True, rich=RichConsole(file=out, width=80)), out
+    return Console(first, last, RichConsole(file=out, width=80)), out
 
 
 def test_the_summary_of_a_resumed_run_separates_it_from_the_whole():
@@ -185,7 +184,7 @@ def test_nouns_have_their_plural():
 
 def test_an_unknown_mfu_is_not_guessed():
     out = io.StringIO()
-    console = Console(1, 1, prints=True, rich=RichConsole(file=out, width=80))
+    console = Console(1, 1, RichConsole(file=out, width=80))
     console.step(replace(RECORD, mfu=None))
     assert "MFU n/a" in out.getvalue()
 
@@ -194,7 +193,7 @@ def test_time_left_is_the_pace_so_far_times_what_is_left(monkeypatch):
     clock = iter(range(0, 1000, 10))  # ten seconds between any two looks at it
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     out = io.StringIO()
-    console = Console(1, 4, prints=True, rich=RichConsole(file=out, width=80))
+    console = Console(1, 4, RichConsole(file=out, width=80))
     console.step(replace(RECORD, step=1, step_seconds=10.0))
     console.step(replace(RECORD, step=2))
     lefts = re.findall(r"(\S+) left", out.getvalue())

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from picotron_min.runtime.metrics import EvalRecord, MetricsLog, StepRecord
+from picotron_min.runtime.metrics import EvalRecord, MetricsLog, StepRecord, check_writable
 
 RECORD = StepRecord(
     step=1,
@@ -33,9 +33,9 @@ def read(path) -> list[dict]:
 
 
 def test_records_are_json_lines_in_full_precision_and_appended(tmp_path):
-    path = tmp_path / "runs" / "metrics.jsonl"
+    path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
-        log = MetricsLog(path, writes=True)
+        log = MetricsLog(path)
         log.write(replace(RECORD, step=step))
         log.close()
     first, second = read(path)
@@ -47,7 +47,7 @@ def test_records_are_json_lines_in_full_precision_and_appended(tmp_path):
 
 
 def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path):
-    log = MetricsLog(tmp_path / "m.jsonl", writes=True)
+    log = MetricsLog(tmp_path / "m.jsonl")
     log.write(EvalRecord(step=7, val_loss=2.5))
     assert read(tmp_path / "m.jsonl") == [{"step": 7, "val_loss": 2.5, "bits_per_byte": None}]
     log.close()
@@ -55,11 +55,23 @@ def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path):
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        MetricsLog(Path("/dev/full"), writes=True).write(RECORD)
+        MetricsLog(Path("/dev/full")).write(RECORD)
+
+
+def test_a_file_is_written_by_nothing_but_a_record(tmp_path):
+    new, old, folder = (tmp_path / name for name in ("new/m.jsonl", "old.jsonl", "folder"))
+    old.write_text("a line\n")
+    check_writable(metrics_file=str(new), trace_file=str(old))
+    check_writable(metrics_file=str(old), trace_file=None)
+    assert new.parent.is_dir() and not new.exists() and old.read_text() == "a line\n"
+    folder.mkdir()
+    for path in (folder, old / "below a file", tmp_path / (256 * "x")):
+        with pytest.raises(ValueError, match=r"^logging.trace_file=.* cannot be written \([A-Z]"):
+            check_writable(metrics_file=str(old), trace_file=str(path))
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
-    log = MetricsLog(tmp_path / "m.jsonl", writes=True)
+    log = MetricsLog(tmp_path / "m.jsonl")
     log.write(replace(RECORD, loss=math.nan, grad_norm=math.inf))
     log.close()
     (record,) = read(tmp_path / "m.jsonl")
@@ -68,7 +80,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
 
 def test_other_ranks_write_nothing_and_import_no_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
-    log = MetricsLog(tmp_path / "m.jsonl", writes=False, wandb_options={"project": "p"})
+    log = MetricsLog(None, wandb_options={"project": "p"})
     log.write(RECORD)
     log.close()
     assert list(tmp_path.iterdir()) == []
@@ -103,7 +115,7 @@ def test_wandb_is_online_only_when_logged_in_and_gets_the_same_records(
         init=lambda **options: calls.append(options) or run,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = MetricsLog(tmp_path / "m.jsonl", writes=True, wandb_options={"project": "p"})
+    log = MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"})
     log.write(replace(RECORD, loss=math.nan))
     log.close()
     options, (step, values), end = calls

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token, parameter_count
+from picotron_min.layout import Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops
 
@@ -56,8 +57,7 @@ def test_both_definitions_of_mfu_are_measured():
     layers_heads_width = 3 * 4 * 16
     common = 6 * parameter_count(model_config) + 12 * layers_heads_width * 128
     assert common_flops_per_token(model_config, 128) == common
-    cpu = torch.device("cpu")
-    speedometer = Speedometer(model_config, 128, "none", cpu, torch.float32)
+    speedometer = Speedometer(model_config, Workload(128), torch.device("cpu"))
     measured = speedometer.measure(tokens_per_second=1000.0, devices=2)
     ours = model_flops_per_token(model_config, 128)
     assert measured["mfu"] / measured["mfu_common"] == pytest.approx(ours / common)

@@ -20,7 +20,7 @@ from picotron_min.runtime.metrics import EvalRecord, StepRecord
 from picotron_min.runtime.wording import counted, duration, human
 
 
-class _Rich(RichConsole):
+class Output(RichConsole):
     def on_broken_pipe(self) -> None:
         """Train on without a console: by default rich ends the process (`train.py | head`)."""
         self.quiet = True
@@ -29,13 +29,9 @@ class _Rich(RichConsole):
 class Console:
     """A header, progress, warnings and a summary. Use it as a context manager around the steps."""
 
-    def __init__(
-        self, first_step: int, last_step: int, *, prints: bool, rich: RichConsole | None = None
-    ) -> None:
-        self._rich = rich or _Rich()
-        self._rich.quiet = not prints
-        self._print = partial(self._rich.out, highlight=False)
-        self._live = Live(console=self._rich, transient=True)  # nothing where there is no terminal
+    def __init__(self, first_step: int, last_step: int, output: RichConsole) -> None:
+        self._print = partial(output.out, highlight=False)
+        self._live = Live(console=output, transient=True)  # nothing where there is no terminal
         self._last_step, self._width = last_step, len(str(last_step))
         self._every = math.ceil((last_step - first_step + 1) / 20)
         self._steps: list[StepRecord] = []  # the first and the latest, here and below
@@ -44,10 +40,9 @@ class Console:
         self._line = ""  # of the latest step, until it is printed
         self._began = self._printed_at = 0.0
 
-    def __enter__(self) -> "Console":
-        if not self._rich.quiet:  # it redirects what is printed elsewhere
+    def __enter__(self) -> None:
+        if not self._live.console.quiet:  # it redirects what is printed elsewhere
             self._live.start()
-        return self
 
     def __exit__(self, *_) -> None:
         self._live.stop()

@@ -17,6 +17,7 @@ from picotron_min.runtime.folders import find_start, lock_folder
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device
 from picotron_min.runtime.metadata import Metadata, read_to_resume
+from picotron_min.runtime.metrics import check_writable
 from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -71,7 +72,10 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
     tokenizer, here = load_tokenizer(config.tokenizer), config.layout.coordinates(launch.rank)
     batches = open_data(config, text, here.dp, here.cp, **resumed)
-    lock = lock_folder(save_dir) if launch.rank == 0 else None
+    lock = None
+    if launch.rank == 0:  # the one that writes
+        lock = lock_folder(save_dir)
+        check_writable(metrics_file=config.metrics_file, trace_file=config.logging.trace_file)
     data = (tokenizer, text, batches)
     return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
 

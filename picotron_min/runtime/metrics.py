@@ -38,16 +38,15 @@ class EvalRecord:
 @dataclass(frozen=True)
 class SaveRecord:
     step: int
-    save_seconds: float  # for so long the steps stopped
+    save_seconds: float  # in which no step ran
 
 
 class MetricsLog:
-    """One rank appends records to a file of JSON lines and, with options for it, to wandb."""
+    """Appends records to a file of JSON lines, if given one, and, with options for it, to wandb."""
 
-    def __init__(self, path: Path, *, writes: bool, wandb_options: dict | None = None) -> None:
+    def __init__(self, path: Path | None, wandb_options: dict | None = None) -> None:
         self._file = self._run = None
-        if writes:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if path:
             self._file = path.open("a", encoding="utf-8", buffering=1)  # by line: a kill loses none
             self._run = wandb_options and start_wandb(**wandb_options)
 
@@ -57,9 +56,9 @@ class MetricsLog:
         if self._file:
             try:
                 self._file.write(json.dumps(values) + "\n")
-            except OSError as error:  # which does not name the file
-                name, self._file = self._file.name, None  # nothing more can be written there
-                raise OSError(error.errno, error.strerror, name) from None
+            except OSError as error:  # without a name; and to close the file would fail, too
+                error.filename, self._file = self._file.name, None
+                raise
         if self._run:
             known = {name: value for name, value in values.items() if value is not None}
             self._run.log(known, step=known.pop("step"))
@@ -69,6 +68,20 @@ class MetricsLog:
             self._file.close()
         if self._run:
             self._run.finish()
+
+
+def check_writable(**files: str | None) -> None:
+    """Make the folders of these files; ValueError, with its key, for one that cannot be written."""
+    for key, path in ((key, Path(path)) for key, path in files.items() if path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            problem = f"logging.{key}={path} cannot be written ({error.strerror})"
+            raise ValueError(f"{problem}: name another file") from None
 
 
 def start_wandb(**options):

@@ -4,11 +4,9 @@ import math
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from picotron_min.costs import parameter_count
 from picotron_min.mesh import Axes
-from picotron_min.runtime.console import Console, prompt_for
+from picotron_min.runtime.console import Console, Output, prompt_for
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
 from picotron_min.runtime.inputs import Inputs
@@ -17,8 +15,6 @@ from picotron_min.runtime.metrics import EvalRecord, MetricsLog, SaveRecord, Ste
 from picotron_min.runtime.speed import Speedometer
 from picotron_min.runtime.trace import Trace
 from picotron_min.runtime.wording import counted, human
-
-TRACED_STEPS = 3  # after two that warm up
 
 
 class Reporter(ExitStack):
@@ -30,27 +26,22 @@ class Reporter(ExitStack):
         logging, save_dir, writes = config.logging, config.checkpoint.save_dir, axes.world.rank == 0
         if writes:
             make_room(Path(save_dir), inputs.start)
-        wandb_options = {"project": logging.project_name, "name": logging.run_name}
-        wandb_options |= {"config": config.model_dump(), "dir": save_dir}
-        self.log = MetricsLog(
-            Path(config.metrics_file),
-            writes=writes,
-            wandb_options=wandb_options if logging.use_wandb else None,
-        )
+        path = Path(config.metrics_file) if writes else None
+        wandb = {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
+        wandb["config"] = config.model_dump()
+        self.log = MetricsLog(path, wandb if logging.use_wandb else None)
         self.callback(self.log.close)
-        S, dtype = config.training.seq_length, getattr(torch, config.model.dtype)
-        recompute = config.model.recompute
-        self.speedometer = Speedometer(inputs.model_config, S, recompute, device, dtype)
-        begin = inputs.first_step + 2
-        traced = range(begin, begin + (TRACED_STEPS if logging.trace_file else 0))
+        self.speedometer = Speedometer(inputs.model_config, config.workload, device)
+        done, last = inputs.first_step, inputs.last_step
+        traced = range(done + 2, done + 5) if logging.trace_file else ()  # after two that warm up
         self.trace = Trace(traced, axes.pp, device, config.distributed.pp_engine)
-        self.console = Console(inputs.first_step + 1, inputs.last_step, prints=writes)
+        self.console = Console(done + 1, last, Output(quiet=not writes))
         self.console.header("picotron-min", describe(inputs))
         for warning in resume_warnings(inputs.metadata, config) if inputs.metadata else []:
             self.console.warn(warning)
-        done, last, how = inputs.first_step, inputs.last_step, "its model is exported"
         if done >= last:
-            self.console.warn(f"no step is left: {inputs.start} has {done} of {last}; {how}")
+            how = f"{inputs.start} has {done} of {last}; its model is exported"
+            self.console.warn(f"no step is left: {how}")
         self.enter_context(self.console)
 
     def step(self, step: int, result, seconds: float) -> None:
@@ -72,7 +63,7 @@ class Reporter(ExitStack):
             self.console.warn(f"step {step} changed nothing: its gradient is not finite")
 
     def evaluation(self, step: int, loss: float) -> None:
-        take_bytes(self.axes)  # they are not the next step's
+        take_bytes(self.axes)  # or the next step would report them
         record = EvalRecord(step, loss, loss / math.log(2) * self.inputs.text.tokens_per_byte)
         self.log.write(record)
         self.console.evaluation(record)
@@ -82,7 +73,7 @@ class Reporter(ExitStack):
 
     def stopped(self, step: int, checkpoint: Path | None, footer: str) -> None:
         how = how_to_resume(checkpoint)
-        self.console.warn(f"stopped by SIGTERM after step {step}: {how} {footer}")
+        self.console.warn(f"stopped by SIGTERM after step {step}: {how}{footer}")
 
     def finished(self, model_folder: Path, checkpoint: Path | None) -> None:
         config = self.inputs.config
@@ -97,7 +88,7 @@ def take_bytes(axes: Axes) -> dict[str, int]:
 
 
 def make_room(save_dir: Path, start: Path | None) -> None:
-    """Move an earlier run out of the way, but for the checkpoint that this one resumes from."""
+    """Move an earlier run aside, except for what this one resumes from."""
     resumes_here = start is not None and start.resolve().parent == save_dir.resolve()
     if leftovers := clean_up(save_dir):
         print(f"deleted what an interrupted save left behind: {', '.join(map(str, leftovers))}")
@@ -110,18 +101,16 @@ def describe(inputs: Inputs) -> dict[str, str]:
     config, batches, text = inputs.config, inputs.batches, inputs.text
     t, m, layout = config.training, config.model, config.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
-    sequences = counted(batches.global_batch, "sequence")
-    micro_batches = counted(t.gradient_accumulation_steps, "micro-batch")
-    documents = counted(text.num_documents, "document")
-    held_out = counted(batches.num_eval_sequences, "sequence")
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
         "model": f"{m.name}, {human(parameter_count(inputs.model_config))} parameters in {m.dtype}",
         "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}: {sizes}",
-        "step": f"{human(batches.tokens_per_step)} tokens: {sequences} of {t.seq_length},"
-        f" {t.micro_batch_size} a micro-batch, {micro_batches} a rank",
-        "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens in {documents};"
-        f" {held_out} to validate",
+        "step": f"{human(batches.tokens_per_step)} tokens:"
+        f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"
+        f" a micro-batch, {counted(t.gradient_accumulation_steps, 'micro-batch')} a rank",
+        "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens"
+        f" in {counted(text.num_documents, 'document')};"
+        f" {counted(batches.num_eval_sequences, 'sequence')} to validate",
         "tokenizer": config.tokenizer,
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
     }

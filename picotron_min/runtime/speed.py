@@ -12,26 +12,21 @@ import time
 import torch
 
 from picotron_min import costs
+from picotron_min.layout import Workload
 from picotron_min.model_config import ModelConfig
 
 
 class Speedometer:
     """Turns tokens per second into a step record's measures of speed."""
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        seq_length: int,
-        recompute: str,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, model_config: ModelConfig, work: Workload, device: torch.device) -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._device, self._peak = device, peak_flops(name, dtype)
+        self._device, self._peak = device, peak_flops(name, getattr(torch, work.dtype))
+        sizes = model_config, work.seq_length
         self._flops_per_token = {
-            "mfu": costs.model_flops_per_token(model_config, seq_length),
-            "mfu_common": costs.common_flops_per_token(model_config, seq_length),
-            "hfu": costs.hardware_flops_per_token(model_config, seq_length, recompute),
+            "mfu": costs.model_flops_per_token(*sizes),
+            "mfu_common": costs.common_flops_per_token(*sizes),
+            "hfu": costs.hardware_flops_per_token(*sizes, work.recompute),
         }
 
     def measure(self, tokens_per_second: float, devices: int) -> dict[str, float | None]:
@@ -63,9 +58,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 PEAK_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-# Dense peaks (no sparsity) from the vendors' data sheets and whitepapers. bfloat16 and float64 on
-# matrix units with full accumulation; float32 without TF32, which torch leaves off. Consumer cards
-# hardly have float64; it is left out.
+# Dense peaks in TFLOP/s, from the vendors' data sheets: bfloat16 and float64 on matrix units with
+# full accumulation, float32 without TF32, which torch leaves off. No float64 for consumer cards.
 PEAK_TERAFLOPS = {
     r"NVIDIA A100-(SXM4?|PCIE)-[48]0GB|NVIDIA A100 80GB PCIe": (312, 19.5, 19.5),
     r"NVIDIA H100 80GB HBM3": (989.4, 66.9, 66.9),  # the SXM form

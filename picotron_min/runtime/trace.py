@@ -10,7 +10,7 @@ the device would wait for all outstanding messages, too, and can deadlock.)
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -39,8 +39,8 @@ class HostEvent:
 class Trace:
     """The forwards and backwards of the steps in `steps`, on every rank of one pipeline."""
 
-    def __init__(self, steps: range, pp: Axis, device: torch.device, pp_engine: str) -> None:
-        self.steps, self.pp, self.pp_engine, self.events = steps, pp, pp_engine, []
+    def __init__(self, steps: Container[int], pp: Axis, device: torch.device, engine: str) -> None:
+        self.steps, self.pp, self.engine, self.events = steps, pp, engine, []
         self.is_cuda = device.type == "cuda"
 
     def watch(self, step: int) -> Watch:
@@ -74,7 +74,6 @@ class Trace:
             event = {"name": str(action), "ph": "X", "ts": at + start, "dur": duration}
             events.append(event | {"pid": self.pp.rank, "tid": 0, "args": args})
         dist.gather_object(events, gathered, group=self.pp.group, group_dst=0)
-        if self.pp.rank == 0:
-            trace = {"traceEvents": [*chain(*gathered)], "otherData": {"pp_engine": self.pp_engine}}
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if gathered:
+            trace = {"traceEvents": [*chain(*gathered)], "otherData": {"pp_engine": self.engine}}
             path.write_text(json.dumps(trace) + "\n")
