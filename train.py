@@ -7,10 +7,14 @@ Without torchrun, `python train.py --config config.json` starts the processes it
 
 import argparse
 import math
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+if __name__ == "__main__":  # Ctrl-C leaves no traceback, not even during the imports below
+    sys.excepthook = lambda kind, *e: kind is KeyboardInterrupt or sys.__excepthook__(kind, *e)
 
 import torch
 

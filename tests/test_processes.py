@@ -4,13 +4,16 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from picotron_min.runtime.launch import (
     open_process_group,
     torchrun_launch,
 )
+from picotron_min.runtime.processes import start_processes
 from tests.workplace import STANDALONE, Workplace, numbers, run_main, torchrun
 
 
@@ -78,6 +82,10 @@ def rank_0_finds_the_disk_full() -> None:
     at_the_third_step(0, raises(OSError(28, "No space left on device", "runs/somewhere")))
 
 
+def rank_1_wants_too_much_memory() -> None:
+    at_the_third_step(1, lambda: torch.empty(2**50))
+
+
 def all_ranks_raise() -> None:
     at_the_third_step(None, raises(KeyError("a fault in the program")))
 
@@ -88,9 +96,10 @@ RESUME = "\nThis was in step 3: resume from runs/{}/step-00000002 with checkpoin
 @pytest.mark.parametrize(
     "sabotage,reason,tracebacks",
     [
-        (rank_1_dies, "rank 1 was killed by SIGKILL", 0),
+        (rank_1_dies, "rank 1 was killed by SIGKILL (perhaps because memory ran out)", 0),
         (rank_1_raises, "rank 1 failed", 1),
         (rank_1_hangs, "waited in vain for rank 1", 0),
+        (rank_1_wants_too_much_memory, "larger tp_size or pp_size, or model.recompute full", 0),
         (rank_0_finds_the_disk_full, "No space left on device: 'runs/somewhere'", 0),
         (all_ranks_raise, "rank 0 failed", 1),
     ],
@@ -113,8 +122,57 @@ def test_a_rank_that_fails_ends_the_others_and_is_named_once(
 def test_a_failure_before_the_first_checkpoint_reports_that_none_was_saved(workplace):
     config = workplace.config("unsaved", checkpoint={"save_frequency": 0})
     outcome = workplace.main(config, rank_1_dies)
-    message = "rank 1 was killed by SIGKILL\nThis was in step 3: this run has saved no checkpoint"
+    message = "ran out)\nThis was in step 3: this run has saved no checkpoint"
     assert message in outcome.output, outcome.output
+
+
+CUDA_MESSAGE = """CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of \
+79.18 GiB of which 1.50 GiB is free. Of the allocated memory 70.00 GiB is allocated by PyTorch. If \
+reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True.
+"""
+
+
+def test_the_message_of_too_little_memory_has_the_numbers_and_the_remedy():
+    with pytest.raises(RuntimeError) as cpu:
+        torch.empty(2**50)
+    with pytest.raises(MemoryError) as python:
+        bytearray(2**62)
+    with pytest.raises(MemoryError) as numpy:
+        np.empty(2**50)
+    errors = {
+        torch.OutOfMemoryError(CUDA_MESSAGE): "(CUDA out of memory. Tried to allocate 20.00 GiB. "
+        "GPU 0 has a total capacity of 79.18 GiB of which 1.50 GiB is free. "
+        "Of the allocated memory 70.00 GiB is allocated by PyTorch): use a smaller",
+        cpu.value: f"you tried to allocate {2**52} bytes. Error code 12 (Cannot",
+        numpy.value: "Unable to allocate 8.00 PiB for an array",
+    }
+    for error, reason in errors.items():
+        message = failures.plain_message(error, rank=3, is_usage=False)
+        assert message.startswith("rank 3 has too little memory (") and "\n" not in message
+        assert reason in message and "use a smaller micro_batch_size" in message
+    # Without numbers the place is of more use.
+    assert failures.plain_message(python.value, rank=3, is_usage=False) == ""
+    assert failures.plain_message(RuntimeError("shapes differ"), rank=3, is_usage=False) == ""
+
+
+@pytest.mark.parametrize(
+    "key,path,reason",
+    [
+        ("metrics_file", None, "Is a directory"),
+        ("trace_file", "traces/" + 300 * "x", "File name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(workplace, key, path, reason):
+    name = f"unwritable {key}"
+    default = f"runs/{name}/metrics.jsonl"
+    (workplace.folder / default).mkdir(parents=True)
+    logging = {"metrics_file": f"{name}.jsonl"} if path else {}
+    logging[key] = path
+    outcome = workplace.main(workplace.config(name, logging=logging))
+    assert outcome.code == 2 and "Traceback" not in outcome.output
+    message = f"logging.{key}={path or default} cannot be written ({reason}): name another file"
+    assert outcome.output.count(message) == 1, outcome.output
+    assert not (workplace.folder / f"{name}.jsonl").exists()
 
 
 def rank_1_has_another_config() -> None:
@@ -246,7 +304,7 @@ def test_a_rank_0_that_cannot_be_reached_is_reported_with_the_reason(monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert f"port {port} is in use, perhaps by another run" in problem(0, "127.0.0.1", port)
-    here = f"rank 0 cannot be reached at 127.0.0.1:{port} within 0.3 s"
+    here = f"no rank 0 at 127.0.0.1:{port} within 0.3 s: see its output, or check the address"
     assert here in problem(1, "127.0.0.1", port)
     for host in ("192.0.2.1", "no-such-machine.invalid"):  # of no machine, by RFC 5737 and 6761
         reason = problem(0, host, port)
@@ -292,10 +350,13 @@ def test_nccl_learns_its_device_when_the_process_group_is_opened(monkeypatch):
 @pytest.mark.parametrize(
     "variables,problem",
     [
-        ({"RANK": "0"}, "but LOCAL_RANK=None, WORLD_SIZE=None, MASTER_PORT=None: start with"),
+        (
+            {"RANK": "0"},
+            "but LOCAL_RANK=None, WORLD_SIZE=None, MASTER_PORT=None, MASTER_ADDR=None: start with",
+        ),
         (
             {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"},
-            "but RANK=x: start with torchrun, or unset RANK",
+            "but RANK=x, MASTER_ADDR=None: start with torchrun, or unset RANK",
         ),
     ],
 )
@@ -492,6 +553,36 @@ def test_ctrl_c_ends_all_with_one_message(workplace):
     wait_until_all_are_gone(process.pid)
     output = (workplace.folder / "interrupted.txt").read_text()
     assert output.count("stopped by Ctrl-C\nThis was in step") == 1 and "Traceback" not in output
+
+
+def waits_long(launch: Launch) -> None:
+    time.sleep(600)
+
+
+def test_ctrl_c_while_ranks_are_started_ends_those_that_run(capfd):
+    started, start = [], ForkProcess.start
+
+    def interrupted(process: ForkProcess) -> None:
+        if started:
+            raise KeyboardInterrupt
+        start(process)
+        started.append(process)
+
+    with mock.patch.object(ForkProcess, "start", interrupted), pytest.raises(SystemExit) as ended:
+        start_processes(waits_long, 3)
+    assert ended.value.code == 130 and started[0].exitcode == -signal.SIGKILL
+    assert capfd.readouterr().err.count("stopped by Ctrl-C\nThis was before the first step") == 1
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, train.__file__, "--config", "config.json"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+    (tmp_path / "torch.py").write_text("raise KeyError('a fault in the program')")
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+    assert done.returncode == 1 and b"KeyError: 'a fault in the program'" in done.stderr
 
 
 def test_a_second_run_in_the_same_folder_is_refused(workplace):

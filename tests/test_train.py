@@ -369,8 +369,7 @@ def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, message):
     assert outcome.code == 1
     for step in (finite + 1, finite + 2):
         assert f"step {step} changed nothing: its gradient is not finite" in outcome.output
-    assert message in outcome.output
-    assert outcome.output.count("This was in step") == 1
+    assert outcome.output.count(message) == 1
     # Not from the checkpoint after step 4: it would end in the same way.
     assert "with checkpoint.load_path latest" not in outcome.output
     saved = [file for file in workplace.files(name) if file.startswith("step-")]

@@ -15,6 +15,7 @@ Exit codes: 0 done or SIGTERM, 2 the user's mistake, 130 Ctrl-C, 1 everything el
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -34,9 +35,9 @@ GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is
 HEARTBEAT = 0.4  # seconds between two heartbeats, 20 bytes each where the store is a file
 LONG_WAIT = timedelta(hours=1)  # for phases whose length differs between ranks
 # gloo has no exception of its own. Its RuntimeErrors have one of these in their message.
-GLOO = ("gloo", "application timeout caused pair closure", "operation timed out!", "wait timeout")
-# Their message is enough, others have a traceback. FloatingPointError: the run has diverged.
-PLAIN = (OSError, FloatingPointError, KeyboardInterrupt)
+GLOO = re.compile("gloo|timeout caused pair closure|operation timed out!|wait timeout", re.I)
+# torch's errors on GPUs (without their advice) and on CPUs, and Python's, if it has numbers.
+OUT_OF_MEMORY = re.compile(r"(?:MemoryError|DefaultCPUAllocator): (.+?)\.?(?: If reserved|\n|$)")
 
 
 @contextlib.contextmanager
@@ -60,7 +61,8 @@ class RollCall:
 
     def __init__(self, store: dist.Store, launch: Launch, timeout_seconds: float) -> None:
         self.store, self.launch, self.rank = store, launch, launch.rank
-        self.timeout = timedelta(seconds=timeout_seconds)
+        self.timeout, self.everyone = timedelta(seconds=timeout_seconds), range(launch.world_size)
+        self.store.set_timeout(self.timeout)
         self.connecting = self.got_report = False
         self.saved = ""  # the checkpoint to resume from
         self.done, self.sigterm = threading.Event(), threading.Event()
@@ -82,20 +84,20 @@ class RollCall:
                         _leave(1)
 
     def _heartbeats(self) -> list[int]:
-        return [self.store.add(f"heartbeats {r}", 0) for r in range(self.launch.world_size)]
+        return [self.store.add(f"heartbeats {r}", 0) for r in self.everyone]
 
     def connect(self, backend: str, device: torch.device) -> None:
         """Wait until every rank is here, then open the process group."""
         self.connecting = True
         self.store.set(f"here {self.rank}", "")
-        everyone = [f"here {r}" for r in range(self.launch.world_size)]
-        while not self.store.check(everyone):  # hours, over tokens for example, if hearts beat
+        everyone = [f"here {r}" for r in self.everyone]
+        # As long as every rank has heartbeats: one may prepare its tokens for hours.
+        while not self.store.check(everyone):
             before = self._heartbeats()
             try:
                 self.store.wait(everyone, self.timeout)
             except RuntimeError:  # a DistError, but not from every kind of store
-                beats = zip(before, self._heartbeats(), strict=True)
-                if any(old == new for old, new in beats):
+                if any(old == new for old, new in zip(before, self._heartbeats(), strict=True)):
                     raise
         open_process_group(self.launch, backend, device, self.store, self.timeout)
         # On CPUs, also between GPUs: otherwise every step would wait for the GPU to answer.
@@ -142,50 +144,46 @@ class RollCall:
             if not self.got_report:
                 self._report_once(error, is_usage)
         except dist.DistError:  # without the notes the reason is not known
-            what = (
-                f"rank {self.rank} stops: the ranks' store is gone, and with it its process or node"
-            )
             cause = str(error).partition("\n")[0]
-            self.launch.print(f"{what} ({cause}): {how_to_resume(self.saved)}")
+            what = f"the ranks' store is gone, and with it its process or node ({cause})"
+            self.launch.print(f"rank {self.rank} stops: {what}: {how_to_resume(self.saved)}")
         finally:
             _leave(130 if isinstance(error, KeyboardInterrupt) else 2 if is_usage else 1)
 
     def _report_once(self, error: BaseException, is_usage: bool) -> None:
         self.store.set(f"failed {self.rank}", "")
-        is_wait = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(words in str(error).lower() for words in GLOO)
-        )
+        is_gloo = isinstance(error, RuntimeError) and GLOO.search(str(error))
+        is_wait = is_gloo or isinstance(error, dist.DistError)
         if is_wait:
             what, rank = self._find_missing()
         else:
             self.store.set("error", "")  # at once: from here on no failed wait is reported
-            what = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
-            rank = self.rank
+            what, rank = plain_message(error, self.rank, is_usage), self.rank
             time.sleep(HEARTBEAT if rank else 0)  # an error of all ranks is reported by rank 0
         if (is_wait and self.store.check(["error"])) or self.store.add("reports", 1) > 1:
             self.store.set(f"informed {self.rank}", "")
             time.sleep(2 * GRACE)  # the launcher ends all ranks when one exits: the reporter first
             return
-        if not what or not (is_wait or is_usage or isinstance(error, PLAIN)):
+        if not what:
             traceback.print_exception(error)
             what = f"rank {rank} failed"
-        resume = not isinstance(error, FloatingPointError)
-        report(what, self.store, None if is_usage else rank, self.launch, resume)
+        # A run that has diverged would do so again: its message has the step and the remedy.
+        can_resume = not is_usage and not isinstance(error, FloatingPointError)
+        report(what, self.store, rank if can_resume else None, self.launch)
         if not is_wait:  # The store may end with this process: other nodes must read it before.
-            others = [f"informed {r}" for r in range(self.launch.world_size) if r != self.rank]
+            others = [f"informed {r}" for r in self.everyone if r != self.rank]
             with contextlib.suppress(RuntimeError):  # a rank may be gone, or busy for long
                 self.store.wait(others, timedelta(seconds=GRACE))
 
     def _find_missing(self) -> tuple[str, int]:
-        """Which ranks the others wait for, in words, and the first; no words if all have failed."""
+        """A message that names the ranks that others wait for, and the first; "" if all failed."""
         before = self._heartbeats()
         time.sleep(GRACE)
-        now, everyone = self._heartbeats(), range(self.launch.world_size)
-        silent = [r for r in everyone if not self.store.check([f"failed {r}"])]
-        dead = [r for r in silent if now[r] == before[r]]
+        after = self._heartbeats()
+        silent = [r for r in self.everyone if not self.store.check([f"failed {r}"])]
+        dead = [r for r in silent if after[r] == before[r]]
         absent = [r for r in dead if before[r] == 0]
-        named = absent or dead or silent
-        if not named:
+        if not (named := absent or dead or silent):
             return "", self.rank
         many = len(named) > 1
         ranks = f"rank{'s' if many else ''} {', '.join(map(str, named))}"
@@ -197,13 +195,23 @@ class RollCall:
         return f"waited in vain for {'one of ' if many else ''}{ranks}", named[0]
 
 
-def report(what: str, notes: dist.Store, rank: int | None, launch: Launch, resume=True) -> None:
+def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
+    """An error's message, where it is enough; empty for an error that needs a traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C"
+    if memory := OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
+        what = f"rank {rank} has too little memory ({memory[1]}): use a smaller micro_batch_size"
+        return f"{what}, a larger tp_size or pp_size, or model.recompute full"
+    return str(error) if is_usage or isinstance(error, (OSError, FloatingPointError)) else ""
+
+
+def report(what: str, notes: dist.Store, rank: int | None, launch: Launch) -> None:
     """Print the one message: what happened and, if to a rank, in which step and how to resume."""
     keys = (f"step {rank}", "saved")
     step, saved = (notes.get(key).decode() if notes.check([key]) else "" for key in keys)
     if rank is not None:
-        what += f"\nThis was {f'in step {step}' if step else 'before the first step'}"
-        what += f": {how_to_resume(saved)}" if resume else ""
+        when = f"in step {step}" if step else "before the first step"
+        what += f"\nThis was {when}: {how_to_resume(saved)}"
     launch.print(what)
     notes.set("reported", "")
 

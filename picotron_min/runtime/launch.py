@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
     def print(self, message: str) -> None:
         """Print a message about the end of the run."""
-        print(f"\n{message}\n{self.footer and self.footer + chr(10)}", file=sys.stderr, flush=True)
+        print(f"\n{message}{self.footer}\n", file=sys.stderr, flush=True)
 
 
 def torchrun_launch() -> Launch | None:
@@ -35,23 +35,20 @@ def torchrun_launch() -> Launch | None:
     if "RANK" not in env:
         return None
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    bad = [f"{name}={env.get(name)}" for name in numbers if not env.get(name, "").isdecimal()]
-    if bad or "MASTER_ADDR" not in env:
-        problem = ", ".join(bad or ["MASTER_ADDR=None"])
-        raise ValueError(
-            f"RANK is set, so a launcher should have set all of its variables, but {problem}: start"
-            " with torchrun, or unset RANK"
-        )
+    bad = [name for name in numbers if not env.get(name, "").isdecimal()]
+    if bad := bad + ["MASTER_ADDR"] * ("MASTER_ADDR" not in env):
+        given = ", ".join(f"{name}={env.get(name)}" for name in bad)
+        problem = f"RANK is set, so a launcher should have set all of its variables, but {given}"
+        raise ValueError(f"{problem}: start with torchrun, or unset RANK")
     # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
     # addresses of processes that are gone. So every attempt has its own keys.
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    open_store = partial(_tcp_store, *address, is_master, attempt)
+    rank, local_rank, world_size, port = (int(env[name]) for name in numbers)
+    open_store = partial(_tcp_store, env["MASTER_ADDR"], port, is_master, attempt)
     is_torchrun = "TORCHELASTIC_RUN_ID" in env  # other launchers set RANK, too
-    footer = "(What follows is torchrun's own report. The reason is above.)" if is_torchrun else ""
-    ranks = (int(env[name]) for name in numbers[:3])
-    return Launch(*ranks, open_store, footer)
+    footer = "\n(What follows is torchrun's own report. The reason is above.)" * is_torchrun
+    return Launch(rank, local_rank, world_size, open_store, footer)
 
 
 def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: float) -> dist.Store:
@@ -59,15 +56,13 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: flo
     try:
         store = dist.TCPStore(host, port, is_master=is_master, **options)
     except dist.DistError as error:
-        at = f"{host}:{port}"
-        if is_master and "EADDRINUSE" in str(error):
+        at, cause = f"{host}:{port}", str(error).partition("\n")[0]
+        what = f"no rank 0 at {at} within {seconds:g} s: see its output, or check the address"
+        if is_master and "EADDRINUSE" in cause:
             what = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
         elif is_master:
             what = f"rank 0 cannot reach {at}, its own address: set MASTER_ADDR to where it runs"
-        else:
-            what = f"rank 0 cannot be reached at {at} within {seconds:g} s: see its output, or"
-            what += " check the address"
-        raise ConnectionError(f"{what} ({str(error).partition(chr(10))[0]})") from None
+        raise ConnectionError(f"{what} ({cause})") from None
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
@@ -78,8 +73,8 @@ def exit_on_usage_error(launch: Launch | None) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        # Most are found by every rank: the first one of a node reports, and the launcher then ends
-        # the others, in their sleep. Only what the first one has not found, they report themselves.
+        # Every rank finds most of them: the first one of a node reports them, and the launcher then
+        # ends the others while they sleep. They report only what the first one has not found.
         time.sleep(5 if launch.local_rank else 0)
         launch.print(str(error))
         raise SystemExit(2) from None
@@ -123,12 +118,7 @@ def open_process_group(
     launch: Launch, backend: str, device: torch.device, store: dist.Store, timeout: timedelta
 ) -> None:
     """Connect all ranks. Any communication that takes longer than the timeout then raises."""
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("process group", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        # NCCL then connects here, where all ranks are, not in the first collective.
-        device_id=device if device.type == "cuda" else None,
-    )
+    options = {"store": dist.PrefixStore("process group", store), "timeout": timeout}
+    # With a GPU named, NCCL connects here, where all ranks are, not in the first collective.
+    options["device_id"] = device if device.type == "cuda" else None
+    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **options)

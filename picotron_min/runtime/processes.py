@@ -12,8 +12,6 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from multiprocessing import connection
 
 import torch.distributed as dist
@@ -26,21 +24,26 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
     """Run `main` in so many processes here; SystemExit with the exit code unless all succeed."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        open_store = partial(_file_store, os.path.join(folder, "store"), world_size)
+
+        def open_store(timeout_seconds: float) -> dist.Store:
+            return dist.FileStore(os.path.join(folder, "store"), world_size)
+
         launches = [Launch(rank, rank, world_size, open_store) for rank in range(world_size)]
         ranks = [context.Process(target=_run_forked, args=(main, launch)) for launch in launches]
-        for process in ranks:
-            process.start()
+        before = signal.getsignal(signal.SIGTERM)
 
         def forward_sigterm(*_) -> None:
             for process in ranks:
                 process.terminate()
 
-        before = signal.signal(signal.SIGTERM, forward_sigterm)
         try:
+            for process in ranks:
+                process.start()
+            signal.signal(signal.SIGTERM, forward_sigterm)
             code, rank = _wait(ranks)
             if code < 0:  # the number of a signal; otherwise the rank has reported its error
                 what = f"rank {rank} was killed by {signal.Signals(-code).name}"
+                what += " (perhaps because memory ran out)" * (-code == signal.SIGKILL)
                 report(what, open_store(GRACE), rank, launches[0])
                 code = 1
         except KeyboardInterrupt:
@@ -48,17 +51,11 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
             code = 130
         finally:
             signal.signal(signal.SIGTERM, before)
-            for process in ranks:
+            for process in [p for p in ranks if p.is_alive()]:
                 process.kill()
                 process.join()
     if code:
         raise SystemExit(code)
-
-
-def _file_store(path: str, world_size: int, timeout_seconds: float) -> dist.Store:
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(timedelta(seconds=timeout_seconds))
-    return store
 
 
 def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
@@ -75,9 +72,11 @@ def _exit_with_parent() -> None:
 
 def _wait(ranks: list) -> tuple[int, int]:
     """Wait until all ranks are done or one fails: its exit code, otherwise 0, and its number."""
-    codes = [None] * len(ranks)
-    while None in codes and not any(codes):
-        running = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
-        connection.wait([process.sentinel for process in running])
-        codes = [process.exitcode for process in ranks]
-    return next(((code, rank) for rank, code in enumerate(codes) if code), (0, 0))
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            rank = running.pop(sentinel)
+            ranks[rank].join()
+            if code := ranks[rank].exitcode:
+                return code, rank
+    return 0, 0
