@@ -555,6 +555,20 @@ def test_ctrl_c_ends_all_with_one_message(workplace):
     assert output.count("stopped by Ctrl-C\nThis was in step") == 1 and "Traceback" not in output
 
 
+def ends_late(folder: Path, code: int, launch: Launch) -> None:
+    time.sleep(0.3 * launch.rank)
+    (folder / str(launch.rank)).touch()
+    sys.exit(code * launch.rank)
+
+
+def test_the_last_rank_is_waited_for_and_the_exit_code_of_one_that_fails_is_the_runs(tmp_path):
+    start_processes(partial(ends_late, tmp_path, 0), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    with pytest.raises(SystemExit) as ended:
+        start_processes(partial(ends_late, tmp_path, 3), 2)
+    assert ended.value.code == 3
+
+
 def waits_long(launch: Launch) -> None:
     time.sleep(600)
 
