@@ -90,12 +90,12 @@ class RollCall:
         """Wait until every rank is here, then open the process group."""
         self.connecting = True
         self.store.set(f"here {self.rank}", "")
-        everyone = [f"here {r}" for r in self.everyone]
+        here = [f"here {r}" for r in self.everyone]
         # As long as every rank has heartbeats: one may prepare its tokens for hours.
-        while not self.store.check(everyone):
+        while not self.store.check(here):
             before = self._heartbeats()
             try:
-                self.store.wait(everyone, self.timeout)
+                self.store.wait(here, self.timeout)
             except RuntimeError:  # a DistError, but not from every kind of store
                 if any(old == new for old, new in zip(before, self._heartbeats(), strict=True)):
                     raise
@@ -109,10 +109,10 @@ class RollCall:
 
     def agree(self, settings: dict[str, object]) -> str:
         """A unique name for this run; OSError, on all ranks, if their settings differ."""
-        everyone = [None] * self.launch.world_size
-        dist.all_gather_object(everyone, (uuid.uuid4().hex, settings), self.group)
-        name, expected = everyone[0]
-        for rank, (_, found) in enumerate(everyone):
+        answers = [None] * self.launch.world_size
+        dist.all_gather_object(answers, (uuid.uuid4().hex, settings), self.group)
+        name, expected = answers[0]
+        for rank, (_, found) in enumerate(answers):
             keys = [key for key in found if found[key] != expected.get(key)]
             if listed := ", ".join(f"{k}={found[k]!r}, not {expected.get(k)!r}" for k in keys):
                 what = f"rank {rank} was not started as rank 0: it has {listed}."
