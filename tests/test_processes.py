@@ -158,8 +158,8 @@ def test_the_message_of_too_little_memory_has_the_numbers_and_the_remedy():
 @pytest.mark.parametrize(
     "key,path,reason",
     [
-        ("metrics_file", None, "Is a directory"),
-        ("trace_file", "traces/" + 300 * "x", "File name too long"),
+        ("metrics_file", None, " (Is a directory): name another file"),
+        ("trace_file", "/proc/trace.json", ""),  # of another kind where only root may write
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(workplace, key, path, reason):
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(workplace, key, p
     logging[key] = path
     outcome = workplace.main(workplace.config(name, logging=logging))
     assert outcome.code == 2 and "Traceback" not in outcome.output
-    message = f"logging.{key}={path or default} cannot be written ({reason}): name another file"
+    message = f"logging.{key}={path or default} cannot be written{reason}"
     assert outcome.output.count(message) == 1, outcome.output
     assert not (workplace.folder / f"{name}.jsonl").exists()
 
