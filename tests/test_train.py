@@ -301,7 +301,9 @@ def test_a_mistake_in_the_data_is_reported_once_without_a_traceback(workplace):
     (workplace.folder / "rows.jsonl").write_text('{"body": "some text"}\n' * 100)
     outcome = workplace.main(workplace.config("data", dataset={"name": "rows.jsonl"}))
     assert outcome.code == 2
-    message = "dataset 'rows.jsonl' has no column 'text': set dataset.text_column to one of"
+    message = (
+        "dataset 'rows.jsonl' has no text in column 'text': set dataset.text_column to one that"
+    )
     assert outcome.output.count(message) == 1
     assert "Traceback" not in outcome.output and outcome.seconds < 20
 
