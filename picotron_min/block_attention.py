@@ -51,7 +51,8 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tens
 
 
 def attend_block_backward(gradient, q, k, v, out, lse, is_causal) -> tuple[Tensor, Tensor, Tensor]:
-    # dv = p^T dout    dp = dout v^T    ds = p (dp - sum(dout out)), and through s = q k / sqrt(D)
+    # dv = p^T dout    dp = dout v^T    ds_j = p_j (dp_j - sum_k p_k dp_k), softmax's backward. That
+    # sum, over a whole row, is dout . out: so out is the whole row's. Through s = q k / sqrt(D):
     # dq = ds k / sqrt(D)               dk = ds^T q / sqrt(D)
     scores = attention_scores(q, k, is_causal)
     q, gradient, out, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, gradient, out, lse))

@@ -85,7 +85,9 @@ def _mesh(axes: Axes, names: tuple[str, ...], device: str) -> DeviceMesh:
     """One dim for each of the axes, over their process groups."""
     groups = [getattr(axes, name).group for name in names]
     ranks = torch.tensor(dist.get_rank())
-    for group in groups:  # in a grid, steps along an axis are the same from every rank
+    # In a grid, steps along an axis are the same from every rank: with [4 5] over tp and [5 7] over
+    # dp, rank 5 knows [[4 6] [5 7]].
+    for group in groups:
         row = torch.tensor(dist.get_process_group_ranks(group))
         ranks = ranks[..., None] + row - dist.get_rank()
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)

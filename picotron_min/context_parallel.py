@@ -99,6 +99,7 @@ class _RingAttention(torch.autograd.Function):
             d_out, q_rows, out_rows, lse_rows = (x[:, :, rows] for x in (gradient, q, out, lse))
             dq_rows, dk, dv = ctx.kernel.backward(d_out, q_rows, k, v, out_rows, lse_rows, is_own)
             dq[:, :, rows] += dq_rows
+            # What arrives belongs to this very block, but for the first two: ours, the next rank's.
             dkv = shift.wait() if shift else torch.zeros_like(kv, dtype=lse.dtype)
             dkv[0][:, :, columns] += dk
             dkv[1][:, :, columns] += dv
@@ -115,9 +116,11 @@ def visible_blocks(kv: Tensor, axis: Axis) -> Iterator[tuple[bool, slice, slice,
     """Each rank's block: is it our own, our rows that see any of it, the columns seen, their kv."""
     half = kv.shape[3] // 2
     for source, (k, v) in ring(kv, axis):
+        # Of an earlier rank, the early piece is before both of ours, the late one after both. Of a
+        # later rank, both pieces are between ours: only our late piece sees them, and all of them.
         # Cut, not masked: torch's kernels give a fully masked row the weight 1 (lse = 0), not 0.
-        rows = slice(half if source > axis.rank else 0, None)  # later ranks: for our late piece
-        columns = slice(half if source < axis.rank else None)  # earlier ones: their early piece
+        rows = slice(half if source > axis.rank else 0, None)
+        columns = slice(half if source < axis.rank else None)
         yield source == axis.rank, rows, columns, k[:, :, columns], v[:, :, columns]
 
 

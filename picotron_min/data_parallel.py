@@ -44,6 +44,7 @@ class GradientBuckets:
         for name, parameter in reversed(parameters.items()):
             # A sum of bfloat16 gradients over many ranks loses the small ones.
             assert parameter.dtype in (torch.float32, torch.float64), f"{name}: {parameter.dtype}"
+            # Linears with a queue add their gradient without autograd, and call `arrived` too.
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
             if sum(p.nbytes for p in [*groups[-1].values(), parameter]) > bucket_bytes:
                 groups.append({})  # a parameter above the limit has a bucket of its own

@@ -84,7 +84,7 @@ def apply_queue(model: nn.Module, queue: WeightGradients) -> None:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, linear, product, queue, x):
+    def forward(ctx, linear, product, queue, x):  # no weight among them: autograd computes no dW
         ctx.linear, ctx.queue = linear, queue
         ctx.save_for_backward(x)
         return product(x)

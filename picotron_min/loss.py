@@ -30,7 +30,10 @@ IGNORE_INDEX = -100  # a target that does not count, as in torch and Hugging Fac
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's slice, from id `first` on, and how to reduce a tensor over all slices."""
+    """This rank's slice, from id `first` on, and how to reduce a tensor over all slices.
+
+    The defaults are for a whole vocabulary; tensor_parallel.py has slices.
+    """
 
     first: int = 0
     maximum: Callable[[Tensor], Tensor] = lambda x: x
@@ -61,7 +64,7 @@ def wide(x: Tensor) -> Tensor:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, of_stripe, wants_gradients):
+    def forward(ctx, x, weight, targets, of_stripe, wants_gradients):  # computes gradients, too
         total, stripe_rows = wide(x.new_zeros(())), STRIPE_ROWS[x.device.type]
         if wants_gradients:
             ctx.dx, ctx.dw = torch.empty_like(x), torch.zeros_like(weight, dtype=total.dtype)

@@ -44,30 +44,31 @@ class Axes(NamedTuple):
 
 
 def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60.0) -> Axes:
-    """Split the world into the rows of each axis; every rank must call it, with the same layout."""
+    """Split the world into the groups of each axis; all ranks must call it with the same layout."""
     grid = torch.arange(dist.get_world_size()).view(layout.sizes)
     groups: dict[str, dist.ProcessGroup] = {}
 
-    # Ranks in a row differ in these coordinates only: pp 2, tp 2 has rows(3) = [[0, 1], [2, 3]].
-    def rows(*dims: int) -> list[list[int]]:
+    # Ranks that differ in these coordinates only: pp 2, tp 2 has groups_of(3) = [[0, 1], [2, 3]].
+    def groups_of(*dims: int) -> list[list[int]]:
         size = math.prod(grid.shape[dim] for dim in dims)
         return grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
 
     def axis(name: str, members: list[list[int]]) -> Axis:
         key, timeout = str(members), timedelta(seconds=timeout_seconds)
-        if key not in groups:  # dp and dp_cp have the same rows when cp is 1: share a group
+        if key not in groups:  # dp and dp_cp have the same ranks when cp is 1: share a group
             # Every rank makes all groups, also those it is not in: that is how they are agreed on.
             groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
         return Axis(name, groups[key], device)
 
-    ends = [sorted({row[0], row[-1]}) for row in rows(0)]
-    between = [[rank] for row in rows(0) for rank in row[1:-1]]  # every rank must be in some row
+    ends = [sorted({ranks[0], ranks[-1]}) for ranks in groups_of(0)]
+    # Every rank must be in some group.
+    between = [[rank] for ranks in groups_of(0) for rank in ranks[1:-1]]
     return Axes(
-        *[axis(name, rows(dim)) for dim, name in enumerate(layout.sizes._fields)],
-        dp_cp=axis("dp_cp", rows(1, 2)),
-        dp_cp_tp=axis("dp_cp_tp", rows(1, 2, 3)),
+        *[axis(name, groups_of(dim)) for dim, name in enumerate(layout.sizes._fields)],
+        dp_cp=axis("dp_cp", groups_of(1, 2)),
+        dp_cp_tp=axis("dp_cp_tp", groups_of(1, 2, 3)),
         ends=axis("ends", ends + between),
-        world=axis("world", rows(0, 1, 2, 3)),
+        world=axis("world", groups_of(0, 1, 2, 3)),
     )
 
 

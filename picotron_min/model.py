@@ -4,7 +4,8 @@
 
 Nothing here is parallel. A parallelism swaps submodules or wraps their forward, and changes no line
 below. That takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`); attention
-is a submodule without parameters, which gets K and V before they are repeated; a model is a chain.
+is a submodule without parameters, which gets K and V before they are repeated for the query heads
+that share them; a model is a chain. Linear is `nn.Linear` without bias; `wide` is float32 or more.
 
 B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
 V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;

@@ -4,7 +4,7 @@
     embedding, layers 0-4       <-- their gradients --------    layers 5-7, norm, lm_head
 
 What is done when is decided beforehand, as a plan (pipeline_schedule.py). This file cuts the model
-and runs plans; that of a single stage has no messages. Of rank 1, for 3 micro-batches, it begins
+and runs plans. A single stage's plan has no messages. Rank 1's, for 3 micro-batches, begins
 
     receive F0 from rank 0, receive F1 from rank 0, F0, B0, send B0 to rank 0, F1, B1, ...
 

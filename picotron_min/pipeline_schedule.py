@@ -68,6 +68,9 @@ def one_f_one_b(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) 
 def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """1F1B over chunks: a bubble `chunks` times smaller, for as many times the sends.
 
+        rank 0  F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1    F0.1: micro-batch 0 through this rank's second
+        rank 1  F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1    chunk, after it has been through all first ones
+
     Groups of micro-batches take turns (Narayanan et al. 2021, 2.2.2: groups of exactly `ranks`).
     """
     sizes = group_sizes(ranks, num_micro_batches)
@@ -105,7 +108,7 @@ def peak_live(plan: Plan) -> int:
 
 
 def bubble(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
-    """The textbook's, the same for all three: (p - 1) / (m v + p - 1) for m >= p, else larger."""
+    """The same for all three: (p - 1) / (m v + p - 1), but larger if m < p and v > 1."""
     # The last rank starts p - 1 forwards late, the first one's gradients come p - 1 backwards late.
     slots = max(num_micro_batches, ranks) * chunks + min(num_micro_batches, ranks) - 1
     return 1 - num_micro_batches * chunks / slots

@@ -2,7 +2,8 @@
 
 The first matrices of a sublayer are cut by output (column-parallel: a rank has some heads, or some
 of the MLP's inner units), the last one by input (row-parallel). Between them no communication is
-needed. What comes out is a sum over ranks:
+needed. What comes out is a sum over ranks, [x0 x1] [W0; W1] = x0 W0 + x1 W1. So is the gradient of
+x in backward, where each rank has only what its own heads contribute:
 
                       enter                                        leave
     x, on all ranks  ------>  [ q k v | heads | o ]  of rank 0  --+
@@ -15,9 +16,10 @@ parallelism norms and residuals between sublayers are cut along the sequence, to
     plain         nothing                           all-reduce
     sequence      all-gather                        reduce-scatter
 
-Cost: both send 4 x 2 (n-1)/n b a layer, b = bytes of [B, S, E] (the embedding's in float32).
+Cost: both send 4 x 2 (n-1)/n b a layer, and twice more for embedding (in float32) and lm_head; b is
+the bytes of [B, S, E].
 Sequence parallelism divides memory by n, but for the gathered inputs, which backward needs.
-Recomputation repeats the forward's, but for the last `leave` of the part that it runs again.
+Recomputation sends the forward's messages again, except the last `leave` of the recomputed part.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing Activation
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
