@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -157,7 +158,16 @@ TINY = Preset("tiny", 64, tokens=512)
 ON_CPU = Work(TINY, torch.device("cpu"))
 
 
-def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The benchmark's clock, which only steps of a `contender` advance."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    monkeypatch.setattr(gpu, "time", clock)
+    return now
+
+
+def contender(seconds: dict[int, float], fits: int, now: list) -> tuple[Contender, list]:
     """One whose steps take so long at each micro-batch, and need memory for `fits` at most."""
     sizes = []
 
@@ -165,7 +175,7 @@ def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
         sizes.append(data.micro_batch_size)
         if sizes[-1] > fits:
             raise torch.OutOfMemoryError
-        time.sleep(seconds[sizes[-1]])
+        now[0] += seconds[sizes[-1]]
         return 1.0, 2.0
 
     return Contender({}, mock.Mock(), step, lambda: None), sizes
@@ -180,14 +190,14 @@ def contender(seconds: dict[int, float], fits: int) -> tuple[Contender, list]:
     ],
     ids=["the largest", "larger is slower", "larger does not fit"],
 )
-def test_the_fastest_micro_batch_is_found(seconds, fits, best, tried):
-    who, sizes = contender(seconds, fits)
+def test_the_fastest_micro_batch_is_found(clock, seconds, fits, best, tried):
+    who, sizes = contender(seconds, fits, clock)
     assert gpu.fastest_micro_batch(who, ON_CPU) == best
     assert max(sizes) == tried
 
 
-def test_not_even_one_sequence_that_fits_is_an_error():
-    who, _ = contender({}, 0)
+def test_not_even_one_sequence_that_fits_is_an_error(clock):
+    who, _ = contender({}, 0, clock)
     with pytest.raises(torch.OutOfMemoryError):
         gpu.fastest_micro_batch(who, ON_CPU)
 
@@ -204,8 +214,8 @@ def test_every_preset_is_a_step_of_whole_micro_batches():
         assert gpu.candidates(Work(preset, torch.device("cpu")))[-1] == preset.sequences
 
 
-def test_a_contender_that_would_take_too_long_is_left_out():
-    who, sizes = contender({1: 0.01}, 1)
+def test_a_contender_that_would_take_too_long_is_left_out(clock):
+    who, sizes = contender({1: 0.01}, 1, clock)
     result = Result("tiny", "somebody", micro_batch=1)
     with pytest.raises(OutOfTime, match=r"needs \d+ s, and the preset has [0-5] left"):
         gpu.time_steps(who, ON_CPU, result, Effort(3, 1000), time.monotonic() + 5)
@@ -214,8 +224,8 @@ def test_a_contender_that_would_take_too_long_is_left_out():
 
 
 @pytest.mark.parametrize("seconds,fits,kept", [(0.03, 2, 2), (0.09, 2, 1), (0.03, 1, 1)], ids=str)
-def test_twice_the_micro_batch_is_kept_if_it_fits_and_is_faster(seconds, fits, kept):
-    who, sizes = contender({1: 0.06, 2: seconds}, fits)
+def test_twice_the_micro_batch_is_kept_if_it_fits_and_is_faster(clock, seconds, fits, kept):
+    who, sizes = contender({1: 0.06, 2: seconds}, fits, clock)
     result = Result("tiny", "somebody", micro_batch=1)
     gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
     best = gpu.faster_with(2, who, ON_CPU, result, Effort(1, 2))
@@ -227,8 +237,8 @@ def test_twice_the_micro_batch_is_kept_if_it_fits_and_is_faster(seconds, fits, k
 @pytest.mark.parametrize(
     "error", [ImportError("no such thing"), torch.OutOfMemoryError("full"), KeyError("a surprise")]
 )
-def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, error):
-    ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4)
+def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, clock, error):
+    ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4, clock)
     monkeypatch.setattr(gpu, "picotron_min", lambda work: ours)
     monkeypatch.setattr(gpu, "transformers_llama", mock.Mock(side_effect=error))
     monkeypatch.setattr(gpu, "clean_up", lambda device: None)  # seconds, for nothing here
