@@ -168,11 +168,11 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     print("memory per rank  by the formulas of picotron_min/costs.py, memory_per_rank:")
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
-    moments = f"two more ({t.optimizer})" if memory.optimizer_state else f"none ({t.optimizer})"
+    states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
     for what, count, formula in [
         ("weights", memory.weights, f"{size} bytes a parameter of this rank{copy}"),
         ("gradients", memory.gradients, f"{size} bytes a parameter of this rank"),
-        ("optimizer state", memory.optimizer_state, moments),
+        ("optimizer state", memory.optimizer_state, f"{states[t.optimizer]} ({t.optimizer})"),
         ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}"),
         ("loss", memory.loss, "logits of a stripe, gradients of lm_head and its input"),
         ("together", memory.total, "without torch itself and temporaries"),

@@ -25,6 +25,7 @@ from picotron_min.initialise import initialise
 from picotron_min.layout import Recipe
 from picotron_min.mesh import build_axes, open_communicators
 from picotron_min.model_config import ModelConfig
+from picotron_min.muon import hidden_matrices
 from picotron_min.optimizer import SkippedSteps, build_optimizer, learning_rate_at, squared_norm
 from picotron_min.parallelize import ParallelModel, parallelize
 from picotron_min.pipeline_parallel import Watch
@@ -149,7 +150,8 @@ def evaluate(run: Run) -> float:
 
 
 def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
-    optimizer = build_optimizer(model.parameters.values(), recipe)
+    matrices = hidden_matrices(model.parameters, model.placements, model.axes)
+    optimizer = build_optimizer(model.parameters.values(), recipe, matrices)
     return Run(model, optimizer, recipe, batches, SkippedSteps())
 
 

@@ -34,17 +34,19 @@ from picotron_min.placement import Placement
 def training_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """All tensors that a step changes: the parameters, and AdamW's two moments of each."""
-    tensors = {name: parameter.data for name, parameter in parameters.items()}
-    if isinstance(optimizer, torch.optim.AdamW):
-        moments = "exp_avg", "exp_avg_sq"
-        for name, parameter in parameters.items():
+    """All tensors that a step changes: the parameters, and what the optimizer keeps of each."""
+    for group in (group for group in optimizer.param_groups if "betas" in group):  # AdamW's
+        for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:  # no step yet: make what a checkpoint can be loaded into
-                device = parameter.device if optimizer.defaults["fused"] else "cpu"
+                device = parameter.device if group["fused"] else "cpu"
                 state["step"] = torch.zeros((), device=device)
+                moments = "exp_avg", "exp_avg_sq"
                 state.update((moment, torch.zeros_like(parameter)) for moment in moments)
-            tensors |= {f"optimizer.{moment}.{name}": state[moment] for moment in moments}
+    tensors = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
+        tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}
     return tensors
 
 

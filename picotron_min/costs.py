@@ -15,7 +15,7 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES, stages_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-OPTIMIZER_MOMENTS = {"adamw": 2, "sgd": 0}
+OPTIMIZER_STATES = {"adamw": (2, 2), "muon": (1, 2), "sgd": (0, 0)}  # of hidden matrices, others
 
 
 def parameter_count(model_config: ModelConfig) -> int:
@@ -112,10 +112,12 @@ def _memory_of(
 
     # tp divides matrices, not norms; dp and cp divide nothing.
     matrices = sum(layer_flops(model_config, seq_length=0).values()) / 2  # parameters of a layer
-    matmul = (layers * matrices + last * V * E) / tp
+    hidden = layers * matrices / tp
+    matmul = hidden + last * V * E / tp
     shares_head = last and model_config.tie_word_embeddings  # otherwise both ends have a copy
     lookup = V * E / tp if first and not shares_head else 0
     parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
+    of_hidden, of_others = OPTIMIZER_STATES[workload.optimizer]
 
     tokens = workload.micro_batch_size * workload.seq_length // layout.cp
     live_activations = SCHEDULES[layout.pp_engine].live_activations  # each of one chunk
@@ -134,7 +136,7 @@ def _memory_of(
     return RankMemory(
         weights=wide * parameters + math.ceil(narrow * matmul),
         gradients=wide * parameters,
-        optimizer_state=OPTIMIZER_MOMENTS[workload.optimizer] * wide * parameters,
+        optimizer_state=wide * math.ceil(of_hidden * hidden + of_others * (parameters - hidden)),
         activations=math.ceil(tokens * live * (layers * saved + last * 2 * wide * E) + layer),
         loss=math.ceil(head + logits),
     )

@@ -62,7 +62,7 @@ class Workload:
     num_micro_batches: int = 1
     dtype: str = "float32"  # of matmuls: float32, bfloat16 or float64
     recompute: str = "none"  # or "selective", "full": see parallelize.py
-    optimizer: str = "adamw"  # or "sgd"
+    optimizer: str = "adamw"  # or "muon", "sgd"
     flash_attention: bool = True
     compile: bool = False
 
@@ -71,7 +71,7 @@ class Workload:
 class Recipe:
     """How the weights are updated; the defaults and their meaning are those of config.json."""
 
-    optimizer: str = "adamw"  # or "sgd"
+    optimizer: str = "adamw"  # or "muon", "sgd"
     learning_rate: float = 3e-4
     min_learning_rate: float = 0.0
     schedule: str = "constant"  # or "cosine", "wsd": after the warm-up
@@ -79,5 +79,7 @@ class Recipe:
     total_train_steps: int = 200
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.95
     grad_clip: float | None = 1.0
     fused: bool = True
+    dtype: str = "float32"  # of matmuls; Muon has some

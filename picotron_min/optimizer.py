@@ -9,20 +9,31 @@ decay), Hu et al. 2024, "MiniCPM", section 4, with the linear decay of Hägele e
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from picotron_min.layout import Recipe
+from picotron_min.muon import Matrix, Muon
 from picotron_min.placement import Placement
 
 WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW or SGD. Matrices decay; norm weights, which are vectors around 1, do not."""
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], recipe: Recipe, matrices: Sequence[Matrix] = ()
+) -> torch.optim.Optimizer:
+    """AdamW or SGD, or Muon for `matrices`, which are among the parameters, and AdamW for the rest.
+
+    Matrices decay; norm weights, which are vectors around 1, do not.
+    """
     parameters, lr = list(parameters), recipe.learning_rate
+    if recipe.optimizer == "muon":
+        hidden = {matrix.parameter for matrix in matrices}
+        rest = [parameter for parameter in parameters if parameter not in hidden]
+        return Muon(matrices, build_optimizer(rest, replace(recipe, optimizer="adamw")), recipe)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -30,6 +30,7 @@ class Placement(NamedTuple):
     shard: Cut | None  # what the optimizer has of that; None: all of it
     copies: tuple[str, ...]  # axes whose ranks hold the same part: it counts where rank is 0 on all
     sums: tuple[str, ...]  # axes that its gradient is added over, in this order
+    is_hidden_matrix: bool = False  # one that Muon may update
 
 
 def placements(names: Iterable[str], layout: Layout, tied: bool) -> dict[str, Placement]:
@@ -51,7 +52,7 @@ def _placement(name: str, layout: Layout, tied: bool) -> Placement:
     module = name.removesuffix(".weight").split(".")[-1]
     cuts = (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
     if module in COLUMN_PARALLEL + ROW_PARALLEL:
-        return Placement(cuts, None, copies=("dp_cp",), sums=("dp_cp",))
+        return Placement(cuts, None, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)
     if module in VOCABULARY_PARALLEL:
         # The first and the last stage each have a copy of a tied embedding, and add its gradients.
         axes = ("dp_cp", "ends") if tied and layout.pp > 1 else ("dp_cp",)

@@ -79,9 +79,10 @@ class Training(Section):  # Config.global_batch has the size of a step
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.1  # of matrices only
-    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)  # of adamw
+    momentum: Beta = 0.95  # of muon; adamw, with its betas, updates the rest
     grad_clip: PositiveFloat | None = 1.0  # largest norm of the whole gradient; null: no clipping
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"  # muon: of hidden matrices
     total_train_steps: int = Field(200, ge=1, le=10**8 - 1)  # a checkpoint's name has eight digits
     max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
     seq_length: int = Field(256, ge=1, le=10**9)  # tokens
@@ -179,7 +180,8 @@ class Config(Section):  # the whole of config.json
     @property
     def recipe(self) -> Recipe:
         """How the weights are updated."""
-        return _build(Recipe, dict(self.training) | {"fused": self.model.use_fused_adam})
+        m = self.model
+        return _build(Recipe, dict(self.training) | {"fused": m.use_fused_adam, "dtype": m.dtype})
 
 
 DATA_ORDER = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
