@@ -169,15 +169,21 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
     states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
+    each = f"{size} bytes a parameter of this rank"
+    if config.layout.sharding != "none":
+        each = f'{size} bytes a parameter, sharding "{config.layout.sharding}"'
     for what, count, formula in [
-        ("weights", memory.weights, f"{size} bytes a parameter of this rank{copy}"),
-        ("gradients", memory.gradients, f"{size} bytes a parameter of this rank"),
+        ("weights", memory.weights, each + copy),
+        ("gradients", memory.gradients, each),
         ("optimizer state", memory.optimizer_state, f"{states[t.optimizer]} ({t.optimizer})"),
         ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}"),
         ("loss", memory.loss, "logits of a stripe, gradients of lm_head and its input"),
         ("together", memory.total, "without torch itself and temporaries"),
     ]:
         print(f"  {what:<15}{count / 1e9:>9.3f} GB   {formula}")
+    sent = {"gradients": "gradients are", "parameters": "weights and gradients are"}
+    if config.layout.sharding in sent and (m := t.gradient_accumulation_steps) > 1:
+        print(f"  {sent[config.layout.sharding]} sent for each micro-batch: {m} times a step")
 
 
 def launch_command(config: Config) -> str:

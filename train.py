@@ -134,6 +134,7 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
+        model.weights_changed()
     return StepResult(loss_sum / num_targets, norm, rate, skip)
 
 
@@ -170,6 +171,7 @@ def fill_weights(run: Run, inputs: "Inputs", roll_call: RollCall) -> None:
     else:
         seed, model_config = inputs.config.training.seed, inputs.model_config
         initialise(model.parameters, model_config, seed, model.placements, model.axes)
+    model.weights_changed()
 
 
 def train_steps(run: Run, inputs: "Inputs", saver: Saver, roll_call: RollCall) -> None:

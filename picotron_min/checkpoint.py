@@ -70,7 +70,7 @@ def parts_of_whole(
     for key, tensor in tensors.items():
         name = re.sub(r"^optimizer\.\w+\.", "", key)  # optimizer state is cut as its parameter
         # A cut with an owner needs no mesh: the key is absent on all ranks but that one.
-        cuts = [cut for cut in placements[name].cuts if cut.owner is None]
+        cuts = [cut for cut in placements[name].owned if cut.owner is None]
         whole = torch.empty(shapes[name], device="meta")
         wholes[key] = DTensor.from_local(
             tensor,

@@ -82,6 +82,18 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> tuple[Tensor, 
     return mine, _reduce_scatter(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
 
 
+def start_all_gather_(rows: Tensor, axis: Axis) -> dist.Work:
+    """Begin to fill rows [n, R], of which each rank has made its own, in place."""
+    axis.ledger.record("all_gather", rows, axis.share)
+    return _all_gather(rows.flatten(), rows[axis.rank], group=axis.group, async_op=True)
+
+
+def start_reduce_scatter_(rows: Tensor, axis: Axis) -> dist.Work:
+    """Begin to sum rows [n, R], in place: a rank's own row is the sum, the others hold anything."""
+    axis.ledger.record("reduce_scatter", rows, axis.share)
+    return _reduce_scatter(rows[axis.rank], rows.flatten(), group=axis.group, async_op=True)
+
+
 def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> Tensor:
     """[.., n s, .., g, ..] on each rank -> [.., s, .., n g, ..]; the dims swapped undo it."""
     parts = _parts(tensor, axis, split_dim)

@@ -8,11 +8,21 @@ layers, S sequence length. Standard library only, so that a run can be planned a
 """
 
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 from picotron_min.layout import STRIPE_ROWS, Layout, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES, stages_of
+from picotron_min.placement import (
+    lay_out,
+    matrices_of_layer,
+    part,
+    placements,
+    saved_name,
+    windows,
+    with_owners,
+)
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 OPTIMIZER_STATES = {"adamw": (2, 2), "muon": (1, 2), "sgd": (0, 0)}  # of hidden matrices, others
@@ -110,14 +120,15 @@ def _memory_of(
     layers = sum(num_layers[stage] for stage in stages)
     first, last = 0 in stages, layout.num_stages - 1 in stages
 
-    # tp divides matrices, not norms; dp and cp divide nothing.
+    # tp divides matrices, not norms; dp and cp divide nothing without sharding.
     matrices = sum(layer_flops(model_config, seq_length=0).values()) / 2  # parameters of a layer
     hidden = layers * matrices / tp
-    matmul = hidden + last * V * E / tp
+    head = last * V * E / tp
     shares_head = last and model_config.tie_word_embeddings  # otherwise both ends have a copy
     lookup = V * E / tp if first and not shares_head else 0
-    parameters = math.ceil(matmul + lookup + layers * 2 * E + last * E)
-    of_hidden, of_others = OPTIMIZER_STATES[workload.optimizer]
+    norms = layers * 2 * E + last * E
+    rows = buffer_rows(model_config, layout, num_layers, stages)
+    held = _held(hidden, head + lookup, norms, rows, layout, workload)
 
     tokens = workload.micro_batch_size * workload.seq_length // layout.cp
     live_activations = SCHEDULES[layout.pp_engine].live_activations  # each of one chunk
@@ -132,14 +143,68 @@ def _memory_of(
     logits = last * V / tp * (wide + narrow) * min(STRIPE_ROWS[device], tokens)
     logits, layer = (logits, 0) if logits > layer else (0, layer)
     # The gradients of lm_head and of its input are made along with the loss, and kept.
-    head = last * live * E * (wide * V / tp + BYTES[dtype] * tokens)
+    made = live * (wide * head + last * E * BYTES[dtype] * tokens)
     return RankMemory(
-        weights=wide * parameters + math.ceil(narrow * matmul),
-        gradients=wide * parameters,
-        optimizer_state=wide * math.ceil(of_hidden * hidden + of_others * (parameters - hidden)),
+        weights=held[0] + math.ceil(narrow * head),
+        gradients=held[1],
+        optimizer_state=held[2],
         activations=math.ceil(tokens * live * (layers * saved + last * 2 * wide * E) + layer),
-        loss=math.ceil(head + logits),
+        loss=math.ceil(made + logits),
     )
+
+
+def _held(
+    hidden: float,
+    others: float,
+    norms: int,
+    rows: tuple[list[int], list[int]] | None,
+    layout: Layout,
+    workload: Workload,
+) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state, of so many elements after tp."""
+    wide, n = max(BYTES["float32"], BYTES[workload.dtype]), layout.dp * layout.cp
+    of_hidden, of_others = OPTIMIZER_STATES[workload.optimizer]
+    whole, narrow = math.ceil(hidden + others + norms), BYTES[workload.dtype]
+    if not rows:
+        copies = math.ceil(hidden * narrow) if narrow < wide else 0
+        state = math.ceil(of_hidden * hidden + of_others * (whole - hidden))
+        return wide * whole + copies, wide * whole, wide * state
+    layers, ends = rows
+    owned, largest = sum(layers) + sum(ends) + norms, n * max(layers + ends)
+    weights = math.ceil(narrow * hidden + wide * (others + owned))
+    gradients = wide * (n * (owned - norms) + norms)
+    if layout.sharding in ("gradients", "parameters"):
+        gradients = wide * (owned + 2 * largest)  # one buffer travels while another fills
+    if layout.sharding == "parameters":  # a layer, and the next one or an end
+        layer, end = n * max(layers) * narrow, n * max(ends, default=0) * wide
+        weights = wide * owned + layer + max(layer, end)
+    state = of_hidden * sum(layers) + of_others * (owned - sum(layers))
+    return weights, gradients, wide * state
+
+
+def buffer_rows(
+    model_config: ModelConfig, layout: Layout, num_layers: list[int], stages: list[int]
+) -> tuple[list[int], list[int]] | None:
+    """R of the sharded units of a rank's stages (see sharding.py): of layers, and of other ones."""
+    if layout.sharding == "none" or layout.dp * layout.cp == 1:
+        return None
+    shapes, tied = model_config.parameter_shapes(), model_config.tie_word_embeddings
+    table = with_owners(placements(shapes, layout, tied), shapes, layout, num_layers)
+    ends = list(accumulate(num_layers))
+
+    def row(names: list[str]) -> int:
+        cut = {n: part(shapes[n], table[n].cuts, {"tp": 0}, {"tp": layout.tp}) for n in names}
+        local = {n: [s.stop - s.start for s in slices] for n, slices in cut.items()}
+        return lay_out(local, {n: table[n].shard for n in names}, layout.dp * layout.cp)[1]
+
+    of_layers = [
+        row([name for i in window for name in matrices_of_layer(i, shapes)])
+        for s in stages
+        for window in windows(range(ends[s] - num_layers[s], ends[s]), shapes, layout)
+    ]
+    others = {"model.embed_tokens.weight"} if 0 in stages else set()
+    others |= {saved_name("lm_head.weight", tied)} if layout.num_stages - 1 in stages else set()
+    return of_layers, [row([name]) for name in others]
 
 
 def saved_per_token(model_config: ModelConfig, dtype: str, recompute: str, layout: Layout) -> float:

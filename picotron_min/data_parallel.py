@@ -74,9 +74,7 @@ class GradientBuckets:
 
     def wait(self) -> None:
         """Return when every gradient is the sum over all axes; RuntimeError names missing ones."""
-        if missing := ", ".join(f"{name} ({n})" for name, n in sorted(self.missing.items()) if n):
-            why = "every parameter must take part in the loss of each micro-batch"
-            raise RuntimeError(f"gradients are missing (how many) for {missing}: {why}")
+        refuse_missing(self.missing)
         for bucket, work in zip(self.buckets, self.works, strict=True):
             work.wait()
             for axis in self.then:  # a tied embedding: the two ends of a pipeline
@@ -85,6 +83,13 @@ class GradientBuckets:
     def scale(self, factor: float) -> None:
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
+
+
+def refuse_missing(missing: dict[str, int]) -> None:
+    """Raise RuntimeError if gradients of any parameter have not arrived, so many of each."""
+    if names := ", ".join(f"{name} ({n})" for name, n in sorted(missing.items()) if n):
+        why = "every parameter must take part in the loss of each micro-batch"
+        raise RuntimeError(f"gradients are missing (how many) for {names}: {why}")
 
 
 class Bucket:

@@ -28,7 +28,7 @@ def initialise(
     for name, parameter in parameters.items():
         std = initial_std(name, model_config.num_hidden_layers)
         whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time
-        mine = part(whole.shape, placements[name].cuts, axes.ranks, axes.sizes)
+        mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)
         parameter.data.copy_(whole[mine])  # rounds to its dtype, moves to its device
 
 

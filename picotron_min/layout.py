@@ -35,6 +35,7 @@ class Layout:
     pp_layers: tuple[int, ...] | None = None  # of each stage; None: balanced, see costs.py
     cp_engine: str = "ring"  # or "ulysses"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
+    sharding: str = "none"  # what the dp x cp ranks divide: see sharding.py
 
     @property
     def sizes(self) -> Coordinates:

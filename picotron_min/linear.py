@@ -45,9 +45,11 @@ class Linear(nn.Linear):
         return dy @ self.operand
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x to the weight's gradient, which must be there already."""
+        """Add dy^T x to the weight's gradient."""
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-        if x.dtype == self.weight.grad.dtype:
+        if self.weight.grad is None:  # sharded: gradient_arrived takes it
+            self.weight.grad = dy.T @ x
+        elif x.dtype == self.weight.grad.dtype:
             self.weight.grad.addmm_(dy.T, x)  # one pass over the gradient, no temporary
         else:
             self.weight.grad += dy.T @ x
@@ -91,10 +93,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        dx = ctx.linear.input_gradient(dy)  # before a sharded weight may be freed
         ctx.queue.append((ctx.linear, *ctx.saved_tensors, dy))
         if not ctx.queue.hold:
             ctx.queue.run()
-        return None, None, None, ctx.linear.input_gradient(dy)
+        return None, None, None, dx
 
 
 def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Build one rank's model: from a plain Llama, in the order in which the parallelisms must come.
 
     on the meta device, without memory:
-        Llama -> keep my stage -> narrow matrices -> tensor parallel -> context parallel
+        Llama -> keep my stage -> narrow matrices -> tensor parallel -> context parallel -> shard
     then:
         allocate -> bfloat16 copies -> recompute, compile -> gradient buckets -> pipeline
 
@@ -33,7 +33,8 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_parallel import Chunk, Pipeline, keep_stage, my_stages
 from picotron_min.pipeline_schedule import Plan
 from picotron_min.pipeline_simulator import build_plans
-from picotron_min.placement import Placement, part, placements, saved_name
+from picotron_min.placement import Placement, part, placements, saved_name, with_owners
+from picotron_min.sharding import ShardedUnit, apply_sharding, build_units
 from picotron_min.tensor_parallel import apply_tensor_parallel
 
 
@@ -48,9 +49,15 @@ class ParallelModel:
     pipeline: Pipeline  # its chunks have the modules
     plan: Plan  # what this rank does in a step
     eval_plan: Plan
-    buckets: list[GradientBuckets]
+    buckets: list[GradientBuckets | ShardedUnit]  # what holds the gradients
+    units: list[ShardedUnit]  # those of them that are sharded
     autocast: Callable[[], AbstractContextManager]  # forward and backward run in it
     refresh_copies: Callable[[], None]  # of weights, to compute with in bfloat16
+
+    def weights_changed(self) -> None:
+        """To be called after an update or a load: sharded weights are gathered again."""
+        for unit in self.units:
+            unit.forget()
 
     def counted_once(self, totals: Tensor) -> Tensor:
         """The pipeline's totals where they count. Tensor-parallel ranks all have the same loss."""
@@ -62,16 +69,21 @@ def parallelize(
 ) -> ParallelModel:
     """Build this rank's part of a model; its weights are still to be filled in."""
     tied, shapes = model_config.tie_word_embeddings, model_config.parameter_shapes()
-    table, S = placements(shapes, layout, tied), workload.seq_length
-    chunks = []  # one for each stage of this rank
-    for stage in my_stages(layers_of_stages(model_config, layout, S), layout.pp_engine, axes.pp):
+    S = workload.seq_length
+    num_layers = layers_of_stages(model_config, layout, S)
+    table = with_owners(placements(shapes, layout, tied), shapes, layout, num_layers)
+    chunks, units = [], []  # a chunk for each stage of this rank
+    for stage in my_stages(num_layers, layout.pp_engine, axes.pp):
         with torch.device("meta"):  # shapes without memory
             model = Llama(model_config)
         keep_stage(model, stage)  # layers of other stages are deleted
         narrow(model, table, axes)  # matrices become the rows or columns of this rank
-        apply_layout(model, layout, workload, axes, device)
+        units += apply_layout(model, layout, workload, table, axes, device)
         chunks.append(Chunk(stage, model))
     parameters = {saved_name(n, tied): p for c in chunks for n, p in c.model.named_parameters()}
+    buckets = [buckets for chunk in chunks for buckets in build_buckets(chunk, table, axes)]
+    for unit in units:
+        parameters |= unit.masters  # their weights are in no chunk yet
 
     dtype = next(iter(parameters.values())).dtype  # of the residual stream, which travels
     pieces = layout.cp * (layout.tp if layout.sequence_parallel else 1)  # of a sequence
@@ -89,7 +101,8 @@ def parallelize(
         pipeline=Pipeline(chunks, axes.pp, positions, activation),
         plan=build_plans(layout.pp_engine, *sizes)[axes.pp.rank],
         eval_plan=build_plans(layout.pp_engine, *sizes, training=False)[axes.pp.rank],
-        buckets=[buckets for chunk in chunks for buckets in build_buckets(chunk, table, axes)],
+        buckets=buckets + units,
+        units=units,
         autocast=partial(torch.autocast, device.type, torch.bfloat16, enabled=in_bfloat16),
         refresh_copies=partial(refresh_copies, copied),
     )
@@ -106,8 +119,13 @@ def narrow(model: Llama, table: dict[str, Placement], axes: Axes) -> None:
 
 
 def apply_layout(
-    model: Llama, layout: Layout, workload: Workload, axes: Axes, device: torch.device
-) -> None:
+    model: Llama,
+    layout: Layout,
+    workload: Workload,
+    table: dict[str, Placement],
+    axes: Axes,
+    device: torch.device,
+) -> list[ShardedUnit]:
     """Apply the parallelisms to a stage on the meta device, allocate it, and set its precision."""
     dtype, queue = getattr(torch, workload.dtype), WeightGradients()
     model.to(torch.promote_types(dtype, torch.float32))  # the weights are never less precise
@@ -119,15 +137,18 @@ def apply_layout(
     for layer in model.model.layers.values():
         layer.self_attn.core_attention = attention()
     apply_context_parallel(model, axes.cp, layout.cp_engine, kernel)
+    uses = build_units(model, layout, table, axes, dtype, device)  # takes sharded weights out
     model.to_empty(device=device)  # from here on there is memory, for this rank's parts alone
     model.tie_weights()  # allocating has parted them
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and not uses:
         apply_copies(model, dtype)  # to compute with; the optimizer updates float32
     if not workload.compile or queue.hold:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
     apply_recompute(model, workload.recompute, workload.compile)
     if workload.compile:
         apply_compile(model)
+    apply_sharding(uses)
+    return list(dict.fromkeys(unit for _, unit in uses))
 
 
 def build_buckets(chunk: Chunk, table: dict[str, Placement], axes: Axes) -> list[GradientBuckets]:
@@ -169,6 +190,7 @@ def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def apply_compile(model: Llama) -> None:
     """Fuse what lies between the matmuls of each layer, and the loss, with torch.compile."""
     for layer in model.model.layers.values():  # all share the graph of one
-        layer.compile(dynamic=False)  # shapes never change in a run: kernels are made for them
+        # Shapes never change in a run: kernels are made for them.
+        layer.forward = torch.compile(layer.forward, dynamic=False)
     if isinstance(model.lm_head, Head):
         model.lm_head.stripe_loss = torch.compile(model.lm_head.stripe_loss, dynamic=False)

@@ -9,6 +9,7 @@ reading and saving weights, gradient buckets, the gradient norm. A new cut is a 
 Names are those of the saved model. Standard library only.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,10 +33,15 @@ class Placement(NamedTuple):
     sums: tuple[str, ...]  # axes that its gradient is added over, in this order
     is_hidden_matrix: bool = False  # one that Muon may update
 
+    @property
+    def owned(self) -> tuple[Cut, ...]:
+        """The cuts that lead to what the optimizer has: it is initialised, updated and saved."""
+        return (*self.cuts, self.shard) if self.shard else self.cuts
+
 
 def placements(names: Iterable[str], layout: Layout, tied: bool) -> dict[str, Placement]:
     """The placement of every parameter, by its saved name; `tied`: lm_head is embed_tokens, too."""
-    return {name: _placement(name, layout, tied) for name in names}
+    return {name: _sharded(_placement(name, layout, tied), layout) for name in names}
 
 
 def saved_name(name: str, tied: bool) -> str:
@@ -62,6 +68,14 @@ def _placement(name: str, layout: Layout, tied: bool) -> Placement:
     return Placement((), None, copies=("dp_cp", "tp"), sums=sums)
 
 
+def _sharded(placement: Placement, layout: Layout) -> Placement:
+    """Cut matrices once more, by rows over dp x cp; all ranks update norms, which are small."""
+    if not placement.cuts or layout.sharding == "none" or layout.dp * layout.cp == 1:
+        return placement
+    copies = tuple(axis for axis in placement.copies if axis != "dp_cp")
+    return placement._replace(shard=Cut("dp_cp", 0), copies=copies)
+
+
 def part(
     shape: Sequence[int], cuts: Sequence[Cut], rank: Mapping[str, int], size: Mapping[str, int]
 ) -> tuple[slice, ...]:
@@ -76,3 +90,84 @@ def part(
         first = min(start + rank[cut.axis] * each, stop)
         slices[cut.dim] = slice(first, min(first + each, stop))
     return tuple(slices)
+
+
+def with_owners(
+    table: dict[str, Placement],
+    shapes: Mapping[str, Sequence[int]],
+    layout: Layout,
+    num_layers: Sequence[int],
+) -> dict[str, Placement]:
+    """With "layerwise" sharding, an owner for each hidden matrix; `num_layers` of the stages."""
+    n, owned, first = layout.dp * layout.cp, {}, 0
+    if layout.sharding != "layerwise" or n == 1:
+        return table
+    for number in num_layers:
+        for window in windows(range(first, first + number), shapes, layout):
+            names = [name for i in window for name in matrices_of_layer(i, shapes)]
+            owners, _ = deal([math.prod(shapes[name]) for name in names], n)
+            for name, owner in zip(names, owners, strict=True):
+                owned[name] = table[name]._replace(shard=Cut("dp_cp", 0, owner))
+        first += number
+    return table | owned
+
+
+def matrices_of_layer(layer: int, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    prefix = f"model.layers.{layer}."
+    return [name for name, shape in shapes.items() if name.startswith(prefix) and len(shape) > 1]
+
+
+def deal(sizes: Sequence[int], n: int) -> tuple[list[int], list[int]]:
+    """Give things to n ranks, the largest first, each to the rank with least: owners, and loads."""
+    owners, loads = [0] * len(sizes), [0] * n
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # equal ones stay in order
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners, loads
+
+
+def windows(
+    layers: Sequence[int], shapes: Mapping[str, Sequence[int]], layout: Layout
+) -> list[Sequence[int]]:
+    """Which layers of a stage are gathered and reduced together.
+
+    Each by itself; with owners so many that the fullest rank has at most a quarter more than the
+    mean: every rank's part of a message is as long as the fullest one's.
+    """
+    width, n, L = 1, layout.dp * layout.cp, len(layers)
+    sizes = [math.prod(shapes[name]) for name in matrices_of_layer(layers[0], shapes)]
+    if layout.sharding == "layerwise":
+        while width < L and max(deal(sizes * width, n)[1]) > 1.25 * sum(sizes) * width / n:
+            width += 1
+    count = max(1, L // width)
+    return [layers[i * L // count : (i + 1) * L // count] for i in range(count)]
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a matrix, an equal part for each of some ranks, in a buffer [n, R]."""
+
+    ranks: slice
+    rows: slice  # of the matrix
+    start: int  # within each rank's row of the buffer
+    width: int  # elements of a rank
+
+
+def lay_out(
+    shapes: Mapping[str, Sequence[int]], shards: Mapping[str, Cut], n: int
+) -> tuple[dict[str, list[Piece]], int]:
+    """Where matrices that are gathered together lie in a buffer [n, R], by name; and R."""
+    pieces, used = {}, [0] * n  # elements of each rank
+    for name, (rows, columns) in shapes.items():
+        owner = shards[name].owner
+        ranks = range(n) if owner is None else range(owner, owner + 1)
+        each = -(-rows // len(ranks))
+        start = max(used[rank] for rank in ranks)
+        for rank in ranks:
+            used[rank] = start + each * columns
+        full, rest = divmod(rows, each)  # 10 rows over 4 ranks: three have 3, and one has 1
+        first, end = ranks.start, ranks.start + full
+        pieces[name] = [Piece(slice(first, end), slice(0, full * each), start, each * columns)]
+        if rest:
+            last = slice(full * each, rows)
+            pieces[name].append(Piece(slice(end, end + 1), last, start, rest * columns))
+    return pieces, max(used)

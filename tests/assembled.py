@@ -3,10 +3,12 @@
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from picotron_min.placement import part
 from picotron_min.runtime.config import Config
 from tests.test_layouts import MODELS, make_training
+from tests.training import Training
 
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there
 
@@ -26,28 +28,30 @@ def train_briefly(config: Config, model: str, steps: int) -> Run:
     num_layers = config.model.num_hidden_layers
     model_config = MODELS[model].override(num_hidden_layers=num_layers)
     training = make_training(config, model_config)
-    shapes, axes = model_config.parameter_shapes(), training.axes
-
-    def place(name: str) -> tuple[slice, ...]:
-        placement = training.model.placements[name]
-        cuts = [cut for cut in (*placement.cuts, placement.shard) if cut]
-        return part(shapes[name], cuts, axes.ranks, axes.sizes)
-
     results, val_losses = [], []
     for step in range(steps):
         if step == steps - 1:
             val_losses.append(training.evaluate())
         results.append(training.step(step))
     val_losses.append(training.evaluate())
-    parameters = training.parameters.items()
     return Run(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         val_losses,
-        {name: (place(name), p.grad.numpy()) for name, p in parameters},
-        {name: (place(name), p.detach().numpy()) for name, p in parameters},
-        shapes,
+        parts_of(training, {name: p.grad for name, p in training.parameters.items()}),
+        parts_of(training, {name: p.data for name, p in training.parameters.items()}),
+        model_config.parameter_shapes(),
     )
+
+
+def parts_of(training: Training, tensors: dict[str, Tensor]) -> Parts:
+    """This rank's tensors, each with its place in the whole."""
+    table, axes = training.model.placements, training.axes
+    shapes, parts = training.model_config.parameter_shapes(), {}
+    for name, tensor in tensors.items():
+        cuts = [cut for cut in (*table[name].cuts, table[name].shard) if cut]
+        parts[name] = part(shapes[name], cuts, axes.ranks, axes.sizes), tensor.clone().numpy()
+    return parts
 
 
 def whole_run(pool, config: Config, model: str, steps: int = 3) -> Run:

@@ -14,7 +14,8 @@ from picotron_min.layout import Layout, Recipe
 from picotron_min.mesh import build_axes
 from picotron_min.muon import Matrix, Muon, orthogonalise
 from picotron_min.optimizer import build_optimizer
-from picotron_min.runtime.config import Config
+from picotron_min.runtime.config import Config, ConfigError
+from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.metadata import read_to_resume
 from tests import test_checkpoint, test_layouts
 from tests.assembled import Run, assert_same, whole_run
@@ -278,3 +279,11 @@ def test_a_rank_that_has_no_matrix_still_steps():
         group["lr"] = 0.5  # as a step does: all groups are reached
     optimizer.step()
     torch.testing.assert_close(norm.detach(), torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "parameters"])
+def test_muon_is_refused_where_matrices_are_cut(sharding):
+    distributed = {"dp_size": 2, "sharding": sharding}
+    why = f'needs whole matrices and sharding="{sharding}" cuts them: use sharding layerwise or'
+    with pytest.raises(ConfigError, match=why):
+        parse_config({"distributed": distributed, "training": {"optimizer": "muon"}})

@@ -36,6 +36,7 @@ class Distributed(Section):  # the layout: tp x cp x pp x dp processes
     cp_size: Count = 1  # context parallel: every sequence is split
     pp_size: Count = 1  # pipeline parallel: each rank has some of the layers
     dp_size: Count = 1  # data parallel: each rank has some of the batch
+    sharding: Literal["none", "optimizer", "layerwise", "gradients", "parameters"] = "none"
     pp_engine: Literal[tuple(SCHEDULES)] = "1f1b"  # see pipeline_schedule.py
     pp_chunks: Count = 1  # stages of a rank, for schedules that take several
     pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced

@@ -101,6 +101,7 @@ def describe(inputs: Inputs) -> dict[str, str]:
     config, batches, text = inputs.config, inputs.batches, inputs.text
     t, m, layout = config.training, config.model, config.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
+    sizes += f", sharding {layout.sharding}" if layout.sharding != "none" else ""
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
         "model": f"{m.name}, {human(parameter_count(inputs.model_config))} parameters in {m.dtype}",

@@ -1,0 +1,249 @@
+"""Sharded data parallelism (ZeRO): each rank keeps, and updates, only its own part of the model.
+
+Data-parallel ranks hold the same weights, gradients and optimizer state: with AdamW, 16 bytes a
+parameter on each. Here each of n ranks owns some rows of every matrix:
+
+    layer 0, 4 ranks    | q rows 0-7   | k rows 0-1 | ... |    rank 0     a buffer [n, R]:
+                        | q rows 8-15  | k rows 2-3 | ... |    rank 1     row r is rank r's,
+                        | q rows 16-23 | k rows 4-5 | ... |    rank 2     R elements on each
+                        | q rows 24-31 | k rows 6-7 | ... |    rank 3
+
+    gradients   reduce-scatter: each rank gets the sum of its row, and updates its weights
+    weights     all-gather: each rank gets all updated rows; the next layer's while one computes
+
+    sharding      weights to compute with    gradients                  bytes sent (none: 2)
+    optimizer     stay                       whole, sent once           1 + 1
+    layerwise     the same, but each hidden matrix has one owner, as Muon needs
+    gradients     stay                       own row; sent m times      m + 1
+    parameters    gathered for each use      own row; sent m times      m + 2 m
+
+m: micro-batches a step. Bytes are in units of (n-1)/n of all matrices.
+Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "FSDP". In production:
+`torch.distributed.fsdp.fully_shard`.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from picotron_min.collectives import all_reduce, start_all_gather_, start_reduce_scatter_
+from picotron_min.data_parallel import refuse_missing
+from picotron_min.layout import Layout
+from picotron_min.linear import Linear
+from picotron_min.mesh import Axes
+from picotron_min.model import DecoderLayer, Head, Llama
+from picotron_min.placement import Piece, Placement, lay_out, saved_name, windows
+
+
+class ShardedUnit:
+    """Matrices that are gathered and reduced together: a layer's, an embedding, or lm_head.
+
+    `masters` are this rank's parts: what is initialised, updated and saved. The modules' weights
+    are a cache of all ranks' masters, in the dtype to compute with; there are none before `finish`.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, list[nn.Module]],  # whose weight it is, by saved name
+        table: Mapping[str, Placement],
+        axes: Axes,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharding: str,
+        travelling: list[tuple["ShardedUnit", Tensor, dist.Work]],  # of all units: reductions
+    ) -> None:
+        axis, *then = (getattr(axes, name) for name in table[next(iter(modules))].sums)
+        self.modules, self.axis, self.then, self.travelling = modules, axis, then, travelling
+        self.fetches = sharding == "parameters"
+        self.reduces_each = sharding in ("gradients", "parameters")
+        shapes = {name: users[0].weight.shape for name, users in modules.items()}
+        wide = next(iter(modules.values()))[0].weight.dtype
+        self.pieces, R = lay_out(shapes, {name: table[name].shard for name in modules}, axis.size)
+        self.flat = torch.zeros(R, dtype=wide, device=device)  # of all masters
+        self.buffer = None if self.reduces_each else self.flat.new_zeros(axis.size, R)
+        self.row = self.flat.new_zeros(R) if self.reduces_each else self.buffer[axis.rank]
+        self.masters = {name: nn.Parameter(t) for name, t in self._mine(self.flat, shapes).items()}
+        for name, gradient in self._mine(self.row, shapes).items():
+            self.masters[name].grad = gradient
+
+        this, self.weights = weakref.proxy(self), {}  # for the garbage collector, as in buckets
+        for name, users in modules.items():
+            of_linear = isinstance(users[0], Linear)  # the residual stream begins and ends wide
+            kind = {"dtype": dtype if of_linear else wide, "device": device}
+            weight = nn.Parameter(torch.empty(shapes[name], **kind))
+            self.weights[name] = weight
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
+            if of_linear:  # whose gradients may come from a queue
+                users[0].gradient_arrived = partial(ShardedUnit.arrived, this, name)
+        self.arriving: tuple[Tensor, dist.Work] | None = None
+        self.free()
+        self.begin(0)
+
+    def _mine(self, row: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """This rank's part of each matrix, as a view of its row; it may have nothing of some."""
+        return {
+            name: row[piece.start : piece.start + piece.width].view(-1, shapes[name][1])
+            for name, pieces in self.pieces.items()
+            for piece in pieces
+            if piece.ranks.start <= self.axis.rank < piece.ranks.stop
+        }
+
+    # Weights: start, finish, use, and with sharding="parameters" free.
+
+    def start(self) -> None:
+        """Begin to gather the weights, unless they are here or arriving."""
+        if not self.is_current and not self.arriving:
+            buffer = next(iter(self.weights.values())).new_empty(self.axis.size, len(self.flat))
+            buffer[self.axis.rank] = self.flat
+            self.arriving = buffer, start_all_gather_(buffer, self.axis)
+
+    def finish(self) -> None:
+        """Wait for what `start` began; the weights may be used from here on."""
+        if not self.arriving:
+            return
+        buffer, work = self.arriving
+        work.wait()
+        for name, weight in self.weights.items():
+            weight.untyped_storage().resize_(weight.nbytes)
+            for piece in self.pieces[name]:
+                # Through .data: what autograd has saved is the same memory, and may not look new.
+                inside, rows = _views(piece, buffer, weight.data)
+                rows.copy_(inside)
+            for module in self.modules[name]:
+                module._parameters["weight"] = weight
+        self.arriving, self.is_current = None, True
+
+    def forget(self) -> None:
+        """The masters have changed: the next use gathers again."""
+        self.is_current = False
+
+    def free(self) -> None:
+        """Give the weights' memory back."""
+        self.is_current = False
+        for name, weight in self.weights.items():
+            weight.untyped_storage().resize_(0)
+            for module in self.modules[name]:
+                module._parameters["weight"] = None  # an early use is an error, not a crash
+
+    # Gradients: begin, wait and scale are those of GradientBuckets.
+
+    def begin(self, num_backwards: int) -> None:
+        """Zero the gradients; each matrix will receive `num_backwards` of them."""
+        self.num_backwards, self.num_complete = num_backwards, 0
+        self.arrivals = dict.fromkeys(self.weights, 0)
+        (self.row if self.buffer is None else self.buffer).zero_()
+
+    def arrived(self, name: str) -> None:
+        """A weight has a gradient: take it. The last of a backward may start the reduction."""
+        if self.buffer is None:
+            self.buffer = self.row.new_zeros(self.axis.size, len(self.row))
+        weight = self.weights[name]
+        for piece in self.pieces[name]:
+            inside, gradient = _views(piece, self.buffer, weight.grad)
+            inside += gradient
+        weight.grad = None
+        self.arrivals[name] += 1
+        if min(self.arrivals.values()) > self.num_complete:
+            self.num_complete += 1
+            if self.fetches:
+                self.free()
+            if self.reduces_each or self.num_complete == self.num_backwards:
+                self._finish_reductions()  # of all units, one buffer travels while another fills
+                reduction = start_reduce_scatter_(self.buffer, self.axis)
+                self.travelling.append((self, self.buffer, reduction))
+                if self.reduces_each:
+                    self.buffer = None  # the next backward may begin before this one has arrived
+
+    def _finish_reductions(self) -> None:
+        while self.travelling:
+            unit, buffer, reduction = self.travelling.pop(0)
+            reduction.wait()
+            if unit.reduces_each:
+                unit.row += buffer[unit.axis.rank]
+
+    def wait(self) -> None:
+        """Return when this rank's gradients are sums over all axes; RuntimeError if some lack."""
+        refuse_missing({name: self.num_backwards - n for name, n in self.arrivals.items()})
+        self._finish_reductions()
+        for axis in self.then:  # a tied embedding: the two ends of a pipeline
+            all_reduce(self.row, axis)
+
+    def scale(self, factor: float) -> None:
+        self.row.mul_(factor)
+
+
+def _views(piece: Piece, buffer: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The piece in a buffer [n, R] and in its matrix, both [ranks, width]: to copy or to add."""
+    inside = buffer[piece.ranks, piece.start : piece.start + piece.width]
+    return inside, matrix[piece.rows].view(-1, piece.width)
+
+
+def build_units(
+    model: Llama,
+    layout: Layout,
+    table: Mapping[str, Placement],
+    axes: Axes,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[nn.Module, ShardedUnit]]:
+    """Take the sharded weights out of a model on the meta device.
+
+    Returns the modules that use any, in the order of the forward, each with its unit.
+    """
+    tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if table[saved_name(name, tied)].shard:
+            module = model.get_submodule(name.removesuffix(".weight"))
+            modules[saved_name(name, tied)].append(module)
+    layers = windows([*map(int, model.model.layers)], model.config.parameter_shapes(), layout)
+    groups = [[f"model.layers.{i}" for i in window] for window in layers]
+    units, uses, travelling = {}, [], []
+    for names in [["model.embed_tokens"], *groups, ["lm_head"]]:
+        users = [model.get_submodule(name) for name in names]
+        inside = {module for user in users for module in user.modules()}
+        mine = {name: of for name, of in modules.items() if not inside.isdisjoint(of)}
+        if key := next(iter(mine), None):  # else nothing is sharded, or another stage has it
+            args = table, axes, dtype, device, layout.sharding, travelling
+            units[key] = units.get(key) or ShardedUnit(mine, *args)  # a tied head's is there
+            uses += [(user, units[key]) for user in users]
+    return uses
+
+
+def apply_sharding(uses: Sequence[tuple[nn.Module, ShardedUnit]]) -> None:
+    """Let each module gather its weights when it runs, and begin the next one's, in place.
+
+    Recomputation must be inside of this: what runs again has its weights.
+    """
+    for i, (module, unit) in enumerate(uses):
+        after = uses[min(i + 1, len(uses) - 1)][1]
+        before = None  # the backward of an embedding, or of lm_head's loss, reads no weight
+        if isinstance(module, DecoderLayer):
+            before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else unit
+        module.forward = _gathering(module.forward, unit, after, before)
+        if isinstance(module, Head):  # training calls this instead
+            module.loss = _gathering(module.loss, unit, after, before)
+
+
+def _gathering(
+    forward: Callable, unit: ShardedUnit, after: ShardedUnit, before: ShardedUnit | None
+) -> Callable:
+    def gather(then: ShardedUnit) -> None:
+        unit.start()
+        then.start()  # travels while this one computes
+        unit.finish()
+
+    def gathered(*args):
+        gather(after)
+        out = forward(*args)
+        if unit.fetches:
+            unit.free()
+            if before and out.requires_grad:
+                out.register_hook(lambda _: gather(before))  # backward has come here
+        return out
+
+    return gathered
