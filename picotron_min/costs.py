@@ -25,7 +25,6 @@ from picotron_min.placement import (
 )
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-OPTIMIZER_STATES = {"adamw": (2, 2), "muon": (1, 2), "sgd": (0, 0)}  # of hidden matrices, others
 
 
 def parameter_count(model_config: ModelConfig) -> int:
@@ -163,12 +162,14 @@ def _held(
 ) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state, of so many elements after tp."""
     wide, n = max(BYTES["float32"], BYTES[workload.dtype]), layout.dp * layout.cp
-    of_hidden, of_others = OPTIMIZER_STATES[workload.optimizer]
+    moments = 2 * (BYTES["bfloat16"] if workload.moments == "bfloat16" else wide)
+    states = {"adamw": (moments, moments), "muon": (wide, moments), "sgd": (0, 0)}
+    of_hidden, of_others = states[workload.optimizer]  # bytes an element
     whole, narrow = math.ceil(hidden + others + norms), BYTES[workload.dtype]
     if not rows:
         copies = math.ceil(hidden * narrow) if narrow < wide else 0
         state = math.ceil(of_hidden * hidden + of_others * (whole - hidden))
-        return wide * whole + copies, wide * whole, wide * state
+        return wide * whole + copies, wide * whole, state
     layers, ends = rows
     owned, largest = sum(layers) + sum(ends) + norms, n * max(layers + ends)
     weights = math.ceil(narrow * hidden + wide * (others + owned))
@@ -179,7 +180,7 @@ def _held(
         layer, end = n * max(layers) * narrow, n * max(ends, default=0) * wide
         weights = wide * owned + layer + max(layer, end)
     state = of_hidden * sum(layers) + of_others * (owned - sum(layers))
-    return weights, gradients, wide * state
+    return weights, gradients, state
 
 
 def buffer_rows(

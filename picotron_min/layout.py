@@ -19,6 +19,8 @@ from itertools import product
 # 45% to the products of 1024 rows, 11% to 4096.
 STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
 
+LARGEST_BETA2 = 0.99  # of bfloat16 moments: see adamw.py
+
 Coordinates = namedtuple("Coordinates", ["pp", "dp", "cp", "tp"])  # of a rank in the grid
 
 
@@ -64,6 +66,7 @@ class Workload:
     dtype: str = "float32"  # of matmuls: float32, bfloat16 or float64
     recompute: str = "none"  # or "selective", "full": see parallelize.py
     optimizer: str = "adamw"  # or "muon", "sgd"
+    moments: str = "float32"  # or "bfloat16": of AdamW
     flash_attention: bool = True
     compile: bool = False
 
@@ -81,6 +84,7 @@ class Recipe:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.95
+    moments: str = "float32"
     grad_clip: float | None = 1.0
     fused: bool = True
     dtype: str = "float32"  # of matmuls; Muon has some

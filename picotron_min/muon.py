@@ -67,6 +67,7 @@ class Muon(torch.optim.Optimizer):
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         # One optimizer to the outside: a learning rate that is set in these groups is that of rest.
         self.param_groups += rest.param_groups
+        self.state |= rest.state
         rest.state = self.state
 
     @torch.no_grad()

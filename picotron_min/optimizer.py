@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from picotron_min.adamw import NarrowAdamW
 from picotron_min.layout import Recipe
 from picotron_min.muon import Matrix, Muon
 from picotron_min.placement import Placement
@@ -40,6 +41,8 @@ def build_optimizer(
     ]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr)  # tests use it: AdamW hides a wrong scale of gradients
+    if recipe.moments == "bfloat16":
+        return NarrowAdamW(groups, lr, recipe.betas)
     return torch.optim.AdamW(groups, lr, recipe.betas, fused=recipe.fused)
 
 

@@ -82,6 +82,7 @@ class Training(Section):  # Config.global_batch has the size of a step
     weight_decay: NonNegativeFloat = 0.1  # of matrices only
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2)  # of adamw
     momentum: Beta = 0.95  # of muon; adamw, with its betas, updates the rest
+    moments: Literal["float32", "bfloat16"] = "float32"  # dtype in which adamw keeps its averages
     grad_clip: PositiveFloat | None = 1.0  # largest norm of the whole gradient; null: no clipping
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"  # muon: of hidden matrices
     total_train_steps: int = Field(200, ge=1, le=10**8 - 1)  # a checkpoint's name has eight digits

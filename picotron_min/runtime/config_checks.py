@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
+from picotron_min.layout import LARGEST_BETA2
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import chunks_problem
 from picotron_min.runtime.config import KEYS, Config, ConfigError
@@ -30,6 +31,9 @@ def problems_of(config: Config) -> Iterator[str]:
 def _training_problems(config: Config) -> Iterator[str]:
     t, trace_file, tokens = config.training, config.logging.trace_file, config.tokens_per_step
     steps, lowest, peak = t.total_train_steps, t.min_learning_rate, t.learning_rate
+    if t.moments == "bfloat16" and t.betas[1] > LARGEST_BETA2:
+        why = f'betas[1]={t.betas[1]} with moments="bfloat16": its average freezes by rounding'
+        yield f"{why}: use at most {LARGEST_BETA2}, or moments float32"
     if t.warmup_steps >= steps:
         yield f"warmup_steps={t.warmup_steps}: must be below total_train_steps={steps}"
     if lowest > peak:

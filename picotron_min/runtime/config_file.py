@@ -81,8 +81,8 @@ def _describe(kind: str, raw: dict, section: str, *keys: str) -> str:
     return problem
 
 
-# The key of each word that is a value: "cosine" is one of training.schedule.
-CHOICES = {word: key for key, schema in KEYS.items() for word in schema.get("enum", ())}
+# The first key of each word that is a value: "cosine" is one of training.schedule.
+CHOICES = {word: key for key, schema in reversed(KEYS.items()) for word in schema.get("enum", ())}
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
