@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from picotron_min.collectives import Axis, all_reduce, start_all_reduce
+from picotron_min.linear import refuse_missing
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
 
@@ -83,13 +84,6 @@ class GradientBuckets:
     def scale(self, factor: float) -> None:
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
-
-
-def refuse_missing(missing: dict[str, int]) -> None:
-    """Raise RuntimeError if gradients of any parameter have not arrived, so many of each."""
-    if names := ", ".join(f"{name} ({n})" for name, n in sorted(missing.items()) if n):
-        why = "every parameter must take part in the loss of each micro-batch"
-        raise RuntimeError(f"gradients are missing (how many) for {names}: {why}")
 
 
 class Bucket:

@@ -73,6 +73,13 @@ class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
             linear.add_weight_gradient(x, dy)
 
 
+def refuse_missing(missing: dict[str, int]) -> None:
+    """Raise RuntimeError if gradients of any parameter have not arrived, so many of each."""
+    if names := ", ".join(f"{name} ({n})" for name, n in sorted(missing.items()) if n):
+        why = "every parameter must take part in the loss of each micro-batch"
+        raise RuntimeError(f"gradients are missing (how many) for {names}: {why}")
+
+
 def linears(model: nn.Module) -> dict[str, Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
