@@ -101,6 +101,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # before clipping
     learning_rate: float
     skipped: bool  # the gradient was not finite, and the weights were left as they were
+    routed: torch.Tensor  # where tokens went in each layer, as in router.Tally
 
 
 def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
@@ -108,7 +109,7 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     model, recipe = run.model, run.recipe
     for buckets in model.buckets:
         buckets.begin(run.batches.num_micro_batches)  # gradients are zero
-    model.refresh_copies()  # in bfloat16, of the weights that the last update has changed
+    model.tally.begin()
 
     # Forward and backward of every micro-batch, in the order of the plan: F0 B0 F1 B1 ... where
     # there is one stage. Gradients are sums over tokens; a bucket's sum over the ranks starts as
@@ -121,9 +122,10 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     # The only place in a step where the host waits for a GPU, which is idle from then until the
     # optimizer is launched; while that runs, the host is already at the next step.
     squares = squared_norm(model.parameters, model.placements, model.axes.ranks)
-    sums = torch.cat([model.counted_once(totals), squares[None]])
-    loss_sum, num_targets, squares = all_reduce(sums, model.axes.world).tolist()
-    norm = math.sqrt(squares) / num_targets
+    sums = torch.cat([model.counted_once(totals), squares[None], model.tally.table.flatten()])
+    all_reduce(sums, model.axes.world)
+    loss_sum, num_targets, squares = sums[:3].tolist()
+    norm, routed = math.sqrt(squares) / num_targets, sums[3:].view_as(model.tally.table)
 
     rate = learning_rate_at(step, recipe)
     skip = run.skipped.record(step + 1, norm)
@@ -135,14 +137,14 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
             group["lr"] = rate
         run.optimizer.step()
         model.weights_changed()
-    return StepResult(loss_sum / num_targets, norm, rate, skip)
+        model.tally.update_biases(model.routers, routed)  # of experts
+    return StepResult(loss_sum / num_targets, norm, rate, skip, routed)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
     """The mean loss of the held-out tokens."""
     model, batches, totals = run.model, run.batches, 0.0
-    model.refresh_copies()
     with model.autocast():
         for index in range(batches.num_eval_batches):
             totals += model.pipeline.run(model.eval_plan, partial(batches.eval_batch, index))
@@ -160,13 +162,13 @@ def fill_weights(run: Run, inputs: "Inputs", roll_call: RollCall) -> None:
     """Load a checkpoint, or read the weights to start from, or draw them."""
     model = run.model
     if inputs.start:
-        tensors = training_tensors(model.parameters, run.optimizer)
+        tensors = training_tensors(model.parameters, model.buffers, run.optimizer)
         load(inputs.start, model.parts_of_whole(tensors), roll_call.long_group)
         roll_call.note_saved(inputs.start)
         run.skipped.total = inputs.metadata.skipped_steps
         set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
     elif inputs.weights:
-        weights = {name: p.data for name, p in model.parameters.items()}
+        weights = {name: p.data for name, p in model.parameters.items()} | model.buffers
         load(inputs.weights, model.parts_of_whole(weights), roll_call.long_group)
     else:
         seed, model_config = inputs.config.training.seed, inputs.model_config
@@ -218,14 +220,15 @@ def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, st
 
     counts = {"skipped_steps": run.skipped.total, "tokens_seen": run.batches.tokens_seen(step)}
     metadata = metadata_of(config, model_config, step=step, **counts)
-    tensors = training_tensors(run.model.parameters, run.optimizer)
+    tensors = training_tensors(run.model.parameters, run.model.buffers, run.optimizer)
     saver.save(Path(config.checkpoint.save_dir), tensors, run.model.parts_of_whole, metadata)
 
 
 def export(run: Run, inputs: "Inputs", folder: Path, roll_call: RollCall) -> None:
     """Write the model as a Hugging Face folder, in the dtype it was computed in."""
     model, dtype = run.model, getattr(torch, inputs.config.model.dtype)
-    parts = model.parts_of_whole({n: p.data.to(dtype) for n, p in model.parameters.items()})
+    weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
+    parts = model.parts_of_whole(weights)
     export_hf(folder, parts, inputs.model_config, inputs.tokenizer, roll_call.long_group)
 
 

@@ -150,6 +150,7 @@ def picotron_min(place: Place) -> Step:
 def our_run(config: Config, model_config: ModelConfig, axes: Axes, data: Batches) -> Run:
     model = parallelize(model_config, config.layout, config.workload, axes, CPU)
     initialise(model.parameters, model_config, config.training.seed, model.placements, axes)
+    model.weights_changed()
     return build_run(model, config.recipe, data)
 
 

@@ -336,6 +336,7 @@ def our_run(work: Work, workload: Workload, data: Batches) -> Run:
     axes = build_axes(work.device, layout)
     model = parallelize(work.model_config, layout, workload, axes, work.device)
     initialise(model.parameters, work.model_config, 0, model.placements, axes)
+    model.weights_changed()
     return build_run(model, RECIPE, data)
 
 

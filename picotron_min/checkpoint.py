@@ -32,9 +32,11 @@ from picotron_min.placement import Placement
 
 
 def training_tensors(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Tensor]:
-    """All tensors that a step changes: the parameters, and what the optimizer keeps of each."""
+    """All tensors that a step changes: also what the optimizer keeps of each parameter."""
     for group in (group for group in optimizer.param_groups if "betas" in group):  # AdamW's
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -43,7 +45,7 @@ def training_tensors(
                 state["step"] = torch.zeros((), device=device)
                 moments = "exp_avg", "exp_avg_sq"
                 state.update((moment, torch.zeros_like(parameter)) for moment in moments)
-    tensors = {name: parameter.data for name, parameter in parameters.items()}
+    tensors = {name: parameter.data for name, parameter in parameters.items()} | dict(buffers)
     for name, parameter in parameters.items():
         kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
         tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}

@@ -5,6 +5,7 @@
     all-gather         all ranks' tensors, side by side            (n-1)/n b
     reduce-scatter     its own part of the sum                     (n-1)/n b
     all-to-all         a different part of each rank's tensor      (n-1)/n b
+    exchange           some rows of each rank's tensor             the rows that leave
     shift              the previous rank's tensor, in a ring             b
 
 b is the size of a rank's tensor, for an all-gather that of the gathered one. Bytes are algorithmic:
@@ -101,6 +102,22 @@ def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> T
     axis.ledger.record("all_to_all", parts, axis.share)
     dist.all_to_all_single(received, parts, group=axis.group)  # parts[i] to rank i
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+
+
+def start_exchange(
+    rows: Tensor, to_each: list[int], from_each: list[int], axis: Axis
+) -> tuple[Tensor, dist.Work]:
+    """Begin to send the first to_each[0] rows to rank 0, the next to_each[1] to rank 1, ...
+
+    After `.wait()` the result has from_each[0] rows of rank 0, from_each[1] of rank 1, ... The
+    ledger counts the rows that leave.
+    """
+    axis.ledger.record("exchange", rows[to_each[axis.rank] :])  # as many as leave
+    received = rows.new_empty(sum(from_each), *rows.shape[1:])
+    sizes = {"output_split_sizes": from_each, "input_split_sizes": to_each}
+    return received, dist.all_to_all_single(
+        received, rows, **sizes, group=axis.group, async_op=True
+    )
 
 
 def _parts(tensor: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -21,7 +21,6 @@ from picotron_min.placement import (
     placements,
     saved_name,
     windows,
-    with_owners,
 )
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -190,7 +189,7 @@ def buffer_rows(
     if layout.sharding == "none" or layout.dp * layout.cp == 1:
         return None
     shapes, tied = model_config.parameter_shapes(), model_config.tie_word_embeddings
-    table = with_owners(placements(shapes, layout, tied), shapes, layout, num_layers)
+    table = placements(shapes, layout, tied, num_layers)
     ends = list(accumulate(num_layers))
 
     def row(names: list[str]) -> int:

@@ -38,10 +38,20 @@ class Layout:
     cp_engine: str = "ring"  # or "ulysses"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
     sharding: str = "none"  # what the dp x cp ranks divide: see sharding.py
+    ep: int = 1  # ranks that share out the experts of a layer
+    etp: int = 1  # ranks that share each of them
+    ep_engine: str = "alltoall"  # or "allgather": see expert_parallel.py
 
     @property
     def sizes(self) -> Coordinates:
         return Coordinates(self.pp, self.dp, self.cp, self.tp)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Also of the joint axes, and of the grid in which a stage's ranks hold experts."""
+        edp = self.dp * self.cp * self.tp // (self.ep * self.etp)
+        joint = {"dp_cp": self.dp * self.cp, "ep": self.ep, "etp": self.etp, "edp": edp}
+        return self.sizes._asdict() | joint
 
     @property
     def world_size(self) -> int:
@@ -57,6 +67,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts in training: see moe.py. Each coefficient is that of a loss."""
+
+    moe_seq_aux_loss_coeff: float = 0.001  # balance within each sequence
+    moe_aux_loss_coeff: float = 0.0  # within each micro-batch of a data-parallel rank
+    moe_global_aux_loss_coeff: float = 0.0  # within the step so far, over all ranks
+    moe_z_loss_coeff: float = 0.0  # keeps the router's logits small
+    moe_router_bias_update_rate: float = 0.001  # of the bias that sigmoid routers have
+    moe_expert_capacity_factor: float | None = None  # None: no token is dropped
+    moe_token_drop_policy: str = "probs"  # or "position": whom an expert keeps
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_router_force_load_balancing: bool = False  # random experts, for benchmarks
+
+
+@dataclass(frozen=True)
 class Workload:
     """What one data-parallel rank computes in a step."""
 
@@ -69,6 +94,7 @@ class Workload:
     moments: str = "float32"  # or "bfloat16": of AdamW
     flash_attention: bool = True
     compile: bool = False
+    routing: Routing = Routing()
 
 
 @dataclass(frozen=True)

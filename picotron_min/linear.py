@@ -111,7 +111,7 @@ def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
     """Let the linears of a model compute with copies of their weights, in place."""
     # autocast makes such copies, too, but casts each gradient to float32 before it is added and, in
     # compiled layers, the weights again for each micro-batch.
-    for linear in linears(model).values():
+    for linear in (x for x in linears(model).values() if x.weight is not None):  # else: sharded
         linear.copy = linear.weight.detach().to(dtype).requires_grad_()
         weak = weakref.proxy(linear)  # the garbage collector sees no cycle through such a hook
         linear.copy.register_post_accumulate_grad_hook(partial(Linear.take_gradient, weak))

@@ -8,6 +8,9 @@ ranks that a rank is in when one coordinate varies. A joint axis varies several 
         pp 0:  dp 0 [0 1]   dp 1 [2 3]        tp [4 5]    dp [5 7]    pp [1 5]
         pp 1:  dp 0 [4 5]   dp 1 [6 7]        dp_cp [5 7]    dp_cp_tp [4 5 6 7]
 
+Experts lie on another grid over the same ranks, (pp, edp, ep, etp), also row by row: with ep 2 rank
+5 has other experts than rank 4, and the same as rank 7: ep [4 5], edp [5 7].
+
 In production: `torch.distributed.device_mesh.init_device_mesh`; joint axes are its `_flatten`.
 """
 
@@ -33,6 +36,11 @@ class Axes(NamedTuple):
     dp_cp_tp: Axis  # all ranks of a stage; gradients of norms, with sequence parallelism
     ends: Axis  # the first and the last stage: both hold a tied embedding
     world: Axis  # all ranks: the loss and the gradient norm
+    ep: Axis  # its ranks have different experts of a layer
+    etp: Axis  # parts of the same experts
+    edp: Axis  # the same parts of the same experts, whose gradients are summed over it
+    ep_etp: Axis  # all experts of a layer: tokens travel over it
+    cp_tp: Axis  # different tokens of the same sequences
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -46,10 +54,11 @@ class Axes(NamedTuple):
 def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60.0) -> Axes:
     """Split the world into the groups of each axis; all ranks must call it with the same layout."""
     grid = torch.arange(dist.get_world_size()).view(layout.sizes)
+    expert_grid = grid.view(layout.pp, -1, layout.ep, layout.etp)
     groups: dict[str, dist.ProcessGroup] = {}
 
     # Ranks that differ in these coordinates only: pp 2, tp 2 has groups_of(3) = [[0, 1], [2, 3]].
-    def groups_of(*dims: int) -> list[list[int]]:
+    def groups_of(*dims: int, grid: torch.Tensor = grid) -> list[list[int]]:
         size = math.prod(grid.shape[dim] for dim in dims)
         return grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
 
@@ -69,6 +78,11 @@ def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60
         dp_cp_tp=axis("dp_cp_tp", groups_of(1, 2, 3)),
         ends=axis("ends", ends + between),
         world=axis("world", groups_of(0, 1, 2, 3)),
+        ep=axis("ep", groups_of(2, grid=expert_grid)),
+        etp=axis("etp", groups_of(3, grid=expert_grid)),
+        edp=axis("edp", groups_of(1, grid=expert_grid)),
+        ep_etp=axis("ep_etp", groups_of(2, 3, grid=expert_grid)),
+        cp_tp=axis("cp_tp", groups_of(2, 3)),
     )
 
 

@@ -47,7 +47,8 @@ def hidden_matrices(
     matrices = []
     for name, parameter in parameters.items():
         if placements[name].is_hidden_matrix:
-            cuts = [(getattr(axes, cut.axis), cut.dim) for cut in placements[name].cuts]
+            cuts = [cut for cut in placements[name].cuts if cut.owner is None]  # else it is whole
+            cuts = [(getattr(axes, cut.axis), cut.dim) for cut in cuts]
             cut, *more = [(axis, dim) for axis, dim in cuts if axis.size > 1] or [None]
             assert not more, f"{name}: Muon gathers over one axis"
             matrices.append(Matrix(parameter, cut))

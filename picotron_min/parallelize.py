@@ -11,7 +11,7 @@ So no rank ever allocates a weight that it does not own. The weights are filled 
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,17 +25,29 @@ from picotron_min.checkpoint import parts_of_whole
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
+from picotron_min.expert_parallel import apply_expert_parallel, keep_experts
 from picotron_min.layout import Layout, Workload
-from picotron_min.linear import WeightGradients, apply_copies, apply_queue, linears, refresh_copies
+from picotron_min.linear import (
+    Linear,
+    WeightGradients,
+    apply_copies,
+    apply_queue,
+    linears,
+    refresh_copies,
+)
 from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama, SoftmaxAttention
 from picotron_min.model_config import ModelConfig
+from picotron_min.moe import apply_moe
 from picotron_min.pipeline_parallel import Chunk, Pipeline, keep_stage, my_stages
 from picotron_min.pipeline_schedule import Plan
 from picotron_min.pipeline_simulator import build_plans
-from picotron_min.placement import Placement, part, placements, saved_name, with_owners
+from picotron_min.placement import Placement, part, placements, saved_name
+from picotron_min.router import Router, Tally
 from picotron_min.sharding import ShardedUnit, apply_sharding, build_units
 from picotron_min.tensor_parallel import apply_tensor_parallel
+
+Context = Callable[[], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -45,19 +57,23 @@ class ParallelModel:
     axes: Axes
     placements: dict[str, Placement]  # of all parameters, by saved name
     parameters: dict[str, nn.Parameter]  # of this rank, by saved name
+    buffers: dict[str, Tensor]  # likewise: the biases of routers
+    routers: list[Router]
+    tally: Tally  # what the routers count in a step
     parts_of_whole: Callable[[dict[str, Tensor]], dict[str, DTensor]]  # as in checkpoint.py
     pipeline: Pipeline  # its chunks have the modules
     plan: Plan  # what this rank does in a step
     eval_plan: Plan
     buckets: list[GradientBuckets | ShardedUnit]  # what holds the gradients
     units: list[ShardedUnit]  # those of them that are sharded
-    autocast: Callable[[], AbstractContextManager]  # forward and backward run in it
-    refresh_copies: Callable[[], None]  # of weights, to compute with in bfloat16
+    autocast: Context  # forward and backward run in it
+    copied: list[Linear]  # those that compute with a bfloat16 copy of their weight
 
     def weights_changed(self) -> None:
-        """To be called after an update or a load: sharded weights are gathered again."""
+        """To be called after an update or a load: what is computed with is of the new weights."""
+        refresh_copies(self.copied)
         for unit in self.units:
-            unit.forget()
+            unit.forget()  # and gathered when it is used
 
     def counted_once(self, totals: Tensor) -> Tensor:
         """The pipeline's totals where they count. Tensor-parallel ranks all have the same loss."""
@@ -68,22 +84,25 @@ def parallelize(
     model_config: ModelConfig, layout: Layout, workload: Workload, axes: Axes, device: torch.device
 ) -> ParallelModel:
     """Build this rank's part of a model; its weights are still to be filled in."""
-    tied, shapes = model_config.tie_word_embeddings, model_config.parameter_shapes()
-    S = workload.seq_length
+    shapes = model_config.parameter_shapes() | model_config.buffer_shapes()
+    tied, S = model_config.tie_word_embeddings, workload.seq_length
     num_layers = layers_of_stages(model_config, layout, S)
-    table = with_owners(placements(shapes, layout, tied), shapes, layout, num_layers)
-    chunks, units = [], []  # a chunk for each stage of this rank
+    table = placements(shapes, layout, tied, num_layers)
+    tally, chunks, units = Tally(model_config, device), [], []  # a chunk for each of its stages
     for stage in my_stages(num_layers, layout.pp_engine, axes.pp):
         with torch.device("meta"):  # shapes without memory
             model = Llama(model_config)
+            apply_moe(model, workload.routing, tally)
         keep_stage(model, stage)  # layers of other stages are deleted
+        keep_experts(model, axes.ep)  # and experts of other ranks
         narrow(model, table, axes)  # matrices become the rows or columns of this rank
-        units += apply_layout(model, layout, workload, table, axes, device)
+        units += apply_layout(model, layout, workload, table, axes, device, tally)
         chunks.append(Chunk(stage, model))
     parameters = {saved_name(n, tied): p for c in chunks for n, p in c.model.named_parameters()}
     buckets = [buckets for chunk in chunks for buckets in build_buckets(chunk, table, axes)]
     for unit in units:
         parameters |= unit.masters  # their weights are in no chunk yet
+    routers = [r for chunk in chunks for r in chunk.model.modules() if isinstance(r, Router)]
 
     dtype = next(iter(parameters.values())).dtype  # of the residual stream, which travels
     pieces = layout.cp * (layout.tp if layout.sequence_parallel else 1)  # of a sequence
@@ -92,11 +111,13 @@ def parallelize(
     positions = POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, S).to(device)
     sizes = layout.pp, workload.num_micro_batches, layout.pp_chunks
     in_bfloat16 = workload.dtype == "bfloat16"
-    copied = [x for c in chunks for x in linears(c.model).values() if x.copy is not None]
     return ParallelModel(
         axes=axes,
         placements=table,
         parameters=parameters,
+        buffers={name: b for chunk in chunks for name, b in chunk.model.named_buffers()},
+        routers=routers,
+        tally=tally,
         parts_of_whole=partial(parts_of_whole, shapes=shapes, placements=table, axes=axes),
         pipeline=Pipeline(chunks, axes.pp, positions, activation),
         plan=build_plans(layout.pp_engine, *sizes)[axes.pp.rank],
@@ -104,7 +125,7 @@ def parallelize(
         buckets=buckets + units,
         units=units,
         autocast=partial(torch.autocast, device.type, torch.bfloat16, enabled=in_bfloat16),
-        refresh_copies=partial(refresh_copies, copied),
+        copied=[x for c in chunks for x in linears(c.model).values() if x.copy is not None],
     )
 
 
@@ -125,6 +146,7 @@ def apply_layout(
     table: dict[str, Placement],
     axes: Axes,
     device: torch.device,
+    tally: Tally,
 ) -> list[ShardedUnit]:
     """Apply the parallelisms to a stage on the meta device, allocate it, and set its precision."""
     dtype, queue = getattr(torch, workload.dtype), WeightGradients()
@@ -137,18 +159,21 @@ def apply_layout(
     for layer in model.model.layers.values():
         layer.self_attn.core_attention = attention()
     apply_context_parallel(model, axes.cp, layout.cp_engine, kernel)
+    apply_expert_parallel(model, axes, layout.ep_engine, layout.sequence_parallel)
     uses = build_units(model, layout, table, axes, dtype, device)  # takes sharded weights out
     model.to_empty(device=device)  # from here on there is memory, for this rank's parts alone
+    for buffer in model.buffers():
+        buffer.zero_()  # the biases of routers
     model.tie_weights()  # allocating has parted them
-    if dtype == torch.bfloat16 and not uses:
+    if dtype == torch.bfloat16:  # sharded weights are gathered in it
         apply_copies(model, dtype)  # to compute with; the optimizer updates float32
     if not workload.compile or queue.hold:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
-    apply_recompute(model, workload.recompute, workload.compile)
+    apply_recompute(model, workload.recompute, workload.compile, tally.paused)
     if workload.compile:
         apply_compile(model)
     apply_sharding(uses)
-    return list(dict.fromkeys(unit for _, unit in uses))
+    return list(dict.fromkeys(unit for _, units in uses for unit in units))
 
 
 def build_buckets(chunk: Chunk, table: dict[str, Placement], axes: Axes) -> list[GradientBuckets]:
@@ -166,8 +191,12 @@ def build_buckets(chunk: Chunk, table: dict[str, Placement], axes: Axes) -> list
     return all_buckets
 
 
-def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> None:
+def apply_recompute(
+    model: Llama, recompute: str, compiles: bool = False, context: Context = nullcontext
+) -> None:
     """Trade compute for memory: run parts of the forward again in backward instead of saving them.
+
+    What runs again does so within `context()`.
 
     Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
     5, who keep q, k and v: fused attention has little to recompute but them.
@@ -179,11 +208,12 @@ def apply_recompute(model: Llama, recompute: str, compiles: bool = False) -> Non
         # torch.compile runs a recomputed part as it is unless it is a single graph, and messages
         # break graphs. So the part is compiled by itself; in one process that changes nothing.
         forward = torch.compile(module.forward, dynamic=False) if compiles else module.forward
-        module.forward = _recomputed(forward)
+        module.forward = _recomputed(forward, context)
 
 
-def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _recomputed(forward: Callable[..., Tensor], context: Context) -> Callable[..., Tensor]:
     options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in it is random
+    options["context_fn"] = lambda: (nullcontext(), context())  # of the first run, of the repeat
     return lambda *args: checkpoint(forward, *args, **options)  # torch.compile breaks at a partial
 
 

@@ -3,6 +3,8 @@
     q_proj      cut by rows over tp       each part is held alike by the dp x cp ranks, which sum
     o_proj      cut by columns over tp    its gradient
     layernorm   not cut                   held alike by dp x cp x tp
+    expert 3    on one rank of ep, and    held alike by the edp ranks, which sum its gradient
+                cut over etp
 
 Everything that is done per parameter derives from this table: narrowing a matrix, initial weights,
 reading and saving weights, gradient buckets, the gradient norm. A new cut is a new row here.
@@ -10,7 +12,9 @@ Names are those of the saved model. Standard library only.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from picotron_min.layout import Layout
@@ -39,9 +43,17 @@ class Placement(NamedTuple):
         return (*self.cuts, self.shard) if self.shard else self.cuts
 
 
-def placements(names: Iterable[str], layout: Layout, tied: bool) -> dict[str, Placement]:
-    """The placement of every parameter, by its saved name; `tied`: lm_head is embed_tokens, too."""
-    return {name: _sharded(_placement(name, layout, tied), layout) for name in names}
+def placements(
+    shapes: Mapping[str, Sequence[int]], layout: Layout, tied: bool, num_layers: Sequence[int] = ()
+) -> dict[str, Placement]:
+    """The placement of every parameter, by its saved name; `tied`: lm_head is embed_tokens, too.
+
+    `num_layers` of each stage are needed for layer-wise sharding alone.
+    """
+    num_experts = len({match[1] for match in map(EXPERT.search, shapes) if match})
+    table = {name: _placement(name, layout, tied, num_experts) for name in shapes}
+    table = {name: _sharded(placement, layout) for name, placement in table.items()}
+    return with_owners(table, shapes, layout, num_layers)
 
 
 def saved_name(name: str, tied: bool) -> str:
@@ -52,28 +64,38 @@ def saved_name(name: str, tied: bool) -> str:
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # [out, in] cut by out
 ROW_PARALLEL = ("o_proj", "down_proj")  # cut by in
 VOCABULARY_PARALLEL = ("embed_tokens", "lm_head")  # [V, E] cut by V
+ROUTER = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # its number
 
 
-def _placement(name: str, layout: Layout, tied: bool) -> Placement:
+def _placement(name: str, layout: Layout, tied: bool, num_experts: int) -> Placement:
     module = name.removesuffix(".weight").split(".")[-1]
-    cuts = (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
+    dim = 1 if module in ROW_PARALLEL else 0
+    if expert := EXPERT.search(name):  # an ep rank has consecutive experts
+        owner = int(expert[1]) * layout.ep // num_experts
+        cuts = (Cut("ep", 0, owner), Cut("etp", dim))
+        return Placement(cuts, None, copies=("edp",), sums=("edp",), is_hidden_matrix=True)
+    cuts = (Cut("tp", dim),)
     if module in COLUMN_PARALLEL + ROW_PARALLEL:
         return Placement(cuts, None, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)
     if module in VOCABULARY_PARALLEL:
         # The first and the last stage each have a copy of a tied embedding, and add its gradients.
         axes = ("dp_cp", "ends") if tied and layout.pp > 1 else ("dp_cp",)
         return Placement(cuts, None, copies=axes, sums=axes)
-    # Norms. With sequence parallelism each tp rank has seen another part of the sequence.
-    sums = ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",)
+    # Norms. With sequence parallelism each tp rank has seen another part of the sequence; the
+    # tokens that a router sees are another part without it, too.
+    is_router = name.endswith(ROUTER)
+    sums = ("dp_cp_tp",) if layout.sequence_parallel or is_router else ("dp_cp",)
     return Placement((), None, copies=("dp_cp", "tp"), sums=sums)
 
 
 def _sharded(placement: Placement, layout: Layout) -> Placement:
     """Cut matrices once more, by rows over dp x cp; all ranks update norms, which are small."""
-    if not placement.cuts or layout.sharding == "none" or layout.dp * layout.cp == 1:
+    axis = placement.sums[0]  # dp_cp, or edp of experts
+    if not placement.cuts or layout.sharding == "none" or layout.axis_sizes[axis] == 1:
         return placement
-    copies = tuple(axis for axis in placement.copies if axis != "dp_cp")
-    return placement._replace(shard=Cut("dp_cp", 0), copies=copies)
+    copies = tuple(name for name in placement.copies if name != axis)
+    return placement._replace(shard=Cut(axis, 0), copies=copies)
 
 
 def part(
@@ -99,22 +121,26 @@ def with_owners(
     num_layers: Sequence[int],
 ) -> dict[str, Placement]:
     """With "layerwise" sharding, an owner for each hidden matrix; `num_layers` of the stages."""
-    n, owned, first = layout.dp * layout.cp, {}, 0
-    if layout.sharding != "layerwise" or n == 1:
-        return table
-    for number in num_layers:
+    owned, first = {}, 0
+    for number in num_layers if layout.sharding == "layerwise" else ():
         for window in windows(range(first, first + number), shapes, layout):
-            names = [name for i in window for name in matrices_of_layer(i, shapes)]
-            owners, _ = deal([math.prod(shapes[name]) for name in names], n)
-            for name, owner in zip(names, owners, strict=True):
-                owned[name] = table[name]._replace(shard=Cut("dp_cp", 0, owner))
+            groups = defaultdict(list)  # an ep rank deals its own experts
+            for name in (name for i in window for name in matrices_of_layer(i, shapes)):
+                if table[name].shard:
+                    groups[table[name].shard.axis, table[name].cuts[0].owner].append(name)
+            for (axis, _), names in groups.items():
+                sizes = [math.prod(shapes[name]) for name in names]
+                owners, _ = deal(sizes, layout.axis_sizes[axis])
+                for name, owner in zip(names, owners, strict=True):
+                    owned[name] = table[name]._replace(shard=Cut(axis, 0, owner))
         first += number
     return table | owned
 
 
 def matrices_of_layer(layer: int, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    prefix = f"model.layers.{layer}."
-    return [name for name, shape in shapes.items() if name.startswith(prefix) and len(shape) > 1]
+    """The hidden matrices of a layer, by name."""
+    prefix, kinds = f"model.layers.{layer}.", COLUMN_PARALLEL + ROW_PARALLEL
+    return [n for n in shapes if n.startswith(prefix) and n.split(".")[-2] in kinds]
 
 
 def deal(sizes: Sequence[int], n: int) -> tuple[list[int], list[int]]:
@@ -135,7 +161,8 @@ def windows(
     mean: every rank's part of a message is as long as the fullest one's.
     """
     width, n, L = 1, layout.dp * layout.cp, len(layers)
-    sizes = [math.prod(shapes[name]) for name in matrices_of_layer(layers[0], shapes)]
+    names = matrices_of_layer(layers[0], shapes)
+    sizes = [math.prod(shapes[name]) for name in names if not EXPERT.search(name)]
     if layout.sharding == "layerwise":
         while width < L and max(deal(sizes * width, n)[1]) > 1.25 * sum(sizes) * width / n:
             width += 1

@@ -189,10 +189,11 @@ def build_units(
     axes: Axes,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[tuple[nn.Module, ShardedUnit]]:
+) -> list[tuple[nn.Module, list[ShardedUnit]]]:
     """Take the sharded weights out of a model on the meta device.
 
-    Returns the modules that use any, in the order of the forward, each with its unit.
+    Returns the modules that use any, in the order of the forward, each with its units: matrices of
+    other axes, as experts are, cannot travel together.
     """
     tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -205,42 +206,53 @@ def build_units(
     for names in [["model.embed_tokens"], *groups, ["lm_head"]]:
         users = [model.get_submodule(name) for name in names]
         inside = {module for user in users for module in user.modules()}
-        mine = {name: of for name, of in modules.items() if not inside.isdisjoint(of)}
-        if key := next(iter(mine), None):  # else nothing is sharded, or another stage has it
+        by_sums = defaultdict(dict)
+        for name, of in modules.items():
+            if not inside.isdisjoint(of):
+                by_sums[table[name].sums][name] = of
+        mine = []
+        for group in by_sums.values():  # none: nothing is sharded, or another stage has it
             args = table, axes, dtype, device, layout.sharding, travelling
-            units[key] = units.get(key) or ShardedUnit(mine, *args)  # a tied head's is there
-            uses += [(user, units[key]) for user in users]
+            key = next(iter(group))
+            units[key] = units.get(key) or ShardedUnit(group, *args)  # a tied head's is there
+            mine.append(units[key])
+        uses += [(user, mine) for user in users if mine]
     return uses
 
 
-def apply_sharding(uses: Sequence[tuple[nn.Module, ShardedUnit]]) -> None:
+def apply_sharding(uses: Sequence[tuple[nn.Module, list[ShardedUnit]]]) -> None:
     """Let each module gather its weights when it runs, and begin the next one's, in place.
 
     Recomputation must be inside of this: what runs again has its weights.
     """
-    for i, (module, unit) in enumerate(uses):
+    for i, (module, units) in enumerate(uses):
         after = uses[min(i + 1, len(uses) - 1)][1]
         before = None  # the backward of an embedding, or of lm_head's loss, reads no weight
         if isinstance(module, DecoderLayer):
-            before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else unit
-        module.forward = _gathering(module.forward, unit, after, before)
+            before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else units
+        module.forward = _gathering(module.forward, units, after, before)
         if isinstance(module, Head):  # training calls this instead
-            module.loss = _gathering(module.loss, unit, after, before)
+            module.loss = _gathering(module.loss, units, after, before)
 
 
 def _gathering(
-    forward: Callable, unit: ShardedUnit, after: ShardedUnit, before: ShardedUnit | None
+    forward: Callable,
+    units: list[ShardedUnit],
+    after: list[ShardedUnit],
+    before: list[ShardedUnit] | None,
 ) -> Callable:
-    def gather(then: ShardedUnit) -> None:
-        unit.start()
-        then.start()  # travels while this one computes
-        unit.finish()
+    def gather(then: list[ShardedUnit]) -> None:
+        for unit in units + then:  # those of `then` travel while this module computes
+            unit.start()
+        for unit in units:
+            unit.finish()
 
     def gathered(*args):
         gather(after)
         out = forward(*args)
-        if unit.fetches:
-            unit.free()
+        if units[0].fetches:
+            for unit in units:
+                unit.free()
             if before and out.requires_grad:
                 out.register_hook(lambda _: gather(before))  # backward has come here
         return out

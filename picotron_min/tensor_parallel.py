@@ -36,7 +36,7 @@ from picotron_min import collectives
 from picotron_min.collectives import Axis
 from picotron_min.linear import WeightGradients
 from picotron_min.loss import Vocabulary, stripe_loss
-from picotron_min.model import Head, Llama
+from picotron_min.model import MLP, Head, Llama
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def apply_tensor_parallel(
     queue.hold = True  # until _Enter's backward
     boundary = (SequenceBoundary if sequence_parallel else Boundary)(axis, queue)
     for layer in model.model.layers.values():
-        for sublayer in (layer.self_attn, layer.mlp):  # two sums a layer, not one for each matrix
+        # Of a mixture, only shared experts are cut over tp; others are on a grid of their own.
+        mlp = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts
+        for sublayer in filter(None, (layer.self_attn, mlp)):  # two sums a layer
             _put_around(sublayer, boundary)
     V, embedding, head = model.config.vocab_size, model.model.embed_tokens, model.lm_head
     first = axis.rank * -(-V // axis.size)  # rounded up, as in `part` of placement.py

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from picotron_min.model_config import ModelConfig
 from picotron_min.placement import part
 from picotron_min.runtime.config import Config
 from tests.test_layouts import MODELS, make_training
@@ -21,12 +22,15 @@ class Run(NamedTuple):
     val_losses: list[float]  # before the last step, and after it
     gradients: dict  # of the last step, scaled and clipped
     weights: dict
+    biases: dict  # of routers
+    routed: list[np.ndarray]  # where tokens went, in each step
     shapes: dict[str, tuple[int, ...]]
 
 
-def train_briefly(config: Config, model: str, steps: int) -> Run:
+def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
     num_layers = config.model.num_hidden_layers
-    model_config = MODELS[model].override(num_hidden_layers=num_layers)
+    model_config = model if isinstance(model, ModelConfig) else MODELS[model]
+    model_config = model_config.override(num_hidden_layers=num_layers)
     training = make_training(config, model_config)
     results, val_losses = [], []
     for step in range(steps):
@@ -40,29 +44,36 @@ def train_briefly(config: Config, model: str, steps: int) -> Run:
         val_losses,
         parts_of(training, {name: p.grad for name, p in training.parameters.items()}),
         parts_of(training, {name: p.data for name, p in training.parameters.items()}),
-        model_config.parameter_shapes(),
+        parts_of(training, training.model.buffers),
+        [result.routed.numpy() for result in results],
+        model_config.parameter_shapes() | model_config.buffer_shapes(),
     )
 
 
 def parts_of(training: Training, tensors: dict[str, Tensor]) -> Parts:
     """This rank's tensors, each with its place in the whole."""
     table, axes = training.model.placements, training.axes
-    shapes, parts = training.model_config.parameter_shapes(), {}
+    parts, shapes = {}, training.model_config.parameter_shapes()
+    shapes |= training.model_config.buffer_shapes()
     for name, tensor in tensors.items():
         cuts = [cut for cut in (*table[name].cuts, table[name].shard) if cut]
         parts[name] = part(shapes[name], cuts, axes.ranks, axes.sizes), tensor.clone().numpy()
     return parts
 
 
-def whole_run(pool, config: Config, model: str, steps: int = 3) -> Run:
+def whole_run(pool, config: Config, model: str | ModelConfig, steps: int = 3) -> Run:
     """The run that its ranks made together; they must agree, and hold every element."""
     ranks: list[Run] = pool.run(config.world_size, train_briefly, config, model, steps)
     first = ranks[0]
     for run in ranks:
         assert run[:3] == first[:3], "all ranks report the same"
-    gradients = assemble([run.gradients for run in ranks], first.shapes)
-    weights = assemble([run.weights for run in ranks], first.shapes)
-    return first._replace(gradients=gradients, weights=weights)
+    wholes = {}
+    for kind in ("gradients", "weights", "biases"):
+        parts = [getattr(run, kind) for run in ranks]
+        of_buffers = (kind == "biases",)
+        shapes = {n: s for n, s in first.shapes.items() if n.endswith("_bias") in of_buffers}
+        wholes[kind] = assemble(parts, shapes)
+    return first._replace(**wholes)
 
 
 def assemble(ranks: list[Parts], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
@@ -83,7 +94,8 @@ def assert_same(ours: Run, theirs: Run, atol: float = 1e-10) -> None:
         np.testing.assert_allclose(
             getattr(ours, kind), getattr(theirs, kind), rtol=0, atol=atol, err_msg=kind
         )
-    for kind in ("gradients", "weights"):
+    np.testing.assert_allclose(ours.routed, theirs.routed, rtol=0, atol=atol, err_msg="routed")
+    for kind in ("gradients", "weights", "biases"):
         for name, expected in getattr(theirs, kind).items():
             np.testing.assert_allclose(
                 getattr(ours, kind)[name], expected, rtol=0, atol=atol, err_msg=f"{kind} of {name}"

@@ -128,7 +128,7 @@ class State(dict):
     """A copy of every tensor that training changes, by name."""
 
     def __init__(self, training: Training) -> None:
-        tensors = training_tensors(training.parameters, training.optimizer)
+        tensors = training_tensors(training.parameters, {}, training.optimizer)
         tensors |= {
             f"step.{name}": training.optimizer.state[p]["step"]
             for name, p in training.parameters.items()

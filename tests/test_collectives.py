@@ -14,8 +14,10 @@ from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
 
 
-def rows_of(pp: int, dp: int, cp: int, tp: int) -> dict[str, tuple[int, list[int]]]:
-    axes = build_axes(torch.device("cpu"), Layout(pp=pp, dp=dp, cp=cp, tp=tp))
+def rows_of(
+    pp: int, dp: int, cp: int, tp: int, ep: int = 1, etp: int = 1
+) -> dict[str, tuple[int, list[int]]]:
+    axes = build_axes(torch.device("cpu"), Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp))
     return {axis.name: (axis.rank, dist.get_process_group_ranks(axis.group)) for axis in axes}
 
 
@@ -30,6 +32,11 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "dp_cp_tp": (0, [0, 1, 2, 3]),
         "ends": (0, [0, 4]),
         "world": (0, [0, 1, 2, 3, 4, 5, 6, 7]),
+        "ep": (0, [0]),
+        "etp": (0, [0]),
+        "edp": (0, [0, 1, 2, 3]),
+        "ep_etp": (0, [0]),
+        "cp_tp": (0, [0, 1, 2, 3]),
     }
     assert rows[7] == {
         "pp": (1, [3, 7]),
@@ -40,6 +47,11 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
         "dp_cp_tp": (3, [4, 5, 6, 7]),
         "ends": (1, [3, 7]),
         "world": (7, [0, 1, 2, 3, 4, 5, 6, 7]),
+        "ep": (0, [7]),
+        "etp": (0, [7]),
+        "edp": (3, [4, 5, 6, 7]),
+        "ep_etp": (0, [7]),
+        "cp_tp": (3, [4, 5, 6, 7]),
     }
     rows = pool.run(8, rows_of, 1, 2, 2, 2)
     assert rows[6]["dp_cp"] == (3, [0, 2, 4, 6])
@@ -48,6 +60,29 @@ def test_every_axis_is_the_right_row_of_the_grid(pool):
     rows = pool.run(8, rows_of, 4, 2, 1, 1)
     ends = [row["ends"][1] for row in rows]
     assert ends == [[0, 6], [1, 7], [2], [3], [4], [5], [0, 6], [1, 7]]
+
+
+def groups_of(rows: list[dict], axis: str) -> list[list[int]]:
+    return sorted({tuple(row[axis][1]): row[axis][1] for row in rows}.values())
+
+
+def test_experts_lie_on_a_grid_of_their_own(pool):
+    rows = pool.run(8, rows_of, 1, 8, 1, 1, 4)
+    assert groups_of(rows, "ep") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups_of(rows, "edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    rows = pool.run(8, rows_of, 2, 2, 1, 2, 2)
+    assert groups_of(rows, "ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups_of(rows, "edp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    rows = pool.run(8, rows_of, 1, 2, 2, 2, 4, 2)
+    assert groups_of(rows, "etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups_of(rows, "ep") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert groups_of(rows, "edp") == [[rank] for rank in range(8)]
+    assert groups_of(rows, "ep_etp") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert groups_of(rows, "cp_tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    rows = pool.run(4, rows_of, 1, 4, 1, 1, 2)
+    assert groups_of(rows, "edp") == [[0, 2], [1, 3]]
+    rows = pool.run(4, rows_of, 1, 1, 1, 4, 2, 2)
+    assert groups_of(rows, "ep") == [[0, 2], [1, 3]]
 
 
 def summed() -> tuple[float, float, dict, dict]:

@@ -120,7 +120,7 @@ def losses_of_held_out_text() -> tuple[float, float]:
     training = make_training(config, MODEL)
     training.step(0)
     loss = training.evaluate()
-    training.model.refresh_copies()
+    training.model.weights_changed()
     return loss, training.evaluate()
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from picotron_min.layout import Layout, Recipe, Workload
+from picotron_min.layout import Layout, Recipe, Routing, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.runtime.public_models import tokenizer_of
@@ -37,6 +37,9 @@ class Distributed(Section):  # the layout: tp x cp x pp x dp processes
     pp_size: Count = 1  # pipeline parallel: each rank has some of the layers
     dp_size: Count = 1  # data parallel: each rank has some of the batch
     sharding: Literal["none", "optimizer", "layerwise", "gradients", "parameters"] = "none"
+    ep_size: Count = 1  # expert parallel: each rank has some of the experts
+    etp_size: Count = 1  # and each expert is split over so many ranks
+    ep_engine: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach their experts
     pp_engine: Literal[tuple(SCHEDULES)] = "1f1b"  # see pipeline_schedule.py
     pp_chunks: Count = 1  # stages of a rank, for schedules that take several
     pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced
@@ -60,6 +63,17 @@ class Model(Section):  # a public model's shape, with any of its numbers changed
     rms_norm_eps: PositiveFloat | None = None
     tie_word_embeddings: bool | None = None
     max_position_embeddings: PositiveInt | None = None
+    num_local_experts: NonNegativeInt | None = None  # 0: none; see ModelConfig for these keys
+    num_experts_per_tok: PositiveInt | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    n_shared_experts: NonNegativeInt | None = None
+    moe_shared_expert_gate: bool | None = None
+    mlp_only_layers: list[NonNegativeInt] | None = None
+    scoring_func: Literal["softmax", "sigmoid"] | None = None
+    norm_topk_prob: bool | None = None
+    n_group: PositiveInt | None = None
+    topk_group: PositiveInt | None = None
+    routed_scaling_factor: PositiveFloat | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of matmuls
     weights: OptionalName = None  # a folder or hub id to start from; null: random
     use_flash_attention: bool = True
@@ -85,6 +99,15 @@ class Training(Section):  # Config.global_batch has the size of a step
     moments: Literal["float32", "bfloat16"] = "float32"  # dtype in which adamw keeps its averages
     grad_clip: PositiveFloat | None = 1.0  # largest norm of the whole gradient; null: no clipping
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"  # muon: of hidden matrices
+    moe_seq_aux_loss_coeff: NonNegativeFloat = 0.001  # balance of experts in each sequence
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0  # in each micro-batch of a data-parallel rank
+    moe_global_aux_loss_coeff: NonNegativeFloat = 0.0  # in the step so far, over all ranks
+    moe_z_loss_coeff: NonNegativeFloat = 0.0  # keeps the router's logits small
+    moe_router_bias_update_rate: NonNegativeFloat = 0.001  # of sigmoid routers
+    moe_expert_capacity_factor: PositiveFloat | None = None  # null: no token is dropped
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"  # which tokens an expert keeps
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_router_force_load_balancing: bool = False  # random experts, for benchmarks
     total_train_steps: int = Field(200, ge=1, le=10**8 - 1)  # a checkpoint's name has eight digits
     max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
     seq_length: int = Field(256, ge=1, le=10**9)  # tokens
@@ -177,6 +200,7 @@ class Config(Section):  # the whole of config.json
         m, t = self.model, self.training
         flash = m.use_flash_attention and self.environment.FLASH_ATTEN is not False
         own = {"flash_attention": flash, "num_micro_batches": t.gradient_accumulation_steps}
+        own["routing"] = _build(Routing, dict(t))
         return _build(Workload, dict(m) | dict(t) | own)
 
     @property

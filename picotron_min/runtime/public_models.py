@@ -11,6 +11,10 @@ SUPPORTED |= {"attention_bias": [False], "mlp_bias": [False], "partial_rotary_fa
 # Far above any published model (10**7 for other keys): a slip such as 10**12 is refused at once.
 LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**4, "num_key_value_heads": 10**4}
 LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9}
+# What only a model with experts has.
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+EXPERTS += ("moe_shared_expert_gate", "mlp_only_layers", "scoring_func", "norm_topk_prob")
+EXPERTS += ("n_group", "topk_group", "routed_scaling_factor")
 
 
 def from_hf(hf: dict) -> ModelConfig:
@@ -34,7 +38,7 @@ def from_hf(hf: dict) -> ModelConfig:
     stretch = [field.name for field in fields(RopeScaling) if hf["rope_type"] == "llama3"]
     if missing := [name for name in (*SIZES, *stretch) if name not in hf]:
         raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
-    names = [field.name for field in fields(ModelConfig) if field.name != "rope_scaling"]
+    names = [f.name for f in fields(ModelConfig) if f.name not in ("rope_scaling", *EXPERTS)]
     check_numbers(numbers := {name: hf[name] for name in (*names, *stretch) if name in hf})
     if stretch:
         scaling = RopeScaling(**{name: numbers.pop(name) for name in stretch})
@@ -50,9 +54,15 @@ def check_numbers(numbers: dict) -> None:
     wrong, kinds = [], {f.name: f.type for kind in (ModelConfig, RopeScaling) for f in fields(kind)}
     for name, value in numbers.items():
         good, expected = type(value) is bool, "true or false"
-        if kinds[name] is not bool:
+        if name == "scoring_func":
+            good, expected = value in ("softmax", "sigmoid"), "softmax or sigmoid"
+        elif name == "mlp_only_layers":
+            good = isinstance(value, list | tuple) and all(type(v) is int and v >= 0 for v in value)
+            expected = "a list of layers"
+        elif kinds[name] is not bool:
             whole, largest = kinds[name] is not float, LARGEST.get(name, 10**7)
             smallest = 1 if whole or name == "factor" else 1e-30
+            smallest = 0 if name in ("num_local_experts", "n_shared_experts") else smallest
             good = type(value) in (int, int if whole else float) and smallest <= value <= largest
             expected = f"a {'whole ' * whole}number from {smallest} up to {largest:,}"
         if not good:
@@ -65,6 +75,8 @@ def to_hf(model_config: ModelConfig) -> dict:
     """The `config.json` that `transformers.AutoModelForCausalLM` loads (any version)."""
     hf = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     hf |= {"attention_bias": False, "mlp_bias": False} | asdict(model_config)
+    for name in EXPERTS:
+        del hf[name]
     if model_config.rope_scaling:
         hf["rope_scaling"]["rope_type"] = "llama3"
     return hf

@@ -1,0 +1,243 @@
+"""Expert parallelism: the experts of a layer lie on different ranks, and tokens travel to them.
+
+    rank 0   experts 0 1     its tokens, sorted by expert   | to rank 0 | to rank 1 |
+    rank 1   experts 2 3                                    | to rank 0 | to rank 1 |
+                                 all-to-all, experts compute, all-to-all back, weighted sums
+
+The ranks are the same that hold the rest of the stage, (dp, cp, tp), on a grid of their own, (edp,
+ep, etp): see mesh.py. Every rank brings tokens of its own. So an expert's gradient is complete once
+the edp ranks, which hold the same part of it, have summed theirs. etp ranks have parts of the same
+experts, as in tensor parallelism: a token goes to all of them, and its sender adds what comes back.
+
+Bytes of a layer and micro-batch, over ep_etp, with r the rows that leave a rank, b those of a row,
+w those of a weight, 4 or 8, and n the tokens of a rank:
+
+    alltoall     forward r (2 b + w), backward the same; about r = n k etp (1 - 1/(ep etp))
+    allgather    forward and backward 2 (ep etp - 1) n b each, and the choices: more, unless
+                 k etp is at least ep etp; nothing is uneven, and the host waits for nothing
+
+Recomputation sends the first r (b + w) again. Counts of rows come on top, 8 bytes each.
+Source: Lepikhin et al. 2020, "GShard"; Liu et al. 2025, "MoE Parallel Folding", for the two grids.
+In production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from picotron_min.collectives import (
+    Axis,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    start_exchange,
+    start_reduce_scatter,
+)
+from picotron_min.mesh import Axes
+from picotron_min.model import Llama
+from picotron_min.moe import Dispatch, MoE, Pairs, Run
+from picotron_min.router import count
+
+
+def keep_experts(model: Llama, axis: Axis) -> None:
+    """Delete, in place, the experts of other ranks. What is left keeps its names."""
+    for moe in (m for m in model.modules() if isinstance(m, MoE)):
+        each = len(moe.experts) // axis.size
+        for name in list(moe.experts):
+            if int(name) // each != axis.rank:
+                del moe.experts[name]
+
+
+def apply_expert_parallel(model: Llama, axes: Axes, engine: str, sequence_parallel: bool) -> None:
+    """Let the tokens of a model travel to their experts, in place."""
+    for moe in (m for m in model.modules() if isinstance(m, MoE)):
+        if axes.ep_etp.size > 1:
+            kind = {"alltoall": AllToAllDispatch, "allgather": GatherDispatch}[engine]
+            moe.dispatch = kind(moe.dispatch.num_experts, axes)
+        if not sequence_parallel:  # else each tensor-parallel rank has its own tokens already
+            moe.split = partial(_Split.apply, axes.tp)
+            moe.join = partial(_Join.apply, axes.tp)
+        moe.gate.sum_over_sequences = partial(_sum, axis=axes.cp_tp)
+        moe.gate.sum_over_batch = partial(_sum, axis=axes.dp)
+
+
+_sum = torch.compiler.disable(lambda counts, axis: all_reduce(counts.contiguous(), axis))
+
+
+class _Split(torch.autograd.Function):
+    """x [B, S, E], the same on all ranks -> this rank's part of the sequence [B, S/n, E]."""
+
+    @staticmethod
+    def forward(ctx, axis, x):
+        ctx.axis = axis
+        return x.chunk(axis.size, dim=1)[axis.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, all_gather(dx, ctx.axis, dim=1)
+
+
+class _Join(torch.autograd.Function):
+    """The reverse. Backward sums nothing: the gradient, too, is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx, axis, x):
+        ctx.axis = axis
+        return all_gather(x, axis, dim=1)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, dx.chunk(ctx.axis.size, dim=1)[ctx.axis.rank].contiguous()
+
+
+class AllToAllDispatch(Dispatch):
+    """Each pair (token, expert) travels to the ranks that have the expert, and back."""
+
+    def __init__(self, num_experts: int, axes: Axes) -> None:
+        super().__init__(num_experts)
+        self.axis, self.ep, self.etp = axes.ep_etp, axes.ep.size, axes.etp.size
+
+    @torch.compiler.disable
+    def __call__(
+        self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
+    ) -> tuple[Tensor, Tensor | None]:
+        # How many rows go to each rank, and how many of its experts' arrive: [ep etp, X/ep] each.
+        counts = count(experts, self.num_experts)[:-1].view(self.ep, 1, -1)
+        leaving = counts.expand(-1, self.etp, -1).flatten(0, 1)
+        arriving = all_to_all(leaving, self.axis, 0, 0).view_as(leaving)
+        # The host waits for a GPU here, and nowhere else: the shapes of all that follows are known.
+        leaving, rows = torch.stack([leaving, arriving]).tolist()
+        to_each, from_each = [sum(row) for row in leaving], [sum(row) for row in rows]
+        sizes = [sum(column) for column in zip(*rows, strict=True)]
+
+        lengths = to_each[:: self.etp]  # of chunks, one for each rank of ep
+        pairs = Pairs(experts, sum(lengths))
+        there, there_too = (Exchange(self.axis, to_each, from_each) for _ in range(2))
+        x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
+        weights = there_too.start(repeat_chunks(pairs.sort(weights), lengths, self.etp))
+        shared = meanwhile()  # computed while the rows travel
+        x, weights = there.wait(x), there_too.wait(weights)
+
+        # Rows arrive rank by rank, and for each rank expert by expert.
+        numbers = torch.arange(len(sizes), device=x.device).repeat(self.axis.size)
+        arrived = numbers.repeat_interleave(arriving.flatten(), output_size=sum(sizes))
+        by_expert = Pairs(arrived[:, None], len(arrived))
+        out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
+        back = Exchange(self.axis, from_each, to_each)
+        out = back.wait(back.start(out))
+        return pairs.collect(add_chunks(out, lengths, self.etp)), shared
+
+
+def repeat_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
+    """Chunks of rows, each several times: a b c, twice -> a a b b c c."""
+    if times == 1:
+        return rows
+    return torch.cat([x.repeat(times, *[1] * (x.ndim - 1)) for x in rows.split(lengths)])
+
+
+def add_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
+    """The reverse: the copies of a chunk become their sum."""
+    if times == 1:
+        return rows
+    chunks = rows.split([times * length for length in lengths])
+    return torch.cat([x.view(times, -1, *x.shape[1:]).sum(0) for x in chunks])
+
+
+class Exchange:
+    """Rows that travel between `start` and `wait`; their gradients travel between the two, too."""
+
+    def __init__(self, axis: Axis, to_each: list[int], from_each: list[int]) -> None:
+        self.axis, self.to_each, self.from_each = axis, to_each, from_each
+
+    def start(self, rows: Tensor) -> Tensor:
+        return _Start.apply(rows, self)
+
+    def wait(self, rows: Tensor) -> Tensor:
+        return _Wait.apply(rows, self)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, exchange):
+        ctx.exchange, exchange.sent = exchange, rows.contiguous()  # alive until it has left
+        sizes = exchange.to_each, exchange.from_each
+        received, exchange.work = start_exchange(exchange.sent, *sizes, exchange.axis)
+        return received
+
+    @staticmethod
+    def backward(ctx, placeholder):
+        ctx.exchange.work.wait()
+        return ctx.exchange.received, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, received, exchange):
+        ctx.exchange = exchange
+        exchange.work.wait()
+        del exchange.sent
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx, dy):
+        # autograd runs what lies between the two while the gradients travel. It expects a gradient
+        # of the shape of `received` here; what arrives has another, so _Start returns it.
+        exchange = ctx.exchange
+        exchange.sent = dy.contiguous()
+        sizes = exchange.from_each, exchange.to_each
+        exchange.received, exchange.work = start_exchange(exchange.sent, *sizes, exchange.axis)
+        return dy, None
+
+
+class GatherDispatch(Dispatch):
+    """Every rank gets all tokens, and computes what its experts contribute to each."""
+
+    def __init__(self, num_experts: int, axes: Axes) -> None:
+        super().__init__(num_experts)
+        self.axis, self.each = axes.ep_etp, num_experts // axes.ep.size
+        self.first = axes.ep.rank * self.each
+
+    @torch.compiler.disable
+    def __call__(
+        self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
+    ) -> tuple[Tensor, Tensor | None]:
+        x, weights = _Gather.apply(self.axis, x), _Gather.apply(self.axis, weights)
+        mine = all_gather(experts, self.axis, dim=0) - self.first
+        mine = mine.where((mine >= 0) & (mine < self.each), self.each)  # others are as if dropped
+        *sizes, _ = count(mine, self.each).tolist()
+        pairs = Pairs(mine, sum(sizes))
+        shared = meanwhile()
+        out = pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights)))
+        return _Add.apply(self.axis, out), shared
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks [n, ...] -> [n ranks, ...]; backward adds the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, axis, x):
+        ctx.axis = axis
+        return all_gather(x, axis, dim=0)
+
+    @staticmethod
+    def backward(ctx, dx):
+        mine, work = start_reduce_scatter(dx, ctx.axis, dim=0)
+        work.wait()
+        return None, mine
+
+
+class _Add(torch.autograd.Function):
+    """The sum over ranks of this rank's rows [n ranks, ...] -> [n, ...]."""
+
+    @staticmethod
+    def forward(ctx, axis, x):
+        ctx.axis = axis
+        mine, work = start_reduce_scatter(x, axis, dim=0)
+        work.wait()
+        return mine
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, all_gather(dx, ctx.axis, dim=0)

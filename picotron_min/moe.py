@@ -1,0 +1,187 @@
+"""Mixture of experts: a layer has many MLPs, the experts, and each token uses only a few of them.
+
+    token 0   experts 2, 0 -+   sorted by expert      expert 0   tokens 0, 2   +-> weighted sum
+    token 1   experts 3, 2  +-> ------------------->  expert 2   tokens 0, 1  -+   for each token
+    token 2   experts 0, 3 -+                         expert 3   tokens 1, 2   +
+
+So a model can have many parameters, of which a token costs only a few. router.py chooses the
+experts; this file runs them on one device; expert_parallel.py spreads them over ranks.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; shared experts, Dai et al. 2024,
+"DeepSeekMoE". In production: Hugging Face's `MixtralSparseMoeBlock`, Megatron-LM's `MoELayer`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from picotron_min.layout import Routing
+from picotron_min.linear import Linear
+from picotron_min.loss import wide
+from picotron_min.model import MLP, Llama
+from picotron_min.model_config import ModelConfig
+from picotron_min.router import Router, Tally, count
+
+Run = Callable[[Tensor, list[int], Tensor], Tensor]  # rows, how many for each expert, weights
+
+
+def apply_moe(model: Llama, routing: Routing, tally: Tally) -> None:
+    """Give the layers of a model that have experts a mixture in place of their MLP."""
+    for name, layer in model.model.layers.items():
+        if model.config.has_experts(int(name)):
+            layer.mlp = MoE(model.config, routing, tally, int(name))
+
+
+class MoE(nn.Module):
+    """A layer's MLP: the experts that a router chooses for each token, and shared ones for all."""
+
+    def __init__(self, config: ModelConfig, routing: Routing, tally: Tally, layer: int) -> None:
+        super().__init__()
+        E, inner, X = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
+        self.gate = Router(config, routing, tally, layer)
+        self.experts = nn.ModuleDict({str(e): Expert(E, inner) for e in range(X)})
+        self.shared_experts = self.shared_expert_gate = None
+        if config.n_shared_experts:
+            self.shared_experts = MLP(E, config.n_shared_experts * inner)
+        if config.moe_shared_expert_gate:
+            self.shared_expert_gate = Linear(E, 1)
+        self.limit = Limit(X, config.num_experts_per_tok, routing)
+        self.dispatch = Dispatch(X)
+        self.split = self.join = lambda x: x  # over tp, see expert_parallel.py
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, E] -> [B, S, E]"""
+        tokens = self.split(x)
+        weights, experts = self.gate(tokens)  # [B, S, k]
+        weights, experts = weights.flatten(0, 1), experts.flatten(0, 1)  # [n, k]
+        experts = self.limit(weights, experts)
+        self.gate.tally.count(self.gate.layer, experts)
+        routed, shared = self.dispatch(
+            tokens.flatten(0, 1), weights, experts, self.run, partial(self.shared, x)
+        )
+        routed = self.join(routed.view_as(tokens))
+        return routed if shared is None else routed + shared
+
+    def run(self, rows: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
+        """rows [r, E], sorted by expert, and their weights [r] -> [r, E]"""
+        parts = zip(self.experts.values(), rows.split(sizes), weights.split(sizes), strict=True)
+        # An expert without tokens runs, too: its gradient, which is zero, must arrive.
+        return torch.cat([expert(x, w) for expert, x, w in parts])
+
+    def shared(self, x: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        out = self.shared_experts(x)
+        return out * self.shared_expert_gate(x).sigmoid() if self.shared_expert_gate else out
+
+
+class Expert(MLP):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """x [r, E], weights [r] -> [r, E], weighted"""
+        # Before the last product, which is linear: so backward needs no output of an expert.
+        inner = wide(F.silu(self.gate_proj(x)) * self.up_proj(x)) * weights[:, None]
+        return self.down_proj(inner.to(x.dtype))
+
+
+class Limit:
+    """How many tokens an expert takes of a rank's micro-batch; the others are dropped."""
+
+    def __init__(self, num_experts: int, k: int, routing: Routing) -> None:
+        self.num_experts, self.k, self.routing = num_experts, k, routing
+
+    def capacity(self, num_tokens: int) -> int | None:
+        factor = self.routing.moe_expert_capacity_factor
+        return factor and math.ceil(num_tokens * self.k / self.num_experts * factor)
+
+    @torch.no_grad()
+    def __call__(self, weights: Tensor, experts: Tensor) -> Tensor:
+        """[n, k] each -> experts, with X where an expert is full."""
+        capacity = self.capacity(len(experts))
+        if capacity is None or capacity >= len(experts):
+            return experts
+        flat, numbers = experts.flatten(), torch.arange(experts.numel(), device=experts.device)
+        first = numbers  # an expert keeps the first tokens, or those with the largest weights
+        if self.routing.moe_token_drop_policy == "probs":
+            first = weights.flatten().argsort(descending=True, stable=True)
+        order = first[flat[first].argsort(stable=True)]  # by expert, then by preference
+        counts = count(experts, self.num_experts)
+        starts = counts.cumsum(0) - counts
+        place = torch.empty_like(numbers).scatter_(0, order, numbers) - starts[flat]
+        return flat.where(place < capacity, self.num_experts).view_as(experts)
+
+
+class Dispatch:
+    """Brings tokens to their experts, here on the same rank, and the results back."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    @torch.compiler.disable  # how many rows an expert has changes in every call
+    def __call__(
+        self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [n, E], weights and experts [n, k] -> the weighted sum [n, E], and `meanwhile()`."""
+        *sizes, _ = count(experts, self.num_experts).tolist()  # here the host waits for a GPU
+        pairs = Pairs(experts, sum(sizes))
+        out = run(pairs.spread(x), sizes, pairs.sort(weights))
+        return pairs.collect(out), meanwhile()
+
+
+class Pairs:
+    """The pairs (token, one of its experts), sorted by expert; dropped ones are last, and left out.
+
+    Sums are over the k pairs of a token, in their order: no atomic additions, so results repeat.
+    """
+
+    def __init__(self, experts: Tensor, num_rows: int) -> None:
+        numbers = torch.arange(experts.numel(), device=experts.device)
+        order = experts.flatten().argsort(stable=True)
+        self.places = torch.empty_like(numbers).scatter_(0, order, numbers)  # of each pair
+        self.order, self.k, self.num_rows = order[:num_rows], experts.shape[1], num_rows
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x of each token [n, E] -> of each pair, sorted [r, E]"""
+        return _Spread.apply(x, self)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """y of each pair, sorted [r, E] -> the sum for each token [n, E]"""
+        return _Collect.apply(y, self)
+
+    def sort(self, weights: Tensor) -> Tensor:
+        """[n, k] -> of each pair, sorted [r]"""
+        return weights.flatten()[self.order]
+
+    def _spread(self, x: Tensor) -> Tensor:
+        return x[self.order // self.k]
+
+    def _collect(self, y: Tensor) -> Tensor:
+        if self.num_rows < len(self.places):
+            y = F.pad(y, (0, 0, 0, 1))  # dropped pairs get zeros
+        y = y[self.places.clamp(max=self.num_rows)]
+        return y.view(len(y) // self.k, self.k, -1).sum(1) if self.k > 1 else y
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, pairs):
+        ctx.pairs = pairs
+        return pairs._spread(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.pairs._collect(dy), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, pairs):
+        ctx.pairs = pairs
+        return pairs._collect(y)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.pairs._spread(dx), None

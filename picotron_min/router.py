@@ -1,0 +1,183 @@
+"""Which experts does a token use, and how are all of them kept in use?
+
+    x [B, S, E] -> logits [B, S, X] -> scores -> the best k experts of each token, and their weights
+
+Left alone, a router soon chooses the same few experts for all tokens, and the others learn nothing.
+There are two remedies:
+
+    balance losses   for each token X sum_i f_i s_i, where f_i is the share of the tokens that use
+                     expert i, and s_i the token's score of it: 1 if all experts are used alike
+    a bias           is added to the scores, but only to choose; it rises where tokens are few
+
+A balance loss is a sum over tokens, as the cross entropy is, and the step divides both by the
+number of target tokens: no rank, micro-batch or pipeline stage needs a factor. It is never added to
+the loss that is reported; its gradient enters in backward, where the scores get theirs.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; the loss, Fedus et al. 2021,
+"Switch Transformers", section 2.2; the bias, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing
+Strategy". In production: Megatron-LM's `TopKRouter`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from picotron_min.layout import Routing
+from picotron_min.loss import wide
+from picotron_min.model_config import ModelConfig
+
+
+class Router(nn.Module):
+    """Chooses k of X experts for each token."""
+
+    def __init__(self, config: ModelConfig, routing: Routing, tally: "Tally", layer: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
+        bias = torch.empty(config.num_local_experts) if config.scoring_func == "sigmoid" else None
+        self.register_buffer("e_score_correction_bias", bias)  # updated once a step, see Tally
+        self.config, self.routing, self.tally, self.layer = config, routing, tally, layer
+        # Over the ranks with other tokens of the same sequences, and with other sequences.
+        self.sum_over_sequences = self.sum_over_batch = lambda counts: counts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, E] -> weights and experts of each token, [B, S, k]"""
+        # In bfloat16, with three digits, many scores would be equal, and the choice arbitrary.
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(wide(x), self.weight)
+        weights, experts, shares = route(logits, self.config, self.e_score_correction_bias)
+        if torch.is_grad_enabled():
+            weights = self._with_losses(weights, shares, logits)
+        return weights, experts
+
+    def _with_losses(self, weights: Tensor, shares: Tensor, logits: Tensor) -> Tensor:
+        """The weights, unchanged: in backward the losses' gradients come in here."""
+        routing = self.routing
+        if routing.moe_z_loss_coeff:
+            z = logits.logsumexp(-1)
+            self.tally.add(self.layer, "z", z.detach().square().sum())
+            weights = _Attach.apply(weights, z, 2 * routing.moe_z_loss_coeff * z.detach())
+        gradient = shares.new_zeros(len(shares), 1, shares.shape[-1])
+        if not self.tally.is_paused:
+            gradient = self._balance(shares)
+        return _Attach.apply(weights, shares, gradient.expand_as(shares))
+
+    @torch.no_grad()
+    def _balance(self, shares: Tensor) -> Tensor:
+        """The gradient of the balance losses, for each sequence: [B, S, X] -> [B, 1, X]."""
+        routing, X, tally = self.routing, shares.shape[-1], self.tally
+        best = shares.topk(self.config.num_experts_per_tok).indices  # without bias and groups
+        counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
+        counts = self.sum_over_sequences(counts)  # [B, X], of whole sequences
+        step = tally.so_far[self.layer]
+        if routing.moe_global_aux_loss_coeff:
+            step += self.sum_over_batch(counts.sum(0))
+        scopes = {  # a loss, its coefficient, and the tokens among which experts are to be even
+            "seq_load_balancing_loss": (routing.moe_seq_aux_loss_coeff, counts),
+            "load_balancing_loss": (routing.moe_aux_loss_coeff, counts.sum(0)),
+            "global_load_balancing_loss": (routing.moe_global_aux_loss_coeff, step),
+        }
+        gradient = torch.zeros_like(counts)
+        for name, (coefficient, scope) in scopes.items():
+            if coefficient:
+                f = (X * scope / scope.sum(-1, keepdim=True)).to(shares.dtype).expand_as(counts)
+                tally.add(self.layer, name, (f[:, None] * shares).sum())
+                gradient += coefficient * f
+        return gradient[:, None]
+
+
+class _Attach(torch.autograd.Function):
+    """x, unchanged; backward also gives `tensor` a gradient, that of a loss which nothing adds."""
+
+    @staticmethod
+    def forward(ctx, x, tensor, gradient):
+        # Not saved for backward: a forward that is run again must not replace it, since counts over
+        # a step have grown by then.
+        ctx.gradient = gradient
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, ctx.gradient, None
+
+
+def route(
+    logits: Tensor, config: ModelConfig, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [..., X] -> weights and experts [..., k], and each expert's share of the scores.
+
+    With groups (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2) only experts of the best ones are
+    chosen; a group is as good as its two best experts.
+    """
+    scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
+    with torch.no_grad():
+        ranked = scores if bias is None else scores + bias  # the bias chooses, but has no weight
+        if config.n_group > 1:
+            groups = ranked.unflatten(-1, (config.n_group, -1))
+            best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
+            is_best = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+            ranked = groups.masked_fill(~is_best[..., None], -math.inf).flatten(-2)
+        experts = ranked.topk(config.num_experts_per_tok).indices
+    weights, shares = scores.gather(-1, experts), scores
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if config.scoring_func == "sigmoid":
+        shares = scores / scores.sum(-1, keepdim=True)
+    return weights * config.routed_scaling_factor, experts, shares
+
+
+class Tally:
+    """What the routers of a rank count in a step: a row a layer, also of layers elsewhere.
+
+    A row has the tokens of each expert, then LOSSES. Forwards that are run again, for backward, are
+    not counted: see apply_recompute in parallelize.py.
+    """
+
+    LOSSES = ("seq_load_balancing_loss", "load_balancing_loss", "global_load_balancing_loss", "z")
+    COLUMNS = ("dropped", "tokens", *LOSSES)  # after the experts
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        X, layers = config.num_local_experts, config.num_hidden_layers
+        kind = {"dtype": torch.float64, "device": device}
+        self.num_experts, self.is_paused = X, False
+        self.table = torch.zeros(layers if X else 0, X + len(self.COLUMNS), **kind)
+        self.so_far = torch.zeros(layers if X else 0, X, **kind)  # for the global balance
+
+    def begin(self) -> None:
+        self.table.zero_()
+        self.so_far.zero_()
+
+    def add(self, layer: int, column: str, value: Tensor) -> None:
+        if not self.is_paused:
+            self.table[layer, self.num_experts + self.COLUMNS.index(column)] += value
+
+    def count(self, layer: int, experts: Tensor) -> None:
+        """The tokens [n, k] that each expert gets, and the dropped ones, whose expert is X."""
+        if torch.is_grad_enabled() and not self.is_paused:
+            self.table[layer, : self.num_experts + 1] += count(experts, self.num_experts)
+            self.add(layer, "tokens", torch.tensor(len(experts)))
+
+    def update_biases(self, routers: Iterable[Router], totals: Tensor) -> None:
+        """Raise the biases of experts with few tokens; `totals` is the sum of all ranks' tables."""
+        for router in routers:
+            if (bias := router.e_score_correction_bias) is not None:
+                tokens = totals[router.layer, : self.num_experts]
+                rate = router.routing.moe_router_bias_update_rate
+                bias += (rate * (tokens.mean() - tokens).sign()).to(bias.dtype)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.is_paused = True
+        try:
+            yield
+        finally:  # torch leaves a repeated forward by an exception once it has what it needs
+            self.is_paused = False
+
+
+def count(experts: Tensor, num_experts: int) -> Tensor:
+    """How many are of each expert, and how many are num_experts, which are dropped: [X + 1]."""
+    experts = experts.flatten()  # torch.bincount would make the host wait for a GPU
+    return experts.new_zeros(num_experts + 1).scatter_add_(0, experts, torch.ones_like(experts))

@@ -1,0 +1,112 @@
+"""Mixtures of experts: N ranks train the same model as one rank, in float64 with SGD."""
+
+import functools
+import itertools
+
+import pytest
+
+from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_file import parse_config
+from tests.assembled import assert_same, whole_run
+from tests.test_layouts import GLOBAL_BATCH, make_config
+
+SHAPE = ModelConfig(
+    61, 32, 48, 8, 8, 8, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+)
+MODELS = {
+    "softmax": SHAPE,
+    "gated": SHAPE.override(
+        n_shared_experts=1, moe_shared_expert_gate=True, mlp_only_layers=(1,), norm_topk_prob=False
+    ),
+    "sigmoid": SHAPE.override(
+        scoring_func="sigmoid",
+        mlp_only_layers=(0,),
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+        tie_word_embeddings=True,
+    ),
+}
+# Which losses are on, and for which one-rank run: see `reference`.
+SCOPES = {
+    "sequence": {"moe_seq_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01},
+    "micro-batch": {"moe_seq_aux_loss_coeff": 0.0, "moe_aux_loss_coeff": 0.3},
+    "global": {"moe_seq_aux_loss_coeff": 0.1, "moe_global_aux_loss_coeff": 0.3},
+}
+
+
+def make_expert_config(scope: str = "sequence", ep=1, etp=1, ep_engine="alltoall", **layout):
+    sharding = layout.pop("sharding", "none")
+    raw = make_config(**layout).model_dump(by_alias=True)
+    raw["distributed"] |= {"ep_size": ep, "etp_size": etp, "ep_engine": ep_engine}
+    raw["distributed"]["sharding"] = sharding
+    raw["training"] |= SCOPES[scope] | {"moe_router_bias_update_rate": 0.01}
+    return parse_config(raw)
+
+
+@functools.cache
+def reference(pool, model: str, scope: str, layers: int, seq_length: int, dp: int, m: int):
+    """One rank's run: with all micro-batches of all dp ranks, with the micro-batches of one rank
+    joined over dp, or, as a balance within sequences allows, with a single micro-batch."""
+    micro_batches = {"sequence": 1, "micro-batch": dp * m, "global": m}[scope]
+    config = make_expert_config(scope, seq_length=seq_length, micro_batches=micro_batches)
+    update = {"model": config.model.model_copy(update={"num_hidden_layers": layers})}
+    return whole_run(pool, config.model_copy(update=update), MODELS[model])
+
+
+def assert_trains_as_one_rank(pool, config: Config, model: str, scope: str) -> None:
+    d, t = config.distributed, config.training
+    layers, m = config.model.num_hidden_layers, t.gradient_accumulation_steps
+    theirs = reference(pool, model, scope, layers, t.seq_length, d.dp_size, m)
+    assert_same(whole_run(pool, config, MODELS[model]), theirs)
+
+
+def grids(dp: int, pp: int, cp: int, tp: int) -> list[tuple[int, int]]:
+    """Two (ep, etp) of a layout: as many ranks as can be for ep, and some for etp."""
+    ranks = dp * cp * tp
+    pairs = [(ep, etp) for etp in (1, 2, 4) for ep in (8, 4, 2, 1) if ranks % (ep * etp) == 0]
+    pairs = [pair for pair in pairs if pair != (1, 1)] or [(1, 1)]
+    return list(dict.fromkeys((pairs[0], pairs[-1] if len(pairs) == 1 else pairs[len(pairs) // 2])))
+
+
+LAYOUTS = [
+    (dp, pp, cp, tp, ep, etp)
+    for dp, pp, cp, tp in itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 8), (1, 2, 4, 8), (1, 2, 4))
+    if dp * pp * cp * tp <= 8
+    for ep, etp in grids(dp, pp, cp, tp)
+]
+CHOICES = [
+    (model, scope, engine, recompute, ep_engine)
+    for recompute in ("none", "full", "selective")
+    for ep_engine in ("alltoall", "allgather", "alltoall")
+    for model, scope, engine in zip(MODELS, SCOPES, ("1f1b", "interleaved", "afab"), strict=True)
+]
+
+
+@pytest.mark.parametrize(
+    "layout,choices", list(zip(LAYOUTS, itertools.cycle(CHOICES), strict=False)), ids=str
+)
+def test_every_layout_trains_the_same_mixture(pool, layout, choices):
+    dp, pp, cp, tp, ep, etp = layout
+    model, scope, engine, recompute, ep_engine = choices
+    micro_batches = 3 if pp > 1 and GLOBAL_BATCH % (3 * dp) == 0 else 1
+    config = make_expert_config(
+        scope,
+        ep,
+        etp,
+        ep_engine,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        cp_engine="ulysses" if ep_engine == "allgather" else "ring",
+        micro_batches=micro_batches,
+        chunks=2 if engine == "interleaved" and pp > 1 else 1,
+        sequence_parallel=tp > 1 and recompute != "none",
+        engine=engine,
+        recompute=recompute,
+    )
+    assert_trains_as_one_rank(pool, config, model, scope)
