@@ -86,24 +86,33 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout,choices", list(zip(LAYOUTS, itertools.cycle(CHOICES), strict=False)), ids=str
-)
-def test_every_layout_trains_the_same_mixture(pool, layout, choices):
+SHARDINGS = ("none", "optimizer", "parameters", "layerwise", "gradients")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_every_layout_trains_the_same_mixture:
+        cases = zip(LAYOUTS, itertools.cycle(CHOICES), itertools.cycle(SHARDINGS), strict=False)
+        if metafunc.config.getoption("--all-layouts"):
+            pairs = zip(LAYOUTS, itertools.cycle(CHOICES), strict=False)
+            cases = [(*pair, sharding) for pair in pairs for sharding in SHARDINGS]
+        metafunc.parametrize("layout,choices,sharding", list(cases), ids=str)
+
+
+def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
     dp, pp, cp, tp, ep, etp = layout
     model, scope, engine, recompute, ep_engine = choices
-    micro_batches = 3 if pp > 1 and GLOBAL_BATCH % (3 * dp) == 0 else 1
     config = make_expert_config(
         scope,
         ep,
         etp,
         ep_engine,
+        sharding=sharding,
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
         cp_engine="ulysses" if ep_engine == "allgather" else "ring",
-        micro_batches=micro_batches,
+        micro_batches=3 if pp > 1 and GLOBAL_BATCH % (3 * dp) == 0 else 1,
         chunks=2 if engine == "interleaved" and pp > 1 else 1,
         sequence_parallel=tp > 1 and recompute != "none",
         engine=engine,
