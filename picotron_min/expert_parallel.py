@@ -37,7 +37,7 @@ from picotron_min.collectives import (
 )
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
-from picotron_min.moe import Dispatch, MoE, Pairs, Run
+from picotron_min.moe import Dispatch, Limit, MoE, Pairs, Run, sizes_of
 from picotron_min.router import count
 
 
@@ -55,7 +55,7 @@ def apply_expert_parallel(model: Llama, axes: Axes, engine: str, sequence_parall
     for moe in (m for m in model.modules() if isinstance(m, MoE)):
         if axes.ep_etp.size > 1:
             kind = {"alltoall": AllToAllDispatch, "allgather": GatherDispatch}[engine]
-            moe.dispatch = kind(moe.dispatch.num_experts, axes)
+            moe.dispatch = kind(moe.limit, axes)
         if not sequence_parallel:  # else each tensor-parallel rank has its own tokens already
             moe.split = partial(_Split.apply, axes.tp)
             moe.join = partial(_Join.apply, axes.tp)
@@ -95,34 +95,38 @@ class _Join(torch.autograd.Function):
 class AllToAllDispatch(Dispatch):
     """Each pair (token, expert) travels to the ranks that have the expert, and back."""
 
-    def __init__(self, num_experts: int, axes: Axes) -> None:
-        super().__init__(num_experts)
+    def __init__(self, limit: Limit, axes: Axes) -> None:
+        super().__init__(limit)
         self.axis, self.ep, self.etp = axes.ep_etp, axes.ep.size, axes.etp.size
 
     @torch.compiler.disable
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
-        # How many rows go to each rank, and how many of its experts' arrive: [ep etp, X/ep] each.
-        counts = count(experts, self.num_experts)[:-1].view(self.ep, 1, -1)
-        leaving = counts.expand(-1, self.etp, -1).flatten(0, 1)
-        arriving = all_to_all(leaving, self.axis, 0, 0).view_as(leaving)
-        # The host waits for a GPU here, and nowhere else: the shapes of all that follows are known.
-        leaving, rows = torch.stack([leaving, arriving]).tolist()
-        to_each, from_each = [sum(row) for row in leaving], [sum(row) for row in rows]
-        sizes = [sum(column) for column in zip(*rows, strict=True)]
+        # How many rows of each expert leave for each rank, and arrive from it: [ep etp, X/ep].
+        rows_each, shape = self.limit.rows_each(len(x)), (self.ep, 1, self.num_experts // self.ep)
+        if rows_each:
+            leaving = arriving = [[rows_each] * shape[-1]] * self.axis.size
+        else:
+            counts = count(experts, self.num_experts)[:-1].view(shape)
+            counts = counts.expand(-1, self.etp, -1).flatten(0, 1)
+            both = torch.stack([counts, all_to_all(counts, self.axis, 0, 0).view_as(counts)])
+            leaving, arriving = both.tolist()  # the only place where the host waits for a GPU
+        to_each, from_each = [sum(row) for row in leaving], [sum(row) for row in arriving]
+        sizes = [sum(column) for column in zip(*arriving, strict=True)]
 
         lengths = to_each[:: self.etp]  # of chunks, one for each rank of ep
-        pairs = Pairs(experts, sum(lengths))
+        pairs = Pairs(experts, sum(lengths), rows_each)
         there, there_too = (Exchange(self.axis, to_each, from_each) for _ in range(2))
         x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
         weights = there_too.start(repeat_chunks(pairs.sort(weights), lengths, self.etp))
         shared = meanwhile()  # computed while the rows travel
         x, weights = there.wait(x), there_too.wait(weights)
 
-        # Rows arrive rank by rank, and for each rank expert by expert.
+        # Rows arrive rank by rank, and from each rank expert by expert.
         numbers = torch.arange(len(sizes), device=x.device).repeat(self.axis.size)
-        arrived = numbers.repeat_interleave(arriving.flatten(), output_size=sum(sizes))
+        repeats = torch.tensor(arriving, device=x.device).flatten()
+        arrived = numbers.repeat_interleave(repeats, output_size=sum(sizes))
         by_expert = Pairs(arrived[:, None], len(arrived))
         out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
         back = Exchange(self.axis, from_each, to_each)
@@ -194,20 +198,22 @@ class _Wait(torch.autograd.Function):
 class GatherDispatch(Dispatch):
     """Every rank gets all tokens, and computes what its experts contribute to each."""
 
-    def __init__(self, num_experts: int, axes: Axes) -> None:
-        super().__init__(num_experts)
-        self.axis, self.each = axes.ep_etp, num_experts // axes.ep.size
+    def __init__(self, limit: Limit, axes: Axes) -> None:
+        super().__init__(limit)
+        self.axis, self.each = axes.ep_etp, self.num_experts // axes.ep.size
         self.first = axes.ep.rank * self.each
 
     @torch.compiler.disable
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
+        rows_each = self.limit.rows_each(len(x))
+        rows_each = rows_each and rows_each * self.axis.size  # of all ranks' tokens
         x, weights = _Gather.apply(self.axis, x), _Gather.apply(self.axis, weights)
         mine = all_gather(experts, self.axis, dim=0) - self.first
         mine = mine.where((mine >= 0) & (mine < self.each), self.each)  # others are as if dropped
-        *sizes, _ = count(mine, self.each).tolist()
-        pairs = Pairs(mine, sum(sizes))
+        sizes = sizes_of(mine, self.each, rows_each)
+        pairs = Pairs(mine, sum(sizes), rows_each)
         shared = meanwhile()
         out = pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights)))
         return _Add.apply(self.axis, out), shared

@@ -46,20 +46,24 @@ class Linear(nn.Linear):
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x to the weight's gradient."""
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-        if self.weight.grad is None:  # sharded: gradient_arrived takes it
-            self.weight.grad = dy.T @ x
-        elif x.dtype == self.weight.grad.dtype:
-            self.weight.grad.addmm_(dy.T, x)  # one pass over the gradient, no temporary
+        x, dy, gradient = x.flatten(0, -2), dy.flatten(0, -2), self.weight.grad
+        if gradient is None or x.dtype != gradient.dtype:
+            self.add_gradient(dy.T @ x)
         else:
-            self.weight.grad += dy.T @ x
+            gradient.addmm_(dy.T, x)  # one pass over the gradient, no temporary
+            self.gradient_arrived()
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        if self.weight.grad is None:  # sharded: gradient_arrived takes it
+            self.weight.grad = gradient
+        else:
+            self.weight.grad += gradient
         self.gradient_arrived()
 
     def take_gradient(self, copy: Tensor) -> None:
         """Move the gradient that autograd has left at the copy."""
-        self.weight.grad += copy.grad
+        self.add_gradient(copy.grad)
         copy.grad = None
-        self.gradient_arrived()
 
 
 class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):

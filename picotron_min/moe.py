@@ -50,7 +50,7 @@ class MoE(nn.Module):
         if config.moe_shared_expert_gate:
             self.shared_expert_gate = Linear(E, 1)
         self.limit = Limit(X, config.num_experts_per_tok, routing)
-        self.dispatch = Dispatch(X)
+        self.dispatch = Dispatch(self.limit)
         self.split = self.join = lambda x: x  # over tp, see expert_parallel.py
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,60 +88,87 @@ class Expert(MLP):
 
 
 class Limit:
-    """How many tokens an expert takes of a rank's micro-batch; the others are dropped."""
+    """How many tokens of a rank's micro-batch an expert takes; others are dropped."""
 
     def __init__(self, num_experts: int, k: int, routing: Routing) -> None:
         self.num_experts, self.k, self.routing = num_experts, k, routing
 
-    def capacity(self, num_tokens: int) -> int | None:
+    def capacity(self, num_tokens: int) -> int:
         factor = self.routing.moe_expert_capacity_factor
-        return factor and math.ceil(num_tokens * self.k / self.num_experts * factor)
+        even = num_tokens * self.k / self.num_experts  # if all experts were used alike
+        return min(num_tokens, math.ceil(factor * even)) if factor else num_tokens
+
+    def rows_each(self, num_tokens: int) -> int | None:
+        """The rows that every expert gets, with padding; None: as many as it has tokens."""
+        pads = self.routing.moe_pad_expert_input_to_capacity
+        return self.capacity(num_tokens) if pads else None
 
     @torch.no_grad()
     def __call__(self, weights: Tensor, experts: Tensor) -> Tensor:
         """[n, k] each -> experts, with X where an expert is full."""
         capacity = self.capacity(len(experts))
-        if capacity is None or capacity >= len(experts):
+        if capacity == len(experts):
             return experts
         flat, numbers = experts.flatten(), torch.arange(experts.numel(), device=experts.device)
         first = numbers  # an expert keeps the first tokens, or those with the largest weights
         if self.routing.moe_token_drop_policy == "probs":
             first = weights.flatten().argsort(descending=True, stable=True)
         order = first[flat[first].argsort(stable=True)]  # by expert, then by preference
-        counts = count(experts, self.num_experts)
-        starts = counts.cumsum(0) - counts
-        place = torch.empty_like(numbers).scatter_(0, order, numbers) - starts[flat]
+        place = torch.empty_like(numbers).scatter_(0, order, numbers)
+        place -= first_places(flat, self.num_experts)  # within the expert's
         return flat.where(place < capacity, self.num_experts).view_as(experts)
+
+
+def first_places(experts: Tensor, num_experts: int) -> Tensor:
+    """For each pair [n k] how many pairs are of experts before its own."""
+    counts = count(experts, num_experts)
+    return (counts.cumsum(0) - counts)[experts]
 
 
 class Dispatch:
     """Brings tokens to their experts, here on the same rank, and the results back."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self, limit: Limit) -> None:
+        self.limit, self.num_experts = limit, limit.num_experts
 
     @torch.compiler.disable  # how many rows an expert has changes in every call
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
         """x [n, E], weights and experts [n, k] -> the weighted sum [n, E], and `meanwhile()`."""
-        *sizes, _ = count(experts, self.num_experts).tolist()  # here the host waits for a GPU
-        pairs = Pairs(experts, sum(sizes))
+        rows_each = self.limit.rows_each(len(x))
+        sizes = sizes_of(experts, self.num_experts, rows_each)
+        pairs = Pairs(experts, sum(sizes), rows_each)
         out = run(pairs.spread(x), sizes, pairs.sort(weights))
         return pairs.collect(out), meanwhile()
 
 
-class Pairs:
-    """The pairs (token, one of its experts), sorted by expert; dropped ones are last, and left out.
+def sizes_of(experts: Tensor, num_experts: int, rows_each: int | None) -> list[int]:
+    """The rows of each expert. If they are not given, the host waits for a GPU here."""
+    return [rows_each] * num_experts if rows_each else count(experts, num_experts)[:-1].tolist()
 
-    Sums are over the k pairs of a token, in their order: no atomic additions, so results repeat.
+
+class Pairs:
+    """The pairs (token, one of its experts), sorted by expert.
+
+    Dropped pairs, whose expert is num_experts, are left out. With `rows_each` every expert has so
+    many rows, and the last ones of those that have fewer pairs are zero: no shape depends on what
+    the router chose. Sums are over the k pairs of a token, in their order, without atomic
+    additions: so results repeat.
     """
 
-    def __init__(self, experts: Tensor, num_rows: int) -> None:
-        numbers = torch.arange(experts.numel(), device=experts.device)
-        order = experts.flatten().argsort(stable=True)
-        self.places = torch.empty_like(numbers).scatter_(0, order, numbers)  # of each pair
-        self.order, self.k, self.num_rows = order[:num_rows], experts.shape[1], num_rows
+    def __init__(self, experts: Tensor, num_rows: int, rows_each: int | None = None) -> None:
+        flat = experts.flatten()
+        numbers, order = torch.arange(len(flat), device=flat.device), flat.argsort(stable=True)
+        places = torch.empty_like(numbers).scatter_(0, order, numbers)  # the row of each pair
+        if rows_each:
+            places += flat * rows_each - first_places(flat, num_rows // rows_each)
+        places = places.clamp(max=num_rows)  # dropped pairs: behind the last row
+        if rows_each:
+            empty = numbers.new_full((num_rows + 1,), len(flat))  # behind the last pair
+            order = empty.scatter_(0, places, numbers)
+        self.order, self.places, self.k = order[:num_rows], places, experts.shape[1]
+        self.fills, self.drops = bool(rows_each), num_rows < len(flat) or bool(rows_each)
 
     def spread(self, x: Tensor) -> Tensor:
         """x of each token [n, E] -> of each pair, sorted [r, E]"""
@@ -153,15 +180,14 @@ class Pairs:
 
     def sort(self, weights: Tensor) -> Tensor:
         """[n, k] -> of each pair, sorted [r]"""
-        return weights.flatten()[self.order]
+        weights = weights.flatten()
+        return (F.pad(weights, (0, 1)) if self.fills else weights)[self.order]
 
     def _spread(self, x: Tensor) -> Tensor:
-        return x[self.order // self.k]
+        return (F.pad(x, (0, 0, 0, 1)) if self.fills else x)[self.order // self.k]
 
     def _collect(self, y: Tensor) -> Tensor:
-        if self.num_rows < len(self.places):
-            y = F.pad(y, (0, 0, 0, 1))  # dropped pairs get zeros
-        y = y[self.places.clamp(max=self.num_rows)]
+        y = (F.pad(y, (0, 0, 0, 1)) if self.drops else y)[self.places]
         return y.view(len(y) // self.k, self.k, -1).sum(1) if self.k > 1 else y
 
 

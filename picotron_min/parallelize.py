@@ -26,6 +26,7 @@ from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.expert_parallel import apply_expert_parallel, keep_experts
+from picotron_min.grouped_experts import apply_grouped_experts
 from picotron_min.layout import Layout, Workload
 from picotron_min.linear import (
     Linear,
@@ -167,6 +168,7 @@ def apply_layout(
     model.tie_weights()  # allocating has parted them
     if dtype == torch.bfloat16:  # sharded weights are gathered in it
         apply_copies(model, dtype)  # to compute with; the optimizer updates float32
+    apply_grouped_experts(model, dtype, layout.etp, queue)
     if not workload.compile or queue.hold:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
     apply_recompute(model, workload.recompute, workload.compile, tally.paused)

@@ -36,23 +36,36 @@ SCOPES = {
     "micro-batch": {"moe_seq_aux_loss_coeff": 0.0, "moe_aux_loss_coeff": 0.3},
     "global": {"moe_seq_aux_loss_coeff": 0.1, "moe_global_aux_loss_coeff": 0.3},
 }
+CAPACITIES = {
+    "probs": {"moe_expert_capacity_factor": 0.7},
+    "position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
+}
+CAPACITIES |= {
+    f"{policy}, padded": keys | {"moe_pad_expert_input_to_capacity": True}
+    for policy, keys in CAPACITIES.items()
+}
 
 
-def make_expert_config(scope: str = "sequence", ep=1, etp=1, ep_engine="alltoall", **layout):
+def make_expert_config(
+    scope: str = "sequence", ep=1, etp=1, ep_engine="alltoall", capacity=None, **layout
+) -> Config:
     sharding = layout.pop("sharding", "none")
     raw = make_config(**layout).model_dump(by_alias=True)
     raw["distributed"] |= {"ep_size": ep, "etp_size": etp, "ep_engine": ep_engine}
     raw["distributed"]["sharding"] = sharding
     raw["training"] |= SCOPES[scope] | {"moe_router_bias_update_rate": 0.01}
+    raw["training"] |= CAPACITIES[capacity] if capacity else {}
     return parse_config(raw)
 
 
 @functools.cache
-def reference(pool, model: str, scope: str, layers: int, seq_length: int, dp: int, m: int):
+def reference(pool, model, scope, layers, seq_length, dp, m, capacity=None):
     """One rank's run: with all micro-batches of all dp ranks, with the micro-batches of one rank
     joined over dp, or, as a balance within sequences allows, with a single micro-batch."""
     micro_batches = {"sequence": 1, "micro-batch": dp * m, "global": m}[scope]
-    config = make_expert_config(scope, seq_length=seq_length, micro_batches=micro_batches)
+    config = make_expert_config(
+        scope, capacity=capacity, seq_length=seq_length, micro_batches=micro_batches
+    )
     update = {"model": config.model.model_copy(update={"num_hidden_layers": layers})}
     return whole_run(pool, config.model_copy(update=update), MODELS[model])
 
@@ -119,3 +132,22 @@ def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
         recompute=recompute,
     )
     assert_trains_as_one_rank(pool, config, model, scope)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize(
+    "dp,pp,ep,etp,ep_engine",
+    [(2, 1, 2, 1, "alltoall"), (4, 1, 2, 2, "alltoall"), (2, 2, 2, 1, "allgather")],
+    ids=str,
+)
+def test_layouts_drop_the_same_tokens(pool, dp, pp, ep, etp, ep_engine, capacity):
+    kind = {"dp": dp, "pp": pp, "micro_batches": 24 // dp // 4, "capacity": capacity}
+    config = make_expert_config("micro-batch", ep, etp, ep_engine, **kind)
+    # Padded or not, and on one rank, with the micro-batches of all ranks, one after the other.
+    layers, m = pp + 1, config.training.gradient_accumulation_steps
+    policy = capacity.removesuffix(", padded")
+    theirs = reference(pool, "softmax", "micro-batch", layers, 16, dp, m, policy)
+    ours = whole_run(pool, config, MODELS["softmax"])
+    assert_same(ours, theirs)
+    num_pairs = ours.routed[0][0, : 8 + 1].sum()
+    assert num_pairs == GLOBAL_BATCH * 16 * 2 and ours.routed[0][0, 8] > 0.2 * num_pairs  # dropped

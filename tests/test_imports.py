@@ -29,6 +29,7 @@ COURSE = {
     "sharding": {"collectives", "layout", "linear", "mesh", "model", "placement"},
     "router": {"layout", "loss", "model_config"},
     "moe": {"layout", "linear", "loss", "model", "model_config", "router"},
+    "grouped_experts": {"linear", "loss", "model", "moe"},
     "expert_parallel": {"collectives", "mesh", "model", "moe", "router"},
     "tensor_parallel": {"collectives", "linear", "loss", "model"},
     "block_attention": {"loss", "model"},

@@ -1,0 +1,92 @@
+"""All experts of a rank in one product, where a loop would start a kernel for each of them.
+
+    rows, sorted by expert   | of expert 0 |  1  | (none of 2) |    3    |   [r, E]
+    times                    |     W0      | W1  |             |   W3    |   one tensor [X, F, E]
+
+The loop is MoE.run in moe.py, which computes the same. Experts stay parameters of their own: their
+weights are views of the one tensor, and backward adds to each expert's gradient, as in linear.py.
+
+In production: `torch.nn.functional.grouped_mm`, which this is built on; Megatron-LM's `GroupedMLP`.
+"""
+
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from picotron_min.linear import Linear, WeightGradients
+from picotron_min.loss import wide
+from picotron_min.model import MLP, Llama
+from picotron_min.moe import MoE
+
+
+def apply_grouped_experts(
+    model: Llama, dtype: torch.dtype, etp: int, queue: WeightGradients
+) -> None:
+    """Let the experts of a model compute together, in place, where torch can do that.
+
+    To be called when weights, and copies of them to compute with, are allocated but not filled in.
+    """
+    sizes = model.config.hidden_size, model.config.moe_intermediate_size // etp
+    if dtype == torch.float64 or any(size * dtype.itemsize % 16 for size in sizes):
+        return  # torch has no such kernel: the loop remains
+    for moe in (m for m in model.modules() if isinstance(m, MoE)):
+        moe.run = GroupedExperts(list(moe.experts.values()), queue)
+
+
+class GroupedExperts:
+    def __init__(self, experts: list[MLP], queue: WeightGradients) -> None:
+        self.gate = Stack([expert.gate_proj for expert in experts], queue)
+        self.up = Stack([expert.up_proj for expert in experts], queue)
+        self.down = Stack([expert.down_proj for expert in experts], queue)
+
+    def __call__(self, rows: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
+        """rows [r, E], sorted by expert, and their weights [r] -> [r, E]"""
+        ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=rows.device)
+        gate, up = (_Product.apply(stack, ends, rows) for stack in (self.gate, self.up))
+        inner = wide(F.silu(gate) * up) * weights[:, None]
+        return _Product.apply(self.down, ends, inner.to(rows.dtype))
+
+
+class Stack:
+    """The same linear of several experts: weights [X, out, in]."""
+
+    def __init__(self, linears: list[Linear], queue: WeightGradients) -> None:
+        self.linears, self.queue, self.joined = linears, queue, None
+        for kind in ("weight", "copy"):
+            parts = [getattr(linear, kind) for linear in linears]
+            if parts[0] is not None:  # else there are no copies, or the weights are sharded
+                self.joined = parts[0].new_empty(len(parts), *parts[0].shape)
+                for part, view in zip(parts, self.joined, strict=True):
+                    part.data = view
+
+    @property
+    def operand(self) -> Tensor:
+        if self.joined is None:  # sharded weights are gathered anew for each use
+            return torch.stack([linear.operand for linear in self.linears])
+        return self.joined
+
+    def add_weight_gradient(self, rows: tuple[Tensor, Tensor], dy: Tensor) -> None:
+        """Add dy^T x to every expert's gradient; it is zero for an expert without rows."""
+        x, ends = rows
+        gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]
+        for linear, gradient in zip(self.linears, gradients, strict=True):
+            linear.add_gradient(gradient)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stack, ends, x):
+        ctx.stack, ctx.ends = stack, ends
+        ctx.save_for_backward(x)
+        return F.grouped_mm(x, stack.operand.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx, dy):
+        stack, dy = ctx.stack, dy.contiguous()  # the kernel reads no expanded tensor
+        dx = F.grouped_mm(dy, stack.operand, offs=ctx.ends)
+        stack.queue.append((stack, (*ctx.saved_tensors, ctx.ends), dy))
+        if not stack.queue.hold:
+            stack.queue.run()
+        return None, None, dx
