@@ -57,13 +57,9 @@ def apply_expert_parallel(model: Llama, axes: Axes, engine: str, sequence_parall
             kind = {"alltoall": AllToAllDispatch, "allgather": GatherDispatch}[engine]
             moe.dispatch = kind(moe.limit, axes)
         if not sequence_parallel:  # else each tensor-parallel rank has its own tokens already
-            moe.split = partial(_Split.apply, axes.tp)
-            moe.join = partial(_Join.apply, axes.tp)
-        moe.gate.sum_over_sequences = partial(_sum, axis=axes.cp_tp)
-        moe.gate.sum_over_batch = partial(_sum, axis=axes.dp)
-
-
-_sum = torch.compiler.disable(lambda counts, axis: all_reduce(counts.contiguous(), axis))
+            moe.split, moe.join = (partial(f, axes.tp) for f in (_split, _join))
+        moe.gate.sum_over_sequences = partial(all_reduce, axis=axes.cp_tp)
+        moe.gate.sum_over_batch = partial(all_reduce, axis=axes.dp)
 
 
 class _Split(torch.autograd.Function):
@@ -92,6 +88,10 @@ class _Join(torch.autograd.Function):
         return None, dx.chunk(ctx.axis.size, dim=1)[ctx.axis.rank].contiguous()
 
 
+_split = torch.compiler.disable(_Split.apply)  # torch.compile cannot look into messages
+_join = torch.compiler.disable(_Join.apply)
+
+
 class AllToAllDispatch(Dispatch):
     """Each pair (token, expert) travels to the ranks that have the expert, and back."""
 
@@ -99,7 +99,6 @@ class AllToAllDispatch(Dispatch):
         super().__init__(limit)
         self.axis, self.ep, self.etp = axes.ep_etp, axes.ep.size, axes.etp.size
 
-    @torch.compiler.disable
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
@@ -203,7 +202,6 @@ class GatherDispatch(Dispatch):
         self.axis, self.each = axes.ep_etp, self.num_experts // axes.ep.size
         self.first = axes.ep.rank * self.each
 
-    @torch.compiler.disable
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:

@@ -56,15 +56,21 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, E]"""
         tokens = self.split(x)
-        weights, experts = self.gate(tokens)  # [B, S, k]
+        routed, shared = self.route(x, tokens, *self.gate(tokens))
+        routed = self.join(routed)
+        return routed if shared is None else routed + shared
+
+    @torch.compiler.disable  # how many rows an expert has changes in every call
+    def route(
+        self, x: Tensor, tokens: Tensor, weights: Tensor, experts: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the chosen experts [B, S, k] of tokens [B, S, E], and shared ones of x."""
         weights, experts = weights.flatten(0, 1), experts.flatten(0, 1)  # [n, k]
         experts = self.limit(weights, experts)
         self.gate.tally.count(self.gate.layer, experts)
-        routed, shared = self.dispatch(
-            tokens.flatten(0, 1), weights, experts, self.run, partial(self.shared, x)
-        )
-        routed = self.join(routed.view_as(tokens))
-        return routed if shared is None else routed + shared
+        rows, shared = tokens.flatten(0, 1), partial(self.shared, x)
+        routed, shared = self.dispatch(rows, weights, experts, self.run, shared)
+        return routed.view_as(tokens), shared
 
     def run(self, rows: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
         """rows [r, E], sorted by expert, and their weights [r] -> [r, E]"""
@@ -131,7 +137,6 @@ class Dispatch:
     def __init__(self, limit: Limit) -> None:
         self.limit, self.num_experts = limit, limit.num_experts
 
-    @torch.compiler.disable  # how many rows an expert has changes in every call
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:

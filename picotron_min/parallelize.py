@@ -171,7 +171,8 @@ def apply_layout(
     apply_grouped_experts(model, dtype, layout.etp, queue)
     if not workload.compile or queue.hold:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
-    apply_recompute(model, workload.recompute, workload.compile, tally.paused)
+    counts = tally.paused if tally.num_experts else None  # in what runs again
+    apply_recompute(model, workload.recompute, workload.compile, counts)
     if workload.compile:
         apply_compile(model)
     apply_sharding(uses)
@@ -194,11 +195,11 @@ def build_buckets(chunk: Chunk, table: dict[str, Placement], axes: Axes) -> list
 
 
 def apply_recompute(
-    model: Llama, recompute: str, compiles: bool = False, context: Context = nullcontext
+    model: Llama, recompute: str, compiles: bool = False, context: Context | None = None
 ) -> None:
     """Trade compute for memory: run parts of the forward again in backward instead of saving them.
 
-    What runs again does so within `context()`.
+    What runs again does so within `context()`, if one is given.
 
     Source: Chen et al. 2016, section 4. Selective is coarser than Korthikanti et al. 2022, section
     5, who keep q, k and v: fused attention has little to recompute but them.
@@ -213,9 +214,10 @@ def apply_recompute(
         module.forward = _recomputed(forward, context)
 
 
-def _recomputed(forward: Callable[..., Tensor], context: Context) -> Callable[..., Tensor]:
+def _recomputed(forward: Callable[..., Tensor], context: Context | None) -> Callable[..., Tensor]:
     options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in it is random
-    options["context_fn"] = lambda: (nullcontext(), context())  # of the first run, of the repeat
+    if context:
+        options["context_fn"] = lambda: (nullcontext(), context())  # for the first run, the repeat
     return lambda *args: checkpoint(forward, *args, **options)  # torch.compile breaks at a partial
 
 

@@ -53,6 +53,7 @@ class Router(nn.Module):
             weights = self._with_losses(weights, shares, logits)
         return weights, experts
 
+    @torch.compiler.disable  # compiled, its gradient would be saved, and replaced in a repeat
     def _with_losses(self, weights: Tensor, shares: Tensor, logits: Tensor) -> Tensor:
         """The weights, unchanged: in backward the losses' gradients come in here."""
         routing = self.routing

@@ -11,34 +11,37 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.test_experts import MODELS as EXPERTS
+from tests.test_experts import make_expert_config
 from tests.test_layouts import MODELS, make_config, make_training
 
 LAYERS = 3  # all run the same graphs
 
 
-def steps(config, compiles: bool) -> list[tuple]:
+def steps(config, compiles: bool, model: str = "grouped-query") -> list[tuple]:
+    model_config = (MODELS | EXPERTS)[model].override(num_hidden_layers=LAYERS)
     model = config.model.model_copy(update={"compile": compiles, "num_hidden_layers": LAYERS})
-    model_config = MODELS["grouped-query"].override(num_hidden_layers=LAYERS)
     training = make_training(config.model_copy(update={"model": model}), model_config)
     return [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
 
 
-def eager_and_compiled(config) -> tuple:
+def eager_and_compiled(config, *model: str) -> tuple:
     torch._dynamo.reset()
     counters.clear()
-    expected = steps(config, compiles=False)
+    expected = steps(config, False, *model)
     assert not counters["stats"]
     on_torch = partial(torch.compile, backend="aot_eager")
     with mock.patch.object(torch, "compile", on_torch):
-        compiled = steps(config, compiles=True)
+        compiled = steps(config, True, *model)
     frames = counters["frames"]
     assert frames["ok"] == frames["total"], "the compiler gave up on a part"
     return expected, compiled, counters["stats"]["unique_graphs"], counters["graph_break"].total()
 
 
-def compare(pool, config) -> tuple[int, int]:
+def compare(pool, config, *model: str) -> tuple[int, int]:
     """Return the number of graphs, and of breaks between them."""
-    expected, compiled, graphs, breaks = pool.run(config.world_size, eager_and_compiled, config)[0]
+    args = config.world_size, eager_and_compiled, config, *model
+    expected, compiled, graphs, breaks = pool.run(*args)[0]
     for ours, theirs in zip(compiled, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
     return graphs, breaks
@@ -67,3 +70,10 @@ def test_between_messages_a_layer_is_compiled(pool, layout):
     graphs, breaks = compare(pool, make_config(**sizes))
     # Not as many for every layer: they share theirs.
     assert expected_graphs <= graphs < LAYERS * expected_graphs and breaks > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layout,graphs", [({"dp": 2}, 4), ({"tp": 2}, 10)], ids=["dp", "tp"])
+def test_layers_with_experts_are_compiled_around_the_dispatch(pool, layout, graphs, recompute):
+    config = make_expert_config("global", ep=2, recompute=recompute, **layout)
+    assert compare(pool, config, "softmax")[0] == graphs, "the same for all layers"
