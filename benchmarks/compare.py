@@ -1,7 +1,7 @@
 """How fast and how lean, next to what people would use instead:
 
-    python benchmarks/compare.py            every row, a few minutes on two cores
-    python benchmarks/compare.py --quick    the same steps, fewer of them: under two minutes
+    python benchmarks/compare.py            every row: half an hour on two cores
+    python benchmarks/compare.py --quick    the same steps, a third of them
     python benchmarks/compare.py --profile one-process    where the time of each contender goes
 
 The contenders of a row train the same model from the same weights on the same tokens. They are
@@ -33,12 +33,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -68,6 +70,7 @@ from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
 from picotron_min.initialise import initial_std, initial_weight, initialise
+from picotron_min.layout import Recipe
 from picotron_min.loss import head_loss, stripe_loss
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
@@ -138,7 +141,7 @@ Build = Callable[[Place], Step]
 
 class Row(NamedTuple):
     about: str
-    layout: dict[str, int]  # the sizes of the axes
+    layout: dict[str, Any]  # the sizes of the axes, and what else is in "distributed"
     contenders: dict[str, Build]  # ours first
     training: dict[str, Any] | None = None  # what differs from WORK
 
@@ -178,7 +181,12 @@ def transformers_llama(place: Place) -> Step:
     return eager_loop(place, model, loss)
 
 
-def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
+Optimize = Callable[[Iterable[nn.Parameter], Recipe], Any]  # -> what can zero_grad and step
+
+
+def torch_ddp(
+    place: Place, gradient_as_bucket_view: bool = False, optimize: Optimize = build_optimizer
+) -> Step:
     """Our model and loss in torch's DDP, which speaks only after the last micro-batch."""
     model = DistributedDataParallel(
         plain_llama(place),
@@ -189,7 +197,70 @@ def torch_ddp(place: Place, gradient_as_bucket_view: bool = False) -> Step:
     def loss(batch: Batch) -> Tensor:
         return model(batch.tokens, place.data.positions, batch.targets) / batch.num_targets
 
-    return eager_loop(place, model, loss, accumulating=model.no_sync)
+    return eager_loop(place, model, loss, accumulating=model.no_sync, optimize=optimize)
+
+
+def zero_redundancy(
+    parameters: Iterable[nn.Parameter], recipe: Recipe, bucket_views: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW whose state is divided: each rank updates some parameters, and broadcasts them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles, warns: 66 times
+
+    groups = build_optimizer(parameters, recipe).param_groups  # those that decay, and the others
+    return ZeroRedundancyOptimizer(
+        [{key: group[key] for key in ("params", "weight_decay")} for group in groups],
+        torch.optim.AdamW,
+        parameters_as_bucket_view=bucket_views,
+        lr=recipe.learning_rate,
+        betas=recipe.betas,
+        fused=recipe.fused,
+    )
+
+
+class TorchMuon:
+    """torch's Muon for the layers' matrices beside AdamW for the rest, in one object.
+
+    torch always iterates in bfloat16 and we in `model.dtype`, here float32. So that both compute
+    the same, torch's own code gets a copy in float32 where it asks for one in bfloat16.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], recipe: Recipe) -> None:
+        # The embedding comes first, lm_head last: between them only norms are not hidden matrices.
+        first, *layers, last = parameters
+        hidden = [parameter for parameter in layers if parameter.ndim == 2]
+        rest = [first, *(parameter for parameter in layers if parameter.ndim < 2), last]
+        self.adamw = build_optimizer(rest, replace(recipe, optimizer="adamw"))
+        self.muon = torch.optim.Muon(
+            hidden,
+            lr=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            momentum=recipe.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    def zero_grad(self) -> None:
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
+
+    def step(self) -> None:
+        self.adamw.step()
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            self.muon.step()
+
+
+torch_muon = partial(torch_ddp, gradient_as_bucket_view=True, optimize=TorchMuon)
+
+
+def torch_fsdp(place: Place) -> Step:
+    """Our model and loss in FSDP2: each layer by itself, the embedding and lm_head together."""
+    model, mesh = plain_llama(place), DeviceMesh.from_group(place.axes.dp_cp.group, "cpu")
+    for module in (*model.model.layers.values(), model):
+        fully_shard(module, mesh=mesh)
+
+    def loss(batch: Batch) -> Tensor:
+        return model(batch.tokens, place.data.positions, batch.targets) / batch.num_targets
+
+    return eager_loop(place, model, loss, clip=clip_dtensors)
 
 
 def torch_tensor_parallel(place: Place) -> Step:
@@ -376,10 +447,11 @@ def eager_loop(
     mean_loss: Callable[[Batch], Tensor],
     accumulating: Callable[[], Any] = contextlib.nullcontext,
     clip: Callable[[Iterable[nn.Parameter], float], Tensor] = torch.nn.utils.clip_grad_norm_,
+    optimize: Optimize = build_optimizer,
 ) -> Step:
     """The usual train step; `accumulating` surrounds every micro-batch but the last."""
     t = place.config.training
-    optimizer = build_optimizer(model.parameters(), place.config.recipe)
+    optimizer = optimize(model.parameters(), place.config.recipe)
     num_micro_batches = t.gradient_accumulation_steps
 
     def step(index: int) -> Done:
@@ -411,6 +483,8 @@ LONG = {
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-4,  # AdamW makes much of the rounding of gradients that are almost zero
 }
+# So large that three steps show a difference between two updates: on random tokens little changes.
+MUON = {"optimizer": "muon", "learning_rate": 1e-2}
 
 ROWS = {
     "one-process": Row(
@@ -479,6 +553,36 @@ ROWS = {
         {"cp_size": 2, "cp_engine": "ulysses"},
         SCALING,
         LONG,
+    ),
+    "sharding-optimizer": Row(
+        "our sharded optimizer state against DDP with torch's ZeroRedundancyOptimizer",
+        {"dp_size": 2, "sharding": "optimizer"},
+        {
+            "picotron-min": picotron_min,
+            "DDP, ZeRO": partial(torch_ddp, optimize=zero_redundancy),
+            "DDP, ZeRO, views": partial(
+                torch_ddp,
+                gradient_as_bucket_view=True,
+                optimize=partial(zero_redundancy, bucket_views=True),
+            ),
+        },
+    ),
+    "sharding-parameters": Row(
+        "our sharded parameters against FSDP2, fully_shard of every layer and of the whole",
+        {"dp_size": 2, "sharding": "parameters"},
+        {"picotron-min": picotron_min, "FSDP2": torch_fsdp},
+    ),
+    "muon": Row(
+        "our Muon against torch.optim.Muon and AdamW in DDP, all with iterations in float32",
+        {"dp_size": 2},
+        {"picotron-min": picotron_min, "DDP, torch's Muon": torch_muon},
+        MUON,
+    ),
+    "muon-layerwise": Row(
+        "the same where each matrix of ours has one owner, who alone orthogonalises it",
+        {"dp_size": 2, "sharding": "layerwise"},
+        {"picotron-min": picotron_min, "DDP, torch's Muon": torch_muon},
+        MUON,
     ),
     "checkpoint": Row(
         "the pause of the step loop for a checkpoint that is written in the background",
