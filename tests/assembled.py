@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    val_losses: list[float]  # before the last step, and after it
+    val_loss: float  # before the last step
     gradients: dict  # of the last step, scaled and clipped
     weights: dict
     biases: dict  # of routers
@@ -32,16 +32,13 @@ def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
     model_config = model if isinstance(model, ModelConfig) else MODELS[model]
     model_config = model_config.override(num_hidden_layers=num_layers)
     training = make_training(config, model_config)
-    results, val_losses = [], []
-    for step in range(steps):
-        if step == steps - 1:
-            val_losses.append(training.evaluate())
-        results.append(training.step(step))
-    val_losses.append(training.evaluate())
+    results = [training.step(step) for step in range(steps - 1)]
+    val_loss = training.evaluate()  # leaves nothing behind that the last step would see
+    results.append(training.step(steps - 1))
     return Run(
         [result.loss for result in results],
         [result.grad_norm for result in results],
-        val_losses,
+        val_loss,
         parts_of(training, {name: p.grad for name, p in training.parameters.items()}),
         parts_of(training, {name: p.data for name, p in training.parameters.items()}),
         parts_of(training, training.model.buffers),
@@ -90,7 +87,7 @@ def assemble(ranks: list[Parts], shapes: dict[str, tuple[int, ...]]) -> dict[str
 
 
 def assert_same(ours: Run, theirs: Run, atol: float = 1e-10) -> None:
-    for kind in ("losses", "norms", "val_losses"):
+    for kind in ("losses", "norms", "val_loss"):
         np.testing.assert_allclose(
             getattr(ours, kind), getattr(theirs, kind), rtol=0, atol=atol, err_msg=kind
         )

@@ -144,6 +144,7 @@ class Answer(NamedTuple):
 def _serve(pipe: connection.Connection, stacks_path: str) -> None:
     """Main function of a worker: run jobs from the pipe until the test process closes it."""
     torch.set_num_threads(1)
+    gc.disable()  # _run_as_rank collects after each run
     sys.stdout.reconfigure(line_buffering=True)  # so that the last print before a death is seen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which ends us
     if hasattr(os, "SCHED_BATCH"):

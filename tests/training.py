@@ -2,9 +2,11 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import train
 from picotron_min.data import Batches
@@ -61,7 +63,10 @@ class Training:
         self.config, self.model_config, self.axes, self.device = config, model_config, axes, device
         settings, group = config.checkpoint, dist.new_group(backend="gloo")
         self.saver = Saver(group, device, settings.in_background, settings.keep)
-        self.model = parallelize(model_config, config.layout, config.workload, axes, device)
+        # Drawing weights on the meta device, which has none, takes as long as the rest together.
+        no_draw = mock.patch.object
+        with no_draw(nn.Linear, "reset_parameters"), no_draw(nn.Embedding, "reset_parameters"):
+            self.model = parallelize(model_config, config.layout, config.workload, axes, device)
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
