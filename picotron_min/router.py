@@ -30,6 +30,8 @@ from picotron_min.layout import Routing
 from picotron_min.loss import wide
 from picotron_min.model_config import ModelConfig
 
+TINY = 1e-20  # added to sums: sigmoids of very negative logits are 0 in float32, and 0 / 0 is nan
+
 
 class Router(nn.Module):
     """Chooses k of X experts for each token."""
@@ -61,8 +63,10 @@ class Router(nn.Module):
             z = logits.logsumexp(-1)
             self.tally.add(self.layer, "z", z.detach().square().sum())
             weights = _Attach.apply(weights, z, 2 * routing.moe_z_loss_coeff * z.detach())
+        balances = routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff
         gradient = shares.new_zeros(len(shares), 1, shares.shape[-1])
-        if not self.tally.is_paused:
+        # A forward that is run again makes a graph that no gradient reaches: nothing to attach.
+        if any((*balances, routing.moe_global_aux_loss_coeff)) and not self.tally.is_paused:
             gradient = self._balance(shares)
         return _Attach.apply(weights, shares, gradient.expand_as(shares))
 
@@ -124,9 +128,9 @@ def route(
         experts = ranked.topk(config.num_experts_per_tok).indices
     weights, shares = scores.gather(-1, experts), scores
     if config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     if config.scoring_func == "sigmoid":
-        shares = scores / scores.sum(-1, keepdim=True)
+        shares = scores / (scores.sum(-1, keepdim=True) + TINY)
     return weights * config.routed_scaling_factor, experts, shares
 
 

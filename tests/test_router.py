@@ -1,0 +1,369 @@
+"""Routers: choices, balance losses and biases, each against a version that is written out."""
+
+import itertools
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.utils.checkpoint import checkpoint
+
+from picotron_min.layout import Routing
+from picotron_min.model_config import ModelConfig
+from picotron_min.router import Router, Tally, route
+
+SHAPE = ModelConfig(61, 8, 8, 2, 2, 2, num_local_experts=8, num_experts_per_tok=3)
+SIGMOID = SHAPE.override(scoring_func="sigmoid")
+MODELS = {
+    "softmax": SHAPE,
+    "softmax-unnormalised": SHAPE.override(norm_topk_prob=False),
+    "softmax-one": SHAPE.override(norm_topk_prob=False, num_experts_per_tok=1),
+    "sigmoid": SIGMOID,
+    "sigmoid-unnormalised": SIGMOID.override(norm_topk_prob=False),
+    "sigmoid-groups": SIGMOID.override(n_group=4, topk_group=2, routed_scaling_factor=2.5),
+    "sigmoid-large-groups": SIGMOID.override(n_group=2, topk_group=1),
+}
+CPU, DOUBLE = torch.device("cpu"), {"dtype": torch.float64}
+
+
+def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal numbers; none two of a row are close enough for rounding to change their order."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **DOUBLE) * scale
+
+
+def route_by_hand(logits: list[float], config: ModelConfig, bias: list[float]):
+    """Weights, experts and shares of one token."""
+    X, k = config.num_local_experts, config.num_experts_per_tok
+    if config.scoring_func == "softmax":
+        scores = [math.exp(x) / sum(math.exp(y) for y in logits) for x in logits]
+    else:
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    ranked = [score + b for score, b in zip(scores, bias, strict=True)]
+    groups = [list(group) for group in np.array_split(range(X), config.n_group)]
+    groups.sort(key=lambda group: -sum(sorted(ranked[e] for e in group)[-2:]))
+    allowed = [int(e) for group in groups[: config.topk_group] for e in group]
+    experts = sorted(allowed, key=lambda e: -ranked[e])[:k]
+    weights = [scores[e] for e in experts]
+    if config.norm_topk_prob:
+        weights = [weight / sum(scores[e] for e in experts) for weight in weights]
+    weights = [weight * config.routed_scaling_factor for weight in weights]
+    return weights, experts, [score / sum(scores) for score in scores]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_route_equals_a_loop_over_tokens(model):
+    config = MODELS[model]
+    logits = drawn(2, 20, 8, scale=2.0)
+    bias = drawn(8, seed=1, scale=0.2) if config.scoring_func == "sigmoid" else None
+    weights, experts, shares = route(logits, config, bias)
+    for b, s in itertools.product(range(2), range(20)):
+        added = [0.0] * 8 if bias is None else bias.tolist()
+        expected = route_by_hand(logits[b, s].tolist(), config, added)
+        assert experts[b, s].tolist() == expected[1]
+        np.testing.assert_allclose(weights[b, s], expected[0], rtol=1e-13)
+        np.testing.assert_allclose(shares[b, s], expected[2], rtol=1e-13)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_route_are_those_of_its_function(model):
+    config, bias = MODELS[model], None
+    if config.scoring_func == "sigmoid":
+        bias = drawn(8, seed=1, scale=0.2)
+
+    def weights_and_shares(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, _, shares = route(logits, config, bias)
+        return weights, shares
+
+    logits = drawn(5, 8).requires_grad_()
+    assert torch.autograd.gradcheck(weights_and_shares, logits)
+
+
+def test_experts_are_of_few_groups():
+    for n_group, topk_group in ((4, 2), (2, 1)):
+        config = SIGMOID.override(n_group=n_group, topk_group=topk_group)
+        _, experts, _ = route(drawn(500, 8), config, drawn(8, seed=1))
+        groups = one_hot(experts // (8 // n_group), n_group).amax(1).sum(1)  # used by each token
+        assert groups.max() <= topk_group
+        _, experts, _ = route(drawn(500, 8), SIGMOID, drawn(8, seed=1))
+        groups = one_hot(experts // (8 // n_group), n_group).amax(1).sum(1)
+        assert groups.max() > topk_group, "without groups the bound would hold, too"
+
+
+def test_a_bias_changes_choices_and_never_weights():
+    logits, bias = drawn(200, 8), drawn(8, seed=1, scale=0.3)
+    plain = SIGMOID.override(norm_topk_prob=False)
+    _, without, _ = route(logits, plain)
+    weights, experts, shares = route(logits, plain, bias)
+    assert (experts != without).any(-1).sum() > 50
+    assert torch.equal(weights, logits.sigmoid().gather(-1, experts))
+    assert torch.equal(shares, logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True))
+    by_one, *_ = route(logits, plain, torch.ones(8))  # all alike: nothing changes
+    assert torch.equal(by_one, route(logits, plain)[0])
+
+
+def test_scores_that_vanish_leave_the_weights_finite():
+    logits = torch.full((1, 8), -200.0, requires_grad=True)  # sigmoid: 0 in float32
+    weights, _, shares = route(logits, SIGMOID)
+    (weights.sum() + shares.sum()).backward()
+    assert all(x.isfinite().all() for x in (weights, shares, logits.grad))
+
+
+# The losses: a grid of ranks (dp 2, and 2 halves of each sequence) against the whole, in autograd.
+
+EACH = {"moe_seq_aux_loss_coeff": 0.3, "moe_aux_loss_coeff": 0.2, "moe_global_aux_loss_coeff": 0.5}
+COEFFICIENTS = {
+    "sequence": {"moe_seq_aux_loss_coeff": 0.3},
+    "micro-batch": {"moe_seq_aux_loss_coeff": 0.0, "moe_aux_loss_coeff": 0.2},
+    "global": {"moe_seq_aux_loss_coeff": 0.0, "moe_global_aux_loss_coeff": 0.5},
+    "z": {"moe_seq_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.1},
+    "all": EACH | {"moe_z_loss_coeff": 0.1},
+    "none": {"moe_seq_aux_loss_coeff": 0.0},
+}
+DP, M, B, S, E = 2, 3, 4, 4, 8  # as many rows as places: dims taken for each other show in values
+
+
+def make_router(config: ModelConfig, routing: Routing, weight: Tensor, bias: Tensor | None):
+    tally = Tally(config, CPU)
+    router = Router(config, routing, tally, layer=1).double()
+    router.weight.data.copy_(weight)
+    if bias is not None:
+        router.e_score_correction_bias.data.copy_(bias)
+    return router, tally
+
+
+def scores_of(logits: Tensor, config: ModelConfig) -> Tensor:
+    if config.scoring_func == "softmax":
+        return logits.exp() / logits.exp().sum(-1, keepdim=True)
+    return 1 / (1 + (-logits).exp())
+
+
+def shares_of(logits: Tensor, config: ModelConfig) -> Tensor:
+    scores = scores_of(logits, config)
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def users(shares: Tensor, k: int) -> Tensor:
+    """Which experts each token would use: 1 or 0, [..., X]."""
+    return one_hot(shares.topk(k).indices, shares.shape[-1]).sum(-2).double()
+
+
+def aux(shares: Tensor, counts: Tensor, num_tokens: int, k: int) -> Tensor:
+    """Megatron-LM's loss of tokens [T, X]: X / (k T T') sum_i c_i sum_x s_xi, times T."""
+    return shares.shape[-1] / (k * num_tokens) * (counts * shares.sum(0)).sum()
+
+
+def objective(x: Tensor, weight: Tensor, upstream: Tensor, config, bias, routing: Routing):
+    """All that a step minimises, and its parts: x [M, DP, B, S, E], upstream [M, DP, B, S, k]."""
+    k = config.num_experts_per_tok
+    logits = x @ weight.T
+    _, experts, _ = route(logits, config, bias)  # only the choices
+    scores, shares = scores_of(logits, config).gather(-1, experts), shares_of(logits, config)
+    if config.norm_topk_prob:
+        scores = scores / scores.sum(-1, keepdim=True)
+    counts = users(shares.detach(), k)
+    total = {"task": (scores * config.routed_scaling_factor * upstream).sum()}
+    total |= dict.fromkeys(Tally.LOSSES, 0.0)
+    for j, d in itertools.product(range(M), range(DP)):
+        for b in range(B):
+            of_sequence = counts[j, d, b].sum(0)
+            total["seq_load_balancing_loss"] += aux(shares[j, d, b], of_sequence, S, k)
+        of_batch = shares[j, d].flatten(0, 1)
+        of_rank, so_far = counts[j, d].sum((0, 1)), counts[: j + 1].sum((0, 1, 2, 3))
+        total["load_balancing_loss"] += aux(of_batch, of_rank, B * S, k)
+        seen = (j + 1) * DP * B * S
+        total["global_load_balancing_loss"] += aux(of_batch, so_far, seen, k)
+    total["z"] = logits.logsumexp(-1).square().sum()
+    loss = total["task"] + routing.moe_z_loss_coeff * total["z"]
+    loss += routing.moe_seq_aux_loss_coeff * total["seq_load_balancing_loss"]
+    loss += routing.moe_aux_loss_coeff * total["load_balancing_loss"]
+    loss += routing.moe_global_aux_loss_coeff * total["global_load_balancing_loss"]
+    return loss, total
+
+
+def ranks_gradients(
+    x: Tensor, weight: Tensor, upstream: Tensor, config, bias, routing: Routing, recompute: bool
+):
+    """What the routers of four ranks compute; sums over ranks are of counts known beforehand."""
+    counts = users(shares_of(x @ weight.T, config), config.num_experts_per_tok)
+    dw, dx, table = torch.zeros_like(weight), torch.zeros_like(x), 0.0
+    for d, part in itertools.product(range(DP), (slice(0, S // 2), slice(S // 2, S))):
+        router, tally = make_router(config, routing, weight, bias)
+        losses, inputs = [], []
+        for j in range(M):  # all forwards first, as in some pipelines
+            others = counts[j, d].sum(1) - counts[j, d, :, part].sum(1)
+            router.sum_over_sequences = partial(torch.add, others)
+            router.sum_over_batch = partial(torch.add, counts[j, 1 - d].sum((0, 1)))
+            inputs.append(x[j, d, :, part].clone().requires_grad_())
+            options = {"use_reentrant": False}
+            options["context_fn"] = lambda tally=tally: (torch.enable_grad(), tally.paused())
+            run = partial(checkpoint, router, **options) if recompute else router
+            weights, _ = run(inputs[-1])
+            losses.append((weights * upstream[j, d, :, part]).sum())
+        for j, loss in enumerate(losses):
+            loss.backward()
+            dx[j, d, :, part] = inputs[j].grad
+        dw += router.weight.grad
+        table = table + tally.table
+    return dw, dx, table
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("scopes", COEFFICIENTS)
+@pytest.mark.parametrize("model", ["softmax", "softmax-unnormalised", "sigmoid-groups"])
+def test_gradients_are_those_of_the_objective_written_out(model, scopes, recompute):
+    config, routing = MODELS[model], Routing(**COEFFICIENTS[scopes])
+    k, bias = config.num_experts_per_tok, None
+    if config.scoring_func == "sigmoid":
+        bias = drawn(8, seed=3, scale=0.2)
+    x, weight = drawn(M, DP, B, S, E), drawn(8, E, seed=1).requires_grad_()
+    upstream = drawn(M, DP, B, S, k, seed=2)
+    x.requires_grad_()
+    loss, totals = objective(x, weight, upstream, config, bias, routing)
+    expected_dw, expected_dx = torch.autograd.grad(loss, (weight, x))
+
+    args = x.detach(), weight.detach(), upstream, config, bias, routing, recompute
+    dw, dx, table = ranks_gradients(*args)
+    torch.testing.assert_close(dw, expected_dw, rtol=0, atol=1e-12)
+    torch.testing.assert_close(dx, expected_dx, rtol=0, atol=1e-12)
+    on = {"seq_load_balancing_loss": routing.moe_seq_aux_loss_coeff, "z": routing.moe_z_loss_coeff}
+    on["load_balancing_loss"] = routing.moe_aux_loss_coeff
+    on["global_load_balancing_loss"] = routing.moe_global_aux_loss_coeff
+    for name in Tally.LOSSES:
+        counted = table[1, 8 + Tally.COLUMNS.index(name)].item()
+        assert counted == pytest.approx(totals[name].item() if on[name] else 0.0, abs=1e-11), name
+    assert not table[0].any(), "the other layer has no router"
+
+
+def balance_of(logits: Tensor, config: ModelConfig = SHAPE) -> dict[str, float]:
+    """The losses of a token on average, given all logits [B, S, X]."""
+    routing = Routing(**EACH)
+    router, tally = make_router(config, routing, torch.eye(8, **DOUBLE), None)
+    router(logits)
+    names, tokens = Tally.LOSSES[:3], logits.shape[0] * logits.shape[1]
+    return {n: tally.table[1, 8 + Tally.COLUMNS.index(n)].item() / tokens for n in names}
+
+
+def test_a_balance_loss_is_1_on_uniform_scores_and_most_on_collapse():
+    assert list(balance_of(torch.zeros(2, 8, 8, **DOUBLE)).values()) == pytest.approx([1, 1, 1])
+    collapsed = torch.zeros(2, 8, 8, **DOUBLE)
+    collapsed[..., [1, 4, 6]] = 100.0  # all tokens use these three alike
+    assert list(balance_of(collapsed).values()) == pytest.approx([8 / 3] * 3)
+
+
+def test_balance_within_sequences_is_more_than_balance_among_them():
+    """Each sequence uses three experts of its own kind: only the first loss objects."""
+    logits = torch.zeros(8, 8, 8, **DOUBLE)
+    for b, i in itertools.product(range(8), range(3)):
+        logits[b, :, (b + i) % 8] = 100.0
+    losses = balance_of(logits)
+    assert losses["seq_load_balancing_loss"] == pytest.approx(8 / 3)
+    assert losses["load_balancing_loss"] == pytest.approx(1)
+    logits = logits.transpose(0, 1)  # now each sequence has all kinds
+    assert balance_of(logits)["seq_load_balancing_loss"] == pytest.approx(1)
+
+
+def test_counts_are_summed_only_for_losses_that_are_on():
+    calls = []
+    for scopes in COEFFICIENTS:
+        routing = Routing(**COEFFICIENTS[scopes])
+        router, _ = make_router(SHAPE, routing, drawn(8, E), None)
+        router.sum_over_sequences = lambda counts: calls.append("sequences") or counts
+        router.sum_over_batch = lambda counts: calls.append("batch") or counts
+        router(drawn(2, 4, E, seed=1))
+        balances = routing.moe_seq_aux_loss_coeff + routing.moe_aux_loss_coeff
+        expected = ["sequences"] if balances + routing.moe_global_aux_loss_coeff else []
+        expected += ["batch"] if routing.moe_global_aux_loss_coeff else []
+        assert calls == expected, scopes
+        calls.clear()
+
+
+def test_without_gradients_nothing_is_counted():
+    router, tally = make_router(SHAPE, Routing(**COEFFICIENTS["all"]), drawn(8, E), None)
+    x = drawn(2, 4, E, seed=1)
+    with torch.no_grad():
+        weights, experts = router(x)
+        tally.count(1, experts.flatten(0, 1))
+    assert not tally.table.any() and not tally.so_far.any()
+    with_gradients, same = router(x)
+    assert torch.equal(with_gradients, weights) and torch.equal(same, experts)
+    assert tally.table.any() and tally.so_far.any()
+    tally.begin()
+    assert not tally.table.any() and not tally.so_far.any()
+
+
+def test_a_router_chooses_by_float32_scores_under_autocast():
+    tally = Tally(SHAPE, CPU)
+    router = Router(SHAPE, Routing(), tally, layer=0)
+    router.weight.data.copy_(drawn(8, E, scale=0.02))
+    x = drawn(4, 64, E, seed=1).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, experts = router(x)
+    logits = x.float() @ router.weight.T
+    assert weights.dtype == torch.float32
+    assert torch.equal(experts, route(logits, SHAPE)[1])
+    rounded = x @ router.weight.T.bfloat16()
+    assert not torch.equal(experts, route(rounded, SHAPE)[1]), "rounding would change no choice"
+
+
+def test_a_tally_counts_each_expert_and_what_is_dropped():
+    tally = Tally(SHAPE, CPU)
+    tally.count(1, torch.tensor([[0, 3, 8], [3, 8, 8]]))  # expert 8 does not exist: dropped
+    tally.count(1, torch.tensor([[7, 3, 0]]))
+    with tally.paused():
+        tally.count(1, torch.tensor([[7, 3, 0]]))
+    expected = {0: 2, 3: 3, 7: 1, 8: 3, 9: 3}  # 8: dropped pairs, 9: tokens
+    assert tally.table[1].tolist() == [float(expected.get(i, 0)) for i in range(14)]
+    assert Tally.COLUMNS[:2] == ("dropped", "tokens") and len(Tally.COLUMNS) == 6
+
+
+def test_biases_follow_the_rule_written_in_numpy():
+    routers, rate = [], 0.013
+    routing, tally = Routing(moe_router_bias_update_rate=rate), Tally(SIGMOID, CPU)
+    for layer in range(2):
+        routers.append(Router(SIGMOID, routing, tally, layer))
+        routers[-1].e_score_correction_bias.zero_()
+    biases = np.zeros((2, 8), np.float32)
+    for step in range(3):
+        counts = np.random.default_rng(step).integers(0, 9, size=(2, 8))
+        counts[:, 0] = 2 * counts[:, 1:].sum(1)  # one is busy
+        counts[1, 1:] = counts[1, 1:].sum() // 7  # some have exactly as many as the mean
+        counts[1, 0] = counts[1, 1]
+        table = torch.zeros(2, 14, **DOUBLE)
+        table[:, :8] = torch.from_numpy(counts)
+        table[:, 8:] = 1e6  # other columns do not matter
+        tally.update_biases(routers, table)
+        biases += (rate * np.sign(counts.mean(1, keepdims=True) - counts)).astype(np.float32)
+        for layer, router in enumerate(routers):
+            assert np.array_equal(router.e_score_correction_bias.numpy(), biases[layer])
+    assert biases[0].any() and not biases[1].any()
+
+
+def test_softmax_routers_have_no_bias_to_update():
+    tally = Tally(SHAPE, CPU)
+    router = Router(SHAPE, Routing(), tally, 0)
+    assert router.e_score_correction_bias is None and not dict(router.named_buffers())
+    tally.update_biases([router], torch.ones(2, 14, **DOUBLE))
+
+
+def imbalance(counts: Tensor) -> float:
+    return (counts.max() / counts.mean()).item()
+
+
+def test_biases_balance_a_skewed_router():
+    config = SIGMOID.override(num_experts_per_tok=2)
+    x = torch.cat([drawn(8, 64, E - 1), torch.ones(8, 64, 1, **DOUBLE)], -1)
+    weight = drawn(8, E, seed=1, scale=0.3)
+    weight[:, -1] = torch.linspace(-1.5, 1.5, 8)  # the last experts are better for all tokens
+    routing = Routing(moe_router_bias_update_rate=0.01)
+    router, tally = make_router(config, routing, weight, torch.zeros(8, **DOUBLE))
+    seen = []
+    for _ in range(120):
+        tally.begin()
+        _, experts = router(x)
+        tally.count(1, experts.flatten(0, 1))
+        seen.append(imbalance(tally.table[1, :8]))
+        tally.update_biases([router], tally.table)
+    assert seen[0] > 3 and max(seen[-20:]) < 1.2
