@@ -30,6 +30,7 @@ from picotron_min.runtime.folders import find_start
 from picotron_min.runtime.metadata import read_to_resume
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
+from tests.assembled import Parts, assemble, parts_of
 from tests.training import SHAPE, StepResult, Training, open_data, shard_dim
 
 CPU = torch.device("cpu")
@@ -76,6 +77,17 @@ def make_config(
             "checkpoint": checkpoint or {},
         }
     )
+
+
+# Layer 0 has an MLP, the others have experts.
+EXPERTS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "scoring_func": "sigmoid",
+    "mlp_only_layers": [0],
+}
 
 
 def make_training(config: Config, weights: dict[str, Path] | None = None) -> Training:
@@ -128,7 +140,8 @@ class State(dict):
     """A copy of every tensor that training changes, by name."""
 
     def __init__(self, training: Training) -> None:
-        tensors = training_tensors(training.parameters, {}, training.optimizer)
+        buffers = training.model.buffers
+        tensors = training_tensors(training.parameters, buffers, training.optimizer)
         tensors |= {
             f"step.{name}": training.optimizer.state[p]["step"]
             for name, p in training.parameters.items()
@@ -194,6 +207,12 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
         (make_config(dp=2, tp=2, dtype="bfloat16"), 1),
         (make_config(pp=2, tied=True), 1),
         (make_config(pp=2, tp=2), None),
+        (make_config(dp=2, model=EXPERTS, distributed={"ep_size": 2}), None),
+        (make_config(dp=2, tp=2, model=EXPERTS, distributed={"ep_size": 2, "etp_size": 2}), 1),
+        (
+            make_config(dp=2, pp=2, dtype="bfloat16", model=EXPERTS, distributed={"etp_size": 2}),
+            None,
+        ),
     ],
     ids=[
         "one",
@@ -207,6 +226,9 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
         "dp2-tp2-skipped",
         "pp2-tied-skipped",
         "pp2-tp2",
+        "dp2-ep2",
+        "dp2-tp2-ep2-etp2-skipped",
+        "dp2-pp2-etp2-bfloat16",
     ],
 )
 def test_a_resumed_run_is_bit_identical(pool, tmp_path, config, bad_step):
@@ -313,6 +335,102 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed):
 def whole_run(pool, tied: bool) -> list[StepResult]:
     ((results, _),) = pool.run(1, continue_run, None, of_layout("one", tied), 0)
     return results
+
+
+# Experts lie on a grid of their own: (ep, etp), beside (dp, tp) of everything else.
+GRIDS = {
+    "one": {},
+    "dp2-tp4-ep4-etp2": {"dp": 2, "tp": 4, "distributed": {"ep_size": 4, "etp_size": 2}},
+    "dp4-ep2-etp2": {"dp": 4, "distributed": {"ep_size": 2, "etp_size": 2}},
+    "dp4-tp2-ep8": {"dp": 4, "tp": 2, "distributed": {"ep_size": 8}},
+    "dp2-pp2-ep2": {"dp": 2, "pp": 2, "distributed": {"ep_size": 2}},
+    "cp2-tp2-etp4": {"cp": 2, "tp": 2, "distributed": {"etp_size": 4}},
+    "dp4-ep2-sharded": {"dp": 4, "distributed": {"ep_size": 2, "sharding": "parameters"}},
+    "dp4-etp2-owners": {"dp": 4, "distributed": {"etp_size": 2, "sharding": "layerwise"}},
+    "dp3-tp2-ep2": {"dp": 3, "tp": 2, "distributed": {"ep_size": 2}},
+}
+GRID_PAIRS = [
+    ("dp2-tp4-ep4-etp2", "one"),
+    ("one", "dp4-ep2-etp2"),
+    ("dp4-ep2-etp2", "dp4-tp2-ep8"),
+    ("dp4-tp2-ep8", "dp2-pp2-ep2"),
+    ("dp2-pp2-ep2", "dp4-ep2-sharded"),
+    ("dp4-ep2-sharded", "cp2-tp2-etp4"),
+    ("cp2-tp2-etp4", "dp4-etp2-owners"),
+    ("dp4-etp2-owners", "dp2-tp4-ep4-etp2"),
+    ("dp2-tp4-ep4-etp2", "dp3-tp2-ep2"),  # whose global batch has another size
+]
+
+
+def of_grid(name: str) -> Config:
+    shape = {"num_hidden_layers": 3, "num_key_value_heads": 4} | EXPERTS
+    layout, dp = GRIDS[name], GRIDS[name].get("dp", 1)
+    sizes = {"micro_batch_size": 4 // dp, "gradient_accumulation_steps": 1}
+    return make_config(dtype="float64", model=shape, **layout, **sizes)
+
+
+def state_with_places(training: Training) -> dict[str, Parts]:
+    """All tensors that are saved, by kind, each with its place in the whole."""
+    kept = {name: training.optimizer.state[p] for name, p in training.parameters.items()}
+    kinds = {"weights": {name: p.data for name, p in training.parameters.items()}}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        kinds[kind] = {name: state[kind] for name, state in kept.items()}
+    kinds["biases"] = training.model.buffers
+    return {kind: parts_of(training, tensors) for kind, tensors in kinds.items()}
+
+
+def put_together(ranks: list[dict[str, Parts]], config: Config) -> dict[str, np.ndarray]:
+    model_config, wholes = resolve_model(config), {}
+    for kind in ranks[0]:
+        biases, weights = model_config.buffer_shapes(), model_config.parameter_shapes()
+        shapes = biases if kind == "biases" else weights
+        parts = assemble([rank[kind] for rank in ranks], shapes)
+        wholes |= {f"{kind} of {name}": whole for name, whole in parts.items()}
+    return wholes
+
+
+def save_with_experts(folder: Path, config: Config) -> dict[str, Parts]:
+    return state_with_places(train_and_save(folder, config))
+
+
+def continue_with_experts(folder: Path | None, config: Config, steps: range):
+    """The steps' results, and the state before and after them."""
+    training = make_training(config)
+    if folder:
+        training.load(folder / "step-00000003", 3)
+    else:
+        training_tensors(training.parameters, {}, training.optimizer)  # makes the moments
+    before = state_with_places(training)
+    results = run_steps(training, steps, bad_step=None)
+    return [result[:3] for result in results], before, state_with_places(training)
+
+
+@pytest.mark.parametrize("saved,resumed", GRID_PAIRS, ids=map("->".join, GRID_PAIRS))
+def test_any_grid_of_experts_resumes_from_any_other(pool, tmp_path, saved, resumed):
+    before, after = of_grid(saved), of_grid(resumed)
+    same_batch = before.global_batch == after.global_batch
+    state = put_together(pool.run(before.world_size, save_with_experts, tmp_path, before), before)
+    steps = range(3, 6) if same_batch else range(0)
+    ranks = pool.run(after.world_size, continue_with_experts, tmp_path, after, steps)
+    loaded = put_together([rank[1] for rank in ranks], after)
+    assert loaded.keys() == state.keys()
+    for name, tensor in loaded.items():
+        assert np.array_equal(tensor, state[name]), name
+    if same_batch:
+        results, final = one_rank_with_experts(pool)
+        for theirs, *_ in ranks:
+            np.testing.assert_allclose(theirs, results[3:], rtol=0, atol=1e-10)
+        for name, tensor in put_together([rank[2] for rank in ranks], after).items():
+            np.testing.assert_allclose(tensor, final[name], rtol=0, atol=1e-10, err_msg=name)
+
+
+@functools.cache
+def one_rank_with_experts(pool) -> tuple[list, dict[str, np.ndarray]]:
+    ((results, first, final),) = pool.run(1, continue_with_experts, None, of_grid("one"), range(6))
+    first, final = (put_together([state], of_grid("one")) for state in (first, final))
+    for name in final:  # the test would miss what does not change
+        assert not np.array_equal(first[name], final[name]), name
+    return results, final
 
 
 def load_at_other_layout(folder: Path, config: Config) -> State:
