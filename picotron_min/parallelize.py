@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from picotron_min.pipeline_parallel import Chunk, Pipeline, keep_stage, my_stage
 from picotron_min.pipeline_schedule import Plan
 from picotron_min.pipeline_simulator import build_plans
 from picotron_min.placement import Placement, part, placements, saved_name
-from picotron_min.router import Router, Tally
+from picotron_min.router import Router, Tally, apply_forced_balance
 from picotron_min.sharding import ShardedUnit, apply_sharding, build_units
 from picotron_min.tensor_parallel import apply_tensor_parallel
 
@@ -58,17 +58,38 @@ class ParallelModel:
     axes: Axes
     placements: dict[str, Placement]  # of all parameters, by saved name
     parameters: dict[str, nn.Parameter]  # of this rank, by saved name
-    buffers: dict[str, Tensor]  # likewise: the biases of routers
-    routers: list[Router]
     tally: Tally  # what the routers count in a step
     parts_of_whole: Callable[[dict[str, Tensor]], dict[str, DTensor]]  # as in checkpoint.py
     pipeline: Pipeline  # its chunks have the modules
     plan: Plan  # what this rank does in a step
     eval_plan: Plan
     buckets: list[GradientBuckets | ShardedUnit]  # what holds the gradients
-    units: list[ShardedUnit]  # those of them that are sharded
     autocast: Context  # forward and backward run in it
-    copied: list[Linear]  # those that compute with a bfloat16 copy of their weight
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """All modules of this rank, by name."""
+        return {n: m for c in self.pipeline.chunks for n, m in c.model.named_modules()}
+
+    @cached_property
+    def copied(self) -> list[Linear]:
+        """The linears that compute with a bfloat16 copy of their weight."""
+        all_linears = [m for m in self.modules.values() if isinstance(m, Linear)]
+        return [linear for linear in all_linears if linear.copy is not None]
+
+    @cached_property
+    def routers(self) -> list[Router]:
+        return [m for m in self.modules.values() if isinstance(m, Router)]
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """The biases of routers, by saved name."""
+        modules = self.modules.items()
+        return {f"{n}.{k}": b for n, m in modules for k, b in m.named_buffers(recurse=False)}
+
+    @cached_property
+    def units(self) -> list[ShardedUnit]:
+        return [unit for unit in self.buckets if isinstance(unit, ShardedUnit)]
 
     def weights_changed(self) -> None:
         """To be called after an update or a load: what is computed with is of the new weights."""
@@ -103,30 +124,28 @@ def parallelize(
     buckets = [buckets for chunk in chunks for buckets in build_buckets(chunk, table, axes)]
     for unit in units:
         parameters |= unit.masters  # their weights are in no chunk yet
-    routers = [r for chunk in chunks for r in chunk.model.modules() if isinstance(r, Router)]
 
     dtype = next(iter(parameters.values())).dtype  # of the residual stream, which travels
     pieces = layout.cp * (layout.tp if layout.sequence_parallel else 1)  # of a sequence
     shape = workload.micro_batch_size, S // pieces, model_config.hidden_size
     activation = partial(torch.empty, shape, dtype=dtype, device=device)
     positions = POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, S).to(device)
+    if workload.routing.moe_router_force_load_balancing:
+        for chunk in chunks:  # the router of a tensor-parallel rank sees a part of the sequence
+            apply_forced_balance(chunk.model, S, positions.chunk(layout.tp)[axes.tp.rank])
     sizes = layout.pp, workload.num_micro_batches, layout.pp_chunks
     in_bfloat16 = workload.dtype == "bfloat16"
     return ParallelModel(
         axes=axes,
         placements=table,
         parameters=parameters,
-        buffers={name: b for chunk in chunks for name, b in chunk.model.named_buffers()},
-        routers=routers,
         tally=tally,
         parts_of_whole=partial(parts_of_whole, shapes=shapes, placements=table, axes=axes),
         pipeline=Pipeline(chunks, axes.pp, positions, activation),
         plan=build_plans(layout.pp_engine, *sizes)[axes.pp.rank],
         eval_plan=build_plans(layout.pp_engine, *sizes, training=False)[axes.pp.rank],
         buckets=buckets + units,
-        units=units,
         autocast=partial(torch.autocast, device.type, torch.bfloat16, enabled=in_bfloat16),
-        copied=[x for c in chunks for x in linears(c.model).values() if x.copy is not None],
     )
 
 

@@ -19,7 +19,7 @@ Strategy". In production: Megatron-LM's `TopKRouter`.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,13 +47,16 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, E] -> weights and experts of each token, [B, S, k]"""
-        # In bfloat16, with three digits, many scores would be equal, and the choice arbitrary.
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(wide(x), self.weight)
+        logits = self.logits(x)
         weights, experts, shares = route(logits, self.config, self.e_score_correction_bias)
         if torch.is_grad_enabled():
             weights = self._with_losses(weights, shares, logits)
         return weights, experts
+
+    def logits(self, x: Tensor) -> Tensor:
+        # In bfloat16, with three digits, many scores would be equal, and the choice arbitrary.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(wide(x), self.weight)
 
     @torch.compiler.disable  # compiled, its gradient would be saved, and replaced in a repeat
     def _with_losses(self, weights: Tensor, shares: Tensor, logits: Tensor) -> Tensor:
@@ -107,6 +110,31 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx, ctx.gradient, None
+
+
+def apply_forced_balance(model: nn.Module, seq_length: int, positions: Tensor) -> None:
+    """Replace what routers choose by chance, in place: for benchmarks, of routing that is even.
+
+    A choice depends on the layer and the position alone; `positions` are those of this rank.
+    """
+    for router in (m for m in model.modules() if isinstance(m, Router)):
+        generator = torch.Generator().manual_seed(router.layer)
+        table = torch.randn(seq_length, len(router.weight), generator=generator)[positions.cpu()]
+        router.logits = _replaced(router.logits, table.to(positions.device))
+
+
+def _replaced(logits: Callable[[Tensor], Tensor], table: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: _Replace.apply(logits(x), table)
+
+
+class _Replace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, table):
+        return table.to(logits.dtype).expand_as(logits).contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None  # as if they were the router's own: the work of a step stays the same
 
 
 def route(

@@ -40,6 +40,7 @@ CAPACITIES = {
     "probs": {"moe_expert_capacity_factor": 0.7},
     "position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
 }
+FORCED = {"moe_router_force_load_balancing": True}
 CAPACITIES |= {
     f"{policy}, padded": keys | {"moe_pad_expert_input_to_capacity": True}
     for policy, keys in CAPACITIES.items()
@@ -54,7 +55,7 @@ def make_expert_config(
     raw["distributed"] |= {"ep_size": ep, "etp_size": etp, "ep_engine": ep_engine}
     raw["distributed"]["sharding"] = sharding
     raw["training"] |= SCOPES[scope] | {"moe_router_bias_update_rate": 0.01}
-    raw["training"] |= CAPACITIES[capacity] if capacity else {}
+    raw["training"] |= (CAPACITIES | {"forced": FORCED})[capacity] if capacity else {}
     return parse_config(raw)
 
 
@@ -151,3 +152,24 @@ def test_layouts_drop_the_same_tokens(pool, dp, pp, ep, etp, ep_engine, capacity
     assert_same(ours, theirs)
     num_pairs = ours.routed[0][0, : 8 + 1].sum()
     assert num_pairs == GLOBAL_BATCH * 16 * 2 and ours.routed[0][0, 8] > 0.2 * num_pairs  # dropped
+
+
+@functools.cache
+def forced_run(pool, **layout):
+    config = make_expert_config("sequence", capacity="forced", **layout)
+    layers = {"model": config.model.model_copy(update={"num_hidden_layers": 2})}
+    return whole_run(pool, config.model_copy(update=layers), MODELS["softmax"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"cp": 2, "tp": 2, "ep": 4}, {"tp": 2, "sequence_parallel": True, "recompute": "full"}],
+    ids=str,
+)
+def test_a_forced_balance_is_the_same_in_every_layout(pool, layout):
+    theirs = forced_run(pool)
+    assert_same(forced_run(pool, **layout), theirs)
+    for step in theirs.routed:
+        assert (step == theirs.routed[0]).all(1)[0], "in every step"
+    first, second = theirs.routed[0][:, :8]
+    assert (first != second).any() and first.max() < 2.5 * first.mean()
