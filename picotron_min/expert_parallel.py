@@ -56,7 +56,7 @@ def apply_expert_parallel(model: Llama, axes: Axes, engine: str, sequence_parall
         if axes.ep_etp.size > 1:
             kind = {"alltoall": AllToAllDispatch, "allgather": GatherDispatch}[engine]
             moe.dispatch = kind(moe.limit, axes)
-        if not sequence_parallel:  # else each tensor-parallel rank has its own tokens already
+        if axes.tp.size > 1 and not sequence_parallel:  # else each rank has its own tokens already
             moe.split, moe.join = (partial(f, axes.tp) for f in (_split, _join))
         moe.gate.sum_over_sequences = partial(all_reduce, axis=axes.cp_tp)
         moe.gate.sum_over_batch = partial(all_reduce, axis=axes.dp)
