@@ -31,6 +31,8 @@ class Kind(Enum):
     SEND_GRADIENT = "send B"
     RECEIVE_GRADIENT = "receive B"
 
+    __hash__ = object.__hash__  # Enum's is written in Python, and plans are looked up by actions
+
 
 SENDS = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRADIENT}
 RECEIVES = {Kind.FORWARD: Kind.RECEIVE_ACTIVATION, Kind.BACKWARD: Kind.RECEIVE_GRADIENT}
