@@ -132,19 +132,22 @@ class ShardedUnit:
     # Gradients: begin, wait and scale are those of GradientBuckets.
 
     def begin(self, num_backwards: int) -> None:
-        """Zero the gradients; each matrix will receive `num_backwards` of them."""
+        """Each matrix will receive `num_backwards` gradients; the first replaces what is there."""
         self.num_backwards, self.num_complete = num_backwards, 0
         self.arrivals = dict.fromkeys(self.weights, 0)
-        (self.row if self.buffer is None else self.buffer).zero_()
+        if self.reduces_each:
+            self.row.zero_()
 
     def arrived(self, name: str) -> None:
         """A weight has a gradient: take it. The last of a backward may start the reduction."""
         if self.buffer is None:
-            self.buffer = self.row.new_zeros(self.axis.size, len(self.row))
-        weight = self.weights[name]
+            self.buffer = self.row.new_empty(self.axis.size, len(self.row))
+        weight, is_first = self.weights[name], self.reduces_each or not self.arrivals[name]
         for piece in self.pieces[name]:
             inside, gradient = _views(piece, self.buffer, weight.grad)
-            inside += gradient
+            # A buffer is never zeroed, which would be another pass over its memory: what nothing is
+            # copied to, between pieces, is sent, but not read.
+            inside.copy_(gradient) if is_first else inside.add_(gradient)
         weight.grad = None
         self.arrivals[name] += 1
         if min(self.arrivals.values()) > self.num_complete:
