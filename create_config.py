@@ -15,7 +15,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from picotron_min.costs import matmul_parameters, memory_per_rank, parameter_count
+from picotron_min.costs import matmul_parameters, parameter_count
+from picotron_min.memory import memory_per_rank
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
@@ -165,7 +166,7 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     memory = memory_per_rank(model_config, config.layout, config.workload, device)
     count, matmul = parameter_count(model_config), matmul_parameters(model_config)
     print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
-    print("memory per rank  by the formulas of picotron_min/costs.py, memory_per_rank:")
+    print("memory per rank  by the formulas of picotron_min/memory.py, memory_per_rank:")
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
     states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}

@@ -9,7 +9,7 @@ the same number of tokens for everybody. Contenders of a preset start from the s
 their first losses and gradient norms must agree: to compare different work is worth nothing.
 
 Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
-micro-batch that is fastest for it: powers of two are tried, as far as costs.py lets hope and until
+micro-batch that is fastest for it: powers of two are tried, as far as memory.py lets hope and until
 one does not fit or is not faster. It is then measured as it is, and once more with its layers and
 its loss compiled: with the same micro-batch, and where time is left with twice that, because what
 is compiled needs less memory. The median of 20 steps counts.
@@ -44,11 +44,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from picotron_min.costs import memory_per_rank
 from picotron_min.data import Batches
 from picotron_min.initialise import initialise
 from picotron_min.layout import Layout, Recipe, Workload
 from picotron_min.linear import linears
+from picotron_min.memory import memory_per_rank
 from picotron_min.mesh import build_axes
 from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import build_optimizer

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
 from picotron_min.layout import STRIPE_ROWS, Layout, Workload
+from picotron_min.memory import RankMemory, memory_per_rank, saved_per_token
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.parallelize import apply_recompute
@@ -29,10 +30,10 @@ SHAPES = {"gqa": GQA, "mha": GQA.override(num_key_value_heads=4), "tied": PRESET
 B, S = 2, 64
 
 
-def planned(model_config, device="cuda", **options) -> costs.RankMemory:
+def planned(model_config, device="cuda", **options) -> RankMemory:
     """memory_per_rank, with the fields of a Layout and of a Workload together."""
     sizes = {f.name: options.pop(f.name) for f in fields(Layout) if f.name in options}
-    return costs.memory_per_rank(model_config, Layout(**sizes), Workload(**options), device)
+    return memory_per_rank(model_config, Layout(**sizes), Workload(**options), device)
 
 
 def build(model_config: ModelConfig, recompute: str) -> tuple[Llama, torch.Tensor, torch.Tensor]:
@@ -131,7 +132,7 @@ def test_activations_of_a_layer_are_what_torch_saves(recompute, dtype):
     model_config = GQA.override(hidden_size=160, head_dim=48)  # no [B S, E] looks like a matrix
     two = saved_bytes(model_config, recompute, dtype)
     three = saved_bytes(model_config.override(num_hidden_layers=3), recompute, dtype)
-    planned = costs.saved_per_token(model_config, dtype, recompute, Layout())
+    planned = saved_per_token(model_config, dtype, recompute, Layout(), 0)
     assert planned == pytest.approx((three - two) / (B * S), rel=0.01)
 
 
@@ -188,7 +189,7 @@ def test_recomputation_needs_less_and_full_the_least():
     boundaries = (16 * 4 + 2 * 4) * 2048 * 4096
     assert full == boundaries  # a layer that is brought back is smaller than the logits before it
     assert (
-        costs.saved_per_token(model_config, "float32", "none", Layout()) * 4096
+        saved_per_token(model_config, "float32", "none", Layout(), 0) * 4096
         < 4 * model_config.vocab_size * STRIPE_ROWS["cuda"]
     )
 

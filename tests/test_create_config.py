@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from create_config import main
-from picotron_min import costs
+from picotron_min import memory
 from picotron_min.layout import Layout, Workload
 from picotron_min.runtime import config as schema
 from picotron_min.runtime.config_file import MOST_PROCESSES, load_config
@@ -95,7 +95,7 @@ def test_the_rank_grid_has_tp_innermost_and_stays_short(create):
 
 
 def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
-    asked = mock.Mock(wraps=costs.memory_per_rank)
+    asked = mock.Mock(wraps=memory.memory_per_rank)
     monkeypatch.setattr("create_config.memory_per_rank", asked)
     layout = "--pp 4 --cp 1 --tp 2 --sequence_parallel --pp_engine afab --mbs 3 --grad_acc_steps 5"
     create(layout + " --seq_len 128 --dtype bfloat16 --optimizer sgd --recompute full")

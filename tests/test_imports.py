@@ -15,7 +15,8 @@ COURSE = {
     "placement": {"layout"},
     "pipeline_schedule": set(),
     "pipeline_simulator": {"pipeline_schedule"},
-    "costs": {"layout", "model_config", "pipeline_schedule", "placement"},
+    "costs": {"layout", "model_config"},
+    "memory": {"costs", "layout", "model_config", "pipeline_schedule", "placement"},
     "collectives": set(),
     "mesh": {"collectives", "layout"},
     "linear": set(),
@@ -46,7 +47,7 @@ MAY_IMPORT = COURSE | {
 }
 STANDARD_LIBRARY_ONLY = (
     *("layout", "placement", "model_config", "json_file", "pipeline_schedule"),
-    *("pipeline_simulator", "costs", "draw", "public_models", "wording"),
+    *("pipeline_simulator", "costs", "memory", "draw", "public_models", "wording"),
 )
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 

@@ -14,6 +14,7 @@ import pytest
 
 from picotron_min import costs, pipeline_schedule
 from picotron_min.layout import Layout, Workload
+from picotron_min.memory import memory_per_rank
 from picotron_min.pipeline_schedule import (
     RECEIVES,
     SCHEDULES,
@@ -541,7 +542,7 @@ def test_a_schedule_that_is_in_the_registry_and_nowhere_else_is_complete(tmp_pat
         # Both ends are on the first rank, which therefore needs a tied embedding only once.
         layout = Layout(pp=2, pp_engine="afab_v", pp_chunks=2, pp_layers=(1, 1, 1, 1))
         model_config = PRESETS["tiny"].override(tie_word_embeddings=True, num_hidden_layers=4)
-        memory = costs.memory_per_rank(model_config, layout, Workload(64, num_micro_batches=2))
+        memory = memory_per_rank(model_config, layout, Workload(64, num_micro_batches=2))
         layer = costs.parameter_count(model_config.override(num_hidden_layers=1))
         layer = costs.parameter_count(model_config.override(num_hidden_layers=2)) - layer
         assert memory.weights == 4 * (costs.parameter_count(model_config) - 2 * layer)

@@ -18,6 +18,7 @@ import create_config
 from picotron_min import costs
 from picotron_min.layout import Layout
 from picotron_min.linear import linears
+from picotron_min.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.placement import Cut, deal, lay_out, placements, with_owners
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
@@ -83,10 +84,11 @@ def test_owners_have_whole_matrices_side_by_side():
 def test_owners_have_about_the_same(name):
     model_config = find_preset(name)
     layers = model_config.num_hidden_layers
-    hidden = layers * sum(costs.layer_flops(model_config, seq_length=0).values()) // 2
+    hidden = layers * sum(costs.layer_flops(model_config, seq_length=0, layer=0).values()) // 2
     for n in (2, 4, 8, 16, 32, 64):
         layout = Layout(dp=n, sharding="layerwise")
-        of_layers, _ = costs.buffer_rows(model_config, layout, [layers], [0])
+        (share,) = shares_of_ranks(model_config, layout, 0)
+        of_layers = [window["dp_cp"] for window in share.windows]
         assert 1 <= n * sum(of_layers) / hidden <= (1.13 if n < 64 else 1.34)
         assert len(of_layers) >= min(layers, layers // (n // 4 + 1)), "in several messages"
 
@@ -247,8 +249,8 @@ def test_what_a_step_sends_is_the_formula(pool, sharding, layout, m, model, reco
     n = dp * cp
     config = make_config(*layout, sharding, m, recompute=recompute)
     model_config = test_layouts.MODELS[model].override(num_hidden_layers=2)
-    rows, _ = costs.buffer_rows(model_config, config.layout, [2], [0])
-    H = (n - 1) * 8 * sum(rows)
+    (share,) = shares_of_ranks(model_config, config.layout, 0)
+    H = (n - 1) * 8 * sum(window["dp_cp"] for window in share.windows)
     for rank, sent in enumerate(pool.run(config.world_size, bytes_sent, config, model)):
         vocabulary = [[61], [31, 30]][tp - 1][rank % tp]  # rows of this tp rank
         T = (n - 1) * 8 * -(-vocabulary // n) * 32 * (1 if model == "tied" else 2)
@@ -489,7 +491,7 @@ def test_the_next_weights_travel_while_a_layer_computes(pool):
 
 
 def bytes_held(config: Config) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Of weights, gradients and optimizer state after a step, and what costs.py plans."""
+    """Of weights, gradients and optimizer state after a step, and what memory.py plans."""
     training = test_checkpoint.make_training(config)
     training.step(0)
     training.evaluate()
@@ -507,7 +509,7 @@ def bytes_held(config: Config) -> tuple[tuple[int, int, int], tuple[int, int, in
     states = [s for of in training.optimizer.state.values() for s in of.values() if s.ndim]
     device, workload = "cpu", config.workload
     rank, model_config = training.axes.pp.rank, training.model_config
-    planned = costs._memory_of(rank, model_config, config.layout, workload, device)
+    planned = memory_of_ranks(model_config, config.layout, workload, device)[rank]
     return (distinct(weights), distinct(gradients), distinct(states)), planned[:3]
 
 

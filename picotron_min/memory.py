@@ -1,0 +1,254 @@
+"""How many bytes training needs on a rank, as formulas over the model's shape.
+
+    weights, gradients, optimizer state    what the placement table leaves to a rank
+    activations                            what forward keeps of each token until its backward
+    loss                                   logits, and the gradients that are made along with it
+
+E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, V vocabulary; X
+experts of size F, k of them for each token. Standard library only, so that a run can be planned
+anywhere.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain
+from operator import sub
+from typing import NamedTuple
+
+from picotron_min.costs import layers_of_stages
+from picotron_min.layout import STRIPE_ROWS, Layout, Workload
+from picotron_min.model_config import ModelConfig
+from picotron_min.pipeline_schedule import SCHEDULES, stages_of
+from picotron_min.placement import (
+    Placement,
+    lay_out,
+    part,
+    placements,
+    saved_name,
+    windows,
+)
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+class RankMemory(NamedTuple):
+    """Bytes that one rank needs at the fullest moment of a step."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def memory_per_rank(
+    model_config: ModelConfig, layout: Layout, workload: Workload, device: str = "cuda"
+) -> RankMemory:
+    """The memory of the pipeline rank that needs most, if tokens use all experts alike.
+
+    Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention,
+    the numbers of the experts that tokens use, the [S, S] matrices of attention that is not fused,
+    the allocator's slack, and torch itself.
+    """
+    return max(memory_of_ranks(model_config, layout, workload, device), key=sum)
+
+
+def memory_of_ranks(
+    model_config: ModelConfig, layout: Layout, workload: Workload, device: str = "cuda"
+) -> list[RankMemory]:
+    """The memory of each pipeline rank."""
+    shares = shares_of_ranks(model_config, layout, workload.seq_length)
+    sizes = model_config, layout, workload, device
+    return [_memory_of(rank, share, *sizes) for rank, share in enumerate(shares)]
+
+
+class Share(NamedTuple):
+    """What a pipeline rank has of the model, where it is the first rank along all other axes.
+
+    Elements are those that it computes with: "hidden" matrices, the "ends" and the "rest".
+    """
+
+    layers: list[int]
+    has_head: bool
+    whole: Counter[str]  # elements that its optimizer has, too
+    sharded: Counter[str]  # elements of which its optimizer has a part: see sharding.py
+    windows: list[dict[str, int]]  # R of the units of each window of layers, by axis
+    ends: list[dict[str, int]]  # R of the units of the embedding and of lm_head
+
+
+def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[Share]:
+    """The share of each pipeline rank."""
+    shapes, tied = model_config.parameter_shapes(), model_config.tie_word_embeddings
+    num_layers = layers_of_stages(model_config, layout, seq_length)
+    table = placements(shapes, layout, tied, num_layers)
+    local, stops, of_layer = _local_shapes(shapes, table, layout), [0, *accumulate(num_layers)], {}
+    for name in local:
+        of_layer.setdefault(int(name.split(".")[2]) if ".layers." in name else -1, []).append(name)
+
+    def share(stages: list[int]) -> Share:
+        has_head = layout.num_stages - 1 in stages
+        ends = {"model.embed_tokens.weight"} if 0 in stages else set()
+        ends |= {saved_name("lm_head.weight", tied)} if has_head else set()  # the same, if tied
+        layers = [range(stops[stage], stops[stage + 1]) for stage in stages]
+        groups = [group for of in layers for group in windows(of, shapes, layout)]
+        names = [[name for i in group for name in of_layer[i]] for group in groups]
+        others = [*ends, "model.norm.weight"] if has_head else ends
+        whole, sharded = Counter(), Counter()
+        for name in (*chain(*names), *others):
+            kind = "hidden" if table[name].is_hidden_matrix else "ends" if name in ends else "rest"
+            (sharded if table[name].shard else whole)[kind] += math.prod(local[name])
+        rows = partial(_rows, local=local, table=table, layout=layout)
+        units = [rows(of) for of in names], [rows([name]) for name in ends]
+        return Share([*chain(*groups)], has_head, whole, sharded, *units)
+
+    return [
+        share(stages_of(layout.pp_engine, rank, layout.pp, layout.pp_chunks))
+        for rank in range(layout.pp)
+    ]
+
+
+def _local_shapes(
+    shapes: Mapping[str, Sequence[int]], table: Mapping[str, Placement], layout: Layout
+) -> dict[str, list[int]]:
+    """What a rank computes with of each parameter; the first of pp has nothing of some experts."""
+    size = layout.axis_sizes
+    rank = dict.fromkeys(size, 0)
+    parts = {name: part(shape, table[name].cuts, rank, size) for name, shape in shapes.items()}
+    return {name: [s.stop - s.start for s in slices] for name, slices in parts.items()}
+
+
+def _rows(
+    names: Iterable[str],
+    local: Mapping[str, Sequence[int]],
+    table: Mapping[str, Placement],
+    layout: Layout,
+) -> dict[str, int]:
+    """R of the buffers in which the sharded ones of these matrices lie, one for each axis."""
+    by_axis = defaultdict(dict)
+    for name in names:
+        if table[name].shard and math.prod(local[name]):  # no expert of another ep rank
+            by_axis[table[name].shard.axis][name] = local[name]
+    rows = {}
+    for axis, matrices in by_axis.items():
+        shards = {name: table[name].shard for name in matrices}
+        rows[axis] = lay_out(matrices, shards, layout.axis_sizes[axis])[1]
+    return rows
+
+
+def _held(share: Share, layout: Layout, workload: Workload) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state."""
+    wide, narrow = max(BYTES["float32"], BYTES[workload.dtype]), BYTES[workload.dtype]
+    moments = 2 * (BYTES["bfloat16"] if workload.moments == "bfloat16" else wide)
+    states = {"adamw": (moments, moments), "muon": (wide, moments), "sgd": (0, 0)}
+    of_hidden, of_others = states[workload.optimizer]  # bytes an element
+    whole, size = share.whole, layout.axis_sizes
+    hidden, others = whole["hidden"], whole["ends"] + whole["rest"]
+    copies = narrow * hidden if narrow < wide else 0
+
+    units = [(axis, R) for window in share.windows + share.ends for axis, R in window.items()]
+    owned = sum(R for _, R in units)
+    of_layers = sum(R for window in share.windows for R in window.values())
+    gathered = [size[axis] * R for axis, R in units]  # elements of their buffers
+    weights = narrow * share.sharded["hidden"] + wide * share.sharded["ends"]
+    gradients = sum(gathered)
+    if layout.sharding in ("gradients", "parameters"):
+        gradients = owned + 2 * max(gathered, default=0)  # one buffer travels while another fills
+    if layout.sharding == "parameters":  # a layer, and the next one or an end
+        layer, end = (
+            max((sum(size[axis] * R for axis, R in of.items()) for of in windows), default=0)
+            for windows in (share.windows, share.ends)
+        )
+        weights = narrow * layer + max(narrow * layer, wide * end)
+    return (
+        wide * (hidden + others + owned) + copies + weights,
+        wide * (hidden + others + gradients),
+        of_hidden * (hidden + of_layers) + of_others * (others + owned - of_layers),
+    )
+
+
+def _memory_of(
+    rank: int,
+    share: Share,
+    model_config: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    device: str,
+) -> RankMemory:
+    dtype, recompute, tp, chunks = workload.dtype, workload.recompute, layout.tp, layout.pp_chunks
+    wide = max(BYTES["float32"], BYTES[dtype])  # bytes of a parameter, and of the residual stream
+    narrow = BYTES["bfloat16"] if dtype == "bfloat16" else 0  # of the copies to compute with
+    E, V = model_config.hidden_size, math.ceil(model_config.vocab_size / tp)
+    held, last = _held(share, layout, workload), share.has_head
+
+    tokens = workload.micro_batch_size * workload.seq_length // layout.cp
+    live_activations = SCHEDULES[layout.pp_engine].live_activations  # each of one chunk
+    live = live_activations(rank, layout.pp, workload.num_micro_batches, chunks) / chunks
+    each = [saved_per_token(model_config, dtype, recompute, layout, i) for i in share.layers]
+    everything = [saved_per_token(model_config, dtype, "none", layout, i) for i in share.layers]
+
+    # Backward runs a part of one layer again at a time...
+    again = everything if recompute == "full" else map(sub, everything, each)
+    layer = tokens * max(again)
+    # ... when the logits of the last stripe of tokens, which become their gradient, and their cast
+    # are gone: so only the larger of both counts. (lm_head's copy would go, too; it is counted.)
+    logits = last * V * (wide + narrow) * min(STRIPE_ROWS[device], tokens)
+    logits, layer = (logits, 0) if logits > layer else (0, layer)
+    # The gradients of lm_head and of its input are made along with the loss, and kept.
+    made = live * last * E * (wide * V + BYTES[dtype] * tokens)
+    return RankMemory(
+        weights=held[0] + narrow * last * V * E,
+        gradients=held[1],
+        optimizer_state=held[2],
+        activations=math.ceil(tokens * live * (sum(each) + last * 2 * wide * E) + layer),
+        loss=math.ceil(made + logits),
+    )
+
+
+def saved_per_token(
+    model_config: ModelConfig, dtype: str, recompute: str, layout: Layout, layer: int
+) -> float:
+    """Bytes that the forward of a layer keeps for backward, per token.
+
+    recompute   wide (float32, or float64)          in the compute dtype
+    none        4 E: 2 x a norm's input, and it     2 E norms' outputs + 2 Q D q, attention's output
+                normalised (fused on a GPU: 2 E)    + 2 K D k, v + 4 M gate, up, silu, product
+    selective   4 E                                 2 E + 4 M
+    full        1 E: the layer's input              nothing
+    """
+    c, D, E = model_config, model_config.head_dim, model_config.hidden_size
+    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
+    split = layout.tp if layout.sequence_parallel else 1  # of what is wide
+    if recompute == "full":
+        return wide * E / split
+    heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads) if recompute == "none" else 0
+    mlp = narrow * (E + 4 * c.intermediate_size / layout.tp)
+    if c.has_experts(layer):
+        mlp = _saved_by_experts(c, wide, narrow, layout)
+    # Norms' outputs are whole: a projection keeps its input as the all-gather has made it.
+    return wide * 4 * E / split + narrow * (E + heads / layout.tp) + mlp
+
+
+def _saved_by_experts(c: ModelConfig, wide: int, narrow: int, layout: Layout) -> float:
+    """The same of a mixture, with the MLP's input. As many tokens come from other ranks as leave.
+
+    router    E its input, in wide; X scores
+    experts   a row for each of a token's k, on every etp rank: E its input, 4 F as in an MLP, and
+              the product once more, weighted; the weighting is in wide
+    shared    E their input, 4 F each as in an MLP; E their output, if it is gated
+    """
+    E, F, tp = c.hidden_size, c.moe_intermediate_size, layout.tp
+    # Each tp rank routes its own part of a sequence; shared experts have all of it, as MLPs do.
+    saved = wide * (E + c.num_local_experts) / tp
+    saved += c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp
+    if c.n_shared_experts:
+        has_input = narrow == wide and tp == 1  # it is the router's
+        saved += narrow * (E * (not has_input) + 4 * c.n_shared_experts * F / tp)
+    if c.moe_shared_expert_gate:
+        saved += narrow * E / (tp if layout.sequence_parallel else 1)
+    return saved
