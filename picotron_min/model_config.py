@@ -84,7 +84,7 @@ class ModelConfig:
             why = f"does not cut num_local_experts={X} into equal groups of two or more"
             good = [n for n in range(1, X // 2 + 1) if X % n == 0]
             yield f"n_group={groups} {why}: use one of {good}"
-        elif best > groups or best * (X // groups) < k:
+        elif k <= X and (best > groups or best * (X // groups) < k):
             lowest = -(-k // (X // groups))
             why = f"num_experts_per_tok={k} of n_group={groups} groups of {X // groups}"
             yield f"topk_group={best} does not fit {why}: use {lowest} to {groups}"

@@ -422,6 +422,101 @@ def test_layouts_that_do_not_fit_the_model_name_those_that_do():
     assert list(model_problems(config, model_config)) == []
 
 
+EIGHT = {"num_local_experts": 8, "moe_intermediate_size": 96}
+SIGMOID = {"scoring_func": "sigmoid"}
+
+# fmt: off
+# What is wrong with experts: (layout, model, training, the expected message).
+BAD_EXPERTS = {
+    "a grid that does not fit the ranks":
+        ({"ep_size": 4, "etp_size": 2, "dp_size": 3, "tp_size": 2}, {}, {},
+        "ep_size=4 x etp_size=2 = 8 does not divide dp_size=3 x cp_size=1 x tp_size=2 = 6: use a "
+        "product of 1, 2, 3 or 6"),
+    "more ranks than experts": ({"ep_size": 16, "dp_size": 16}, {}, {},
+        "ep_size=16 does not divide num_local_experts=8: use 1, 2, 4 or 8"),
+    "a part of a row": ({"etp_size": 5, "dp_size": 5}, {}, {},
+        "etp_size=5 does not divide moe_intermediate_size=96: use 1"),
+    "ep without experts": ({"ep_size": 2, "dp_size": 2}, {"num_local_experts": 0}, {},
+        "ep_size=2 shares out experts, and model.name=tiny has none: use 1, or set "
+        "num_local_experts"),
+    "etp without experts": ({"etp_size": 2, "dp_size": 2}, {"num_local_experts": None}, {},
+        "etp_size=2 shares out experts, and model.name=tiny has none: use 1, or set "
+        "num_local_experts"),
+    "tokens that tp does not divide":
+        ({"tp_size": 2, "cp_size": 2, "cp_engine": "ulysses"}, {}, {"seq_length": 250},
+        "tp_size=2 does not divide seq_length=250 / cp_size=2 = 125: use 1"),
+    "shared experts that tp does not divide":
+        ({"tp_size": 2}, {"n_shared_experts": 3, "moe_intermediate_size": 33} | SIGMOID, {},
+        "tp_size=2 does not divide n_shared_experts=3 x moe_intermediate_size=33 = 99: use 1"),
+    "dense layers that tp does not divide":
+        ({"tp_size": 2}, {"mlp_only_layers": [0], "intermediate_size": 383}, {},
+        "tp_size=2 does not divide intermediate_size=383: use 1"),
+    "padding to no capacity": ({}, {}, {"moe_pad_expert_input_to_capacity": True},
+        "moe_pad_expert_input_to_capacity=true needs a capacity: set moe_expert_capacity_factor, "
+        "for example to 1.25, or padding to false"),
+    "more choices than experts": ({}, {"num_experts_per_tok": 9}, {},
+        "num_experts_per_tok=9 exceeds num_local_experts=8: use at most 8"),
+    "a router that learns nothing": ({}, {"num_experts_per_tok": 1}, {},
+        "num_experts_per_tok=1 with norm_topk_prob=true makes every weight 1, and the router "
+        "learns nothing: use 2, or false"),
+    "no layer with experts": ({}, {"mlp_only_layers": [0, 1, 2, 3]}, {},
+        "mlp_only_layers=[0, 1, 2, 3]: must name some, not all, of the layers 0 to 3"),
+    "a layer that is not there": ({}, {"mlp_only_layers": [4]}, {},
+        "mlp_only_layers=[4]: must name some, not all, of the layers 0 to 3"),
+    "groups of different sizes": ({}, {"n_group": 3} | SIGMOID, {},
+        "n_group=3 does not cut num_local_experts=8 into equal groups of two or more: use one of "
+        "[1, 2, 4]"),
+    "groups of one": ({}, {"n_group": 8} | SIGMOID, {},
+        "n_group=8 does not cut num_local_experts=8 into equal groups of two or more: use one of "
+        "[1, 2, 4]"),
+    "more groups than there are": ({}, {"n_group": 2, "topk_group": 3} | SIGMOID, {},
+        "topk_group=3 does not fit num_experts_per_tok=2 of n_group=2 groups of 4: use 1 to 2"),
+    "groups with too few experts": ({}, {"n_group": 4, "num_experts_per_tok": 3} | SIGMOID, {},
+        "topk_group=1 does not fit num_experts_per_tok=3 of n_group=4 groups of 2: use 2 to 4"),
+    "groups with softmax": ({}, {"n_group": 2}, {},
+        'n_group and routed_scaling_factor above 1 need scoring_func="sigmoid"'),
+    "a scale with softmax": ({}, {"routed_scaling_factor": 2.5}, {},
+        'n_group and routed_scaling_factor above 1 need scoring_func="sigmoid"'),
+    "shared experts with softmax": ({}, {"n_shared_experts": 1}, {},
+        'n_shared_experts=1 with scoring_func="softmax" needs moe_shared_expert_gate=true, or '
+        "scoring_func sigmoid"),
+    "a gate with sigmoid":
+        ({}, {"n_shared_experts": 1, "moe_shared_expert_gate": True} | SIGMOID, {},
+        'moe_shared_expert_gate needs scoring_func="softmax": set it to false'),
+    "later dense layers with sigmoid": ({}, {"mlp_only_layers": [0, 2]} | SIGMOID, {},
+        'mlp_only_layers=[0, 2]: with scoring_func="sigmoid" only the first layers can be without '
+        "experts, as in [0, 1]"),
+    "a gate of nothing": ({}, {"moe_shared_expert_gate": True}, {},
+        "moe_shared_expert_gate=true needs n_shared_experts of 1 or more"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", BAD_EXPERTS)
+def test_experts_that_do_not_fit_are_reported_with_numbers_and_the_remedy(name):
+    layout, model, training, message = BAD_EXPERTS[name]
+    raw = {"distributed": layout, "model": EIGHT | model, "training": training}
+    (problem,) = problems(raw)
+    assert problem.removeprefix("model.name=tiny: ") == message
+
+
+def test_layouts_that_fit_the_experts_are_accepted():
+    layout = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
+    # Where all layers have experts, no matrix has the size of a dense MLP.
+    model = EIGHT | {"intermediate_size": 383, "n_shared_experts": 1, "scoring_func": "sigmoid"}
+    assert parse_config({"distributed": layout, "model": model}).layout.ep == 2
+    for sharding in ("none", "layerwise"):
+        muon = {"distributed": layout | {"sharding": sharding}, "training": {"optimizer": "muon"}}
+        parse_config(muon | {"model": model})
+
+
+def test_keys_of_experts_are_harmless_without_any():
+    keys = {key: value for key, value in dict(Config().training).items() if key.startswith("moe_")}
+    assert len(keys) == 9
+    changed = {"moe_aux_loss_coeff": 0.1, "moe_expert_capacity_factor": 1.5}
+    parse_config({"training": keys | changed | {"moe_router_force_load_balancing": True}})
+
+
 def test_only_a_quoted_number_is_reported_to_need_no_quotes():
     for word, problem in (("1e-3", "above 0, without quotes"), ("big", "above 0")):
         assert problems({"training": {"learning_rate": word}})[0].endswith(problem)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from picotron_min.layout import LARGEST_BETA2
+from picotron_min.layout import LARGEST_BETA2, Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import chunks_problem
 from picotron_min.runtime.config import KEYS, Config, ConfigError
@@ -40,6 +40,9 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield f"min_learning_rate={lowest} is above learning_rate={peak}: use at most {peak}"
     if t.max_tokens and t.max_tokens < tokens:
         yield f"max_tokens={t.max_tokens}: must be at least {tokens}, the tokens of one step"
+    if t.moe_pad_expert_input_to_capacity and not t.moe_expert_capacity_factor:
+        why = "moe_pad_expert_input_to_capacity=true needs a capacity"
+        yield f"{why}: set moe_expert_capacity_factor, for example to 1.25, or padding to false"
     if trace_file and steps < 5:
         yield f"trace_file={trace_file} records steps 3 to 5: raise total_train_steps={steps} to 5"
 
@@ -59,6 +62,12 @@ def _layout_problems(config: Config) -> Iterator[str]:
         why = f'as cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
         why += f" sequence_parallel={shown(d.sequence_parallel)} need"
         yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
+    ranks, needed = d.dp_size * d.cp_size * d.tp_size, d.ep_size * d.etp_size
+    if ranks % needed:
+        made = f"ep_size={d.ep_size} x etp_size={d.etp_size} = {needed} does not divide"
+        of = f"dp_size={d.dp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} = {ranks}"
+        good = choice(n for n in range(1, min(ranks, 64) + 1) if ranks % n == 0)
+        yield f"{made} {of}: use a product of {good}"
     if d.pp_chunks > 1 and d.pp_size == 1:
         yield f"pp_chunks={d.pp_chunks} needs more than pp_size=1: use pp_chunks 1, or more ranks"
     if problem := chunks_problem(d.pp_engine, d.pp_chunks):
@@ -165,12 +174,11 @@ def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
     """Why the layout and the sequence do not fit the model's numbers."""
     layout, seq_length = config.layout, config.training.seq_length
     tp, cp, V = layout.tp, layout.cp, model_config.vocab_size
-    cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {key: getattr(model_config, key) for key in cut}
-    for key, size in sizes.items():
+    sizes = _sizes_that_tp_cuts(model_config, layout, seq_length)
+    for what, size in sizes.items():
         if size % tp:
-            good = _divisors(math.gcd(*sizes.values()))
-            yield f"tp_size={tp} does not divide {key}={size}: use {good}"
+            yield f"tp_size={tp} does not divide {what}: use {_divisors(math.gcd(*sizes.values()))}"
+    yield from _expert_problems(config, model_config)
     num_heads = model_config.num_attention_heads
     if layout.cp_engine == "ulysses" and (heads := num_heads // tp) % cp:
         needs = f"num_attention_heads={num_heads} / tp_size={tp} = {heads}: use {_divisors(heads)}"
@@ -187,6 +195,40 @@ def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
     if seq_length > (longest := model_config.max_position_embeddings):
         where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
+
+
+def _sizes_that_tp_cuts(
+    model_config: ModelConfig, layout: Layout, seq_length: int
+) -> dict[str, int]:
+    """What each of the tp ranks has an equal part of, as messages show it."""
+    c, cp, n = model_config, layout.cp, model_config.n_shared_experts
+    keys = ["num_attention_heads", "num_key_value_heads"]
+    if not all(map(c.has_experts, range(c.num_hidden_layers))):
+        keys.append("intermediate_size")
+    sizes = {f"{key}={getattr(c, key)}": getattr(c, key) for key in keys}
+    if c.num_local_experts and n:
+        made = f"n_shared_experts={n} x moe_intermediate_size={c.moe_intermediate_size}"
+        sizes[f"{made} = {n * c.moe_intermediate_size}"] = n * c.moe_intermediate_size
+    # Before tokens go to experts, the ranks share them out, also without sequence parallelism.
+    if c.num_local_experts and not layout.sequence_parallel and seq_length % cp == 0:
+        sizes[f"seq_length={seq_length} / cp_size={cp} = {seq_length // cp}"] = seq_length // cp
+    return sizes
+
+
+def _expert_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
+    """Why the experts cannot be shared out among ranks."""
+    X, F, layout = model_config.num_local_experts, model_config.moe_intermediate_size, config.layout
+    ranks = layout.dp * layout.cp * layout.tp
+    for key, size, what, number in (
+        ("ep_size", layout.ep, "num_local_experts", X),
+        ("etp_size", layout.etp, "moe_intermediate_size", F),
+    ):
+        if size > 1 and not X:
+            why = f"{key}={size} shares out experts, and model.name={config.model.name} has none"
+            yield f"{why}: use 1, or set num_local_experts"
+        elif number % size:
+            good = _divisors(math.gcd(number, ranks))
+            yield f"{key}={size} does not divide {what}={number}: use {good}"
 
 
 def _divisors(number: int) -> str:
