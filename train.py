@@ -31,7 +31,7 @@ from picotron_min.parallelize import ParallelModel, parallelize
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.failures import RollCall, launched
 from picotron_min.runtime.folders import check_shared
-from picotron_min.runtime.hugging_face import export_hf
+from picotron_min.runtime.hugging_face import export_hf, load_hf
 from picotron_min.runtime.launch import exit_on_usage_error, set_environment, torchrun_launch
 from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.saver import Saver
@@ -169,7 +169,7 @@ def fill_weights(run: Run, inputs: "Inputs", roll_call: RollCall) -> None:
         set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
     elif inputs.weights:
         weights = {name: p.data for name, p in model.parameters.items()} | model.buffers
-        load(inputs.weights, model.parts_of_whole(weights), roll_call.long_group)
+        load_hf(inputs.weights, model.parts_of_whole(weights), roll_call.long_group)
     else:
         seed, model_config = inputs.config.training.seed, inputs.model_config
         initialise(model.parameters, model_config, seed, model.placements, model.axes)

@@ -47,7 +47,8 @@ MAY_IMPORT = COURSE | {
 }
 STANDARD_LIBRARY_ONLY = (
     *("layout", "placement", "model_config", "json_file", "pipeline_schedule"),
-    *("pipeline_simulator", "costs", "memory", "draw", "public_models", "wording"),
+    *("pipeline_simulator", "costs", "memory", "draw", "architectures", "public_models"),
+    "wording",
 )
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub"}
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 import transformers
 
+from picotron_min.layout import Routing
 from picotron_min.model import Llama
 from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
+from picotron_min.moe import apply_moe
+from picotron_min.router import Tally
 from picotron_min.runtime.public_models import (
     PRESETS,
     find_preset,
@@ -22,11 +25,29 @@ def test_presets_have_the_parameters_that_transformers_builds(name):
     model_config = PRESETS[name]
     with torch.device("meta"):
         ours = Llama(model_config)
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(model_config)))
+        apply_moe(ours, Routing(), Tally(model_config, torch.device("meta")))
+        their_config = transformers.AutoConfig.for_model(**to_hf(model_config))
+        theirs = transformers.AutoModelForCausalLM.from_config(their_config)
     theirs.tie_weights()  # 5.0 did not, without memory
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
-    assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    assert shapes == unstacked({name: tuple(p.shape) for name, p in theirs.named_parameters()})
     assert shapes == model_config.parameter_shapes()
+
+
+def unstacked(shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """Their parameters, with the matrices of each expert apart, as in files."""
+    apart = {}
+    for name, shape in shapes.items():
+        base, is_stack, kind = name.partition(".experts.")
+        if not is_stack:
+            apart[name] = shape
+            continue
+        num_experts, rows, columns = shape
+        rows = rows // 2 if kind == "gate_up_proj" else rows
+        for e in range(num_experts):
+            for projection in kind.replace("gate_up", "gate_proj,up").split(","):
+                apart[f"{base}.experts.{e}.{projection}.weight"] = rows, columns
+    return apart
 
 
 # Parameter counts that the models' own cards and papers state, in millions.
@@ -42,6 +63,8 @@ PUBLISHED = {
     "Llama-3.1-8B": 8030.3,
     "Llama-3.1-70B": 70553.7,
     "Llama-3.1-405B": 405853.4,
+    "Mixtral-8x7B-v0.1": 46702.8,
+    "Mixtral-8x22B-v0.1": 140620.6,
 }
 
 
@@ -66,7 +89,7 @@ def test_rope_settings_are_read_in_the_old_and_the_new_spelling():
 
 def test_config_survives_a_round_trip_through_transformers():
     for model_config in PRESETS.values():
-        there = transformers.LlamaConfig(**to_hf(model_config)).to_dict()
+        there = transformers.AutoConfig.for_model(**to_hf(model_config)).to_dict()
         assert from_hf(there) == model_config
 
 

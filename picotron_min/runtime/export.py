@@ -26,13 +26,18 @@ def main(arguments: list[str] | None = None) -> None:
         metadata = read_metadata(options.checkpoint, option="the argument `checkpoint`")
         set_environment(uses_hub=uses_hub(metadata.config))
         tokenizer, dtype = load_tokenizer(metadata.config.tokenizer), metadata.config.model.dtype
-        shapes = metadata.model.parameter_shapes().items()
-        weights = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape in shapes}
+        weights = _empty(metadata.model.parameter_shapes(), getattr(torch, dtype))
+        # The biases of routers are not rounded: their steps are below bfloat16's precision.
+        weights |= _empty(metadata.model.buffer_shapes(), torch.float32)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         load(options.checkpoint, weights)  # rounds each tensor to its dtype
         export_hf(options.folder, weights, metadata.model, tokenizer)
         dist.destroy_process_group()
     print(f"wrote {options.folder}")
+
+
+def _empty(shapes: dict[str, tuple], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from picotron_min.checkpoint import complete_or_absent, save
+from picotron_min.checkpoint import complete_or_absent, load, save
 from picotron_min.model_config import ModelConfig
+from picotron_min.runtime.architectures import our_name, their_name
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.public_models import from_hf, to_hf
 from picotron_min.runtime.tokenizer import Tokenizer
@@ -18,10 +19,14 @@ from picotron_min.runtime.tokenizer import Tokenizer
 READABLE = ("F64", "F32", "BF16", "F16")
 DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once saved it per layer
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Numbers that no shape shows: with another rope_theta the weights would be useless.
+HIDDEN = {"num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps"}
+ROUTING = {"num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "topk_group"}
+ROUTING |= {"routed_scaling_factor"}  # likewise, of models with experts
 
 
 def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
-    """The folder of a model on this machine or on the hub, for checkpoint.load; checked, not read.
+    """The folder of a model on this machine or on the hub, for load_hf; checked, not read.
 
     Raises ValueError with all tensors that are missing, unexpected or misshapen, and all numbers of
     its config.json that differ from the model's, but for the fields `given` in the run's config.
@@ -31,10 +36,12 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     if not paths:  # other files can run code
         problem = f"model.weights={name} has no .safetensors file"
         raise ValueError(f"{problem}: save it with transformers' save_pretrained")
-    shapes, tied = model_config.parameter_shapes(), model_config.tie_word_embeddings
+    shapes = model_config.parameter_shapes() | model_config.buffer_shapes()
+    tied = model_config.tie_word_embeddings
     found, problems = _match(paths, shapes | ({HEAD: shapes[EMBEDDING]} if tied else {}))
     missing = shapes.keys() - found
-    problems += [f"{folder}: {key} {shapes[key]} is missing" for key in missing]
+    named = {key: their_name(key, model_config) for key in missing}
+    problems += [f"{folder}: {named[key]} {shapes[key]} is missing" for key in missing]
     if missing == {HEAD}:
         problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
     problems += _config_problems(folder / "config.json", model_config, given)
@@ -66,27 +73,31 @@ def _find_folder(name: str) -> Path:
 
 
 def _match(paths: list[Path], shapes: dict[str, tuple]) -> tuple[dict[str, Path], list[str]]:
-    """The file of every tensor, and what is wrong with the tensors."""
+    """The file of every tensor, by our name, and what is wrong with the tensors."""
     found, problems = {}, []
+    has_shared = any(".shared_experts." in name for name in shapes)
     for path in paths:
         file = open_safetensors(path)
         for key in (key for key in sorted(file.keys()) if not key.endswith(DERIVED)):
-            tensor, expected = file.get_slice(key), shapes.get(key)
-            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            tensor, name = file.get_slice(key), our_name(key)
+            shape, dtype, expected = tuple(tensor.get_shape()), tensor.get_dtype(), shapes.get(name)
+            is_gate = name.endswith(".shared_expert_gate.weight")
+            if expected is None and (0 in shape or (is_gate and not has_shared)):
+                continue  # transformers writes shared experts also of size 0
             if expected is None:
                 problems.append(f"{path}: {key} {shape} is not a tensor of this model")
             elif shape != expected:
                 problems.append(f"{path}: {key} is {shape}, and this model's is {expected}")
             elif dtype not in READABLE:
                 problems.append(f"{path}: {key} is {dtype}, not one of {', '.join(READABLE)}")
-            elif key in found:
-                problems.append(f"{path}: {key} is also in {found[key].name}")
-            found[key] = path
+            elif name in found:
+                problems.append(f"{path}: {key} is also in {found[name].name}")
+            found[name] = path
     return found, problems
 
 
 def _config_problems(path: Path, model_config: ModelConfig, given: set[str]) -> list[str]:
-    """Numbers that no shape shows: with another rope_theta the weights would be useless."""
+    """What would compute something else with the same tensors."""
     if not path.exists():
         return []
     content = read_json(path)
@@ -94,9 +105,16 @@ def _config_problems(path: Path, model_config: ModelConfig, given: set[str]) -> 
         theirs = from_hf(content)
     except ValueError as error:
         raise ValueError(f"model.weights: {path}: {error}") from None
-    hidden = {"num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps"} - given
+    hidden = (HIDDEN | (ROUTING if model_config.num_local_experts else set())) - given
     both = [(key, getattr(theirs, key), getattr(model_config, key)) for key in hidden]
     return [f"{path}: {k} is {a}, and this model's is {b}" for k, a, b in both if a != b]
+
+
+def load_hf(folder: Path, parts: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Read the weights of a folder that find_weights has checked, on all ranks together."""
+    files = map(open_safetensors, sorted(folder.glob("*.safetensors")))
+    names = {our_name(key): key for file in files for key in sorted(file.keys())}
+    load(folder, {names[name]: part for name, part in parts.items()}, group)
 
 
 def open_safetensors(path: Path) -> safe_open:
@@ -122,6 +140,8 @@ def export_hf(
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+
+    weights = {their_name(name, model_config): part for name, part in weights.items()}
 
     def write(partial: Path) -> None:
         save(partial, weights, group, enable_consolidation=True)

@@ -3,66 +3,87 @@
 import re
 from dataclasses import asdict, fields
 
-from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
+from picotron_min.model_config import ModelConfig, RopeScaling
+from picotron_min.runtime.architectures import ARCHITECTURES, REFUSED, Architecture, model_type
 
-# The only values of these keys that this model computes; the first is the default.
-SUPPORTED = {"model_type": ["llama"], "hidden_act": ["silu"], "rope_type": ["default", "llama3"]}
-SUPPORTED |= {"attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0]}
 # Far above any published model (10**7 for other keys): a slip such as 10**12 is refused at once.
 LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**4, "num_key_value_heads": 10**4}
+LARGEST |= {"num_local_experts": 10**4, "n_routed_experts": 10**4, "num_experts": 10**4}
 LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9}
-# What only a model with experts has.
-EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-EXPERTS += ("moe_shared_expert_gate", "mlp_only_layers", "scoring_func", "norm_topk_prob")
-EXPERTS += ("n_group", "topk_group", "routed_scaling_factor")
+SMALLEST = {"num_local_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0, "factor": 1}
+SMALLEST |= {"shared_expert_intermediate_size": 0}  # 1 for other whole numbers
+KINDS = {field.name: field.type for kind in (ModelConfig, RopeScaling) for field in fields(kind)}
 
 
 def from_hf(hf: dict) -> ModelConfig:
     """Read a Hugging Face `config.json`; ValueError for what this model would not compute."""
+    architecture = _architecture(hf)
     rope = {}  # transformers 5 has all in rope_parameters; before, rope_theta was at the top level
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(key), dict | None):
             raise ValueError(f"{key}={hf[key]!r:.60}: must be an object, {{ ... }}, or null")
         rope |= hf.get(key) or {}
     rope.setdefault("rope_type", rope.get("type", "default"))
-    hf = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6} | hf | rope  # transformers' defaults
-    for key, known in SUPPORTED.items():
-        value = hf.get(key, known[0])
-        if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
-            only = " and ".join(map(repr, known))
-            raise ValueError(f"{key}={value!r:.60} is not supported: only {only} can be trained")
-    if hf.get("num_key_value_heads") is None:
-        hf["num_key_value_heads"] = hf.get("num_attention_heads")
-    if hf.get("head_dim", 0) is None:
-        del hf["head_dim"]  # ModelConfig derives it
+    hf = architecture.defaults | hf | rope
+    _check_supported(architecture, hf)
     stretch = [field.name for field in fields(RopeScaling) if hf["rope_type"] == "llama3"]
-    if missing := [name for name in (*SIZES, *stretch) if name not in hf]:
+    keys = dict.fromkeys((*architecture.keys.values(), *architecture.more, *stretch))
+    if missing := [key for key in keys if key not in hf]:
         raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
-    names = [f.name for f in fields(ModelConfig) if f.name not in ("rope_scaling", *EXPERTS)]
-    check_numbers(numbers := {name: hf[name] for name in (*names, *stretch) if name in hf})
+    if hf["num_key_value_heads"] is None:
+        hf["num_key_value_heads"] = hf["num_attention_heads"]
+    derived = [key for key in keys if key == "head_dim" and hf[key] is None]  # by ModelConfig
+    check_numbers({key: hf[key] for key in keys if key not in derived})
+    numbers = {name: hf[key] for name, key in architecture.keys.items()} | architecture.read(hf)
+    if "num_local_experts" in numbers and not numbers["num_local_experts"]:
+        raise ValueError(f"num_local_experts=0: model_type={hf['model_type']!r} needs 1 or more")
     if stretch:
-        scaling = RopeScaling(**{name: numbers.pop(name) for name in stretch})
+        numbers["rope_scaling"] = scaling = RopeScaling(*(hf[name] for name in stretch))
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         if low >= high:  # the model divides by their difference
             raise ValueError(f"high_freq_factor={high}: must be above low_freq_factor={low}")
-        numbers["rope_scaling"] = scaling
     return ModelConfig(**numbers)
+
+
+def _architecture(hf: dict) -> Architecture:
+    name = hf.get("model_type", "llama")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        only = ", ".join(map(repr, ARCHITECTURES))
+        why = f", as {REFUSED[name]}" if isinstance(name, str) and name in REFUSED else ""
+        problem = f"model_type={name!r:.60} is not supported{why}"
+        raise ValueError(f"{problem}: only {only} can be trained")
+    return ARCHITECTURES[name]
+
+
+def _check_supported(architecture: Architecture, hf: dict) -> None:
+    """Raise a ValueError for the first key with a value that the model would ignore."""
+    only = architecture.only | {"rope_type": ("default", ["default", "llama3"])}
+    types = hf.get("layer_types")
+    full = ["full_attention"] * len(types) if isinstance(types, list) else None
+    only |= {"layer_types": (None, [full])}  # other layers have a window
+    for key, (absent, known) in only.items():
+        value = hf.get(key, absent)
+        if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
+            meaning = "" if key in hf else ", which it means where it is absent,"
+            remedy = " and ".join(map(repr, known))
+            problem = f"{key}={value!r:.60}{meaning} is not supported"
+            raise ValueError(f"{problem}: only {remedy:.60} can be trained")
 
 
 def check_numbers(numbers: dict) -> None:
     """Raise a ValueError that names every number of a model with a wrong type or out of range."""
-    wrong, kinds = [], {f.name: f.type for kind in (ModelConfig, RopeScaling) for f in fields(kind)}
+    wrong = []
     for name, value in numbers.items():
+        kind = KINDS.get(name, int)
         good, expected = type(value) is bool, "true or false"
         if name == "scoring_func":
             good, expected = value in ("softmax", "sigmoid"), "softmax or sigmoid"
         elif name == "mlp_only_layers":
             good = isinstance(value, list | tuple) and all(type(v) is int and v >= 0 for v in value)
             expected = "a list of layers"
-        elif kinds[name] is not bool:
-            whole, largest = kinds[name] is not float, LARGEST.get(name, 10**7)
-            smallest = 1 if whole or name == "factor" else 1e-30
-            smallest = 0 if name in ("num_local_experts", "n_shared_experts") else smallest
+        elif kind is not bool:
+            whole, largest = kind is not float, LARGEST.get(name, 10**7)
+            smallest = SMALLEST.get(name, 1 if whole else 1e-30)
             good = type(value) in (int, int if whole else float) and smallest <= value <= largest
             expected = f"a {'whole ' * whole}number from {smallest} up to {largest:,}"
         if not good:
@@ -73,12 +94,14 @@ def check_numbers(numbers: dict) -> None:
 
 def to_hf(model_config: ModelConfig) -> dict:
     """The `config.json` that `transformers.AutoModelForCausalLM` loads (any version)."""
-    hf = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    hf |= {"attention_bias": False, "mlp_bias": False} | asdict(model_config)
-    for name in EXPERTS:
-        del hf[name]
-    if model_config.rope_scaling:
-        hf["rope_scaling"]["rope_type"] = "llama3"
+    name = model_type(model_config)
+    architecture = ARCHITECTURES[name]
+    hf = {"architectures": [architecture.class_name], "model_type": name}
+    hf |= {key: known[0] for key, (_, known) in architecture.only.items()}
+    hf |= {key: getattr(model_config, field) for field, key in architecture.keys.items()}
+    hf |= architecture.write(model_config)
+    scaling = model_config.rope_scaling
+    hf["rope_scaling"] = asdict(scaling) | {"rope_type": "llama3"} if scaling else None
     return hf
 
 
@@ -86,6 +109,7 @@ _smol, _llama_2 = {"tie_word_embeddings": True}, {"max_position_embeddings": 409
 _llama_3 = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
 _llama_3_1 = _llama_3 | {"rope_scaling": RopeScaling(8.0)}
 _llama_3_2 = _llama_3 | {"rope_scaling": RopeScaling(32.0), "tie_word_embeddings": True}
+_mixtral = {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 # By the ids of their repositories on the Hugging Face hub, from the config.json of each.
 PRESETS = {
@@ -101,6 +125,12 @@ PRESETS = {
     "meta-llama/Llama-3.1-8B": ModelConfig(128_256, 4096, 14_336, 32, 32, 8, **_llama_3_1),
     "meta-llama/Llama-3.1-70B": ModelConfig(128_256, 8192, 28_672, 80, 64, 8, **_llama_3_1),
     "meta-llama/Llama-3.1-405B": ModelConfig(128_256, 16_384, 53_248, 126, 128, 8, **_llama_3_1),
+    "mistralai/Mixtral-8x7B-v0.1": ModelConfig(
+        32_000, 4096, 14_336, 32, 32, 8, max_position_embeddings=32_768, **_mixtral
+    ),
+    "mistralai/Mixtral-8x22B-v0.1": ModelConfig(
+        32_000, 6144, 16_384, 56, 48, 8, max_position_embeddings=65_536, **_mixtral
+    ),
 }
 
 
