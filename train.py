@@ -124,8 +124,9 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     squares = squared_norm(model.parameters, model.placements, model.axes.ranks)
     sums = torch.cat([model.counted_once(totals), squares[None], model.tally.table.flatten()])
     all_reduce(sums, model.axes.world)
-    loss_sum, num_targets, squares = sums[:3].tolist()
-    norm, routed = math.sqrt(squares) / num_targets, sums[3:].view_as(model.tally.table)
+    on_host, routed = sums.cpu(), sums[3:].view_as(model.tally.table)
+    loss_sum, num_targets, squares = on_host[:3].tolist()
+    norm = math.sqrt(squares) / num_targets
 
     rate = learning_rate_at(step, recipe)
     skip = run.skipped.record(step + 1, norm)
@@ -138,6 +139,7 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
         run.optimizer.step()
         model.weights_changed()
         model.tally.update_biases(model.routers, routed)  # of experts
+    routed = on_host[3:].view_as(routed)  # for the report, which must not wait for the optimizer
     return StepResult(loss_sum / num_targets, norm, rate, skip, routed)
 
 

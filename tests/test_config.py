@@ -106,8 +106,8 @@ BAD = {
     "a misspelt key of another section": ("model", {"seq_lenght": 64},
         "model.seq_lenght is not known: did you mean training.seq_length?"),
     "a key like no other": ("logging", {"zzz": 1},
-        "logging.zzz is not known: use use_wandb, project_name, run_name, metrics_file or "
-        "trace_file"),
+        "logging.zzz is not known: use use_wandb, project_name, run_name, metrics_file, "
+        "trace_file or moe_per_layer_logging"),
     "only warm-up": ("training", {"warmup_steps": 50, "total_train_steps": 50},
         "warmup_steps=50: must be below total_train_steps=50"),
     "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},

@@ -143,6 +143,7 @@ class Logging(Section):  # what is recorded
     run_name: Text | None = None
     metrics_file: Name | None = None  # null: metrics.jsonl in checkpoint.save_dir
     trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
+    moe_per_layer_logging: bool = False  # metrics of experts also for each layer, as lists
 
 
 class Environment(Section, strict=False):  # of every process; picotron writes "1" and "false"

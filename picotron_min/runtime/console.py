@@ -63,7 +63,7 @@ class Console:
         # The pace so far, with the evaluations and checkpoints between the steps.
         pace = (time.perf_counter() - self._began) / self._total["steps"]
         self._line = (
-            f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}"
+            f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}{_balance(record)}"
             f"  {self._speed(self._recent)}  {record.memory_gb:.2f} GB"
             f"  {duration(pace * (last - step))} left"
         )
@@ -104,6 +104,9 @@ class Console:
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
             rows["speed"] = self._speed(work)
             rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
+            if latest.balance:
+                before, now = (r.balance["load_imbalance"] for r in (first, latest))
+                rows["imbalance"] = f"{before:.2f} -> {now:.2f}"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
         if checkpoint:
@@ -111,6 +114,14 @@ class Console:
         self.header("Done", rows | {"model": str(model_folder)})
         self._print("Use the model:", style="bold")
         self._print(USAGE.format(folder=model_folder, prompt=prompt))
+
+
+def _balance(record: StepRecord) -> str:
+    """Of experts: the tokens of the one that has most over the mean, and what was dropped."""
+    if not record.balance:
+        return ""
+    imbalance, dropped = record.balance["load_imbalance"], record.balance["dropped"]
+    return f"  imbalance {imbalance:.2f}" + (f"  {dropped:.1%} dropped" if dropped else "")
 
 
 def _validation(*records: EvalRecord) -> str:

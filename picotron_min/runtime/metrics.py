@@ -5,7 +5,7 @@ after a resume, the later line counts.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
@@ -26,6 +26,7 @@ class StepRecord:
     step_seconds: float
     memory_gb: float  # the writing rank's peak so far
     comm_bytes: dict[str, int]  # axis -> bytes this rank sent in the step
+    balance: dict[str, object] = field(default_factory=dict)  # of experts: see balance.py
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class MetricsLog:
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
         # JSON has no NaN and no infinity: every reader takes null for a missing number.
         values = json.loads(json.dumps(asdict(record)), parse_constant=lambda name: None)
+        values |= values.pop("balance", {})  # its metrics are those of a step as any other
         if self._file:
             try:
                 self._file.write(json.dumps(values) + "\n")

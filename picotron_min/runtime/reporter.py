@@ -4,8 +4,9 @@ import math
 from contextlib import ExitStack
 from pathlib import Path
 
-from picotron_min.costs import parameter_count
+from picotron_min.costs import active_parameter_count, parameter_count
 from picotron_min.mesh import Axes
+from picotron_min.runtime.balance import measure_balance
 from picotron_min.runtime.console import Console, Output, prompt_for
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
@@ -39,6 +40,9 @@ class Reporter(ExitStack):
         self.console.header("picotron-min", describe(inputs))
         for warning in resume_warnings(inputs.metadata, config) if inputs.metadata else []:
             self.console.warn(warning)
+        if config.workload.routing.moe_router_force_load_balancing and has_experts(inputs):
+            why = "experts are chosen at random, for benchmarks: the weights learn nothing useful"
+            self.console.warn(f"moe_router_force_load_balancing=true: {why}")
         if done >= last:
             how = f"{inputs.start} has {done} of {last}; its model is exported"
             self.console.warn(f"no step is left: {how}")
@@ -46,7 +50,8 @@ class Reporter(ExitStack):
 
     def step(self, step: int, result, seconds: float) -> None:
         """Report a step, counted from 1; `result` is its train.StepResult."""
-        batches, world_size = self.inputs.batches, self.inputs.config.world_size
+        config, batches = self.inputs.config, self.inputs.batches
+        routing, per_layer = config.workload.routing, config.logging.moe_per_layer_logging
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -55,7 +60,8 @@ class Reporter(ExitStack):
             tokens=batches.tokens_seen(step),
             step_seconds=seconds,
             comm_bytes=take_bytes(self.axes),
-            **self.speedometer.measure(batches.tokens_per_step / seconds, world_size),
+            balance=measure_balance(result.routed, self.inputs.model_config, routing, per_layer),
+            **self.speedometer.measure(batches.tokens_per_step / seconds, config.world_size),
         )
         self.log.write(record)
         self.console.step(record)
@@ -96,15 +102,24 @@ def make_room(save_dir: Path, start: Path | None) -> None:
         print(f"{save_dir} held an earlier run: it is now in {aside}")
 
 
+def has_experts(inputs: Inputs) -> bool:
+    return inputs.model_config.num_local_experts > 0
+
+
 def describe(inputs: Inputs) -> dict[str, str]:
     """What is being trained, for the console's header."""
     config, batches, text = inputs.config, inputs.batches, inputs.text
     t, m, layout = config.training, config.model, config.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
     sizes += f", sharding {layout.sharding}" if layout.sharding != "none" else ""
+    sizes += f", ep {layout.ep} x etp {layout.etp}" if has_experts(inputs) else ""
+    numbers = f"{human(parameter_count(inputs.model_config))} parameters"
+    if has_experts(inputs):
+        active = human(active_parameter_count(inputs.model_config))
+        numbers += f", of which {active} active a token,"
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
-        "model": f"{m.name}, {human(parameter_count(inputs.model_config))} parameters in {m.dtype}",
+        "model": f"{m.name}, {numbers} in {m.dtype}",
         "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}: {sizes}",
         "step": f"{human(batches.tokens_per_step)} tokens:"
         f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"
