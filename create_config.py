@@ -25,7 +25,9 @@ from picotron_min.runtime.json_file import parse_json
 from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted, expected
 
-ALIASES = {f"distributed.{axis}_size": f"--{axis}" for axis in ("tp", "cp", "pp", "dp")}
+ALIASES = {
+    f"distributed.{axis}_size": f"--{axis}" for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
+}
 ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dataset")}
 ALIASES |= {"training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len"}
 ALIASES["training.gradient_accumulation_steps"] = "--grad_acc_steps"
@@ -166,6 +168,7 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     memory = memory_per_rank(model_config, config.layout, config.workload, device)
     count, matmul = parameter_count(model_config), matmul_parameters(model_config)
     print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
+    print_experts(config, model_config)
     print("memory per rank  by the formulas of picotron_min/memory.py, memory_per_rank:")
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
@@ -185,6 +188,21 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     sent = {"gradients": "gradients are", "parameters": "weights and gradients are"}
     if config.layout.sharding in sent and (m := t.gradient_accumulation_steps) > 1:
         print(f"  {sent[config.layout.sharding]} sent for each micro-batch: {m} times a step")
+
+
+def print_experts(config: Config, model_config: ModelConfig) -> None:
+    layout, X, k = config.layout, model_config.num_local_experts, model_config.num_experts_per_tok
+    if not X:
+        return
+    mixtures = sum(map(model_config.has_experts, range(model_config.num_hidden_layers)))
+    parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
+    print(f"experts          {X} in each of {counted(mixtures, 'layer')}, {k} of them a token")
+    print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
+    if not config.training.moe_expert_capacity_factor:
+        print(
+            "  without moe_expert_capacity_factor their activations have no bound: all tokens may"
+        )
+        print("  choose the same experts; the memory below is that of tokens spread evenly")
 
 
 def launch_command(config: Config) -> str:

@@ -87,6 +87,26 @@ def test_it_prints_what_the_config_means(create):
     assert out.endswith("\npython train.py --config runs/exp/config.json\n")
 
 
+MIXTURE = "--num_local_experts 8 --moe_intermediate_size 96 --mlp_only_layers [0]"
+
+
+def test_it_prints_what_experts_need(create):
+    code, out, _ = create(f"{MIXTURE} --dp 4 --ep 2 --etp 2")
+    assert code == 0 and load_config(PATH).layout.ep == load_config(PATH).layout.etp == 2
+    assert "experts          8 in each of 3 layers, 2 of them a token\n" in out
+    assert "  4 of a layer on a rank (ep 2), each cut over 2 (etp)\n" in out
+    assert "  without moe_expert_capacity_factor their activations have no bound: all tokens" in out
+    attention, dense, router, expert = 3 * 128 * 128, 3 * 128 * 384, 8 * 128, 3 * 128 * 96
+    used = 4 * attention + dense + 3 * (router + 2 * expert) + 257 * 128
+    total = used + 3 * 6 * expert + 257 * 128 + 9 * 128
+    assert f"parameters       {total:,}, {used:,} a token is multiplied with\n" in out
+    weights = 4 * (total - 3 * 8 * expert + 3 * 8 * expert / 4)
+    assert f"weights            {weights / 1e9:.3f} GB" in out
+    _, out, _ = create(f"{MIXTURE} --moe_expert_capacity_factor 1.25", exp_name="bounded")
+    assert "  8 of a layer on a rank (ep 1)\n" in out and "no bound" not in out
+    assert "experts" not in create("--dp 2", exp_name="dense")[1]
+
+
 def test_the_rank_grid_has_tp_innermost_and_stays_short(create):
     _, out, _ = create("--pp 2 --dp 4 --cp 2 --tp 2")
     assert "processes        32 = pp 2 x dp 4 x cp 2 x tp 2" in out
@@ -159,7 +179,7 @@ def test_a_flag_that_is_a_value_suggests_its_key(create):
         "--dpp": "did you mean --dp?",  # not --pp, which is as near
         "--cpu": "did you mean --use_cpu?",  # not --cp
         "--num_layers": "did you mean --num_hidden_layers?",  # not --pp_layers
-        "--ep": "see --help",
+        "--xp": "see --help",  # as near to --pp, --dp, --cp, --tp and --ep
     }.items():
         code, _, err = create(flag)
         assert (code, err) == (2, f"error: {flag.split('=')[0]} is not known: {remedy}\n")
