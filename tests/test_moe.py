@@ -164,16 +164,18 @@ def test_room_for_all_tokens_drops_nothing():
         weights, experts = some_choices(n, k, X, seed=n)
         experts[:, 0] = 0  # all tokens use this one
         limit = Limit(X, k, Routing(moe_expert_capacity_factor=X / k))
-        assert limit.capacity(n) in (n, n + 1)  # rounding may leave room for one more
+        assert limit.capacity(n) == n
         assert torch.equal(limit(weights, experts), experts)
         assert torch.equal(Limit(X, k, Routing())(weights, experts), experts)
 
 
+@pytest.mark.parametrize("pads", [False, True], ids=["uneven", "padded"])
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("model", MODELS)
-def test_dropped_pairs_vanish_and_the_others_keep_their_weights(model, policy):
+def test_dropped_pairs_vanish_and_the_others_keep_their_weights(model, policy, pads):
     config, x = MODELS[model], drawn(2, 15, 8, seed=7)
     options = {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": policy}
+    options["moe_pad_expert_input_to_capacity"] = pads
     moe, X, k = make_moe(config, **options), config.num_local_experts, config.num_experts_per_tok
     with torch.no_grad():
         weights, experts = (t.flatten(0, 1) for t in moe.gate(x))
@@ -186,6 +188,14 @@ def test_dropped_pairs_vanish_and_the_others_keep_their_weights(model, policy):
     counts = torch.bincount(kept.flatten(), minlength=X + 1)
     assert moe.gate.tally.table[1, : X + 2].tolist() == [*counts.tolist(), 30]
     assert moe.gate.tally.table[1, X].item() == dropped
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_padding_with_room_for_all_tokens_changes_nothing(model):
+    config = MODELS[model]
+    room = config.num_local_experts / config.num_experts_per_tok
+    padding = {"moe_expert_capacity_factor": room, "moe_pad_expert_input_to_capacity": True}
+    assert_equals_every_expert(make_moe(config, **padding), config, drawn(2, 15, 8, seed=7))
 
 
 class Reads(TorchDispatchMode):
@@ -239,15 +249,17 @@ def test_reads_are_noticed():
     assert reads.count == 0
 
 
-@pytest.mark.parametrize("factor", [None, 0.7])
+@pytest.mark.parametrize("factor,pads", [(None, False), (0.7, False), (0.7, True)])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_host_reads_once_in_a_forward_and_not_in_backward(model, factor):
+def test_the_host_reads_once_in_a_forward_and_not_in_backward(model, factor, pads):
+    """And not at all if experts are padded: no shape depends on what the router chose."""
     everything = {"moe_aux_loss_coeff": 0.1, "moe_global_aux_loss_coeff": 0.1}
     everything |= {"moe_z_loss_coeff": 0.1, "moe_expert_capacity_factor": factor}
+    everything |= {"moe_pad_expert_input_to_capacity": pads}
     moe, x = make_moe(MODELS[model], **everything), drawn(2, 15, 8, seed=7)
     with Reads() as reads:
         out = moe(x.requires_grad_())
-    assert reads.count == 1
+    assert reads.count == (0 if pads else 1)
     with Reads() as reads:
         out.sum().backward()
     assert reads.count == 0
