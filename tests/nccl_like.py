@@ -1,4 +1,4 @@
-"""What NCCL does otherwise than gloo, emulated on the CPU: communicators opened at first use.
+"""How NCCL differs from gloo, emulated on the CPU: communicators are opened at first use.
 
 The first collective of a group, and the first message between two ranks, block the host until all
 who take part are there. An order of operations that gloo accepts can deadlock then.
@@ -12,7 +12,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+from picotron_min import collectives
+
+# Under the names by which collectives.py calls them: it binds some when it is imported.
+COLLECTIVES = [(dist, "all_reduce"), (dist, "all_to_all_single")]
+COLLECTIVES += [(collectives, "_all_gather"), (collectives, "_reduce_scatter")]
 
 
 class Deadlock(Exception):
@@ -53,10 +57,9 @@ def communicators_opened_at_first_use(seconds: float = 5.0) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for function in COLLECTIVES:
-            if hasattr(dist, function):
-                replacement = collective(getattr(dist, function))
-                stack.enter_context(mock.patch.object(dist, function, replacement))
+        for module, function in COLLECTIVES:
+            replacement = collective(getattr(module, function))
+            stack.enter_context(mock.patch.object(module, function, replacement))
         for function, peer in (("isend", "group_dst"), ("irecv", "group_src")):
             replacement = message(getattr(dist, function), peer)
             stack.enter_context(mock.patch.object(dist, function, replacement))

@@ -1,5 +1,8 @@
 """AdamW with bfloat16 moments: torch's updates but for rounding, half the state, and its trap."""
 
+import math
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,7 +11,7 @@ from torch import nn
 
 from picotron_min import adamw
 from picotron_min.adamw import NarrowAdamW
-from picotron_min.runtime.config import ConfigError
+from picotron_min.runtime.config import Config, ConfigError
 from tests import test_checkpoint, test_muon
 from tests.assembled import assert_same, whole_run
 from tests.test_costs import GQA, planned
@@ -75,8 +78,8 @@ def test_the_second_moment_freezes_where_it_is_refused():
 
 
 NARROW = {"moments": "bfloat16"}
-RESUMED = [{"tp": 2}, {"pp": 2, "tied": True}]
-RESUMED += [{"dp": 2, "distributed": {"sharding": "layerwise"}}]
+ROWS, OWNERS = {"sharding": "optimizer"}, {"sharding": "layerwise"}
+RESUMED = [{"tp": 2}, {"pp": 2, "tied": True}, {"dp": 2, "distributed": OWNERS}]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -95,6 +98,32 @@ def test_layouts_train_the_same_model(pool, layout):
     reference = whole_run(pool, one.model_copy(update={"model": shape}), "untied")
     # Sums in another order may round a moment to the next number: 1/256 of an update.
     assert_same(whole_run(pool, config, "untied"), reference, atol=1e-4)
+
+
+def resume_with(folder: Path, before: Config, after: Config) -> None:
+    training = test_checkpoint.make_training(before)
+    training.step(0)
+    training.step(1)
+    training.save(folder, 2)
+    saved = test_checkpoint.State(training)
+    resumed = test_checkpoint.make_training(after)
+    resumed.load(folder / "step-00000002", 2)
+    for name, tensor in test_checkpoint.State(resumed).items():
+        assert torch.equal(tensor, saved[name].to(tensor.dtype)), name
+    assert math.isfinite(resumed.step(2).loss)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("moments", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "distributed": ROWS}], ids=str)
+def test_a_resume_with_other_moments_converts_the_saved_ones(
+    pool, tmp_path, layout, moments, optimizer
+):
+    if optimizer == "muon" and "dp" in layout:
+        layout = {"dp": 2, "distributed": OWNERS}  # it needs whole matrices
+    make = partial(test_checkpoint.make_config, optimizer=optimizer, **layout)
+    before, after = (make(moments=dtype) for dtype in moments)
+    pool.run(2, resume_with, tmp_path, before, after)
 
 
 def test_the_state_is_half_as_large():

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from picotron_min import collectives
 from picotron_min.collectives import (
     Shift,
     all_gather,
@@ -12,6 +13,8 @@ from picotron_min.collectives import (
 )
 from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
+from tests.nccl_like import communicators_opened_at_first_use
+from tests.pool import RankFailed
 
 
 def rows_of(
@@ -134,3 +137,27 @@ def test_what_leaves_its_tensor_unchanged_takes_a_strided_slice(pool):
     assert (first["reduce_scatter"], second["reduce_scatter"]) == ([10, 14], [18, 22])
     assert first["all_to_all"] == [[0, 10], [2, 12]]
     assert second["all_to_all"] == [[4, 14], [6, 16]]
+
+
+COLLECTIVES = {  # with what follows the axis
+    "start_all_reduce": (),
+    "all_gather": (0,),
+    "start_reduce_scatter": (0,),
+    "start_all_gather_": (),
+    "start_reduce_scatter_": (),
+    "all_to_all": (0, 1),
+}
+
+
+def one_rank_alone(name: str) -> None:
+    axis = build_axes(torch.device("cpu"), Layout(dp=2)).dp
+    with communicators_opened_at_first_use(seconds=0.2):
+        if axis.rank == 0:
+            getattr(collectives, name)(torch.zeros(2, 2), axis, *COLLECTIVES[name])
+        dist.barrier()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_where_first_use_blocks_no_collective_is_started_by_one_rank_alone(pool, name):
+    with pytest.raises(RankFailed, match="rank 0 waits to open collectives of"):
+        pool.run(2, one_rank_alone, name)

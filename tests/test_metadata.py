@@ -180,6 +180,7 @@ def test_a_resume_with_the_same_config_warns_of_nothing():
         ({"warmup_steps": 1}, "training.warmup_steps was 2 and is 1: from"),
         ({"total_train_steps": 9}, "training.total_train_steps was 6 and is 9: from"),
         ({"betas": [0.9, 0.99]}, "training.betas was [0.9, 0.95] and is [0.9, 0.99]: from"),
+        ({"moments": "bfloat16"}, 'training.moments was "float32" and is "bfloat16": from'),
         ({"weight_decay": 0.0}, "training.weight_decay was 0.1 and is 0.0: from"),
         ({"grad_clip": None}, "training.grad_clip was 1.0 and is null: from"),
         ({"dtype": "bfloat16"}, 'model.dtype was "float32" and is "bfloat16": from'),

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import defaultdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from picotron_min.runtime.tokenizer import BytesTokenizer
 from picotron_min.sharding import _views
 from tests import test_checkpoint, test_compile, test_layouts, test_muon
 from tests.assembled import Parts, Run, assemble, assert_same, parts_of, whole_run
+from tests.nccl_like import communicators_opened_at_first_use
 
 MODES = ["optimizer", "layerwise", "gradients", "parameters"]
 
@@ -192,6 +194,34 @@ def test_layouts_train_the_same_model_as_one_rank(pool, sharding, optimizer, lay
     assert_trains_the_same(pool, config, model, optimizer)
 
 
+@pytest.mark.parametrize("sharding,dp", [*((mode, 4) for mode in MODES), ("layerwise", 8)])
+def test_ranks_without_rows_or_matrices_train_the_same_model(pool, sharding, dp):
+    """3 rows over 4 ranks; the 7 matrices of a stage of one layer over 8 owners."""
+    model_config = test_layouts.MODEL.override(vocab_size=3)
+    runs = []
+    for n in (1, dp):
+        config = make_config(n, sharding=sharding if n > 1 else "none")
+        shape = config.model.model_copy(update={"num_hidden_layers": 1})
+        runs.append(
+            whole_run(pool, config.model_copy(update={"model": shape}), model_config, STEPS)
+        )
+    assert_same(*runs)
+
+
+def step_where_first_use_blocks(config: Config) -> float:
+    training = test_checkpoint.make_training(config)
+    with communicators_opened_at_first_use(seconds=5.0):
+        return training.step(0).loss
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2, "tied": True}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("sharding", MODES)
+def test_a_step_runs_where_the_first_use_of_a_communicator_blocks(pool, sharding, layout):
+    config = sharded(test_checkpoint.make_config(**layout), sharding)
+    losses = pool.run(4, step_where_first_use_blocks, config)
+    assert losses == [pytest.approx(5.5, abs=0.2)] * 4
+
+
 SMALL = {"model": {"num_hidden_layers": 3}, "optimizer": "adamw"}
 
 
@@ -299,6 +329,7 @@ PAIRS = [
     ("dp4", "layerwise", "dp2-pp2-tp2", "parameters"),
     ("dp2-tp2", "parameters", "dp4", "layerwise"),
     ("dp2", "gradients", "tp2", "none"),
+    *(("dp2-tp2", mode, "dp2-tp2", then) for mode, then in pairwise([*MODES, MODES[0]])),
 ]
 test_checkpoint.LAYOUTS["dp2-tp2"] = {"dp": 2, "tp": 2}
 
