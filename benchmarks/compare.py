@@ -75,6 +75,7 @@ from picotron_min.loss import head_loss, stripe_loss
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
+from picotron_min.moe import MoE
 from picotron_min.optimizer import build_optimizer
 from picotron_min.parallelize import parallelize
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
@@ -144,6 +145,7 @@ class Row(NamedTuple):
     layout: dict[str, Any]  # the sizes of the axes, and what else is in "distributed"
     contenders: dict[str, Build]  # ours first
     training: dict[str, Any] | None = None  # what differs from WORK
+    model: dict[str, Any] | None = None  # likewise
 
 
 def picotron_min(place: Place) -> Step:
@@ -179,6 +181,36 @@ def transformers_llama(place: Place) -> Step:
         return out.loss
 
     return eager_loop(place, model, loss)
+
+
+def transformers_mixtral(place: Place) -> Step:
+    """Hugging Face's mixture of experts, which computes all experts together by default."""
+    import transformers
+
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**to_hf(place.model_config)))
+    draw_weights(model, place)
+
+    def loss(batch: Batch) -> Tensor:
+        out = model(batch.tokens, labels=batch.targets, shift_labels=batch.targets, use_cache=False)
+        return out.loss
+
+    return eager_loop(place, model, loss)
+
+
+def experts_one_by_one(place: Place) -> Step:
+    """Our own loop over the experts."""
+    run = our_run(place.config, place.model_config, place.axes, place.data)
+    for module in run.model.modules.values():
+        if isinstance(module, MoE):
+            del module.run  # what is left is the method of the class
+    return step_of(run)
+
+
+def experts_by_all_gather(place: Place) -> Step:
+    """Our other way to bring tokens to experts."""
+    distributed = place.config.distributed.model_copy(update={"ep_engine": "allgather"})
+    config = place.config.model_copy(update={"distributed": distributed})
+    return step_of(our_run(config, place.model_config, place.axes, place.data))
 
 
 Optimize = Callable[[Iterable[nn.Parameter], Recipe], Any]  # -> what can zero_grad and step
@@ -435,10 +467,21 @@ def plain_llama(place: Place) -> Llama:
 
 
 def draw_weights(model: nn.Module, place: Place) -> None:
-    for name, parameter in model.named_parameters():
+    shapes = place.model_config.parameter_shapes()
+
+    def weight(name: str) -> Tensor:
         std = initial_std(name, place.model_config.num_hidden_layers)
-        weight = initial_weight(name, parameter.shape, place.config.training.seed, std)
-        parameter.data.copy_(weight)
+        return initial_weight(name, shapes[name], place.config.training.seed, std)
+
+    for name, parameter in model.named_parameters():
+        if not (experts := name.partition(".experts."))[1]:
+            parameter.data.copy_(weight(name))
+            continue
+        # transformers stacks the experts, and their first two matrices.
+        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[experts[2]]
+        for e, stacked in enumerate(parameter.data):
+            names = [f"{experts[0]}.experts.{e}.{kind}.weight" for kind in kinds]
+            stacked.copy_(torch.cat([weight(name) for name in names]))
 
 
 def eager_loop(
@@ -484,6 +527,15 @@ LONG = {
     "learning_rate": 1e-4,  # AdamW makes much of the rounding of gradients that are almost zero
 }
 # So large that three steps show a difference between two updates: on random tokens little changes.
+# Without balance losses, which transformers computes in another way.
+ALIKE = {
+    "moe_seq_aux_loss_coeff": 0.0,
+    "learning_rate": 1e-4,
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+}
+EXPERTS = {"num_hidden_layers": 4, "num_local_experts": 8, "moe_intermediate_size": 344}
+MANY = EXPERTS | {"num_local_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
 MUON = {"optimizer": "muon", "learning_rate": 1e-2}
 
 ROWS = {
@@ -583,6 +635,27 @@ ROWS = {
         {"dp_size": 2, "sharding": "layerwise"},
         {"picotron-min": picotron_min, "DDP, torch's Muon": torch_muon},
         MUON,
+    ),
+    "experts": Row(
+        "a mixture of 8 experts, 2 chosen, against transformers' MixtralForCausalLM",
+        {},
+        {"picotron-min": picotron_min, "transformers": transformers_mixtral},
+        ALIKE,
+        EXPERTS | {"intermediate_size": EXPERTS["moe_intermediate_size"]},
+    ),
+    "experts-64": Row(
+        "64 experts, 4 chosen, computed together, against one after the other",
+        {},
+        {"picotron-min": picotron_min, "loop": experts_one_by_one},
+        ALIKE,
+        MANY,
+    ),
+    "experts-dispatch": Row(
+        "tokens that travel to experts on two ranks against all tokens on both",
+        {"dp_size": 2, "ep_size": 2},
+        {"picotron-min": picotron_min, "all-gather": experts_by_all_gather},
+        ALIKE,
+        EXPERTS,
     ),
     "checkpoint": Row(
         "the pause of the step loop for a checkpoint that is written in the background",
@@ -734,6 +807,7 @@ def config_of(row: str, work: dict) -> Config:
         work
         | {
             "distributed": about.layout | {"use_cpu": True, "backend": "gloo"},
+            "model": work["model"] | (about.model or {}),
             "training": work["training"] | (about.training or {}),
         }
     )
