@@ -221,6 +221,194 @@ def test_any_value_of_any_key_gives_a_model_or_a_value_error_that_names_it(key):
     assert refused > len(ANY_VALUES) / 3 or not is_read
 
 
+EXPERTS = BASE.override(num_local_experts=8, moe_intermediate_size=16)
+SIGMOID = EXPERTS.override(
+    scoring_func="sigmoid",
+    mlp_only_layers=(0,),
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+)
+GATED = EXPERTS.override(
+    n_shared_experts=2, moe_shared_expert_gate=True, norm_topk_prob=False, mlp_only_layers=(1,)
+)
+GLM = to_hf(SIGMOID)
+SOLAR = GLM | {"model_type": "solar_open", "first_k_dense_replace": 0}
+del SOLAR["num_nextn_predict_layers"]
+FILES = {"mixtral": to_hf(EXPERTS), "glm4_moe": GLM, "solar_open": SOLAR, "qwen2_moe": to_hf(GATED)}
+
+
+@pytest.mark.parametrize(
+    "model_config",
+    [
+        EXPERTS,
+        EXPERTS.override(tie_word_embeddings=True, rope_scaling=RopeScaling(8.0)),
+        SIGMOID,
+        SIGMOID.override(norm_topk_prob=False, n_shared_experts=0, mlp_only_layers=()),
+        SIGMOID.override(mlp_only_layers=(0, 1), rope_scaling=RopeScaling(2.0), n_group=2),
+        GATED,
+        GATED.override(norm_topk_prob=True, head_dim=16),
+        EXPERTS.override(norm_topk_prob=False),
+        EXPERTS.override(mlp_only_layers=(0, 2)),
+        EXPERTS.override(num_experts_per_tok=1, norm_topk_prob=False),
+    ],
+)
+def test_every_model_with_experts_has_an_architecture(model_config):
+    hf = to_hf(model_config)
+    there = transformers.AutoConfig.for_model(**hf)
+    assert type(there) is not transformers.PreTrainedConfig
+    if hf["model_type"] == "mixtral":  # which has no other MLPs
+        model_config = model_config.override(intermediate_size=model_config.moe_intermediate_size)
+    assert from_hf(hf) == from_hf(there.to_dict()) == model_config
+
+
+def test_solar_open_is_a_glm_without_dense_layers():
+    solar = {key: value for key, value in SOLAR.items() if key != "intermediate_size"}
+    there = transformers.SolarOpenConfig(**solar)
+    assert there.head_dim == SIGMOID.head_dim
+    expected = SIGMOID.override(mlp_only_layers=(), intermediate_size=16)
+    assert from_hf(solar) == from_hf(SOLAR) == from_hf(there.to_dict()) == expected
+    assert from_hf(to_hf(expected)) == expected
+
+
+@pytest.mark.parametrize("numbers", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2, 7]}])
+def test_layers_without_experts_are_those_of_transformers(numbers):
+    hf = FILES["qwen2_moe"] | {"mlp_only_layers": []} | numbers
+    with torch.device("meta"):
+        theirs = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**hf))
+    model_config = from_hf(hf)
+    assert model_config.mlp_only_layers == (0, 2)
+    for i, layer in enumerate(theirs.model.layers):
+        assert hasattr(layer.mlp, "experts") == model_config.has_experts(i)
+
+
+REFUSED = {
+    "mixtral": [
+        ({"sliding_window": 4096}, "sliding_window=4096 is not supported: only None can be"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported: only 0.0"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"layer_types": ["sliding_attention"] * 3}, r"layer_types=\['sliding_attention'"),
+        ({"layer_types": 3}, "layer_types=3 is not supported"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_local_experts=8"),
+        ({"num_experts_per_tok": 1}, "makes every weight 1, and the router learns nothing"),
+        ({"num_local_experts": 0}, "num_local_experts=0: model_type='mixtral' needs 1 or more"),
+    ],
+    "glm4_moe": [
+        ({"use_qk_norm": True}, "use_qk_norm=True is not supported: only False"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1.0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported: only 0"),
+        ({"first_k_dense_replace": 3}, "replace=3: must be below num_hidden_layers=3"),
+        ({"n_group": 3}, "n_group=3 does not cut num_local_experts=8"),
+        ({"topk_group": 5}, "topk_group=5 does not fit"),
+        ({"n_routed_experts": "8"}, "n_routed_experts='8': must be a whole number"),
+    ],
+    "solar_open": [
+        ({"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported: only 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+    "qwen2_moe": [
+        ({"qkv_bias": True}, "qkv_bias=True is not supported: only False"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"shared_expert_intermediate_size": 40}, "=40: must be a multiple of moe_int.*=16"),
+        ({"decoder_sparse_step": 4}, "decoder_sparse_step=4 leave no layer with experts: use"),
+        ({"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=\[0, 1, 2\] and .* leave no layer"),
+        ({"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers"),
+        ({"mlp_only_layers": None}, "mlp_only_layers=None: must be a list of layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be a whole number from 1"),
+        ({"num_experts": 0}, "num_experts=0: must be a whole number from 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "model_type,change,message", [(t, *case) for t, cases in REFUSED.items() for case in cases]
+)
+def test_experts_that_would_be_computed_differently_are_refused(model_type, change, message):
+    assert from_hf(FILES[model_type]).num_local_experts == 8
+    with pytest.raises(ValueError, match=message):
+        from_hf(FILES[model_type] | change)
+
+
+@pytest.mark.parametrize(
+    "model_type,reason",
+    {
+        "qwen3_moe": "it normalises queries and keys",
+        "olmoe": "it normalises queries and keys",
+        "deepseek_v2": "its keys and values are compressed",
+        "deepseek_v3": "its keys and values are compressed",
+        "mistral": "its attention has a window",
+        "gpt_oss": "is not supported: only",
+    }.items(),
+)
+def test_other_architectures_are_refused_with_the_reason(model_type, reason):
+    with pytest.raises(ValueError, match=f"model_type='{model_type}' is not supported") as error:
+        from_hf(GLM | {"model_type": model_type})
+    assert reason in str(error.value)
+    assert "only 'llama', 'mixtral', 'glm4_moe', 'solar_open', 'qwen2_moe'" in str(error.value)
+
+
+# What transformers would take for some of these is another number than ours, or another model.
+DEMANDED = {
+    "mixtral": ["rope_theta", "num_key_value_heads", "num_local_experts", "rms_norm_eps"],
+    "glm4_moe": ["rope_theta", "n_group", "first_k_dense_replace", "norm_topk_prob"],
+    "solar_open": ["rope_theta", "head_dim", "n_shared_experts", "moe_intermediate_size"],
+    "qwen2_moe": ["rope_theta", "mlp_only_layers", "decoder_sparse_step", "num_experts"],
+}
+ABSENT = {
+    "partial_rotary_factor": ("glm4_moe", 0.5),
+    "num_nextn_predict_layers": ("glm4_moe", 1),
+    "qkv_bias": ("qwen2_moe", True),
+}
+
+
+@pytest.mark.parametrize("model_type", DEMANDED)
+def test_what_a_file_with_experts_lacks_is_demanded(model_type):
+    for key in DEMANDED[model_type]:
+        lacking = {k: value for k, value in FILES[model_type].items() if k != key}
+        with pytest.raises(ValueError, match=f"config.json lacks {key}$"):
+            from_hf(lacking)
+    if model_type != "solar_open":
+        hf = {k: value for k, value in FILES[model_type].items() if k != "head_dim"}
+        assert from_hf(hf).head_dim == 8 == from_hf(hf | {"head_dim": None}).head_dim
+
+
+@pytest.mark.parametrize("key,model_type,value", [(k, *v) for k, v in ABSENT.items()])
+def test_an_absent_key_means_what_transformers_takes(key, model_type, value):
+    lacking = {k: v for k, v in FILES[model_type].items() if k != key}
+    there = transformers.AutoConfig.for_model(**lacking)
+    assert (there.to_dict() | there.rope_parameters)[key] == value
+    with pytest.raises(ValueError, match=f"{key}={value}, which it means where it is absent, is"):
+        from_hf(lacking)
+
+
+@pytest.mark.parametrize("model_type", FILES)
+def test_any_value_of_any_key_of_experts_gives_a_model_or_a_value_error(model_type):
+    ours = {"n_routed_experts": "num_local_experts", "num_experts": "num_local_experts"}
+    for key in FILES[model_type].keys() - {"architectures", "model_type", "rope_scaling"}:
+        refused = 0
+        for value in ANY_VALUES:
+            try:
+                model_config = from_hf(FILES[model_type] | {key: value})
+            except ValueError as error:
+                refused += 1
+                names = (key, ours.get(key, key), "head_dim", "moe_intermediate_size")
+                assert any(name in str(error) for name in names), (key, value, error)
+                assert len(str(error)) < 400
+            else:
+                assert model_config.num_local_experts > 0
+        free = model_type == "solar_open" and key == "intermediate_size"  # it has none
+        free |= key in ("mlp_only_layers", "norm_topk_prob", "tie_word_embeddings")
+        assert refused > len(ANY_VALUES) / 3 or free, key
+
+
 @pytest.mark.parametrize(
     "model,tokenizer",
     {
