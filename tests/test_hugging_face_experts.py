@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -206,6 +206,10 @@ def read_and_write(folder: Path, config: Config, exported: Path) -> None:
     training_from(folder, config).export(exported, BytesTokenizer())
 
 
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     assert files
@@ -224,8 +228,7 @@ def test_what_comes_in_goes_out_the_same(pool, tmp_path, name, layout):
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert tensor.dtype == after[key].dtype and torch.equal(tensor, after[key]), key
-    read = [from_hf(json.loads((tmp_path / f / "config.json").read_text())) for f in ("in", "out")]
-    assert read[0] == read[1]
+    assert from_hf(read_config(tmp_path / "in")) == from_hf(read_config(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -267,9 +270,7 @@ def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, name):
     assert at_once.keys() == later.keys() == tensors_of(tmp_path / "in").keys()
     for key, tensor in at_once.items():
         assert tensor.dtype == later[key].dtype and torch.equal(tensor, later[key]), key
-    assert from_hf(json.loads((tmp_path / "later/config.json").read_text())) == from_hf(
-        json.loads((tmp_path / "in/config.json").read_text())
-    )
+    assert from_hf(read_config(tmp_path / "later")) == from_hf(read_config(tmp_path / "in"))
 
 
 def train_and_save(folder: Path, config: Config) -> None:
@@ -278,6 +279,61 @@ def train_and_save(folder: Path, config: Config) -> None:
         training.step(step)
     training.save(folder, 2)
     training.export(folder / "hf", BytesTokenizer())
+
+
+def test_mistakes_in_the_weights_of_experts_are_named_as_in_the_files(tmp_path):
+    write_theirs(tmp_path, "mixtral")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    first, second, router = (
+        f"model.layers.1.block_sparse_moe.{name}.weight"
+        for name in ("experts.0.w1", "experts.3.w2", "gate")
+    )
+    del tensors[first]
+    tensors[second] = tensors[second][:5].contiguous()
+    tensors["model.layers.1.mlp.gate.weight"] = tensors[router].clone()  # by our name, too
+    save_file(tensors, path)
+    with pytest.raises(ValueError) as error:
+        find_weights(str(tmp_path), from_hf(read_config(tmp_path)), set())
+    for part in (
+        f"{tmp_path}: {first} (48, 32) is missing",
+        f"{path}: {second} is (5, 48), and this model's is (32, 48)",
+        f"{path}: model.layers.1.mlp.gate.weight is also in model.safetensors",
+    ):
+        assert part in str(error.value)
+
+
+def test_the_gate_of_shared_experts_is_ignored_only_where_they_are_empty(tmp_path):
+    write_theirs(tmp_path, "glm")
+    path = tmp_path / "model.safetensors"
+    tensors, gate = load_file(path), "model.layers.1.mlp.shared_expert_gate.weight"
+    save_file(tensors | {gate: torch.zeros(1, 32)}, path)
+    with pytest.raises(ValueError, match=rf"{gate} \(1, 32\) is not a tensor of this model"):
+        find_weights(str(tmp_path), from_hf(read_config(tmp_path)), set())
+
+
+@pytest.mark.parametrize(
+    "name,changes",
+    [
+        ("mixtral", {"num_experts_per_tok": 3}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("mixtral", {"scoring_func": "sigmoid"}),
+        ("glm", {"n_group": 2}),
+        ("glm", {"topk_group": 3}),
+        ("glm", {"routed_scaling_factor": 1.0}),
+        ("glm", {"norm_topk_prob": False}),
+    ],
+)
+def test_a_router_that_no_shape_shows_must_be_the_same(tmp_path, name, changes):
+    write_theirs(tmp_path, name)
+    theirs = from_hf(read_config(tmp_path))
+    ours = theirs.override(**changes)
+    ((key, value),) = changes.items()
+    message = f"config.json: {key} is {getattr(theirs, key)}, and this model's is {value}"
+    with pytest.raises(ValueError, match=message):
+        find_weights(str(tmp_path), ours, set())
+    if key != "scoring_func":  # without which there is no bias
+        assert find_weights(str(tmp_path), ours, {key}) == tmp_path
 
 
 SHAPES = {
