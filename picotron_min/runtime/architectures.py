@@ -15,7 +15,7 @@ from picotron_min.model_config import SIZES, ModelConfig
 
 
 class Architecture(NamedTuple):
-    """How transformers writes what our model has, and how much of the rest we compute."""
+    """How transformers names what our model has, and what of the rest we compute."""
 
     class_name: str
     keys: dict[str, str]  # of config.json, for fields of ModelConfig
@@ -69,7 +69,7 @@ MIXTRAL = Architecture(
 SIGMOID = NUMBERS | {"num_local_experts": "n_routed_experts"}
 SIGMOID |= _same("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 SIGMOID |= _same("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
-NO_NORM = {"use_qk_norm": (False, [False])}  # of queries and keys
+NO_NORM = {"use_qk_norm": (False, [False])}  # norms of queries and keys
 
 
 def _read_glm4_moe(hf: dict) -> dict:
@@ -88,7 +88,7 @@ GLM4_MOE = Architecture(
     | NO_NORM
     | {
         "partial_rotary_factor": (0.5, [1.0]),
-        "num_nextn_predict_layers": (1, [0]),  # that predict tokens further ahead
+        "num_nextn_predict_layers": (1, [0]),  # layers that predict tokens further ahead
     },
     more=("first_k_dense_replace",),
     read=_read_glm4_moe,
@@ -144,18 +144,17 @@ ARCHITECTURES = {
     "solar_open": SOLAR_OPEN,
     "qwen2_moe": QWEN2_MOE,
 }
-# Close relatives, and what they compute otherwise.
+# Others with experts, and what our model lacks for them.
 REFUSED = {
-    "mistral": "its attention has a window",
-    "qwen3_moe": "it normalises queries and keys",
-    "olmoe": "it normalises queries and keys",
-    "deepseek_v2": "its keys and values are compressed (latent attention)",
-    "deepseek_v3": "its keys and values are compressed (latent attention)",
+    "qwen3_moe": "it has norms of queries and keys",
+    "olmoe": "it has norms of queries and keys",
+    "deepseek_v2": "it has latent attention",
+    "deepseek_v3": "it has latent attention",
 }
 
 
 def model_type(model_config: ModelConfig) -> str:
-    """The architecture as which transformers computes a model: there is one for every model."""
+    """The architecture that computes a model in transformers; every ModelConfig has one."""
     if not model_config.num_local_experts:
         return "llama"
     if model_config.scoring_func == "sigmoid":

@@ -18,13 +18,7 @@ KINDS = {field.name: field.type for kind in (ModelConfig, RopeScaling) for field
 def from_hf(hf: dict) -> ModelConfig:
     """Read a Hugging Face `config.json`; ValueError for what this model would not compute."""
     architecture = _architecture(hf)
-    rope = {}  # transformers 5 has all in rope_parameters; before, rope_theta was at the top level
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(hf.get(key), dict | None):
-            raise ValueError(f"{key}={hf[key]!r:.60}: must be an object, {{ ... }}, or null")
-        rope |= hf.get(key) or {}
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    hf = architecture.defaults | hf | rope
+    hf = architecture.defaults | _with_rope(hf)
     _check_supported(architecture, hf)
     stretch = [field.name for field in fields(RopeScaling) if hf["rope_type"] == "llama3"]
     keys = dict.fromkeys((*architecture.keys.values(), *architecture.more, *stretch))
@@ -32,10 +26,11 @@ def from_hf(hf: dict) -> ModelConfig:
         raise ValueError(f"the model's config.json lacks {', '.join(missing)}")
     if hf["num_key_value_heads"] is None:
         hf["num_key_value_heads"] = hf["num_attention_heads"]
-    derived = [key for key in keys if key == "head_dim" and hf[key] is None]  # by ModelConfig
-    check_numbers({key: hf[key] for key in keys if key not in derived})
+    if hf["head_dim"] is None:  # ModelConfig derives it
+        del keys["head_dim"]
+    check_numbers({key: hf[key] for key in keys})
     numbers = {name: hf[key] for name, key in architecture.keys.items()} | architecture.read(hf)
-    if "num_local_experts" in numbers and not numbers["num_local_experts"]:
+    if numbers.get("num_local_experts") == 0:
         raise ValueError(f"num_local_experts=0: model_type={hf['model_type']!r} needs 1 or more")
     if stretch:
         numbers["rope_scaling"] = scaling = RopeScaling(*(hf[name] for name in stretch))
@@ -45,11 +40,22 @@ def from_hf(hf: dict) -> ModelConfig:
     return ModelConfig(**numbers)
 
 
+def _with_rope(hf: dict) -> dict:
+    """Everything about rotary embeddings at the top level, in either spelling."""
+    rope = {}  # transformers 5 has all in rope_parameters; before, rope_theta was at the top level
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(hf.get(key), dict | None):
+            raise ValueError(f"{key}={hf[key]!r:.60}: must be an object, {{ ... }}, or null")
+        rope |= hf.get(key) or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return hf | rope
+
+
 def _architecture(hf: dict) -> Architecture:
     name = hf.get("model_type", "llama")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         only = ", ".join(map(repr, ARCHITECTURES))
-        why = f", as {REFUSED[name]}" if isinstance(name, str) and name in REFUSED else ""
+        why = f" ({REFUSED[name]})" if isinstance(name, str) and name in REFUSED else ""
         problem = f"model_type={name!r:.60} is not supported{why}"
         raise ValueError(f"{problem}: only {only} can be trained")
     return ARCHITECTURES[name]
@@ -57,17 +63,16 @@ def _architecture(hf: dict) -> Architecture:
 
 def _check_supported(architecture: Architecture, hf: dict) -> None:
     """Raise a ValueError for the first key with a value that the model would ignore."""
-    only = architecture.only | {"rope_type": ("default", ["default", "llama3"])}
-    types = hf.get("layer_types")
+    types = hf.get("layer_types")  # those of other layers have a window
     full = ["full_attention"] * len(types) if isinstance(types, list) else None
-    only |= {"layer_types": (None, [full])}  # other layers have a window
-    for key, (absent, known) in only.items():
+    rules = {"layer_types": (None, [full]), "rope_type": ("default", ["default", "llama3"])}
+    for key, (absent, known) in (architecture.only | rules).items():
         value = hf.get(key, absent)
         if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
-            meaning = "" if key in hf else ", which it means where it is absent,"
-            remedy = " and ".join(map(repr, known))
-            problem = f"{key}={value!r:.60}{meaning} is not supported"
-            raise ValueError(f"{problem}: only {remedy:.60} can be trained")
+            why = "" if key in hf else " (the default, as config.json lacks it)"
+            only = " and ".join(map(repr, known))
+            problem = f"{key}={value!r:.60}{why} is not supported"
+            raise ValueError(f"{problem}: only {only:.60} can be trained")
 
 
 def check_numbers(numbers: dict) -> None:
