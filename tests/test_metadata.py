@@ -171,6 +171,74 @@ def test_a_resume_with_the_same_config_warns_of_nothing():
     assert resume_warnings(saved_by(make_config()), stops_earlier) == []
 
 
+EXPERTS = {"num_local_experts": 4, "mlp_only_layers": [0]}
+
+
+def test_a_checkpoint_of_another_mixture_is_refused(tmp_path):
+    config = make_config(model=EXPERTS)
+    state = metadata_of(config, resolve_model(config), skipped_steps=1)
+    folder = write_checkpoint(
+        tmp_path / "saved", lambda dense: dense | json.loads(json.dumps(state))
+    )
+    assert read_to_resume(folder, resolve_model(config), "adamw").step == 7
+    other = resolve_model(
+        make_config(model=EXPERTS | {"num_local_experts": 8, "mlp_only_layers": [1]})
+    )
+    with pytest.raises(ValueError) as error:
+        read_to_resume(folder, other, "adamw")
+    assert "num_local_experts was 4 and is 8; mlp_only_layers was [0] and is [1]" in str(
+        error.value
+    )
+    with pytest.raises(ValueError, match="num_local_experts was 4 and is 0"):
+        read_to_resume(folder, resolve_model(make_config()), "adamw")
+
+
+FULLER = {"micro_batch_size": 4, "gradient_accumulation_steps": 1}  # as many sequences a step
+
+
+@pytest.mark.parametrize(
+    "before,change,expected",
+    [
+        ({}, {"moe_aux_loss_coeff": 0.1}, ["moe_aux_loss_coeff was 0.0 and is 0.1: from here"]),
+        (
+            {},
+            {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 2.0},
+            ["moe_expert_capacity_factor was null and is 2.0: from here on the new value counts"],
+        ),
+        ({}, FULLER, []),
+        (
+            {"moe_aux_loss_coeff": 0.1},
+            FULLER,
+            ["micro_batch_size was 2 and is 4: from here on exp"],
+        ),
+        (
+            {"moe_global_aux_loss_coeff": 0.1},
+            FULLER,
+            ["gradient_accumulation_steps was 2 and is 1"],
+        ),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            {"tp": 2},
+            ["tp_size was 1 and is 2: from here on exp"],
+        ),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            {"cp": 2},
+            ["cp_size was 1 and is 2: from here on exp"],
+        ),
+        ({"moe_seq_aux_loss_coeff": 0.5}, {"cp": 2}, []),
+    ],
+)
+def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, expected):
+    two = {"micro_batch_size": 2, "gradient_accumulation_steps": 2} | before
+    saved, now = make_config(model=EXPERTS, **two), make_config(model=EXPERTS, **two | change)
+    warnings = resume_warnings(saved_by(saved), now)
+    assert len(warnings) == len(expected)
+    for warning, part in zip(warnings, expected, strict=True):
+        assert warning.partition(".")[2].startswith(part)
+    assert resume_warnings(saved_by(make_config(**two)), make_config(**two | change)) == [], "dense"
+
+
 @pytest.mark.parametrize(
     "change,expected",
     [

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.config import Config
+from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors
 from picotron_min.runtime.wording import shown
@@ -90,15 +91,31 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
 
 # Keys of training that change nothing of what a step learns; data_order has the batch's size.
 NOT_LEARNED = {"max_tokens", "eval_frequency", "micro_batch_size", "gradient_accumulation_steps"}
+NOT_LEARNED |= {"moe_pad_expert_input_to_capacity"}
+# But with these keys experts are balanced, or limited, among tokens that others decide on.
+AMONG = {
+    "training.moe_aux_loss_coeff": ["training.micro_batch_size"],
+    "training.moe_global_aux_loss_coeff": ["training.gradient_accumulation_steps"],
+    "training.moe_expert_capacity_factor": [
+        *("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")
+    ],
+}
 
 
 def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     """Every setting that changes what is learned and differs from the saved run's."""
+    has_experts = metadata.model.num_local_experts > 0
+    among = {key for if_set, keys in AMONG.items() if attrgetter(if_set)(config) for key in keys}
 
     def settings(config: Config) -> dict[str, object]:
-        training = {f"training.{k}": v for k, v in config.training if k not in NOT_LEARNED}
-        return {"model.dtype": config.model.dtype} | training | config.data_order
+        kept = {"model.dtype", *(among if has_experts else ())}
+        for key in dict(config.training).keys() - NOT_LEARNED:
+            if has_experts or not key.startswith("moe_"):
+                kept.add(f"training.{key}")
+        in_order = [key for key in KEYS if key in kept]
+        return {key: attrgetter(key)(config) for key in in_order} | config.data_order
 
-    effect = dict.fromkeys(config.data_order, "other data is seen")
+    effect = dict.fromkeys(among, "experts are balanced, or limited, among other tokens")
+    effect |= dict.fromkeys(config.data_order, "other data is seen")
     changes = _changes(settings(metadata.config), settings(config)).items()
     return [f"{c}: from here on {effect.get(key, 'the new value counts')}" for key, c in changes]
