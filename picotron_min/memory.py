@@ -12,7 +12,6 @@ anywhere.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, chain
 from operator import sub
 from typing import NamedTuple
@@ -71,15 +70,18 @@ def memory_of_ranks(
 class Share(NamedTuple):
     """What a pipeline rank has of the model, where it is the first rank along all other axes.
 
-    Elements are those that it computes with: "hidden" matrices, the "ends" and the "rest".
+    Elements are those that it computes with: of "hidden" matrices, of the "ends", and the "rest".
     """
 
     layers: list[int]
     has_head: bool
     whole: Counter[str]  # elements that its optimizer has, too
     sharded: Counter[str]  # elements of which its optimizer has a part: see sharding.py
-    windows: list[dict[str, int]]  # R of the units of each window of layers, by axis
-    ends: list[dict[str, int]]  # R of the units of the embedding and of lm_head
+    windows: list[dict[str, int]]  # by axis, R of the units of each window of layers
+    ends: list[dict[str, int]]  # and of those of the embedding and of lm_head
+
+
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[Share]:
@@ -87,52 +89,61 @@ def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) 
     shapes, tied = model_config.parameter_shapes(), model_config.tie_word_embeddings
     num_layers = layers_of_stages(model_config, layout, seq_length)
     table = placements(shapes, layout, tied, num_layers)
-    local, stops, of_layer = _local_shapes(shapes, table, layout), [0, *accumulate(num_layers)], {}
-    for name in local:
-        of_layer.setdefault(int(name.split(".")[2]) if ".layers." in name else -1, []).append(name)
-
-    def share(stages: list[int]) -> Share:
-        has_head = layout.num_stages - 1 in stages
-        ends = {"model.embed_tokens.weight"} if 0 in stages else set()
-        ends |= {saved_name("lm_head.weight", tied)} if has_head else set()  # the same, if tied
+    local, names, stops = _local_shapes(shapes, table, layout), {}, [0, *accumulate(num_layers)]
+    for name in (name for name in shapes if ".layers." in name):
+        names.setdefault(int(name.split(".")[2]), []).append(name)  # of each layer
+    shares = []
+    for rank in range(layout.pp):
+        stages = stages_of(layout.pp_engine, rank, layout.pp, layout.pp_chunks)
         layers = [range(stops[stage], stops[stage + 1]) for stage in stages]
-        groups = [group for of in layers for group in windows(of, shapes, layout)]
-        names = [[name for i in group for name in of_layer[i]] for group in groups]
-        others = [*ends, "model.norm.weight"] if has_head else ends
-        whole, sharded = Counter(), Counter()
-        for name in (*chain(*names), *others):
-            kind = "hidden" if table[name].is_hidden_matrix else "ends" if name in ends else "rest"
-            (sharded if table[name].shard else whole)[kind] += math.prod(local[name])
-        rows = partial(_rows, local=local, table=table, layout=layout)
-        units = [rows(of) for of in names], [rows([name]) for name in ends]
-        return Share([*chain(*groups)], has_head, whole, sharded, *units)
+        groups = [window for of_stage in layers for window in windows(of_stage, shapes, layout)]
+        has_head = layout.num_stages - 1 in stages
+        ends = {ENDS[0]} if 0 in stages else set()
+        ends |= {saved_name(ENDS[1], tied)} if has_head else set()  # the same matrix, if tied
+        norm = ["model.norm.weight"] if has_head else []
+        together = [[name for layer in group for name in names[layer]] for group in groups]
+        together_ends = [[name] for name in sorted(ends)]
+        share = Share(
+            list(chain(*layers)),
+            has_head,
+            *_count([*chain(*together, *together_ends), *norm], local, table),
+            windows=[_rows(group, local, table, layout) for group in together],
+            ends=[_rows(group, local, table, layout) for group in together_ends],
+        )
+        shares.append(share)
+    return shares
 
-    return [
-        share(stages_of(layout.pp_engine, rank, layout.pp, layout.pp_chunks))
-        for rank in range(layout.pp)
-    ]
+
+Shapes = Mapping[str, Sequence[int]]
 
 
-def _local_shapes(
-    shapes: Mapping[str, Sequence[int]], table: Mapping[str, Placement], layout: Layout
-) -> dict[str, list[int]]:
-    """What a rank computes with of each parameter; the first of pp has nothing of some experts."""
+def _local_shapes(shapes: Shapes, table: Mapping[str, Placement], layout: Layout) -> Shapes:
+    """The part of each parameter that a rank computes with: nothing of other ranks' experts."""
     size = layout.axis_sizes
     rank = dict.fromkeys(size, 0)
     parts = {name: part(shape, table[name].cuts, rank, size) for name, shape in shapes.items()}
     return {name: [s.stop - s.start for s in slices] for name, slices in parts.items()}
 
 
+def _count(
+    names: Iterable[str], local: Shapes, table: Mapping[str, Placement]
+) -> tuple[Counter[str], Counter[str]]:
+    """Elements of these parameters by kind: of those that are whole, and of those sharded."""
+    whole, sharded = Counter(), Counter()
+    for name in names:
+        kind = "hidden" if table[name].is_hidden_matrix else "ends" if name in ENDS else "rest"
+        (sharded if table[name].shard else whole)[kind] += math.prod(local[name])
+    return whole, sharded
+
+
 def _rows(
-    names: Iterable[str],
-    local: Mapping[str, Sequence[int]],
-    table: Mapping[str, Placement],
-    layout: Layout,
+    names: Iterable[str], local: Shapes, table: Mapping[str, Placement], layout: Layout
 ) -> dict[str, int]:
-    """R of the buffers in which the sharded ones of these matrices lie, one for each axis."""
+    """R of the buffers [n, R] in which these matrices travel, for each axis that shards any."""
     by_axis = defaultdict(dict)
     for name in names:
-        if table[name].shard and math.prod(local[name]):  # no expert of another ep rank
+        if table[name].shard and math.prod(local[name]):
+            # Experts are sharded over fewer ranks than the other matrices of their layer.
             by_axis[table[name].shard.axis][name] = local[name]
     rows = {}
     for axis, matrices in by_axis.items():
@@ -147,24 +158,24 @@ def _held(share: Share, layout: Layout, workload: Workload) -> tuple[int, int, i
     moments = 2 * (BYTES["bfloat16"] if workload.moments == "bfloat16" else wide)
     states = {"adamw": (moments, moments), "muon": (wide, moments), "sgd": (0, 0)}
     of_hidden, of_others = states[workload.optimizer]  # bytes an element
-    whole, size = share.whole, layout.axis_sizes
-    hidden, others = whole["hidden"], whole["ends"] + whole["rest"]
-    copies = narrow * hidden if narrow < wide else 0
+    hidden, others = share.whole["hidden"], share.whole["ends"] + share.whole["rest"]
+    copies = narrow * hidden if narrow < wide else 0  # to compute with
 
-    units = [(axis, R) for window in share.windows + share.ends for axis, R in window.items()]
-    owned = sum(R for _, R in units)
-    of_layers = sum(R for window in share.windows for R in window.values())
-    gathered = [size[axis] * R for axis, R in units]  # elements of their buffers
+    def elements(units: Iterable[dict[str, int]]) -> list[int]:  # of their buffers [n, R]
+        return [sum(layout.axis_sizes[axis] * R for axis, R in of.items()) for of in units]
+
+    # Of what is sharded, a rank's optimizer has R elements of each unit. What it computes with, and
+    # the gradients of that, are whole unless the kind of sharding is for them, too.
+    units = [{axis: R} for of in (*share.windows, *share.ends) for axis, R in of.items()]
+    of_layers = sum(R for of in share.windows for R in of.values())
+    owned = sum(R for of in units for R in of.values())
     weights = narrow * share.sharded["hidden"] + wide * share.sharded["ends"]
-    gradients = sum(gathered)
-    if layout.sharding in ("gradients", "parameters"):
-        gradients = owned + 2 * max(gathered, default=0)  # one buffer travels while another fills
+    gradients = sum(elements(units))
+    if layout.sharding in ("gradients", "parameters"):  # one buffer travels while another fills
+        gradients = owned + 2 * max(elements(units), default=0)
     if layout.sharding == "parameters":  # a layer, and the next one or an end
-        layer, end = (
-            max((sum(size[axis] * R for axis, R in of.items()) for of in windows), default=0)
-            for windows in (share.windows, share.ends)
-        )
-        weights = narrow * layer + max(narrow * layer, wide * end)
+        layer = narrow * max(elements(share.windows), default=0)
+        weights = layer + max(layer, wide * max(elements(share.ends), default=0))
     return (
         wide * (hidden + others + owned) + copies + weights,
         wide * (hidden + others + gradients),
