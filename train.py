@@ -101,7 +101,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # before clipping
     learning_rate: float
     skipped: bool  # the gradient was not finite, and the weights were left as they were
-    routed: torch.Tensor  # where tokens went in each layer, as in router.Tally
+    routed: torch.Tensor  # where tokens went in each layer, as in router.Tally; on the host
 
 
 def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
@@ -124,7 +124,7 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     squares = squared_norm(model.parameters, model.placements, model.axes.ranks)
     sums = torch.cat([model.counted_once(totals), squares[None], model.tally.table.flatten()])
     all_reduce(sums, model.axes.world)
-    on_host, routed = sums.cpu(), sums[3:].view_as(model.tally.table)
+    on_host = sums.cpu()  # all at once: the report, too, must not wait again
     loss_sum, num_targets, squares = on_host[:3].tolist()
     norm = math.sqrt(squares) / num_targets
 
@@ -138,8 +138,8 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
             group["lr"] = rate
         run.optimizer.step()
         model.weights_changed()
-        model.tally.update_biases(model.routers, routed)  # of experts
-    routed = on_host[3:].view_as(routed)  # for the report, which must not wait for the optimizer
+        model.tally.update_biases(model.routers, sums[3:].view_as(model.tally.table))  # of experts
+    routed = on_host[3:].view_as(model.tally.table)
     return StepResult(loss_sum / num_targets, norm, rate, skip, routed)
 
 
