@@ -52,7 +52,8 @@ def workplace(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-layouts", action="store_true", help="see test_layouts.py: ten minutes")
+    text = "all combinations in files where choices take turns, for minutes"
+    parser.addoption("--all-layouts", action="store_true", help=text)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -153,34 +153,43 @@ def config_of(layout: tuple, variant: tuple, **options) -> tuple[Config, str]:
     return make_config(dp, pp, cp, tp, micro_batches=m, **options), model
 
 
-GRIDS = [(sharding, optimizer) for optimizer in ("sgd", "adamw") for sharding in MODES]
-GRIDS += [("layerwise", "muon")]  # it needs whole matrices
+CHOICES = [(sharding, optimizer) for optimizer in ("sgd", "adamw") for sharding in MODES]
+CHOICES += [("layerwise", "muon")]  # it needs whole matrices
 
 
-def going_round(grids: list[tuple]) -> list[tuple]:
-    """Each layout, and each of the grids with layouts of every kind, the variants taking turns.
+def kind_of(layout: tuple) -> tuple[bool, ...]:
+    """Which of its axes have more than one rank."""
+    return tuple(size > 1 for size in layout)
 
-    Two layouts are of a kind if they have the same axes, of any size.
-    """
+
+def going_round(choices: list[tuple]) -> list[tuple]:
+    """Each layout, and each of the choices with layouts of every kind, the variants in turn."""
     of_kind = defaultdict(list)
     for layout in LAYOUTS:
-        of_kind[tuple(size > 1 for size in layout)].append(layout)
+        of_kind[kind_of(layout)].append(layout)
     pairs = [
-        (*grids[i % len(grids)], of[i % len(of)])
+        (*choices[i % len(choices)], of[i % len(of)])
         for of in of_kind.values()
-        for i in range(max(len(grids), len(of)))
+        for i in range(max(len(choices), len(of)))
     ]
-    return [(*pair, variant) for pair, variant in zip(pairs, itertools.cycle(VARIANTS))]
+    return [(*pair, v) for pair, v in zip(pairs, itertools.cycle(VARIANTS), strict=False)]
 
 
 # SGD shows wrong scales, which the others hide: every mode meets every kind of layout with it, and
-# half of them with the others. `pytest --all-layouts` runs all 306 combinations, in ten minutes.
-CASES = going_round(GRIDS[:4]) + going_round(GRIDS[4:])[::2]
+# half of the kinds with the others. `pytest --all-layouts` runs all 306: six minutes of CPU time.
+CASES = going_round(CHOICES[:4]) + going_round(CHOICES[4:])[::2]
 ALL_CASES = [
-    (*grid, *case)
-    for grid in GRIDS
+    (*choice, *case)
+    for choice in CHOICES
     for case in zip(LAYOUTS, itertools.cycle(VARIANTS), strict=False)
 ]
+
+
+def test_every_mode_meets_every_kind_of_layout_and_every_layout_is_met():
+    met = {(sharding, kind_of(layout)) for sharding, of, layout, _ in CASES if of == "sgd"}
+    assert met == set(itertools.product(MODES, map(kind_of, LAYOUTS)))
+    assert {layout for _, _, layout, _ in CASES} == set(LAYOUTS)
+    assert {(sharding, optimizer) for sharding, optimizer, _, _ in CASES} == set(CHOICES)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,5 +1,6 @@
 """One rank's run as an object, for tests: what train.py does, without files and console."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -64,8 +65,10 @@ class Training:
         settings, group = config.checkpoint, dist.new_group(backend="gloo")
         self.saver = Saver(group, device, settings.in_background, settings.keep)
         # Drawing weights on the meta device, which has none, takes as long as the rest together.
-        no_draw = mock.patch.object
-        with no_draw(nn.Linear, "reset_parameters"), no_draw(nn.Embedding, "reset_parameters"):
+        with ExitStack() as stack:
+            for kind in (nn.Linear, nn.Embedding, nn.RMSNorm):
+                nothing = mock.patch.object(kind, "reset_parameters", lambda _: None)
+                stack.enter_context(nothing)
             self.model = parallelize(model_config, config.layout, config.workload, axes, device)
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
