@@ -568,7 +568,8 @@ def most_alive(config: Config) -> tuple[int, int, int]:
             buffers = [unit.buffer for unit in training.model.units if unit.buffer is not None]
             arriving = [unit for unit in units if unit.arriving]
             here = [u for u in units if next(iter(u.weights.values())).untyped_storage().nbytes()]
-            num_buffers = len(buffers) + len(units[0].travelling)
+            of_all = [of for unit in training.model.units for of in unit.travelling]
+            num_buffers = len(buffers) + len({id(buffer) for _, buffer, _ in of_all})
             for i, n in enumerate((len(here), len(here) + len(arriving), num_buffers)):
                 most[i] = max(most[i], n)
 
