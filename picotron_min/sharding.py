@@ -229,7 +229,8 @@ def apply_sharding(uses: Sequence[tuple[nn.Module, list[ShardedUnit]]]) -> None:
     Recomputation must be inside of this: what runs again has its weights.
     """
     for i, (module, units) in enumerate(uses):
-        after = uses[min(i + 1, len(uses) - 1)][1]
+        # The next others: layers that are gathered together compute one after another.
+        after = next((others for _, others in uses[i:] if others != units), units)
         before = None  # the backward of an embedding, or of lm_head's loss, reads no weight
         if isinstance(module, DecoderLayer):
             before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else units
