@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +23,6 @@ from picotron_min.pipeline_schedule import SCHEDULES, Kind
 from picotron_min.placement import part, placements
 from picotron_min.router import Tally
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.config_file import parse_config
 from tests import test_experts
 from tests.assembled import assert_same, train_briefly, whole_run
 from tests.test_experts import GLOBAL_BATCH, MODELS, make_expert_config
@@ -310,8 +308,8 @@ def test_pipelines_with_stages_without_experts_train_as_one_rank(
     raw = make_expert_config("sequence", 2, **layout).model_dump(by_alias=True)
     raw["distributed"]["pp_layers"] = list(stages)
     raw["model"]["num_hidden_layers"] = sum(stages)
-    in_time = SimpleNamespace(run=partial(pool.run, timeout=30))
-    assert_same(whole_run(in_time, parse_config(raw), model), one_hybrid(pool, dense, sum(stages)))
+    config, theirs = Config.model_validate(raw), one_hybrid(pool, dense, sum(stages))
+    assert_same(whole_run(pool, config, model), theirs)  # or the pool ends ranks that wait
 
 
 @functools.cache
@@ -319,7 +317,7 @@ def one_hybrid(pool, dense: tuple[int, ...], layers: int):
     raw = make_expert_config("sequence").model_dump(by_alias=True)
     raw["model"]["num_hidden_layers"] = layers
     model = MODELS["softmax"].override(mlp_only_layers=dense)
-    return whole_run(pool, parse_config(raw), model)
+    return whole_run(pool, Config.model_validate(raw), model)
 
 
 # Counts and biases.
@@ -350,7 +348,7 @@ def test_each_token_counts_once_in_every_schedule_with_and_without_recomputation
         )
         raw = config.model_dump(by_alias=True)
         raw["model"]["num_hidden_layers"] = 4
-        for routed, unchanged in pool.run(2, counts_of, parse_config(raw)):
+        for routed, unchanged in pool.run(2, counts_of, Config.model_validate(raw)):
             assert unchanged, "an evaluation was counted"
             first = first or routed
             np.testing.assert_allclose(routed, first, rtol=0, atol=1e-10)
@@ -394,6 +392,23 @@ def test_biases_are_float32_when_the_model_computes_in_bfloat16(pool):
         assert bias.dtype == torch.float32 and torch.equal(bias, other)
         rate = torch.tensor(0.01)
         assert bias.any() and set(bias.tolist()) <= {rate.item(), -rate.item(), 0.0}
+
+
+def biases_of_a_skipped_step() -> None:
+    config = make_expert_config("sequence", 2, dp=2)
+    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    training.step(0)
+    (bias,) = training.model.buffers.values()
+    before = bias.clone()
+    norm = training.parameters["model.norm.weight"]
+    hook = norm.register_hook(lambda gradient: gradient * torch.nan)
+    assert training.step(1).skipped and torch.equal(bias, before)
+    hook.remove()
+    assert not training.step(2).skipped and not torch.equal(bias, before)
+
+
+def test_a_skipped_step_leaves_the_biases_as_they_were(pool):
+    pool.run(2, biases_of_a_skipped_step)
 
 
 # Who holds what, and whose gradients are summed.

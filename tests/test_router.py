@@ -192,7 +192,7 @@ def ranks_gradients(
     for d, part in itertools.product(range(DP), (slice(0, S // 2), slice(S // 2, S))):
         router, tally = make_router(config, routing, weight, bias)
         losses, inputs = [], []
-        for j in range(M):  # all forwards first, as in some pipelines
+        for j in range(M):
             others = counts[j, d].sum(1) - counts[j, d, :, part].sum(1)
             router.sum_over_sequences = partial(torch.add, others)
             router.sum_over_batch = partial(torch.add, counts[j, 1 - d].sum((0, 1)))
@@ -202,8 +202,11 @@ def ranks_gradients(
             run = partial(checkpoint, router, **options) if recompute else router
             weights, _ = run(inputs[-1])
             losses.append((weights * upstream[j, d, :, part]).sum())
-        for j, loss in enumerate(losses):
+            if recompute:  # F0 B0 F1 B1 ...: what a backward repeats must not count for F1
+                losses.pop().backward()
+        for loss in losses:  # F0 F1 ... B0 B1 ...: later counts must not change earlier gradients
             loss.backward()
+        for j in range(M):
             dx[j, d, :, part] = inputs[j].grad
         dw += router.weight.grad
         table = table + tally.table
