@@ -167,30 +167,15 @@ def step_of(run: Run) -> Step:
     return step
 
 
-def transformers_llama(place: Place) -> Step:
+def transformers_model(place: Place) -> Step:
     """Hugging Face's model and loss, SDPA attention, in the eager loop that its users write."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = transformers.LlamaConfig(**to_hf(place.model_config))
-    model = transformers.LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(place.model_config)))
     draw_weights(model, place)
 
     def loss(batch: Batch) -> Tensor:
         # Our targets are shifted already. Without a cache: generation needs one, training does not.
-        out = model(batch.tokens, labels=batch.targets, shift_labels=batch.targets, use_cache=False)
-        return out.loss
-
-    return eager_loop(place, model, loss)
-
-
-def transformers_mixtral(place: Place) -> Step:
-    """Hugging Face's mixture of experts, which computes all experts together by default."""
-    import transformers
-
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**to_hf(place.model_config)))
-    draw_weights(model, place)
-
-    def loss(batch: Batch) -> Tensor:
         out = model(batch.tokens, labels=batch.targets, shift_labels=batch.targets, use_cache=False)
         return out.loss
 
@@ -542,7 +527,7 @@ ROWS = {
     "one-process": Row(
         "our train step against transformers' LlamaForCausalLM in an eager loop",
         {},
-        {"picotron-min": picotron_min, "transformers": transformers_llama},
+        {"picotron-min": picotron_min, "transformers": transformers_model},
     ),
     "dp2": Row(
         "our gradient buckets against torch DDP around the same model",
@@ -639,9 +624,16 @@ ROWS = {
     "experts": Row(
         "a mixture of 8 experts, 2 chosen, against transformers' MixtralForCausalLM",
         {},
-        {"picotron-min": picotron_min, "transformers": transformers_mixtral},
+        {"picotron-min": picotron_min, "transformers": transformers_model},
         ALIKE,
         EXPERTS | {"intermediate_size": EXPERTS["moe_intermediate_size"]},
+    ),
+    "experts-glm": Row(
+        "one with a shared expert and sigmoid scores, against transformers' Glm4MoeForCausalLM",
+        {},
+        {"picotron-min": picotron_min, "transformers": transformers_model},
+        ALIKE | {"moe_router_bias_update_rate": 0.0},
+        EXPERTS | {"scoring_func": "sigmoid", "n_shared_experts": 1, "mlp_only_layers": [0]},
     ),
     "experts-64": Row(
         "64 experts, 4 chosen, computed together, against one after the other",
