@@ -260,10 +260,13 @@ def test_transformers_loads_what_goes_out_and_generates(pool, tmp_path, name, dt
     assert model.generate(tokens, max_new_tokens=4, min_new_tokens=4).shape == (1, 12)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm", "qwen"])
-def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, name):
+@pytest.mark.parametrize(
+    "name,dtype",
+    [("mixtral", "bfloat16"), ("glm", "bfloat16"), ("glm", "float64"), ("qwen", "bfloat16")],
+)
+def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, name, dtype):
     write_theirs(tmp_path / "in", name)
-    config = config_of(tmp_path / "in", "bfloat16", dp_size=2, tp_size=2, ep_size=2, etp_size=2)
+    config = config_of(tmp_path / "in", dtype, dp_size=2, tp_size=2, ep_size=2, etp_size=2)
     pool.run(4, train_and_save, tmp_path, config)
     export.main(["export", str(tmp_path / "step-00000002"), str(tmp_path / "later")])
     at_once, later = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "later")

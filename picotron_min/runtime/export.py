@@ -25,10 +25,12 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{options.folder} exists: name another folder, or delete it")
         metadata = read_metadata(options.checkpoint, option="the argument `checkpoint`")
         set_environment(uses_hub=uses_hub(metadata.config))
-        tokenizer, dtype = load_tokenizer(metadata.config.tokenizer), metadata.config.model.dtype
-        weights = _empty(metadata.model.parameter_shapes(), getattr(torch, dtype))
+        tokenizer = load_tokenizer(metadata.config.tokenizer)
+        dtype = getattr(torch, metadata.config.model.dtype)
+        weights = _empty(metadata.model.parameter_shapes(), dtype)
         # The biases of routers are not rounded: their steps are below bfloat16's precision.
-        weights |= _empty(metadata.model.buffer_shapes(), torch.float32)
+        precise = torch.promote_types(dtype, torch.float32)
+        weights |= _empty(metadata.model.buffer_shapes(), precise)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         load(options.checkpoint, weights)  # rounds each tensor to its dtype
         export_hf(options.folder, weights, metadata.model, tokenizer)
