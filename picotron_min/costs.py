@@ -24,7 +24,7 @@ def parameter_count(model_config: ModelConfig) -> int:
 def active_parameter_count(model_config: ModelConfig) -> int:
     """The parameters that a token uses: without the experts that are not chosen for it."""
     c = model_config
-    idle = c.num_local_experts - c.num_experts_per_tok
+    idle = c.num_local_experts - c.num_experts_per_tok  # of each layer that has experts
     layers = sum(map(c.has_experts, range(c.num_hidden_layers)))
     return parameter_count(c) - layers * idle * 3 * c.hidden_size * c.moe_intermediate_size
 
@@ -38,8 +38,9 @@ def layer_flops(model_config: ModelConfig, seq_length: int, layer: int) -> dict[
         "attention": 4 * seq_length * QD // 2,  # q k^T and the weighted sum of v, causal half
         "o": 2 * QD * E,
     }
-    if c.has_experts(layer):
+    if c.has_experts(layer):  # those that a token uses cost as much as one MLP of their sizes' sum
         M = c.num_experts_per_tok * c.moe_intermediate_size
+        # Three matrices, as of any MLP; their gate has a single output.
         shared = 3 * c.n_shared_experts * c.moe_intermediate_size + c.moe_shared_expert_gate
         parts |= {"router": 2 * E * c.num_local_experts, "shared experts": 2 * E * shared}
     return parts | {"gate, up": 4 * E * M, "down": 2 * M * E}
@@ -71,7 +72,8 @@ def hardware_flops_per_token(model_config: ModelConfig, seq_length: int, recompu
     """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU."""
     # torch's checkpoint stops as soon as the last tensor that backward needs exists. A linear needs
     # its input, not its output, so the last linear of the part is not run again. What fused
-    # attention repeats inside its own backward is not counted, as is usual.
+    # attention repeats inside its own backward is not counted, as is usual. Experts count as if one
+    # product computed all: one by one, all of them but the last repeat their last linear, too.
     again = {
         "none": lambda parts: 0,
         "selective": lambda parts: parts["q, k, v"] + parts["attention"],
@@ -89,6 +91,7 @@ def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int)
     L, stages = model_config.num_hidden_layers, layout.num_stages
     if layout.pp_layers or stages == 1:
         return list(layout.pp_layers or [L])
+    # Backward costs twice as much everywhere, so that forward is enough to compare stages.
     layers = [sum(parts.values()) for parts in _all_layers(model_config, seq_length)]
     head = 2 * model_config.vocab_size * model_config.hidden_size
     if len(set(layers)) > 1:
@@ -107,7 +110,7 @@ def _split_unequal(layers: list[int], head: int, stages: int) -> list[int]:
     find a place. The first stage, which keeps the most micro-batches alive, has what is left.
     """
 
-    def fill(limit: int) -> list[int]:
+    def fill(limit: int) -> list[int]:  # empty: it is too low
         numbers, left = [], len(layers)
         for stage in reversed(range(stages)):
             load, first = head * (stage == stages - 1) + layers[left - 1], left - 1
@@ -120,7 +123,8 @@ def _split_unequal(layers: list[int], head: int, stages: int) -> list[int]:
             left = first
         return numbers if not left else []
 
-    low, high = 0, sum(layers) + head  # a limit that is too low, and one that is enough
+    # What fits below a limit also fits below a higher one: halve the range between two of them.
+    low, high = 0, sum(layers) + head  # one that is too low, and one that is enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fill(middle) else (middle, high)
