@@ -17,7 +17,9 @@ from tests.test_sharding import sharded
 # 20M parameters, and almost no activations.
 LARGE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10}
 LARGE |= {"vocab_size": 4096, "num_attention_heads": 6, "num_key_value_heads": 6}
-SAVED = {"optimizer": 4, "gradients": 6, "parameters": 9}  # bytes a parameter, at least
+# Bytes a parameter, at least, and by the formula without buffers: a rank keeps a quarter of masters
+# and moments, then of gradients, then of weights.
+SAVED = {"optimizer": (4, 5), "gradients": (6, 8), "parameters": (9, 12)}
 
 
 def resident_bytes(kind: str) -> int:
@@ -30,10 +32,11 @@ def bytes_a_parameter(config: Config) -> float:
     """How much this process has grown after three steps."""
     # glibc keeps large blocks that are freed, in pieces which the next ones often do not fit into.
     # With this threshold it maps each by itself, as MALLOC_MMAP_THRESHOLD_ does for a whole run.
-    mallopt, threshold = ctypes.CDLL(None).mallopt, -3
-    mallopt(threshold, 128 * 1024)
+    libc, threshold = ctypes.CDLL(None), -3
+    libc.mallopt(threshold, 128 * 1024)
     try:
         gc.collect()
+        libc.malloc_trim(0)  # what runs before this one have left
         before = resident_bytes("Anonymous")
         training = make_training(config)
         for step in range(3):
@@ -41,7 +44,7 @@ def bytes_a_parameter(config: Config) -> float:
         dist.barrier()
         return (resident_bytes("Anonymous") - before) / parameter_count(resolve_model(config))
     finally:
-        mallopt(threshold, 32 * 2**20)  # where its own adaptation ends
+        libc.mallopt(threshold, 32 * 2**20)  # where its own adaptation ends
 
 
 @pytest.mark.slow
@@ -54,8 +57,8 @@ def test_a_process_has_less_memory_with_sharding(pool):
 
     measure("none")  # what only a first run allocates is there from now on
     sizes = {sharding: measure(sharding) for sharding in ("none", *SAVED)}
-    for sharding, least in SAVED.items():
-        assert sizes["none"] - sizes[sharding] >= least, sizes
+    for sharding, (least, most) in SAVED.items():
+        assert least <= sizes["none"] - sizes[sharding] <= most + 0.5, sizes
 
 
 def gathers_and_computing(config: Config) -> list[tuple[str, int]]:
