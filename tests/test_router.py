@@ -199,9 +199,12 @@ def ranks_gradients(
             inputs.append(x[j, d, :, part].clone().requires_grad_())
             options = {"use_reentrant": False}
             options["context_fn"] = lambda tally=tally: (torch.enable_grad(), tally.paused())
-            run = partial(checkpoint, router, **options) if recompute else router
-            weights, _ = run(inputs[-1])
-            losses.append((weights * upstream[j, d, :, part]).sum())
+
+            def task(x: Tensor, router=router, factor=upstream[j, d, :, part]) -> Tensor:
+                return (router(x)[0] * factor).sum()  # a repeat runs up to what the product saves
+
+            run = partial(checkpoint, task, **options) if recompute else task
+            losses.append(run(inputs[-1]))
             if recompute:  # F0 B0 F1 B1 ...: what a backward repeats must not count for F1
                 losses.pop().backward()
         for loss in losses:  # F0 F1 ... B0 B1 ...: later counts must not change earlier gradients
