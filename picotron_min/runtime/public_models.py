@@ -9,7 +9,7 @@ from picotron_min.runtime.architectures import ARCHITECTURES, REFUSED, Architect
 # Far above any published model (10**7 for other keys): a slip such as 10**12 is refused at once.
 LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**4, "num_key_value_heads": 10**4}
 LARGEST |= {"num_local_experts": 10**4, "n_routed_experts": 10**4, "num_experts": 10**4}
-LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9, "num_local_experts": 10**4}
+LARGEST |= {"rope_theta": 10**12, "max_position_embeddings": 10**9}
 SMALLEST = {"num_local_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0, "factor": 1}
 SMALLEST |= {"shared_expert_intermediate_size": 0}  # 1 for other whole numbers
 KINDS = {field.name: field.type for kind in (ModelConfig, RopeScaling) for field in fields(kind)}
