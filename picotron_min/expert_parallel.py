@@ -9,14 +9,15 @@ ep, etp): see mesh.py. Every rank brings tokens of its own. So an expert's gradi
 the edp ranks, which hold the same part of it, have summed theirs. etp ranks have parts of the same
 experts, as in tensor parallelism: a token goes to all of them, and its sender adds what comes back.
 
-Bytes of a layer and micro-batch, over ep_etp, with r the rows that leave a rank, b those of a row,
-w those of a weight, 4 or 8, and n the tokens of a rank:
+Bytes of a layer and micro-batch over ep_etp, b those of a row, w of a weight (4 or 8), added over
+the ranks; r rows leave theirs, about n k etp (1 - 1/(ep etp)) of each rank's n tokens:
 
-    alltoall     forward r (2 b + w), backward the same; about r = n k etp (1 - 1/(ep etp))
-    allgather    forward and backward 2 (ep etp - 1) n b each, and the choices: more, unless
-                 k etp is at least ep etp; nothing is uneven, and the host waits for nothing
+    alltoall     forward 2 r b + r w, backward the same; counts of rows, 8 bytes each, on top
+    allgather    a rank forward 2 (ep etp - 1) n b and the choices, backward 2 (ep etp - 1) n b:
+                 more, unless k etp is at least ep etp, but all messages have one size
 
-Recomputation sends the first r (b + w) again. Counts of rows come on top, 8 bytes each.
+Recomputation sends the first messages of forward again. Without sequence parallelism a part of the
+sequence goes to each tp rank, which sends (tp-1)/tp of the whole's bytes forward, and backward.
 Source: Lepikhin et al. 2020, "GShard"; Liu et al. 2025, "MoE Parallel Folding", for the two grids.
 In production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.
 """
@@ -37,7 +38,7 @@ from picotron_min.collectives import (
 )
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
-from picotron_min.moe import Dispatch, Limit, MoE, Pairs, Run, sizes_of
+from picotron_min.moe import Dispatch, Limit, MoE, Pairs, Run, on_device, sizes_of
 from picotron_min.router import count
 
 
@@ -124,7 +125,7 @@ class AllToAllDispatch(Dispatch):
 
         # Rows arrive rank by rank, and from each rank expert by expert.
         numbers = torch.arange(len(sizes), device=x.device).repeat(self.axis.size)
-        repeats = torch.tensor(arriving, device=x.device).flatten()
+        repeats = on_device(arriving, x.device).flatten()
         arrived = numbers.repeat_interleave(repeats, output_size=sum(sizes))
         by_expert = Pairs(arrived[:, None], len(arrived))
         out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from picotron_min.linear import Linear, WeightGradients
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
-from picotron_min.moe import MoE
+from picotron_min.moe import MoE, on_device
 
 
 def apply_grouped_experts(
@@ -43,7 +43,7 @@ class GroupedExperts:
 
     def __call__(self, rows: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
         """rows [r, E], sorted by expert, and their weights [r] -> [r, E]"""
-        ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=rows.device)
+        ends = on_device(list(accumulate(sizes)), rows.device).int()
         gate, up = (_Product.apply(stack, ends, rows) for stack in (self.gate, self.up))
         inner = wide(F.silu(gate) * up) * weights[:, None]
         return _Product.apply(self.down, ends, inner.to(rows.dtype))

@@ -12,7 +12,7 @@ Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; shared expert
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -144,13 +144,19 @@ class Dispatch:
         rows_each = self.limit.rows_each(len(x))
         sizes = sizes_of(experts, self.num_experts, rows_each)
         pairs = Pairs(experts, sum(sizes), rows_each)
-        out = run(pairs.spread(x), sizes, pairs.sort(weights))
-        return pairs.collect(out), meanwhile()
+        shared = meanwhile()  # first: a recomputed forward ends with the experts' last input
+        return pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights))), shared
 
 
 def sizes_of(experts: Tensor, num_experts: int, rows_each: int | None) -> list[int]:
     """The rows of each expert. If they are not given, the host waits for a GPU here."""
     return [rows_each] * num_experts if rows_each else count(experts, num_experts)[:-1].tolist()
+
+
+def on_device(numbers: Sequence, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor; a GPU copies them by itself, and the host does not wait."""
+    tensor = torch.tensor(numbers)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Pairs:

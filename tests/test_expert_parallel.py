@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min import expert_parallel, router
+from picotron_min import expert_parallel
 from picotron_min.expert_parallel import apply_expert_parallel, keep_experts
 from picotron_min.layout import Layout, Routing
 from picotron_min.mesh import build_axes
@@ -23,8 +23,7 @@ from picotron_min.pipeline_schedule import SCHEDULES, Kind
 from picotron_min.placement import part, placements
 from picotron_min.router import Tally
 from picotron_min.runtime.config import Config
-from tests import test_experts
-from tests.assembled import assert_same, train_briefly, whole_run
+from tests.assembled import assert_same, whole_run
 from tests.test_experts import GLOBAL_BATCH, MODELS, make_expert_config
 from tests.test_layouts import make_training
 from tests.test_moe import Reads
@@ -512,63 +511,3 @@ def test_a_norm_counts_what_is_replicated_once_and_each_expert_once():
         assert len(mine) == 2
         squares += squared_norm(mine, table, rank).item()
     assert squares == pytest.approx(3, abs=1e-14)
-
-
-# What the layouts of test_experts.py are compared with.
-
-
-def smallest_gap(config: Config, model: ModelConfig) -> float:
-    """The least difference of a score that was chosen from the next one, in a short run."""
-    gaps, route = [], router.route
-
-    def gap(scores: Tensor, k: int) -> None:
-        if 0 < k < scores.shape[-1]:
-            best = scores.detach().sort(-1, descending=True).values
-            gaps.append((best[..., k - 1] - best[..., k]).min().item())
-
-    def noting(logits, config, bias=None):
-        k = config.num_experts_per_tok
-        weights, experts, shares = route(logits, config, bias)
-        scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
-        gap(shares, k)  # of the balance losses
-        ranked = scores if bias is None else scores + bias
-        if config.n_group > 1:
-            groups = ranked.unflatten(-1, (config.n_group, -1))
-            worth = groups.sort(-1).values[..., -2:].sum(-1)
-            gap(worth, config.topk_group)
-            chosen = (worth >= worth.sort(-1).values[..., -config.topk_group, None])[..., None]
-            ranked = groups.where(chosen, -1e9).flatten(-2)
-        gap(ranked, k)
-        return weights, experts, shares
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(router, "route", noting)
-        train_briefly(config, model, steps=3)
-    return min(gaps)
-
-
-def references() -> list[tuple[Config, ModelConfig]]:
-    """All one-rank runs that test_experts.py compares layouts with."""
-    runs = {}
-
-    def noting(pool, config: Config, model: ModelConfig) -> None:
-        if config.world_size == 1:
-            runs[config.model_dump_json(), model] = config, model
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_experts, "whole_run", noting)
-        patch.setattr(test_experts, "reference", test_experts.reference.__wrapped__)
-        patch.setattr(test_experts, "assert_same", lambda *runs: None)
-        choices = itertools.cycle(test_experts.CHOICES)
-        for case in zip(test_experts.LAYOUTS, choices, strict=False):
-            test_experts.test_every_layout_trains_the_same_mixture(None, *case, "none")
-    return list(runs.values())
-
-
-def test_no_choice_in_the_references_of_the_layouts_is_close(pool):
-    """Else rounding, which differs between layouts, could make a token change its experts."""
-    runs = references()
-    assert len(runs) > 15 and {model for _, model in runs} == set(MODELS.values())
-    for config, model in runs:
-        (gap,) = pool.run(1, smallest_gap, config, model)
-        assert gap > 1e-9, (config, model)
