@@ -148,6 +148,7 @@ class Contender(NamedTuple):
     optimizer: torch.optim.Optimizer
     step: Callable[[Batches, int], tuple[float, float]]  # data, which step -> loss, gradient norm
     compile: Callable[[], None]
+    weights_changed: Callable[[], None] = lambda: None  # to be called after the parameters have
 
 
 @dataclass
@@ -356,7 +357,7 @@ def picotron_min(work: Work) -> Contender:
             del linear.forward  # the one with a queue
         apply_compile(chunk.model)
 
-    return Contender(run.model.parameters, run.optimizer, step, compile)
+    return Contender(run.model.parameters, run.optimizer, step, compile, run.model.weights_changed)
 
 
 def transformers_llama(work: Work) -> Contender:
@@ -410,6 +411,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def start_again(contender: Contender, weights: dict[str, Tensor]) -> None:
     for name, parameter in contender.parameters.items():
         parameter.data.copy_(weights[name])
+    contender.weights_changed()
     contender.optimizer.state.clear()
 
 

@@ -71,7 +71,7 @@ def reference(pool, model, scope, layers, seq_length, dp, m, capacity=None):
         scope, capacity=capacity, seq_length=seq_length, micro_batches=micro_batches
     )
     update = {"model": config.model.model_copy(update={"num_hidden_layers": layers})}
-    return whole_run(pool, config.model_copy(update=update), MODELS[model], train=train_watched)
+    return whole_run(pool, config.model_copy(update=update), MODELS[model], 2, train_watched)
 
 
 def train_watched(config: Config, model: ModelConfig, steps: int) -> Run:
@@ -108,7 +108,7 @@ def assert_trains_as_one_rank(pool, config: Config, model: str, scope: str) -> N
     d, t = config.distributed, config.training
     layers, m = config.model.num_hidden_layers, t.gradient_accumulation_steps
     theirs = reference(pool, model, scope, layers, t.seq_length, d.dp_size, m)
-    assert_same(whole_run(pool, config, MODELS[model]), theirs)
+    assert_same(whole_run(pool, config, MODELS[model], 2), theirs)
 
 
 def grids(dp: int, pp: int, cp: int, tp: int) -> list[tuple[int, int]]:
@@ -192,7 +192,7 @@ def test_layouts_drop_the_same_tokens(pool, dp, pp, ep, etp, ep_engine, capacity
     layers, m = pp + 1, config.training.gradient_accumulation_steps
     policy = capacity.removesuffix(", padded")
     theirs = reference(pool, "softmax", "micro-batch", layers, 16, dp, m, policy)
-    ours = whole_run(pool, config, MODELS["softmax"])
+    ours = whole_run(pool, config, MODELS["softmax"], 2)
     assert_same(ours, theirs)
     num_pairs = ours.routed[0][0, : 8 + 1].sum()
     assert num_pairs == GLOBAL_BATCH * 16 * 2 and ours.routed[0][0, 8] > 0.2 * num_pairs  # dropped
