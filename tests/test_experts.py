@@ -119,11 +119,16 @@ def grids(dp: int, pp: int, cp: int, tp: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys((pairs[0], pairs[-1] if len(pairs) == 1 else pairs[len(pairs) // 2])))
 
 
-LAYOUTS = [
+LAYOUTS = [  # with two grids of experts for each; by default they take turns
     (dp, pp, cp, tp, ep, etp)
     for dp, pp, cp, tp in itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 8), (1, 2, 4, 8), (1, 2, 4))
     if dp * pp * cp * tp <= 8
     for ep, etp in grids(dp, pp, cp, tp)
+]
+SIZES = dict.fromkeys(layout[:4] for layout in LAYOUTS)
+TURNS = [
+    [layout for layout in LAYOUTS if layout[:4] == sizes][i % 2 - 1]
+    for i, sizes in enumerate(SIZES)
 ]
 CHOICES = list(
     itertools.product(
@@ -135,7 +140,7 @@ CHOICES = list(
         ("ring", "ulysses"),
     )
 )
-random.Random(0).shuffle(CHOICES)  # so that every layout meets others, always the same ones
+random.Random(224).shuffle(CHOICES)  # a seed with which every pair of choices meets
 
 
 SHARDINGS = ("none", "optimizer", "parameters", "layerwise", "gradients")
@@ -143,7 +148,7 @@ SHARDINGS = ("none", "optimizer", "parameters", "layerwise", "gradients")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_layout_trains_the_same_mixture:
-        cases = zip(LAYOUTS, itertools.cycle(CHOICES), itertools.cycle(SHARDINGS), strict=False)
+        cases = zip(TURNS, itertools.cycle(CHOICES), itertools.cycle(SHARDINGS), strict=False)
         if metafunc.config.getoption("--all-layouts"):
             pairs = zip(LAYOUTS, itertools.cycle(CHOICES), strict=False)
             cases = [(*pair, sharding) for pair in pairs for sharding in SHARDINGS]
@@ -151,7 +156,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_every_pair_of_choices_meets_in_some_layout():
-    used = CHOICES[: len(LAYOUTS)]
+    used = CHOICES[: len(TURNS)]
     for a, b in itertools.combinations(range(len(CHOICES[0])), 2):
         assert {(c[a], c[b]) for c in used} == {(c[a], c[b]) for c in CHOICES}
 
@@ -170,7 +175,7 @@ def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
         pp=pp,
         cp=cp,
         cp_engine=cp_engine,
-        micro_batches=3 if pp > 1 and GLOBAL_BATCH % (3 * dp) == 0 else 1,
+        micro_batches=2 if pp > 1 else 1,
         chunks=2 if engine == "interleaved" and pp > 1 else 1,
         sequence_parallel=tp > 1 and recompute != "none",
         engine=engine,

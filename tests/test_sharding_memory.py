@@ -29,7 +29,7 @@ def resident_bytes(kind: str) -> int:
 
 
 def bytes_a_parameter(config: Config) -> float:
-    """How much this process has grown after three steps."""
+    """How much this process has grown after two steps."""
     # glibc keeps large blocks that are freed, in pieces which the next ones often do not fit into.
     # With this threshold it maps each by itself, as MALLOC_MMAP_THRESHOLD_ does for a whole run.
     libc, threshold = ctypes.CDLL(None), -3
@@ -39,7 +39,7 @@ def bytes_a_parameter(config: Config) -> float:
         libc.malloc_trim(0)  # what runs before this one have left
         before = resident_bytes("Anonymous")
         training = make_training(config)
-        for step in range(3):
+        for step in range(2):
             training.step(step)
         dist.barrier()
         return (resident_bytes("Anonymous") - before) / parameter_count(resolve_model(config))
