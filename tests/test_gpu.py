@@ -359,6 +359,7 @@ with gpu.one_process("cpu") as device:
 """
 
 
+@pytest.mark.slow
 def test_the_benchmark_needs_nothing_but_torch_numpy_and_safetensors():
     """filelock comes with torch."""
     run = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, cwd=ROOT)

@@ -197,6 +197,7 @@ def cluster(pool, shared_text, tmp_path):
     cluster.end()
 
 
+@pytest.mark.slow
 def test_a_job_at_its_time_limit_saves_and_is_requeued_and_resumes(cluster):
     job = cluster.start_job()
     cluster.wait(job, for_steps=True)
