@@ -52,7 +52,7 @@ def workplace(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "all combinations in files where choices take turns, for minutes"
+    text = "all cases of tests where cases take turns, for half an hour"
     parser.addoption("--all-layouts", action="store_true", help=text)
 
 
@@ -62,9 +62,33 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if any(".py" in argument for argument in config.args) else 2
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-layouts") and not any("::" in name for name in config.args):
+        waiting = those_that_wait(items)
+        items[:] = [item for item in items if item not in waiting]
+        config.hook.pytest_deselected(items=waiting)
     for item in quick_tenth(items):
         item.add_marker(pytest.mark.quick)
+
+
+def has_turn(i: int, kept: int, of: int) -> bool:
+    return i * kept % of < kept
+
+
+def those_that_wait(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Of a test marked `turns(kept, of)` all but so many of every `of` cases, evenly spread.
+
+    `of` shares no factor with the number of values of any parameter: so all values are met.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("turns"):
+            cases[item.path, item.originalname].append(item)
+    waiting = []
+    for of_test in cases.values():
+        kept, of = of_test[0].get_closest_marker("turns").args
+        waiting += [item for i, item in enumerate(of_test) if not has_turn(i, kept, of)]
+    return waiting
 
 
 def quick_tenth(items: Iterable[pytest.Item]) -> list[pytest.Item]:

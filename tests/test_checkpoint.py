@@ -315,6 +315,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("saved,resumed", PAIRS, ids=map("->".join, PAIRS))
 def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed):
     tied = PAIRS.index((saved, resumed)) % 2 == 1 or "zb_v" in saved  # once, on one rank
@@ -406,6 +407,7 @@ def continue_with_experts(folder: Path | None, config: Config, steps: range):
     return [result[:3] for result in results], before, state_with_places(training)
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("saved,resumed", GRID_PAIRS, ids=map("->".join, GRID_PAIRS))
 def test_any_grid_of_experts_resumes_from_any_other(pool, tmp_path, saved, resumed):
     before, after = of_grid(saved), of_grid(resumed)
@@ -629,6 +631,7 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
     return {name: part.full_tensor() for name, part in weights.items()}, logits
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -3,13 +3,41 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.conftest import pytest_xdist_auto_num_workers, quick_tenth
+import pytest
+
+from tests.conftest import pytest_xdist_auto_num_workers, quick_tenth, those_that_wait
 
 
 def case(file: str, number: int, *markers: str) -> SimpleNamespace:
     return SimpleNamespace(
         path=Path(file), number=number, get_closest_marker=lambda name: name in markers
     )
+
+
+@pytest.mark.parametrize("kept,of", [(3, 7), (2, 7), (2, 5), (3, 5)], ids=str)
+def test_cases_that_take_turns_meet_all_values_of_their_parameters(kept, of):
+    turns = SimpleNamespace(args=(kept, of))
+    items = [
+        SimpleNamespace(path=file, originalname=name, number=i, get_closest_marker=marker.get)
+        for file, name, marker in (
+            ("a.py", "test_marked", {"turns": turns}),
+            ("a.py", "test_unmarked", {}),
+            ("b.py", "test_marked", {"turns": turns}),
+        )
+        for i in range(of * 12)
+    ]
+    waiting = those_that_wait(items)
+    assert len(waiting) == 2 * 12 * (of - kept)
+    for file in ("a.py", "b.py"):
+        left = [
+            x.number
+            for x in items
+            if x not in waiting and (x.path, x.originalname) == (file, "test_marked")
+        ]
+        assert left[0] == 0 and len(left) == 12 * kept
+        for period in (2, 4, 6):
+            assert {number % period for number in left} == set(range(period))
+    assert all(item.originalname == "test_marked" for item in waiting)
 
 
 def test_quick_cases_come_from_every_file_and_every_kind():

@@ -159,6 +159,7 @@ def test_memory_of_the_loss_is_a_stripe_of_logits_and_what_it_keeps_for_backward
         assert plan(dtype="bfloat16").loss == (4 + 2) * V * rows + 4 * V * E + 2 * tokens * E
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("vocab_size", [256, 8192], ids=["layers", "logits"])

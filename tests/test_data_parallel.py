@@ -64,6 +64,7 @@ def difference_to_naive(dtype: torch.dtype, tied: bool, bucket_bytes: int, steps
     return largest
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 10**9])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

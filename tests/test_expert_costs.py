@@ -172,6 +172,7 @@ HELD = [
 ]
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("grid,dtype", HELD, ids=str)
 @pytest.mark.parametrize("sharding", ["none", *MODES])
 def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):

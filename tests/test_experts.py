@@ -12,6 +12,7 @@ from picotron_min import router
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import Config
 from tests.assembled import Run, assert_same, train_briefly, whole_run
+from tests.conftest import has_turn
 from tests.test_layouts import GLOBAL_BATCH, make_config
 
 SHAPE = ModelConfig(
@@ -140,7 +141,7 @@ CHOICES = list(
         ("ring", "ulysses"),
     )
 )
-random.Random(224).shuffle(CHOICES)  # a seed with which every pair of choices meets
+random.Random(32293).shuffle(CHOICES)  # a seed with which every pair of choices meets
 
 
 SHARDINGS = ("none", "optimizer", "parameters", "layerwise", "gradients")
@@ -156,11 +157,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_every_pair_of_choices_meets_in_some_layout():
-    used = CHOICES[: len(TURNS)]
+    used = [choices for i, choices in enumerate(CHOICES[: len(TURNS)]) if has_turn(i, 3, 7)]
     for a, b in itertools.combinations(range(len(CHOICES[0])), 2):
         assert {(c[a], c[b]) for c in used} == {(c[a], c[b]) for c in CHOICES}
 
 
+@pytest.mark.turns(3, 7)
 def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
     dp, pp, cp, tp, ep, etp = layout
     model, scope, engine, recompute, ep_engine, cp_engine = choices
@@ -184,6 +186,7 @@ def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
     assert_trains_as_one_rank(pool, config, model, scope)
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize(
     "dp,pp,ep,etp,ep_engine",

@@ -68,6 +68,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "dtype,shards", [("float32", "5GB"), ("bfloat16", "20KB"), ("float16", "5GB")], ids=str

@@ -231,6 +231,7 @@ def test_what_comes_in_goes_out_the_same(pool, tmp_path, name, layout):
     assert from_hf(read_config(tmp_path / "in")) == from_hf(read_config(tmp_path / "out"))
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_what_goes_out_and_generates(pool, tmp_path, name, dtype):

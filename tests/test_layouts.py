@@ -160,12 +160,14 @@ TENSOR = [
 ]
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("model", ["untied", "tied"])
 @pytest.mark.parametrize("dp,micro_batches", DATA)
 def test_data_parallel_layouts_train_the_same_model_as_one_rank(pool, dp, micro_batches, model):
     assert_trains_the_same(pool, make_config(dp, micro_batches=micro_batches), model)
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("dp,tp,model", TENSOR)
 def test_tensor_parallel_layouts_train_the_same_model(pool, dp, tp, model, sequence_parallel):
@@ -173,7 +175,7 @@ def test_tensor_parallel_layouts_train_the_same_model(pool, dp, tp, model, seque
     assert_trains_the_same(pool, config, model)
 
 
-# Every (dp, pp, tp) of at most 8 ranks with every engine, tied and untied: six for each layout. The
+# Every (dp, pp, tp) of at most 8 ranks with every engine, tied and untied: ten for each layout. The
 # five variants alternate, so that every engine meets each of them; `pytest --all-layouts` runs all
 # combinations and takes ten minutes. Few sizes divide 3 micro-batches.
 VARIANTS = [(2, "none"), (3, "full"), (6, "none"), (4, "selective"), (2, "full")]
@@ -182,29 +184,21 @@ PIPELINES = [
     for pp in (2, 3, 4, 8)
     for dp, tp in itertools.product(POWERS, POWERS)
     if dp * pp * tp <= 8
-    for engine in ("afab", "1f1b", "interleaved")
+    for engine in ("afab", "1f1b", "interleaved", "zb_h1", "zb_v")
     for model in ("untied", "tied")
-]
-
-
-# Of zero-bubble pipelines every eleventh: both engines meet tied and untied, dp, tp, three ranks.
-ZERO_BUBBLE = [
-    (*sizes, engine, model)
-    for sizes in dict.fromkeys(layout[:3] for layout in PIPELINES if layout[1] < 8)
-    for engine in ("zb_h1", "zb_v")
-    for model in ("untied", "tied")
+    if pp < 8 or not engine.startswith("zb")
 ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_pipelines_train_the_same_model:
-        pairs = list(zip(ZERO_BUBBLE, itertools.cycle(VARIANTS), strict=False))[5::11]
-        pairs += zip(PIPELINES, itertools.cycle(VARIANTS), strict=False)
+        pairs = zip(PIPELINES, itertools.cycle(VARIANTS), strict=False)
         if metafunc.config.getoption("--all-layouts"):
-            pairs = itertools.product(PIPELINES + ZERO_BUBBLE, VARIANTS)
+            pairs = itertools.product(PIPELINES, VARIANTS)
         metafunc.parametrize("layout,variant", list(pairs), ids=str)
 
 
+@pytest.mark.turns(2, 7)
 def test_pipelines_train_the_same_model(pool, layout, variant):
     dp, pp, tp, engine, model = layout
     micro_batches, recompute = variant
@@ -238,6 +232,7 @@ CONTEXT_VARIANTS = [
 ]
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize(
     "layout,variant", list(zip(CONTEXTS, itertools.cycle(CONTEXT_VARIANTS), strict=False)), ids=str
 )

@@ -177,6 +177,7 @@ def distance_to_torch(config: Config, model: str) -> tuple[float, int]:
     return max((after[name] - p).abs().max().item() for name, p in reference.items()), len(hidden)
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_training_with_muon_is_training_with_torchs(pool, dp, tp):
@@ -205,6 +206,7 @@ def one_rank(pool, model: str, layers: int) -> Run:
     return whole_run(pool, config.model_copy(update={"model": shape}), model)
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("model", ["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts_train_the_same_model_with_muon(pool, layout, model):

@@ -121,6 +121,7 @@ LAYOUTS |= {
 }
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_planned_traffic_is_what_a_step_sends(pool, options):
     model = MODEL.override(**options.get("model", {}))
