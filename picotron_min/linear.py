@@ -44,7 +44,10 @@ class Linear(nn.Linear):
         return None if self.weight is None else self.weight.grad
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.operand)  # without a queue, autograd then computes dx and dW
+        return self.product(x)  # without a queue, autograd then computes dx and dW
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.operand)
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         return dy @ self.operand
@@ -120,22 +123,22 @@ def linears(model: nn.Module) -> dict[str, Linear]:
 def apply_queue(model: nn.Module, queue: WeightGradients) -> None:
     """Let the linears of a model put their weight gradients into a queue, in place."""
     for linear in linears(model).values():
-        forward = partial(_Product.apply, linear, linear.forward, queue)
+        forward = partial(_Product.apply, linear, queue)
         linear.forward = torch.compiler.disable(forward)  # it cannot look into a queue
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, linear, product, queue, x):  # no weight among them: autograd computes no dW
+    def forward(ctx, linear, queue, x):  # no weight among them: autograd computes no dW
         ctx.linear, ctx.queue = linear, queue
         ctx.save_for_backward(x)
-        return product(x)
+        return linear.product(x)
 
     @staticmethod
     def backward(ctx, dy):
         dx = ctx.linear.input_gradient(dy)  # before a sharded weight may be freed
         ctx.queue.leave(ctx.linear, *ctx.saved_tensors, dy)
-        return None, None, None, dx
+        return None, None, dx
 
 
 def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:

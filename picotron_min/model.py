@@ -2,10 +2,11 @@
 
     tokens -> embed_tokens -> layers: x += self_attn(norm(x)); x += mlp(norm(x)) -> norm -> lm_head
 
-Nothing here is parallel. A parallelism swaps submodules or wraps their forward, and changes no line
-below. That takes three rules: head counts are read off the tensors (`view(B, S, -1, D)`); attention
-is a submodule without parameters, which gets K and V before they are repeated for the query heads
-that share them; a model is a chain. Linear is `nn.Linear` without bias; `wide` is float32 or more.
+Nothing here is parallel. A parallelism swaps submodules or methods, and changes no line below. That
+takes four rules: head counts are read off the tensors (`view(B, S, -1, D)`); linears with one input
+are called together, in `project`; attention is a submodule without parameters, which gets K and V
+before they are repeated for the query heads that share them; a model is a chain. Linear is
+`nn.Linear` without bias; `wide` is float32 or more.
 
 B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
 V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;
@@ -76,12 +77,16 @@ class SelfAttention(nn.Module):
         self.head_dim = D
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        B, S, _ = x.shape
-        q = rotate(self.q_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, Q, D]
-        k = rotate(self.k_proj(x).view(B, S, -1, self.head_dim), *rotary)  # [B, S, K, D]
-        v = self.v_proj(x).view(B, S, -1, self.head_dim)  # [B, S, K, D]
+        q, k, v = self.project(x)
+        B, S, _ = q.shape  # x may be a part of the sequence
+        q = rotate(q.view(B, S, -1, self.head_dim), *rotary)  # [B, S, Q, D]
+        k = rotate(k.view(B, S, -1, self.head_dim), *rotary)  # [B, S, K, D]
+        v = v.view(B, S, -1, self.head_dim)  # [B, S, K, D]
         out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
 class FlashAttention(nn.Module):
@@ -115,7 +120,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.gate_proj(x), self.up_proj(x)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -94,7 +94,8 @@ class Expert(MLP):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """x [r, E], weights [r] -> [r, E], weighted"""
         # Before the last product, which is linear: so backward needs no output of an expert.
-        inner = wide(F.silu(self.gate_proj(x)) * self.up_proj(x)) * weights[:, None]
+        gate, up = self.project(x)
+        inner = wide(F.silu(gate) * up) * weights[:, None]
         return self.down_proj(inner.to(x.dtype))
 
 

@@ -47,7 +47,7 @@ from picotron_min.pipeline_simulator import build_plans
 from picotron_min.placement import Placement, part, placements, saved_name
 from picotron_min.router import Router, Tally, apply_forced_balance
 from picotron_min.sharding import ShardedUnit, apply_sharding, build_units
-from picotron_min.tensor_parallel import apply_tensor_parallel
+from picotron_min.tensor_parallel import Boundary, SequenceBoundary, apply_tensor_parallel
 
 Context = Callable[[], AbstractContextManager]
 
@@ -174,8 +174,12 @@ def apply_layout(
     """
     dtype, queue = getattr(torch, workload.dtype), WeightGradients()
     queue.split = SCHEDULES[layout.pp_engine].splits_backward
+    queue.hold = layout.tp > 1  # until a message travels
     model.to(torch.promote_types(dtype, torch.float32))  # the weights are never less precise
-    apply_tensor_parallel(model, axes.tp, layout.sequence_parallel, queue)  # may hold the queue
+    if not workload.compile or queue.waits:  # with nothing to wait for, a compiled layer is
+        apply_queue(model, queue)  # one graph, with autograd's own products
+    boundary = SequenceBoundary if layout.sequence_parallel else Boundary
+    apply_tensor_parallel(model, boundary(axes.tp, queue))  # after the queue
     attention, kernel = SoftmaxAttention, SOFTMAX
     if workload.flash_attention:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -192,8 +196,6 @@ def apply_layout(
     if dtype == torch.bfloat16:  # sharded weights are gathered in it
         apply_copies(model, dtype)  # to compute with; the optimizer updates float32
     apply_grouped_experts(model, dtype, layout.etp, queue)
-    if not workload.compile or queue.waits:  # with nothing to wait for, a compiled layer is
-        apply_queue(model, queue)  # one graph, with autograd's own products
     counts = tally.paused if tally.num_experts else None  # in what runs again
     apply_recompute(model, workload.recompute, workload.compile, counts)
     if workload.compile:

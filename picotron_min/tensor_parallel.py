@@ -24,8 +24,9 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, 
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_min import collectives
-from picotron_min.collectives import Axis
-from picotron_min.linear import WeightGradients
+from picotron_min.collectives import Axis, Conjugate
+from picotron_min.linear import Linear, WeightGradients
 from picotron_min.loss import Vocabulary, stripe_loss
 from picotron_min.model import MLP, Head, Llama
+
+Products = Sequence[Callable[[Tensor], Tensor]]  # with the weights of several linears
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,25 @@ class Boundary:
         y = y.contiguous()
         return y, collectives.start_all_reduce(y, self.axis)
 
+    def sum(self, y: Tensor) -> Tensor:
+        y, work = self.start_sum(y)
+        work.wait()
+        return y
+
+    def gather_multiply(self, x: Tensor, products: Products) -> tuple[Tensor, list[Tensor]]:
+        """All of x, and its products."""
+        x = self.whole(x)
+        return x, [product(x) for product in products]
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], products: Products, meanwhile: Callable = lambda: None
+    ) -> Tensor:
+        """The products of several x, added up over the ranks; `meanwhile()` while they travel."""
+        y, work = self.start_sum(add_products(xs, products))
+        meanwhile()
+        work.wait()  # NCCL: the stream waits, not the host
+        return y
+
 
 class SequenceBoundary(Boundary):
     """Between sublayers every rank has its part of the sequence, x [B, S/tp, E]."""
@@ -64,65 +86,90 @@ class SequenceBoundary(Boundary):
         return collectives.start_reduce_scatter(y, self.axis, dim=1)
 
 
+def add_products(xs: Sequence[Tensor], products: Products) -> Tensor:
+    return reduce(Tensor.add_, (product(x) for x, product in zip(xs, products, strict=True)))
+
+
 class _Enter(torch.autograd.Function):
-    """The beginning of a sublayer, and in backward its end."""
+    """The beginning of a sublayer, and in backward its end: the linears that share its input."""
 
     @staticmethod
-    def forward(ctx, boundary, x):
-        ctx.boundary = boundary
-        return boundary.whole(x)
+    def forward(ctx, boundary, linears, x):  # no weight among them: autograd computes no dW
+        ctx.boundary, ctx.linears = boundary, linears
+        x, ys = boundary.gather_multiply(x, [linear.product for linear in linears])
+        ctx.save_for_backward(x)
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx, dx):
-        dx, work = ctx.boundary.start_sum(dx)
+    def backward(ctx, *dys):
+        boundary, linears, (x,) = ctx.boundary, ctx.linears, ctx.saved_tensors
+        for linear, dy in zip(linears, dys, strict=True):
+            boundary.queue.leave(linear, x, dy)
         # The layer before waits for dx, and nothing waits for weight gradients: so they are
         # computed while dx travels. All linears of the sublayer have put theirs here by now.
         # In a pipeline whose plan has W, they wait for that, and nothing hides the message.
-        ctx.boundary.queue.settle()
-        work.wait()  # NCCL: the stream waits, not the host
-        return None, dx  # one gradient for each argument of forward
+        products = [linear.input_gradient for linear in linears]
+        dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.settle)
+        return None, None, dx  # one gradient for each argument of forward
 
 
 class _Leave(torch.autograd.Function):
-    """The end of a sublayer: the ranks' outputs become their sum."""
+    """The end of a sublayer: its last linear. The ranks' outputs become their sum."""
 
     @staticmethod
-    def forward(ctx, boundary, y):
-        ctx.boundary = boundary
-        out, work = boundary.start_sum(y)
-        work.wait()
-        if out is y:
-            ctx.mark_dirty(y)  # summed in place
-        return out
+    def forward(ctx, boundary, linear, x):
+        ctx.boundary, ctx.linear, ctx.saved = boundary, linear, x.grad_fn  # of _Save
+        return boundary.multiply_scatter([x], [linear.product])
 
     @staticmethod
     def backward(ctx, dy):
-        return None, ctx.boundary.whole(dy)
+        boundary, linear = ctx.boundary, ctx.linear
+        dy, (dx,) = boundary.gather_multiply(dy, [linear.input_gradient])
+        boundary.queue.leave(linear, *ctx.saved.saved_tensors, dy)
+        return None, None, dx
+
+
+class _Save(torch.autograd.Function):
+    """x, saved for backward before _Leave, not by it.
+
+    When torch's checkpoint repeats a forward, it stops where the last tensor is saved: so it
+    repeats neither the last product nor its message.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx
 
 
 # torch.compile cannot look into messages and their ledger: it compiles what lies between them.
-_enter = torch.compiler.disable(_Enter.apply)
-_leave = torch.compiler.disable(_Leave.apply)
+_gather = torch.compiler.disable(lambda x, of: Conjugate.apply(of.whole, of.sum, x))
+_sum = torch.compiler.disable(lambda y, of: Conjugate.apply(of.sum, of.whole, y))
 _all_reduce = torch.compiler.disable(collectives.all_reduce)
 
 
-def apply_tensor_parallel(
-    model: Llama, axis: Axis, sequence_parallel: bool, queue: WeightGradients
-) -> None:
+def apply_tensor_parallel(model: Llama, boundary: Boundary) -> None:
     """Put the collectives around every sublayer of a model, in place.
 
-    Its matrices must be this rank's parts already, see `narrow` in parallelize.py; `queue` is that
-    of its linears. The vocabulary need not divide by n: the last ranks have fewer rows, but some.
+    Its matrices must be this rank's parts already, see `narrow` in parallelize.py, and its linears
+    use the boundary's queue, which holds what they put there. The vocabulary need not divide by n:
+    the last ranks have fewer rows, but some.
     """
+    axis = boundary.axis
     if axis.size == 1:
         return
-    queue.hold = True  # until _Enter's backward
-    boundary = (SequenceBoundary if sequence_parallel else Boundary)(axis, queue)
-    for layer in model.model.layers.values():
+    for layer in model.model.layers.values():  # two sums a layer
+        attention = layer.self_attn
+        first = [attention.q_proj, attention.k_proj, attention.v_proj]
+        _put_around(attention, first, attention.o_proj, boundary)
         # Of a mixture, only shared experts are cut over tp; others are on a grid of their own.
         mlp = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts
-        for sublayer in filter(None, (layer.self_attn, mlp)):  # two sums a layer
-            _put_around(sublayer, boundary)
+        if mlp:
+            _put_around(mlp, [mlp.gate_proj, mlp.up_proj], mlp.down_proj, boundary)
     V, embedding, head = model.config.vocab_size, model.model.embed_tokens, model.lm_head
     first = axis.rank * -(-V // axis.size)  # rounded up, as in `part` of placement.py
     if isinstance(embedding, nn.Embedding):  # else another stage has it
@@ -131,9 +178,14 @@ def apply_tensor_parallel(
         model.lm_head = VocabularyParallelHead(head.weight, V, first, boundary)
 
 
-def _put_around(sublayer: nn.Module, boundary: Boundary) -> None:
-    inner = sublayer.forward  # names of parameters must not change: so no module around it
-    sublayer.forward = lambda x, *rest: _leave(boundary, inner(_enter(boundary, x), *rest))
+def _put_around(sublayer: nn.Module, first: list[Linear], last: Linear, boundary: Boundary) -> None:
+    enter = partial(_Enter.apply, boundary, first)
+
+    def leave(x: Tensor) -> Tensor:
+        return _Leave.apply(boundary, last, _Save.apply(x))
+
+    # Names of parameters must not change: so no modules around them.
+    sublayer.project, last.forward = torch.compiler.disable(enter), torch.compiler.disable(leave)
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -148,7 +200,7 @@ class VocabularyParallelEmbedding(nn.Module):
         ids = tokens - self.first
         is_here = (ids >= 0) & (ids < len(self.weight))  # [B, S], true on one rank for each token
         x = F.embedding(ids.where(is_here, 0), self.weight) * is_here[..., None]
-        return _leave(self.boundary, x)  # backward needs no sum: each rank has its own rows
+        return _sum(x, self.boundary)  # backward adds nothing: each rank has its own rows
 
 
 class VocabularyParallelHead(Head):
@@ -165,7 +217,7 @@ class VocabularyParallelHead(Head):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E] or [B, S/tp, E], targets [B, S] -> [], the same sum on every rank"""
-        return super().loss(_enter(self.boundary, x), targets)
+        return super().loss(_gather(x, self.boundary), targets)
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits [B, S, V] on every rank, without gradients: not for training."""

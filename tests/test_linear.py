@@ -92,8 +92,8 @@ def test_a_split_queue_computes_only_what_is_taken_from_it():
 class Doubling(Linear):
     """Each product is replaced: what a user sees of it is twice as large, by another factor."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+    def product(self, x: Tensor) -> Tensor:
+        return 2 * super().product(x)
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         return 3 * super().input_gradient(dy)

@@ -14,7 +14,7 @@ from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.parallelize import apply_recompute, narrow
 from picotron_min.placement import placements
-from picotron_min.tensor_parallel import apply_tensor_parallel
+from picotron_min.tensor_parallel import Boundary, SequenceBoundary, apply_tensor_parallel
 from tests.training import shard_dim
 
 CONFIG = ModelConfig(50, 32, 48, 2, 4, 2)
@@ -37,8 +37,10 @@ def split_model(config: ModelConfig, sequence_parallel: bool, whole: Llama):
     layout = Layout(tp=axis.size, sequence_parallel=sequence_parallel)
     table = placements(config.parameter_shapes(), layout, config.tie_word_embeddings)
     narrow(model, table, axes)
-    apply_tensor_parallel(model, axis, sequence_parallel, queue)
+    queue.hold = True
     apply_queue(model, queue)
+    boundary = SequenceBoundary if sequence_parallel else Boundary
+    apply_tensor_parallel(model, boundary(axis, queue))
     weights = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data.copy_(part(name, weights[name].data, axis))
