@@ -6,7 +6,7 @@
     reduce-scatter     its own part of the sum                     (n-1)/n b
     all-to-all         a different part of each rank's tensor      (n-1)/n b
     exchange           some rows of each rank's tensor             the rows that leave
-    shift              the previous rank's tensor, in a ring             b
+    shift              the tensor of a rank before it, in a ring         b
 
 b is the size of a rank's tensor, for an all-gather that of the gathered one. Bytes are algorithmic:
 what one rank sends when the collective is done as a ring (Patarasuk and Yuan 2009; drawn in
@@ -168,19 +168,23 @@ class Conjugate(torch.autograd.Function):
 
 
 class Shift:
-    """Every rank sends a tensor, all of one shape and dtype, to the next; the last to the first."""
+    """Every rank sends a tensor, all of one shape and dtype, to the rank `distance` after it.
 
-    def __init__(self, tensor: Tensor, axis: Axis) -> None:
+    The ranks are in a ring: after the last comes the first.
+    """
+
+    def __init__(self, tensor: Tensor, axis: Axis, distance: int = 1) -> None:
         axis.ledger.record("shift", tensor)
+        to, source = ((axis.rank + d) % axis.size for d in (distance, -distance))
         self.sent = tensor  # may not be changed before `wait`
         self.arriving = torch.empty_like(tensor)
-        send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=axis.next)
-        receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=axis.previous)
+        send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
+        receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
         # Together: NCCL would do one after the other, and all ranks would wait for a receiver.
         self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
-        """The previous rank's tensor."""
+        """The tensor of the rank `distance` before this one."""
         for work in self.works:
             work.wait()
         return self.arriving

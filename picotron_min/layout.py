@@ -37,6 +37,7 @@ class Layout:
     pp_layers: tuple[int, ...] | None = None  # of each stage; None: balanced, see costs.py
     cp_engine: str = "ring"  # or "ulysses"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
+    tp_overlap: bool = False  # and its messages travel during products: see tensor_overlap.py
     sharding: str = "none"  # what the dp x cp ranks divide: see sharding.py
     ep: int = 1  # ranks that share out the experts of a layer
     etp: int = 1  # ranks that share each of them

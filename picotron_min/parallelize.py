@@ -47,6 +47,7 @@ from picotron_min.pipeline_simulator import build_plans
 from picotron_min.placement import Placement, part, placements, saved_name
 from picotron_min.router import Router, Tally, apply_forced_balance
 from picotron_min.sharding import ShardedUnit, apply_sharding, build_units
+from picotron_min.tensor_overlap import RingBoundary
 from picotron_min.tensor_parallel import Boundary, SequenceBoundary, apply_tensor_parallel
 
 Context = Callable[[], AbstractContextManager]
@@ -179,6 +180,7 @@ def apply_layout(
     if not workload.compile or queue.waits:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
     boundary = SequenceBoundary if layout.sequence_parallel else Boundary
+    boundary = RingBoundary if layout.tp_overlap else boundary
     apply_tensor_parallel(model, boundary(axes.tp, queue))  # after the queue
     attention, kernel = SoftmaxAttention, SOFTMAX
     if workload.flash_attention:

@@ -1,10 +1,12 @@
 """How NCCL differs from gloo, emulated on the CPU: communicators are opened at first use.
 
 The first collective of a group, and the first message between two ranks, block the host until all
-who take part are there. An order of operations that gloo accepts can deadlock then.
+who take part are there; of the first batch of messages in a group, these are all its ranks. An
+order of operations that gloo accepts can deadlock then.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -48,6 +50,7 @@ def communicators_opened_at_first_use(seconds: float = 5.0) -> Iterator[None]:
         return call
 
     def message(function, peer: str):
+        @functools.wraps(function)
         def call(tensor, *, group, **kwargs):
             ranks = dist.get_process_group_ranks(group)
             pair = sorted((dist.get_rank(), ranks[kwargs[peer]]))
@@ -56,7 +59,18 @@ def communicators_opened_at_first_use(seconds: float = 5.0) -> Iterator[None]:
 
         return call
 
+    def batch(messages: list[dist.P2POp]) -> list[dist.Work]:
+        # Batched messages use the communicator of the group, which all of its ranks open.
+        open_with(tuple(dist.get_process_group_ranks(messages[0].group)), "collectives")
+        return plain_batch(messages)
+
+    def operation(function, *args, **kwargs):
+        return plain_operation(function.__wrapped__, *args, **kwargs)
+
+    plain_batch, plain_operation = dist.batch_isend_irecv, dist.P2POp
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch))
+        stack.enter_context(mock.patch.object(dist, "P2POp", operation))
         for module, function in COLLECTIVES:
             replacement = collective(getattr(module, function))
             stack.enter_context(mock.patch.object(module, function, replacement))

@@ -57,8 +57,9 @@ def test_bfloat16_copies_are_compiled_too(pool):
     assert compare(pool, make_config(micro_batches=2, dtype="bfloat16")) == (2, 0)
 
 
+OVERLAP = {"sequence_parallel": True, "tp_overlap": True}
 LAYOUTS = {  # each with the graphs that a layer has at least
-    "tensor": (8, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
+    "tensor": (8, {"tp": 2, "recompute": "selective"} | OVERLAP),
     "ring": (4, {"cp": 2, "recompute": "full"}),
     "ulysses": (4, {"cp": 2, "cp_engine": "ulysses"}),
     "zero bubble": (6, {"engine": "zb_h1", "micro_batches": 2}),

@@ -35,6 +35,7 @@ COURSE = {
     "grouped_experts": {"linear", "loss", "model", "moe"},
     "expert_parallel": {"collectives", "mesh", "model", "moe", "router"},
     "tensor_parallel": {"collectives", "linear", "loss", "model"},
+    "tensor_overlap": {"collectives", "loss", "tensor_parallel"},
     "block_attention": {"loss", "model"},
     "context_parallel": {"block_attention", "collectives", "model"},
     "pipeline_parallel": {"collectives", "data", "linear", "pipeline_action", "pipeline_schedule"},

@@ -45,6 +45,7 @@ class Distributed(Section):  # the layout: tp x cp x pp x dp processes
     pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced
     cp_engine: Literal["ring", "ulysses"] = "ring"
     sequence_parallel: bool = False  # with tp: norms and residuals are split along the sequence
+    tp_overlap: bool = False  # with sequence_parallel: its messages travel during matmuls
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     use_cpu: bool = False  # also where there are GPUs; gloo works only on CPUs
     timeout_seconds: Count = 60  # communication that takes longer ends the run

@@ -67,6 +67,9 @@ def layout_problems(config: Config) -> Iterator[str]:
         why = f'as cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
         why += f" sequence_parallel={shown(d.sequence_parallel)} need"
         yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
+    if d.tp_overlap and not d.sequence_parallel:
+        why = "tp_overlap=true sends parts of sequences, which sequence_parallel=false does not cut"
+        yield f"{why}: set sequence_parallel to true, or tp_overlap to false"
     ranks, needed = d.dp_size * d.cp_size * d.tp_size, d.ep_size * d.etp_size
     if ranks % needed:
         made = f"ep_size={d.ep_size} x etp_size={d.etp_size} = {needed} does not divide"

@@ -1,0 +1,62 @@
+"""Tensor parallelism whose messages travel while it multiplies.
+
+With sequence parallelism a sublayer begins with an all-gather and ends with a reduce-scatter, and
+neither has anything to hide behind. But rows of a product need only the same rows of its input. So
+both are cut into n parts, which are sent one by one. Rank 1 of 4, x2 being rank 2's rows of x:
+
+    gather, multiply     multiply     x1 W    x0 W    x3 W    x2 W
+                         receive      x0      x3      x2              from rank 0, in a ring
+
+    multiply, scatter    multiply     x2 W    x3 W    x0 W    x1 W
+                         send                 to 2    to 3    to 0    each straight to its owner
+
+Cost: the bytes of the two collectives, (n-1)/n b each. What remains exposed is only how much longer
+a part travels than the product of a part takes. In return, products of S/n rows use a GPU less
+well, and n partial sums are kept. docs/tensor_overlap.md has numbers.
+
+Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition". In
+production: `torch.ops.symm_mem.fused_all_gather_matmul`, `fused_matmul_reduce_scatter`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+from torch import Tensor
+
+from picotron_min.collectives import Shift, ring
+from picotron_min.loss import wide
+from picotron_min.tensor_parallel import Products, SequenceBoundary, add_products
+
+
+class RingBoundary(SequenceBoundary):
+    """Between sublayers every rank has its part of the sequence, x [B, S/tp, E]."""
+
+    def gather_multiply(self, x: Tensor, products: Products) -> tuple[Tensor, list[Tensor]]:
+        n, wholes = self.axis.size, []
+        for rank, part in ring(x.contiguous(), self.axis):
+            # Backward needs all of x: so its parts are kept, as those of its products are.
+            parts = [part, *(product(part) for product in products)]  # [B, S/n, ..] each
+            wholes = wholes or [t.new_empty(len(t), n, *t.shape[1:]) for t in parts]
+            for whole, t in zip(wholes, parts, strict=True):
+                whole[:, rank] = t
+        x, *ys = (whole.flatten(1, 2) for whole in wholes)
+        return x, ys
+
+    def multiply_scatter(
+        self, xs: Sequence[Tensor], products: Products, meanwhile: Callable = lambda: None
+    ) -> Tensor:
+        axis, n = self.axis, self.axis.size
+
+        def part(rank: int) -> Tensor:  # what this rank contributes to another's rows
+            return add_products([x.chunk(n, dim=1)[rank] for x in xs], products)
+
+        shifts = []
+        for distance in range(1, n):  # so each rank sends to another one, and receives from one
+            shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
+        own = part(axis.rank)  # the last, because it need not travel
+        meanwhile()  # while the last ones do
+        # What arrives is, in this order, of the ranks rank-1, rank-2, ..., own of rank-n.
+        arrived = [*(shift.wait() for shift in shifts), own]
+        # Added from rank 0 on, wherever rows are, and in float32: a reduce-scatter rounds each sum.
+        in_order = (arrived[(axis.rank - rank - 1) % n] for rank in range(n))
+        return reduce(Tensor.add_, map(wide, in_order)).to(own.dtype)
