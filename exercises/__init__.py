@@ -1,0 +1,1 @@
+"""Exercises: functions of the course to write again, and a checker that names the mistake."""

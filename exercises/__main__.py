@@ -1,0 +1,143 @@
+"""The commands: `python -m exercises` lists the exercises, and --help the rest."""
+
+import argparse
+import ast
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+from exercises import exercise as catalogue
+from exercises import progress
+from exercises.exercise import FOLDER, GATES, Exercise
+from exercises.pictures import WIDTH
+from exercises.sandbox import run_check
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m exercises",
+        description="Write functions of the course again, and see them at work.",
+    )
+    commands = parser.add_subparsers(dest="command")
+    for name, function, about in COMMANDS:
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(function=function)
+        if name != "list":
+            command.add_argument("number", type=int, help="of the exercise")
+        if name == "check":
+            command.add_argument("--solution", action="store_true", help="check the course's own")
+            command.add_argument("--seed", type=int, default=0, help="for other sizes and data")
+        if name == "train":
+            command.add_argument("--config", type=Path, default=Path("config.json"))
+            command.add_argument("--steps", type=int, default=10)
+    given = parser.parse_args(arguments or ["list"])
+    try:
+        return given.function(given)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def show_list(given: argparse.Namespace) -> int:
+    for number, path in catalogue.files().items():
+        done = progress.read(number)
+        mark = "solved" if done["passed"] else f"{done['tries']} tries" if done["tries"] else ""
+        print(f"{mark:>8}  {title(path)}")
+    print("\nNext: python -m exercises start NUMBER, then check NUMBER; hint NUMBER where stuck")
+    return 0
+
+
+def title(path: Path) -> str:
+    """The first line of an exercise's file, without importing it and torch."""
+    return ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+
+
+def start(given: argparse.Namespace) -> int:
+    from exercises.source import starter
+
+    exercise = catalogue.load(given.number)
+    path = file_of(exercise)
+    if path.exists():
+        raise ValueError(f"{path} is there already: delete it to start again")
+    path.write_text(starter(exercise))
+    print(f"Write your version in {path}, then: python -m exercises check {given.number:02}")
+    return 0
+
+
+def file_of(exercise: Exercise) -> Path:
+    return FOLDER / f"{exercise.number:02}_{exercise.name}.py"
+
+
+def written(exercise: Exercise) -> Path:
+    """The student's file; ValueError if it is not there."""
+    path = file_of(exercise)
+    if not path.exists():
+        raise ValueError(f"there is no {path}: run  python -m exercises start {exercise.number:02}")
+    return path
+
+
+def check(given: argparse.Namespace) -> int:
+    exercise = catalogue.load(given.number)
+    path = "solution" if given.solution else written(exercise)
+    verdict = run_check(given.number, path, given.seed)
+    print(show(exercise, verdict))
+    if not given.solution:
+        before = progress.read(given.number)
+        passed, tries = verdict["passed"] or before["passed"], before["tries"] + 1
+        progress.update(given.number, passed=passed, tries=tries)
+    return 0 if verdict["passed"] else 1
+
+
+def show(exercise: Exercise, verdict: dict) -> str:
+    """What the checker answers."""
+    where = f"{exercise.qualified_name} in {exercise.source_module.rpartition('.')[2]}.py"
+    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict['seconds']} s", ""]
+    for gate, problem in verdict["gates"].items():
+        result = "passed" if not problem else problem if problem == "not checked" else "failed"
+        lines.append(f"  {gate} {GATES[gate]:8}{result}")
+        if result == "failed":
+            lines += textwrap.wrap(
+                problem, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+    if verdict["printed"]:
+        lines += ["", "printed:", verdict["printed"].rstrip()]
+    lines += ["", verdict["picture"], ""] if verdict["picture"] else [""]
+    message = ("Passed. Remember: " if verdict["passed"] else "") + verdict["message"]
+    for line in message.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+    following = [n for n in catalogue.files() if n > exercise.number]
+    if verdict["passed"] and following:
+        lines.append(f"Next: python -m exercises start {following[0]:02}")
+    return "\n".join(lines)
+
+
+def hint(given: argparse.Namespace) -> int:
+    exercise = catalogue.load(given.number)
+    used = min(len(exercise.hints), progress.read(given.number)["hints"] + 1)
+    progress.update(given.number, hints=used)
+    for i, text in enumerate(exercise.hints[:used], 1):
+        print(f"hint {i} of {len(exercise.hints)}: {text}")
+    return 0
+
+
+def train(given: argparse.Namespace) -> int:
+    from exercises.training import compare
+
+    exercise = catalogue.load(given.number)
+    path, config = written(exercise), json.loads(given.config.read_text())
+    config["distributed"] = config.get("distributed", {}) | exercise.layout
+    return 0 if compare(exercise, path, config, given.steps) else 1
+
+
+COMMANDS = [
+    ("list", show_list, "the exercises, and which are solved"),
+    ("start", start, "write a file to begin with"),
+    ("check", check, "check your version"),
+    ("hint", hint, "the next of three hints"),
+    ("train", train, "the real training with your version in it"),
+]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""Checks a student's version of a function: runs its cases, asks the gates, finds the mistake.
+
+    V value    equal to an obvious slow reference, to 1e-10; never compared with the solution
+    B bytes    calls and bytes by the network equal the formula, exactly; so does the ledger
+    M memory   bytes alive
+    O order    what was started before what
+
+When a gate fails, every known mistake of the exercise is run in the same cases. One that does the
+same as the student's version, in every case, is named.
+"""
+
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from exercises.compare import equal, first_difference, pattern
+from exercises.exercise import Case, Exercise, Wrong
+from exercises.loading import course_with
+from exercises.ranks import Record, run_case
+from exercises.simulated_dist import simulated
+from exercises.source import BadFile, solution
+from exercises.world import Deadlock
+
+UNKNOWN = "I do not know this mistake."
+
+
+class Failure(NamedTuple):
+    """Why a case has no results."""
+
+    kind: str  # not written, deadlock, exception, file
+    what: str  # without lines of code: the same for the same mistake written differently
+    text: str  # for the student
+
+
+@dataclass
+class CaseResult:
+    case: Case
+    records: list[Record] = field(default_factory=list)
+    failure: Failure | None = None
+    problems: dict[str, str] = field(default_factory=dict)  # by gate that failed
+    expected: list[dict] = field(default_factory=list)
+
+    def same_as(self, other: "CaseResult") -> bool:
+        """Whether both did the same, as far as gates can see."""
+        if self.failure or other.failure:
+            mine, theirs = self.failure, other.failure
+            return bool(mine and theirs) and mine[:2] == theirs[:2]
+        problems = [{g: p for g, p in r.problems.items() if g != "V"} for r in (self, other)]
+        if problems[0] != problems[1]:
+            return False
+        pairs = zip(self.records, other.records, strict=True)
+        return all(equal(a.values, b.values) and a.sent == b.sent for a, b in pairs)
+
+
+Outcome = list[CaseResult]
+
+
+class Verdict(NamedTuple):
+    """The result of a check; only text and numbers, since it is written to a file."""
+
+    passed: bool
+    gates: dict[str, str]  # gate -> "" if passed, what is wrong, or "not checked: ..."
+    mistake: str  # the name of a known mistake, or not_written, deadlock, exception, unknown
+    message: str
+    picture: str
+
+
+def outcome_of(exercise: Exercise, text: str, path: Path, seed: int = 0) -> Outcome:
+    """Run all cases with the definition in a student's text."""
+    cases = exercise.seeded_cases(seed)
+    with simulated():
+        try:
+            with course_with(exercise, text, path) as course:
+                return [_result_of(exercise, case, course, path) for case in cases]
+        except Exception as error:  # raised while the student's file was imported
+            if not isinstance(error, BadFile) and not _lines_of(path, error):
+                raise  # an error of this checker
+            return [CaseResult(case, failure=_failure_of(error, path)) for case in cases]
+
+
+def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult:
+    result = CaseResult(case)
+    try:
+        result.records = run_case(course, case, exercise.on_rank, path)
+    except BaseException as error:  # SystemExit, too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        result.failure = _failure_of(error, path)
+        return result
+    result.expected = exercise.expected(case)
+    got = [record.values for record in result.records]
+    problems = {"V": first_difference(got, result.expected)}
+    if exercise.traffic:
+        problems["B"] = _traffic_problem(exercise, case, result.records)
+    if exercise.memory:
+        problems["M"] = exercise.memory(case, result.records)
+    if exercise.order:
+        problems["O"] = exercise.order(case, result.records)
+    result.problems = {gate: str(problem) for gate, problem in problems.items() if problem}
+    return result
+
+
+def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> str:
+    for rank, (record, right) in enumerate(zip(records, exercise.traffic(case), strict=True)):
+        for what in {**right, **record.sent}:
+            got, expected = record.sent.get(what, (0, 0)), right.get(what, (0, 0))
+            if got[0] != expected[0] or abs(got[1] - expected[1]) > 1e-6:
+                numbers = [f"{calls} x {what}, {size:g} bytes" for calls, size in (got, expected)]
+                return f"rank {rank} sends {numbers[0]}; it should be {numbers[1]}"
+        sent = sum(size for _, size in record.sent.values())
+        if abs(record.ledger - sent) > 1e-6:
+            return f"rank {rank} sends {sent:g} bytes, but its ledger has {record.ledger:g}"
+    return ""
+
+
+def _failure_of(error: BaseException, path: Path) -> Failure:
+    if isinstance(error, NotImplementedError) and not str(error):
+        what = "not written yet: replace `raise NotImplementedError` by your code"
+        return Failure("not written", what, f"This is {what}.")
+    if isinstance(error, Deadlock):
+        lines = "\n".join(f"    {line}" for line in getattr(error, "lines", []))
+        return Failure("deadlock", str(error), f"Deadlock: {error}.\n{lines}".rstrip())
+    if isinstance(error, BadFile):
+        return Failure("file", str(error), f"Your file cannot be used: {error}.")
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = _lines_of(path, error)
+    what = "".join(traceback.format_exception_only(error)).strip()
+    rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
+    lines = [f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine]
+    if not mine:  # what the function returned, or did not do, was noticed later
+        last = frames[-1]
+        lines = [
+            f"    noticed later, in {Path(last.filename).name}, line {last.lineno}: {last.line}"
+        ]
+    return Failure("exception", what, "\n".join([f"Your version fails{rank}: {what}", *lines]))
+
+
+def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:
+    return [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+
+
+def known_mistake(
+    exercise: Exercise, outcome: Outcome, seed: int, others: dict[str, Outcome]
+) -> Wrong | None:
+    """The known mistake that does the same in all cases; `others` keeps what has been run."""
+    for wrong in exercise.wrong:
+        if wrong.name not in others:
+            text = wrong.apply(solution(exercise))
+            others[wrong.name] = outcome_of(exercise, text, Path(f"<{wrong.name}>"), seed)
+        pairs = zip(outcome, others[wrong.name], strict=True)
+        if all(mine.same_as(theirs) for mine, theirs in pairs):
+            return wrong
+    return None
+
+
+def check(
+    exercise: Exercise, text: str, path: Path, seed: int = 0, others: dict | None = None
+) -> Verdict:
+    """Check a student's text; `others`: outcomes of known mistakes, if they have been run."""
+    outcome = outcome_of(exercise, text, path, seed)
+    gates = dict.fromkeys(exercise.gates, "")
+    failed = [result for result in outcome if result.failure or result.problems]
+    for result in reversed(failed):  # what remains is of the first case
+        where = f"{result.case}: "
+        if result.failure:
+            gates = dict.fromkeys(gates, "not checked")
+        gates |= {gate: where + problem for gate, problem in result.problems.items()}
+    if not failed:
+        runs = [(result.case, result.records) for result in outcome]
+        return Verdict(True, gates, "", exercise.remember, exercise.picture(runs))
+    failure = next((result.failure for result in failed if result.failure), None)
+    if failure and failure.kind in ("not written", "file"):
+        return Verdict(False, gates, failure.kind.replace(" ", "_"), failure.text, "")
+    wrong = known_mistake(exercise, outcome, seed, {} if others is None else others)
+    message = f"{failure.text}\n" if failure else ""
+    if wrong:
+        return Verdict(False, gates, wrong.name, message + wrong.sentence, "")
+    if failure:
+        return Verdict(False, gates, failure.kind, message.rstrip(), "")
+    return Verdict(False, gates, *_unknown(exercise, failed), "")
+
+
+def _unknown(exercise: Exercise, failed: Outcome) -> tuple[str, str]:
+    """A pattern in the first wrong values, or the honest sentence; what differs is in the gates."""
+    for result in failed:
+        if "V" in result.problems:
+            got = [record.values for record in result.records]
+            if found := pattern(exercise, result.case, got, result.expected):
+                return "pattern", found
+    first = failed[0]
+    gate = next(iter(first.problems))
+    return "unknown", f"{UNKNOWN} The first difference, with {first.case}: {first.problems[gate]}."

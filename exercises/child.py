@@ -1,0 +1,103 @@
+"""One check, in a process of its own: `python -m exercises.child NUMBER FILE SEED VERDICT`.
+
+Started by sandbox.py, never by hand. It limits itself before it reads the student's file, and
+writes its verdict as JSON, as its last act.
+"""
+
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from exercises.sandbox import LIMITS, STUCK_CPU_SECONDS, STUCK_SECONDS
+
+PRINTED = 4000  # characters of what a student prints that are kept
+
+
+def main(number: str, file: str, seed: str, verdict_path: str) -> None:
+    for limit, value in LIMITS.items():
+        hard = resource.getrlimit(getattr(resource, limit))[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(getattr(resource, limit), (value, value))
+    import torch  # seconds that do not count
+
+    from exercises.checking import check
+    from exercises.exercise import load
+    from exercises.source import solution
+
+    torch.set_num_threads(1)
+    exercise = load(int(number))
+    path = Path(file)
+    text = solution(exercise) if file == "solution" else path.read_text(errors="replace")
+    printed = Printed()
+    sys.stdout = sys.stderr = printed
+    finish = Finisher(Path(verdict_path), printed)
+    threading.Thread(target=_watch, args=(path, finish), daemon=True).start()
+    finish.write(check(exercise, text, path, int(seed))._asdict())
+
+
+class Printed:
+    """What a student prints: the first of it is shown, and no more is kept."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text[: max(0, PRINTED - len(self.text))]
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class Finisher:
+    """Writes the verdict, once, and ends the process: threads of a student may still run."""
+
+    def __init__(self, path: Path, printed: Printed) -> None:
+        self.path, self.printed, self.lock = path, printed, threading.Lock()
+
+    def write(self, verdict: dict) -> None:
+        self.lock.acquire()  # never released: the first verdict is the only one
+        self.path.write_text(json.dumps(verdict | {"printed": self.printed.text}))
+        os._exit(0)
+
+
+def _watch(student: Path, finish: Finisher) -> None:
+    """End a check that computes or sleeps for too long, with the student's line."""
+    start, cpu = time.monotonic(), time.process_time()
+    while True:
+        time.sleep(0.2)
+        computed, waited = time.process_time() - cpu, time.monotonic() - start
+        if computed > STUCK_CPU_SECONDS or waited > STUCK_SECONDS:
+            message = f"Stopped after {waited:.0f} s: it has not ended."
+            if where := _student_line(student):
+                message += f"\n    it was at {where}"
+            empty = {"passed": False, "gates": {}, "picture": ""}
+            finish.write(empty | {"mistake": "timeout", "message": message})
+
+
+def _student_line(student: Path) -> str:
+    """Where the rank that runs is: the other ranks pause."""
+    for frame in sys._current_frames().values():
+        stack = traceback.extract_stack(frame)
+        mine = [f for f in stack if f.filename == str(student)]
+        if mine and not _pauses(frame):
+            return f"line {mine[-1].lineno}: {mine[-1].line}"
+    return ""
+
+
+def _pauses(frame: FrameType | None) -> bool:
+    while frame:
+        if frame.f_code.co_name == "pause":
+            return True
+        frame = frame.f_back
+    return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

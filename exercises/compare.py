@@ -1,0 +1,130 @@
+"""Results against what they should be: the first difference, and what kind of difference it is."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from exercises.exercise import Case, Exercise
+
+TOLERANCE = 1e-10  # of float64 numbers around 1
+
+
+class SumOf(list):
+    """An expected sum of tensors: recognises a result that lacks some of them."""
+
+    def total(self) -> Tensor:
+        return torch.stack(list(self)).sum(0)
+
+
+class Difference(NamedTuple):
+    """The first place where a result is not what it should be."""
+
+    rank: int
+    name: str  # `received`
+    index: tuple[int, ...]
+    got: Any
+    expected: Any
+
+    def __str__(self) -> str:
+        place = f"`{self.name}`" + (f"{list(self.index)}" if self.index else "")
+        return f"rank {self.rank}, {place} is {_shown(self.got)}, should be {_shown(self.expected)}"
+
+
+def first_difference(got: list[dict], expected: list[dict]) -> Difference | None:
+    """Compare what all ranks returned; None if it is equal to 1e-10."""
+    for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
+        for name in right:
+            value = right[name].total() if isinstance(right[name], SumOf) else right[name]
+            for index, a, b in _differences(mine.get(name), value):
+                return Difference(rank, name, index, a, b)
+    return None
+
+
+def equal(a: Any, b: Any) -> bool:
+    return not any(True for _ in _differences(a, b))
+
+
+def _differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tuple, Any, Any]]:
+    if isinstance(expected, Tensor):
+        yield from _tensor_differences(got, expected, at)
+    elif isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        if len(got) != len(expected):
+            yield at, f"{len(got)} long", f"{len(expected)} long"
+        for i, (a, b) in enumerate(zip(got, expected, strict=False)):
+            yield from _differences(a, b, (*at, i))
+    elif isinstance(expected, dict) and isinstance(got, dict):
+        if got.keys() != expected.keys():
+            yield at, sorted(map(str, got)), sorted(map(str, expected))
+        for key in expected.keys() & got.keys():
+            yield from _differences(got[key], expected[key], (*at, key))
+    elif isinstance(expected, float) and isinstance(got, float | int):
+        both_nan = got != got and expected != expected
+        if not (both_nan or abs(got - expected) <= TOLERANCE * max(1.0, abs(expected))):
+            yield at, got, expected
+    elif isinstance(got, Tensor) or got != expected:
+        yield at, got, expected
+
+
+def _tensor_differences(got: Any, expected: Tensor, at: tuple) -> Iterator[tuple]:
+    if not isinstance(got, Tensor):
+        yield at, got, f"a tensor {tuple(expected.shape)}"
+    elif got.shape != expected.shape:
+        yield at, f"a tensor {tuple(got.shape)}", f"one of {tuple(expected.shape)}"
+    else:
+        a, b = got.detach().to(torch.float64), expected.detach().to(torch.float64)
+        close = torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        for place in (~close).nonzero()[:1].tolist():
+            index = tuple(place)
+            yield (*at, *index), a[index].item(), b[index].item()
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def pattern(exercise: Exercise, case: Case, got: list[dict], expected: list[dict]) -> str:
+    """What kind of difference the wrong values have in common, as a sentence; "" if none."""
+    wrong = []  # rank, result, right result, whose type may be SumOf
+    for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
+        for name, value in right.items():
+            total = value.total() if isinstance(value, SumOf) else value
+            if not equal(mine.get(name), total):
+                wrong.append((rank, mine.get(name), value))
+    tensors = [(rank, a, b) for rank, a, b in wrong if _is_tensor(a)]
+    if not tensors or len(tensors) < len(wrong):
+        return ""
+    totals = [(a, b.total() if isinstance(b, SumOf) else b) for _, a, b in tensors]
+    for name, factor in exercise.factors(case).items():
+        for times, how in ((factor, "large"), (1 / factor, "small")):
+            if factor != 1 and all(_is_multiple(a, b, times) for a, b in totals):
+                return f"Every wrong number is too {how} by a factor of {factor:g}: {name}."
+    if all(a.ndim == 2 and equal(a.mT, b) for a, b in totals):
+        return "Every wrong matrix is the transpose of the right one."
+    if all(isinstance(b, SumOf) and _is_part(a, b) for _, a, b in tensors):
+        return "It is a part of the right sum: some of its terms are missing."
+    ranks = {rank for rank, _, _ in wrong}
+    if case.ranks > 1 and ranks == set(range(1, case.ranks)):
+        return "It is right on rank 0 only."
+    same = [[r for r in got if equal(r, one)] for one in got]
+    if case.ranks > 1 and len(same[0]) == case.ranks and not equal(expected[0], expected[-1]):
+        return "It is the same on all ranks, and should differ."
+    return ""
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+def _is_multiple(a: Tensor, b: Tensor, factor: float) -> bool:
+    return equal(a, factor * b)
+
+
+def _is_part(a: Tensor, parts: SumOf) -> bool:
+    """Whether it is the sum of some of the parts, but not of all."""
+    choices = range(1, 2 ** len(parts) - 1) if len(parts) <= 8 else ()
+    return any(
+        equal(a, SumOf(p for i, p in enumerate(parts) if c >> i & 1).total()) for c in choices
+    )

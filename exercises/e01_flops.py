@@ -1,0 +1,144 @@
+"""01 flops: a lookup costs nothing, the head does
+
+The reference is torch's own counter, in forward and backward of small models. It counts all pairs
+of attention; by the convention of MFU, half of them count.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+from exercises.pictures import bars
+
+TASK = """
+Return the FLOPs of forward and backward of a model, per token. Forward: 2 for each parameter that
+a token is multiplied with, and attention's own, of which the causal half counts. `_all_layers` has
+these for each layer, by part. The embedding is a lookup, lm_head is a product, also where both are
+one matrix. Backward costs twice as much as forward.
+Read: costs.py, model_config.py.
+"""
+
+HINTS = (
+    "Three times the forward: all parts of all layers, and the head.",
+    "sum, _all_layers(model_config, seq_length), model_config.vocab_size, hidden_size.",
+    "Add up the values of each layer's dict, over the layers. Add 2 V E for lm_head. Times 3.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
+    sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3)}
+    return [
+        Case(1, **sizes, length=n, tied=tied) for n, tied in ((5, False), (16, False), (9, True))
+    ]
+
+
+def model_config(case: Case):
+    from picotron_min.model_config import ModelConfig
+
+    config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
+    return config.override(tie_word_embeddings=case.tied)
+
+
+def on_rank(rank, case: Case) -> dict:
+    flops = rank.course.costs.model_flops_per_token
+    result = {"FLOPs per token": flops(model_config(case), case.length)}
+    presets = rank.course.module("runtime.public_models").PRESETS
+    result["presets"] = {name: flops(presets[name], 2048) for name in PICTURED}
+    return result
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from picotron_min.model import Llama, SoftmaxAttention
+
+    model = Llama(model_config(case))
+    for layer in model.model.layers.values():
+        layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
+    tokens = torch.zeros(1, case.length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(case.length), tokens).backward()
+    counts = counter.get_flop_counts()["Global"]
+    attention = counts[torch.ops.aten.bmm]  # the only products of more than two dimensions
+    return [{"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
+
+
+PICTURED = ("HuggingFaceTB/SmolLM-135M", "HuggingFaceTB/SmolLM-1.7B")
+PICTURED += ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
+
+
+def picture(runs) -> str:
+    _, records = runs[0]
+    flops = records[0].values["presets"]
+    rows = {name.partition("/")[2]: number / 1e9 for name, number in flops.items()}
+    return "GFLOPs per token, in sequences of 2048 tokens\n" + bars(rows, "{:7.2f}")
+
+
+HEAD = "2 * model_config.vocab_size * model_config.hidden_size"
+PARTS = "sum(parts.values())"
+
+EXERCISE = Exercise(
+    __name__,
+    target="costs:model_flops_per_token",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="To count the embedding, too, would lift the MFU of SmolLM-1.7B by 5.6%."
+    " In production: the 6 N + 12 L Q D S of most projects (docs/mfu.md).",
+    wrong=(
+        Wrong(
+            "embedding_counted",
+            "The embedding is counted as if tokens were multiplied with it: it is a lookup.",
+            HEAD,
+            f"2 * {HEAD}",
+        ),
+        Wrong(
+            "tied_head_forgotten",
+            "Where the head shares the embedding's matrix, its product is left out: it costs the"
+            " same, shared or not.",
+            HEAD,
+            f"(not model_config.tie_word_embeddings) * {HEAD}",
+        ),
+        Wrong(
+            "head_forgotten",
+            "The head is left out: each token is multiplied with all V rows of it.",
+            HEAD,
+            "0",
+        ),
+        Wrong(
+            "attention_not_halved",
+            "All pairs of attention are counted: a causal model needs half of them.",
+            PARTS,
+            'sum(parts.values()) + parts["attention"]',
+        ),
+        Wrong(
+            "attention_forgotten",
+            "Attention's own products are left out: scores and weighted sums have no parameters,"
+            " but cost FLOPs.",
+            PARTS,
+            'sum(parts.values()) - parts["attention"]',
+        ),
+        Wrong(
+            "backward_as_forward",
+            "Backward is counted as dear as forward. It has two products for each one of forward:"
+            " the gradient of the input and that of the weight.",
+            "return 3 *",
+            "return 2 *",
+        ),
+        Wrong("forward_only", "Only the forward is counted.", "return 3 *", "return 1 *"),
+    ),
+    also_right=(
+        """
+def model_flops_per_token(model_config, seq_length):
+    total = 0
+    for parts in _all_layers(model_config, seq_length):
+        for flops in parts.values():
+            total += 3 * flops
+    return total + 6 * model_config.hidden_size * model_config.vocab_size
+""",
+    ),
+)

@@ -1,0 +1,143 @@
+"""14 schedule: backward early, so that few micro-batches are alive
+
+Forty sizes are played on paper by pipeline_simulator.py. No process is needed, and a deadlock is
+found before it happens: actions that need each other in a circle.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+from exercises.world import Deadlock
+
+TASK = """
+Return the plan of a rank: all its forwards and backwards, in an order in which forwards and
+backwards take turns as soon as there are gradients. Of p ranks the last one begins with F0 B0 F1 B1
+...; a rank before it starts some forwards earlier, its warm-up. `_alternating` makes such a plan.
+Bubble as of AFAB, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
+Read: pipeline_action.py, pipeline_schedule.py.
+"""
+
+HINTS = (
+    "How many forwards must a rank start before the gradient of its first one can be back?",
+    "_alternating([num_micro_batches], chunks, warmup=...), with rank and ranks.",
+    "One forward for each rank behind this one, so that all of them have something to do.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 5, 8, 12, dice.randint(13, 20))]
+    return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
+
+
+def on_rank(rank, case: Case) -> dict:
+    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    p, m = case.stages, case.micro_batches
+    plans = [schedules.one_f_one_b(r, p, m) for r in range(p)]
+    names = [[str(action) for action in plan] for plan in plans]
+    try:
+        timeline = simulator.simulate(plans)
+    except ValueError as error:
+        if "deadlock" in str(error):
+            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
+        return {"problem": str(error), "plans": names}
+    return {
+        "problem": "",
+        "plans": names,
+        "time": timeline.makespan,
+        "bubble of each rank": [timeline.bubble(r) for r in range(p)],
+        "most micro-batches alive": [schedules.peak_live(plan) for plan in plans],
+        "drawing": rank.course.module("runtime.draw").draw(timeline),
+    }
+
+
+def expected(case: Case) -> list[dict]:
+    p, m = case.stages, case.micro_batches
+    return [
+        {
+            "problem": "",
+            "bubble of each rank": [(p - 1) / (m + p - 1)] * p,
+            "most micro-batches alive": [min(m, p - rank) for rank in range(p)],
+            "time": 3.0 * (m + p - 1),  # F takes 1 and B takes 2
+        }
+    ]
+
+
+def picture(runs) -> str:
+    drawn = {(c.stages, c.micro_batches): records[0].values["drawing"] for c, records in runs}
+    return "4 ranks, 8 micro-batches: the bubble is 27.3%\n" + drawn[4, 8]
+
+
+WARMUP = "warmup=ranks - rank - 1)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="pipeline_schedule:one_f_one_b",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    layout={"pp_size": 2, "tp_size": 1},
+    remember="With 4 ranks and 8 micro-batches: a bubble of 27.3%, and at most 4 micro-batches"
+    " alive, not 8. In production: `torch.distributed.pipelining.Schedule1F1B`.",
+    wrong=(
+        Wrong(
+            "warmup_too_long",
+            "The warm-up is one forward too long: each rank keeps one more micro-batch alive, and"
+            " is not done any sooner.",
+            WARMUP,
+            "warmup=ranks - rank)",
+        ),
+        Wrong(
+            "same_warmup",
+            "All ranks have the same warm-up. The last one could return its first gradient at once,"
+            " and all others wait for it: with 4 ranks and 8 micro-batches the bubble is 65%.",
+            WARMUP,
+            "warmup=ranks - 1)",
+        ),
+        Wrong(
+            "no_warmup",
+            "No rank has a warm-up: each waits for the gradient of a micro-batch before it starts"
+            " the next. With 4 ranks and 8 micro-batches the bubble is 75%.",
+            WARMUP,
+            "warmup=0)",
+        ),
+        Wrong(
+            "other_end",
+            "The warm-up is counted from the other end: the first rank has none, and the last one"
+            " waits for forwards that the first one does only after its gradient.",
+            WARMUP,
+            "warmup=rank)",
+        ),
+        Wrong(
+            "all_forwards_first",
+            "All forwards come first. The bubble is the same, but all micro-batches are alive: with"
+            " 4 ranks and 8 micro-batches 8, not 4.",
+            WARMUP,
+            "warmup=num_micro_batches)",
+        ),
+        Wrong(
+            "warmup_too_short",
+            "The warm-up is one forward too short: some rank behind has nothing to do while this"
+            " one waits for a gradient.",
+            WARMUP,
+            "warmup=max(0, ranks - rank - 2))",
+        ),
+    ),
+    also_right=(
+        """
+def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
+    forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]
+    backwards = [Action(Kind.BACKWARD, i) for i in range(num_micro_batches)]
+    plan = []
+    while backwards:
+        alive = len(backwards) - len(forwards)
+        if forwards and alive < ranks - rank:
+            plan.append(forwards.pop(0))
+        else:
+            plan.append(backwards.pop(0))
+    return plan
+""",
+    ),
+)

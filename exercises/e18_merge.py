@@ -1,0 +1,142 @@
+"""18 merge: a mean of means needs its weights
+
+Blocks of keys of different lengths are merged one after the other, and must give attention to all
+keys at once. With scores around 1000, exp(score) overflows.
+"""
+
+import math
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Merge two blocks of attention of the same queries to different keys. Of each block you get the
+weighted mean of its values, out [B, Q, S, D], and the logarithm of its summed weights, lse [B, Q,
+S]. Return out and lse of both together, so that the result can be merged with a third block.
+Read: block_attention.py.
+"""
+
+HINTS = (
+    "Each block's mean counts by its share of all weights; and the shares add up to 1.",
+    "torch.logaddexp, exp, and [..., None] to bring [B, Q, S] to [B, Q, S, 1].",
+    "The weights of both blocks together are exp(lse_1) + exp(lse_2); take the logarithm of that"
+    " without computing either. A block's share is exp(its lse - the common lse).",
+)
+
+SHAPE = 1, 2, 3, 4  # B, Q, S, D
+
+
+def cases(dice: random.Random) -> list[Case]:
+    lengths = [[dice.randint(1, 6) for _ in range(n)] for n in (1, 2, 3, 5)]
+    some = [Case(1, keys=keys, scores=1) for keys in lengths]
+    return [*some, Case(1, keys=lengths[2], scores=1000)]
+
+
+def scores_and_values(case: Case):
+    B, Q, S, D = SHAPE
+    scores = draw(case, "scores", shape=(B, Q, S, sum(case.keys))) * (1 if case.scores == 1 else 10)
+    scores += 0 if case.scores == 1 else case.scores
+    return scores, draw(case, "values", shape=(B, Q, sum(case.keys), D))
+
+
+def on_rank(rank, case: Case) -> dict:
+    scores, values = scores_and_values(case)
+    blocks = []
+    for s, v in zip(scores.split(case.keys, -1), values.split(case.keys, -2), strict=True):
+        blocks.append((s.softmax(-1) @ v, s.logsumexp(-1)))
+    out, lse = blocks[0]
+    for block in blocks[1:]:
+        out, lse = rank.course.block_attention.merge_blocks(out, lse, *block)
+    shares = [math.exp(one[0, 0, 0] - lse[0, 0, 0]) for _, one in blocks]
+    return {"out": out, "lse": lse, "shares": shares}
+
+
+def expected(case: Case) -> list[dict]:
+    scores, values = scores_and_values(case)  # all keys at once
+    return [{"out": scores.softmax(-1) @ values, "lse": scores.logsumexp(-1)}]
+
+
+def picture(runs) -> str:
+    case, records = runs[3]
+    rows = {
+        f"block {i}, {n} keys": 100 * share
+        for i, (n, share) in enumerate(zip(case.keys, records[0].values["shares"], strict=True))
+    }
+    return "how much of the first query's result comes from each block, in %\n" + bars(
+        rows, "{:5.1f}"
+    )
+
+
+WHOLE = "(lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse"
+LSE = "torch.logaddexp(lse_1, lse_2)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="block_attention:merge_blocks",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    layout={"cp_size": 2, "tp_size": 1},
+    remember="1 number a row and head, the lse, is enough to merge blocks exactly. In production:"
+    " flash attention does this for every block of keys.",
+    wrong=(
+        Wrong(
+            "plain_mean",
+            "It is the plain mean of both blocks: a block with more weight must count more.",
+            WHOLE,
+            "(out_1 + out_2) / 2, lse",
+        ),
+        Wrong(
+            "lse_not_merged",
+            "The lse that is returned is that of one block. Two blocks merge right, but in the next"
+            " merge the first two count as one.",
+            WHOLE,
+            WHOLE.removesuffix("lse") + "lse_1",
+        ),
+        Wrong(
+            "weights_swapped",
+            "Each block gets the weight of the other one.",
+            WHOLE,
+            "(lse_2 - lse).exp()[..., None] * out_1 + (lse_1 - lse).exp()[..., None] * out_2, lse",
+        ),
+        Wrong(
+            "lse_added",
+            "The two lse are added. They are logarithms: their exponentials must be added.",
+            LSE,
+            "lse_1 + lse_2",
+        ),
+        Wrong(
+            "exp_first",
+            "exp() is computed before anything is subtracted: it overflows for large scores, and"
+            " infinity divided by infinity is NaN.",
+            LSE,
+            "(lse_1.exp() + lse_2.exp()).log()",
+            WHOLE,
+            "(lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2)"
+            " / (lse_1.exp() + lse_2.exp())[..., None], lse",
+        ),
+        Wrong(
+            "not_weighted",
+            "The blocks are added without weights: each is a mean already.",
+            WHOLE,
+            "out_1 + out_2, lse",
+        ),
+        Wrong(
+            "larger_lse",
+            "The common lse is taken as the larger one: the weights do not add up to 1.",
+            LSE,
+            "torch.maximum(lse_1, lse_2)",
+        ),
+    ),
+    also_right=(
+        """
+def merge_blocks(out_1, lse_1, out_2, lse_2):
+    share = torch.sigmoid(lse_2 - lse_1)[..., None]
+    return out_1 + share * (out_2 - out_1), lse_1 - F.logsigmoid(lse_1 - lse_2)
+""",
+    ),
+)

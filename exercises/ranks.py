@@ -1,0 +1,90 @@
+"""Runs one case of an exercise on simulated ranks, and records what each rank did."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exercises.exercise import Case, Sent
+from exercises.loading import Course
+from exercises.simulated_dist import world_group
+from exercises.world import Event, RankThread, World
+
+if TYPE_CHECKING:
+    from picotron_min.collectives import Axis
+    from picotron_min.layout import Layout
+    from picotron_min.mesh import Axes
+
+
+class Rank:
+    """What `on_rank` of an exercise gets: which rank it is, and the course to call."""
+
+    def __init__(self, number: int, size: int, course: Course, thread: RankThread) -> None:
+        self.number, self.size, self.course, self.thread = number, size, course, thread
+        self.used: list[Axis] = []  # whose ledgers are compared with what the network has seen
+
+    def axis(self, name: str = "tp") -> "Axis":
+        """An axis of the mesh with all ranks."""
+        self.used.append(self.course.collectives.Axis(name, world_group(), torch.device("cpu")))
+        return self.used[-1]
+
+    def axes(self, layout: "Layout") -> "Axes":
+        """All axes of a layout."""
+        axes = self.course.mesh.build_axes(torch.device("cpu"), layout)
+        self.used += axes
+        return axes
+
+    def mark(self, text: str) -> None:
+        """Note, among the events, that something happens now."""
+        self.thread.record("mark", text)
+
+
+@dataclass
+class Record:
+    """What one rank did in one case."""
+
+    values: dict[str, Any]  # what on_rank returned
+    events: list[Event]
+    ledger: float  # bytes, by the ledgers of its axes
+
+    @property
+    def sent(self) -> dict[str, Sent]:
+        """Calls and bytes by operation, as the network has seen them; receives are not counted."""
+        calls, size = Counter(), Counter()
+        for event in self.events:
+            if event.kind == "start" and event.what not in ("receive", "barrier"):
+                calls[event.what] += 1
+                size[event.what] += event.bytes
+        return {what: Sent(calls[what], size[what]) for what in calls}
+
+    def place(self, kind: str, what: str, which: int = 0) -> int:
+        """The index among the events of the which-th of a kind; the number of events if none."""
+        found = [i for i, e in enumerate(self.events) if (e.kind, e.what) == (kind, what)]
+        return found[which] if -len(found) <= which < len(found) else len(self.events)
+
+    def count(self, kind: str, what: str) -> int:
+        return sum((e.kind, e.what) == (kind, what) for e in self.events)
+
+
+def run_case(
+    course: Course, case: Case, on_rank: Callable[[Rank, Case], dict[str, Any]], student: Path
+) -> list[Record]:
+    """Run a case; raises what the first failing rank raises, or Deadlock."""
+    used: dict[int, list] = {}
+
+    def run(number: int) -> dict[str, Any]:
+        thread = world.threads[number]
+        rank = Rank(number, case.ranks, course, thread)
+        values = on_rank(rank, case)
+        used[number] = list({id(axis.ledger): axis for axis in rank.used}.values())
+        return values
+
+    world = World(case.ranks, student)
+    threads = world.run(run)
+    return [
+        Record(t.result, t.events, sum(axis.ledger.bytes.total() for axis in used[t.rank]))
+        for t in threads
+    ]

@@ -1,0 +1,205 @@
+"""`torch.distributed` on simulated ranks: the functions that the course calls, for network.py.
+
+They check what gloo does not, and count algorithmic bytes as collectives.py does, but on their own:
+what bypasses the course's ledger is seen here.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exercises import network
+from exercises.network import Group, Meeting, Work, me, meet, spoil_output
+
+OPERATIONS = {
+    dist.ReduceOp.SUM: lambda x: x.sum(0),
+    dist.ReduceOp.AVG: lambda x: x.mean(0),
+    dist.ReduceOp.MAX: lambda x: x.amax(0),
+    dist.ReduceOp.MIN: lambda x: x.amin(0),
+    dist.ReduceOp.PRODUCT: lambda x: x.prod(0),
+}
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Within, torch.distributed is that of the simulated ranks.
+
+    The course must be imported within, too: it takes some functions when it is imported.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, function in FUNCTIONS.items():
+            if hasattr(dist, name):  # names of newer and of older releases
+                stack.enter_context(mock.patch.object(dist, name, function))
+        yield
+
+
+def world_group() -> Group:
+    return _group(tuple(range(me().world.size)))
+
+
+def _group(ranks: tuple[int, ...], copy: int = 0) -> Group:
+    return Group(me().world, ranks, me().rank, copy)
+
+
+def _new_group(ranks: Sequence[int] | None = None, *_: Any, **__: Any) -> Group:
+    thread = me()
+    ranks = tuple(range(thread.world.size) if ranks is None else ranks)
+    thread.world.groups[thread.rank, ranks] += 1
+    return _group(ranks, thread.world.groups[thread.rank, ranks])
+
+
+def _new_subgroups(rows: list[list[int]], *_: Any, **__: Any) -> tuple[Group | None, list[Group]]:
+    groups = [_new_group(row) for row in rows]
+    mine = [group for group in groups if me().rank in group.ranks]
+    return (mine[0] if mine else None), groups
+
+
+def _finished(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _in_order(meeting: Meeting, group: Group) -> list[Tensor]:
+    return [meeting.brought[rank][0] for rank in group.ranks]
+
+
+def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    group, reduce = group or world_group(), OPERATIONS[op]
+    n = group.size()
+
+    def finish(meeting: Meeting) -> None:
+        tensor.data.copy_(reduce(torch.stack(_in_order(meeting, group))))
+
+    work = meet("all_reduce", group, [tensor], 2 * (n - 1) / n, finish)
+    return _finished(work, async_op)
+
+
+def _all_gather(output, tensor, group=None, async_op=False):
+    group = group or world_group()
+    n = group.size()
+    _check_size("all_gather", output, n * tensor.numel())
+
+    def finish(meeting: Meeting) -> None:
+        parts = [part.flatten() for part in _in_order(meeting, group)]
+        output.data.view(-1).copy_(torch.cat(parts))
+
+    work = meet("all_gather", group, [tensor], n - 1, finish)  # (n-1)/n of the gathered tensor
+    spoil_output(output, tensor)
+    return _finished(work, async_op)
+
+
+def _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    group, reduce = group or world_group(), OPERATIONS[op]
+    n = group.size()
+    _check_size("reduce_scatter", tensor, n * output.numel())
+
+    def finish(meeting: Meeting) -> None:
+        whole = reduce(torch.stack(_in_order(meeting, group)))
+        output.data.copy_(whole.flatten().chunk(n)[group.rank()].view_as(output))
+
+    work = meet("reduce_scatter", group, [tensor], (n - 1) / n, finish)
+    spoil_output(output, tensor)
+    return _finished(work, async_op)
+
+
+def _all_to_all(
+    output, tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    group = group or world_group()
+    n, rank = group.size(), group.rank()
+    sizes = input_split_sizes or [len(tensor) // n] * n
+    receives = output_split_sizes or [len(output) // n] * n
+
+    def finish(meeting: Meeting) -> None:
+        parts = [meeting.brought[other][rank] for other in group.ranks]
+        if [len(part) for part in parts] != receives:
+            come = [len(part) for part in parts]
+            raise RuntimeError(f"rank {rank} expects {receives} rows, but {come} rows come to it")
+        output.data.copy_(torch.cat(parts))
+
+    parts = list(tensor.split(sizes))
+    leaving = sum(part.nbytes for i, part in enumerate(parts) if i != rank)
+    share = leaving / (tensor.nbytes or 1)
+    signature = f"all_to_all of {str(tensor.dtype).rpartition('.')[2]}"
+    work = meet("all_to_all", group, parts, share, finish, signature)
+    spoil_output(output, tensor)
+    return _finished(work, async_op)
+
+
+def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    group = group or world_group()
+    source = group.ranks[group_src] if src is None else src
+
+    def finish(meeting: Meeting) -> None:
+        tensor.data.copy_(meeting.brought[source][0])
+
+    return _finished(meet("broadcast", group, [tensor], 1.0, finish), async_op)
+
+
+def _barrier(group=None, async_op=False, **_):
+    work = meet("barrier", group or world_group(), [], 0.0, lambda meeting: None)
+    return _finished(work, async_op)
+
+
+def _check_size(what: str, whole: Tensor, expected: int) -> None:
+    if whole.numel() != expected:
+        sizes = f"the whole tensor has {whole.numel()} numbers, and the parts {expected} in all"
+        raise RuntimeError(f"{what}: {sizes}")
+
+
+def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+    group = group or world_group()
+    return network.send(tensor, group, group_dst if dst is None else group.ranks.index(dst))
+
+
+def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
+    group = group or world_group()
+    return network.receive(tensor, group, group_src if src is None else group.ranks.index(src))
+
+
+class _P2POp:
+    """One end of a message, for batch_isend_irecv."""
+
+    def __init__(self, op, tensor, peer=None, group=None, tag=0, group_peer=None):
+        self.op, self.tensor, self.peer, self.group = op, tensor, peer, group
+        self.group_peer = group_peer
+
+
+def _batch(operations: list[_P2POp]) -> list[Work]:
+    works = []
+    for p2p in operations:
+        names = ("dst", "group_dst") if p2p.op is dist.isend else ("src", "group_src")
+        peers = dict(zip(names, (p2p.peer, p2p.group_peer), strict=True))
+        works.append(p2p.op(p2p.tensor, group=p2p.group, **peers))
+    return works
+
+
+FUNCTIONS = {
+    "all_reduce": _all_reduce,
+    "all_gather_single": _all_gather,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_single": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
+    "isend": _isend,
+    "irecv": _irecv,
+    "send": lambda *args, **options: _isend(*args, **options).wait(),
+    "recv": lambda *args, **options: _irecv(*args, **options).wait(),
+    "P2POp": _P2POp,
+    "batch_isend_irecv": _batch,
+    "get_rank": lambda group=None: group.rank() if group else me().rank,
+    "get_world_size": lambda group=None: group.size() if group else me().world.size,
+    "get_process_group_ranks": lambda group: list(group.ranks),
+    "new_group": _new_group,
+    "new_subgroups_by_enumeration": _new_subgroups,
+    "is_initialized": lambda: True,
+}

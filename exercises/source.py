@@ -1,0 +1,169 @@
+"""The text of a target: found in the course by its name, emptied for a student, checked again.
+
+Nothing marks the targets in the course. A starter is made from what the source is today, so the two
+cannot drift apart.
+"""
+
+import ast
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from exercises.exercise import FOLDER, GATES, Exercise
+
+COURSE = FOLDER.parent / "picotron_min"
+NOT_WRITTEN = "raise NotImplementedError"
+# Names that an exercise never needs. They are refused to catch accidents, not attackers.
+REFUSED_MODULES = {"os", "sys", "subprocess", "socket", "shutil", "pathlib", "signal", "ctypes"}
+REFUSED_MODULES |= {"importlib", "builtins", "multiprocessing", "threading", "pickle", "requests"}
+REFUSED_MODULES |= {"exercises", "inspect", "gc", "io", "tempfile", "urllib", "http", "asyncio"}
+REFUSED_NAMES = {"open", "exec", "eval", "compile", "__import__", "globals", "locals", "vars"}
+REFUSED_NAMES |= {"input", "breakpoint", "exit", "quit", "__builtins__", "__loader__"}
+ALLOWED_DUNDERS = {"__init__", "__name__", "__len__", "__getitem__", "__call__", "__class__"}
+ALLOWED_DUNDERS |= {"__iter__", "__post_init__"}
+
+
+class BadFile(ValueError):
+    """A student's file cannot be used; the message is for the student."""
+
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+class Target(NamedTuple):
+    """A definition in the course, and the file around it."""
+
+    path: Path
+    tree: ast.Module
+    node: Definition
+    text: str  # with its decorators, not indented
+
+
+def course_file(exercise: Exercise) -> Path:
+    return COURSE / f"{exercise.source_module.removeprefix('picotron_min.')}.py"
+
+
+def find(exercise: Exercise) -> Target:
+    path = course_file(exercise)
+    source = path.read_text()
+    tree = ast.parse(source)
+    node = lookup(tree, exercise.qualified_name)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = source.splitlines()[first - 1 : node.end_lineno]
+    return Target(path, tree, node, textwrap.dedent("\n".join(lines)) + "\n")
+
+
+def lookup(tree: ast.Module, qualified_name: str) -> Definition:
+    """The one definition with this name; ValueError if there is not exactly one."""
+    node = tree
+    for part in qualified_name.split("."):
+        found = [n for n in node.body if isinstance(n, Definition) and n.name == part]
+        if len(found) != 1:
+            raise ValueError(f"{qualified_name} is there {len(found)} times, not once")
+        node = found[0]
+    return node
+
+
+def solution(exercise: Exercise) -> str:
+    """The file of a student who has copied the source."""
+    target = find(exercise)
+    return f"{_imports(exercise, target)}\n\n{target.text}"
+
+
+def starter(exercise: Exercise) -> str:
+    """What a student begins with: task, imports, signature and docstring, and no body."""
+    target = find(exercise)
+    title = ast.get_docstring(ast.parse((FOLDER / f"{file_stem(exercise)}.py").read_text()))
+    gates = ", ".join(f"{gate} {GATES[gate]}" for gate in exercise.gates)
+    read = f"picotron_min/{target.path.name}"
+    comment = [title.splitlines()[0], "", *exercise.task.strip().splitlines(), ""]
+    comment += [f"It replaces {exercise.qualified_name} in {read}. Gates: {gates}.", ""]
+    comment += [f"    python -m exercises check {exercise.number:02}"]
+    header = "\n".join(f"# {line}".rstrip() for line in comment)
+    return f"{header}\n\n{_imports(exercise, target)}\n\n{_emptied(target)}"
+
+
+def file_stem(exercise: Exercise) -> str:
+    return exercise.module.rpartition(".")[2]
+
+
+def _emptied(target: Target) -> str:
+    node = ast.parse(target.text).body[0]
+    functions = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)]
+    lines = target.text.splitlines()
+    # From the last to the first, so that the line numbers of those before stay right. A function
+    # within a function goes with the body of the outer one.
+    inner = {n for f in functions for n in ast.walk(f) if isinstance(n, ast.FunctionDef) and n != f}
+    for function in reversed([f for f in functions if f not in inner]):
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        last = function.body[0].end_lineno if ast.get_docstring(function) else body[0].lineno - 1
+        last = _before_comments(lines, last, function)
+        indent = " " * function.body[0].col_offset
+        lines[last : function.end_lineno] = [indent + NOT_WRITTEN]
+    return "\n".join(lines) + "\n"
+
+
+def _before_comments(lines: list[str], last: int, function: ast.FunctionDef) -> int:
+    """The number of lines up to the signature or docstring: comments behind it give hints away."""
+    first = function.body[0].lineno
+    while last > function.lineno and last < first and lines[last - 1].lstrip().startswith("#"):
+        last -= 1
+    return last
+
+
+def _imports(exercise: Exercise, target: Target) -> str:
+    """Imports of all names of the module that the definition uses, so that an editor knows them."""
+    used = {n.id for n in ast.walk(target.node) if isinstance(n, ast.Name)}
+    lines, own = [], []
+    for node in target.tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            lines += _import_lines(node, used)
+        elif isinstance(node, Definition):
+            own += [node.name] * (node.name in used)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            own += [n.id for n in targets if isinstance(n, ast.Name) and n.id in used]
+    own = sorted(set(own) - {exercise.qualified_name})
+    if own:
+        lines.append(f"from {exercise.source_module} import {', '.join(own)}")
+    return "\n".join(lines)
+
+
+def _import_lines(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
+    def written(alias: ast.alias) -> str:
+        return alias.name + (f" as {alias.asname}" if alias.asname else "")
+
+    names = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
+    if isinstance(node, ast.Import):
+        return [f"import {written(alias)}" for alias in names]
+    return [f"from {node.module} import {', '.join(map(written, names))}"] if names else []
+
+
+def parse(exercise: Exercise, text: str) -> ast.Module:
+    """A student's file as a tree; BadFile in plain words where it cannot be used."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise BadFile(f"line {error.lineno} is not Python: {error.msg}") from None
+    for node in ast.walk(tree):
+        if problem := _refused(node):
+            line = getattr(node, "lineno", 0)
+            raise BadFile(f"line {line}: {problem} is refused: no exercise needs it")
+    name = exercise.qualified_name.rpartition(".")[2]
+    there = [n.name for n in tree.body if isinstance(n, Definition)]
+    if name not in there:
+        raise BadFile(f"the file does not define {name}: it must, at the top level")
+    return tree
+
+
+def _refused(node: ast.AST) -> str:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names = [alias.name for alias in node.names]
+        modules = names if isinstance(node, ast.Import) else [node.module or "."]
+        bad = [m for m in modules if m.partition(".")[0] in REFUSED_MODULES]
+        return f"import {bad[0]}" if bad else ""
+    if isinstance(node, ast.Name) and node.id in REFUSED_NAMES:
+        return node.id
+    if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+        return "" if node.attr in ALLOWED_DUNDERS else f".{node.attr}"
+    return ""

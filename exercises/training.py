@@ -1,0 +1,77 @@
+"""The real training with a student's function in it, beside one with the course's own.
+
+Both are runs of train.py, in real processes: gloo, not the simulated network. Their losses must be
+the same to the last digit.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+
+from exercises.exercise import FOLDER, Exercise, load
+from exercises.loading import imported_with
+from exercises.source import parse, solution
+
+
+def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
+    """Train twice, print both losses of each step, and whether all are equal."""
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{steps} steps with the course's {exercise.qualified_name} ...", flush=True)
+        right = _losses(exercise, "solution", config, steps, Path(folder, "course"), quiet=True)
+        print(f"{steps} steps with yours ...\n", flush=True)
+        mine = _losses(exercise, str(file), config, steps, Path(folder, "yours"), quiet=False)
+    if not mine or not right:
+        return False
+    print("\nstep  the course's loss     yours")
+    for step, (a, b) in enumerate(zip(right, mine, strict=True), 1):
+        print(f"{step:4}  {a!r:20}  {b!r:20}{'' if a == b else '  differs'}")
+    same = sum(a == b for a, b in zip(right, mine, strict=True))
+    print(f"\nequal to the last digit in {same} of {len(right)} steps")
+    return same == len(right)
+
+
+def short_config(config: dict, steps: int, folder: Path) -> dict:
+    """The config for its first steps alone, in another folder; what it learns stays the same."""
+    config = deepcopy(config)
+    sizes, training = config.get("distributed", {}), config["training"]
+    sequences = sizes.get("dp_size", 1) * training.get("gradient_accumulation_steps", 1)
+    sequences *= training.get("micro_batch_size", 1)
+    training["max_tokens"] = steps * sequences * training["seq_length"]
+    config["checkpoint"] = {"save_dir": str(folder)}
+    config["logging"] = {}
+    return config
+
+
+def _losses(
+    exercise: Exercise, file: str, config: dict, steps: int, folder: Path, quiet: bool
+) -> list[float]:
+    """Of each step; empty if the run fails, whose output is then shown."""
+    path = folder.with_suffix(".json")
+    path.write_text(json.dumps(short_config(config, steps, folder)))
+    command = [sys.executable, "-m", "exercises.training", str(exercise.number), file, str(path)]
+    result = subprocess.run(command, cwd=FOLDER.parent, capture_output=quiet, text=True)
+    if result.returncode:
+        print(result.stdout or "", result.stderr or "", sep="\n")
+        return []
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def main(number: str, file: str, config: str) -> None:
+    """Run train.py with a definition from a file: the processes are forked from this one."""
+    exercise = load(int(number))
+    text = solution(exercise) if file == "solution" else Path(file).read_text()
+    tree = ast.parse(text) if file == "solution" else parse(exercise, text)
+    sys.argv = ["train.py", "--config", config]
+    with imported_with(exercise, tree, Path(file)):
+        import train
+
+        train.main()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,149 @@
+"""The simulated ranks of exercises/: like gloo where both are right, stricter elsewhere."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from exercises.exercise import Case
+from exercises.loading import Course, fresh_modules
+from exercises.ranks import run_case
+from exercises.simulated_dist import simulated
+from exercises.world import Deadlock
+from picotron_min import collectives
+from picotron_min.collectives import Axis
+from picotron_min.layout import Layout
+from picotron_min.mesh import build_axes
+
+
+def everything(axis: Axis, collectives) -> tuple[list, float]:
+    """Every operation of collectives.py once, and the ledger's bytes."""
+    rank, n = axis.rank, axis.size
+    x = torch.arange(4.0 * n, dtype=torch.float64).view(2 * n, 2) * (rank + 1) + rank
+    results = [
+        collectives.all_reduce(x.clone(), axis),
+        collectives.all_reduce(x.clone(), axis, dist.ReduceOp.MAX),
+        collectives.all_gather(x, axis, dim=1),
+        collectives.reduce_scatter(x, axis, dim=0),
+        collectives.all_to_all(x, axis, split_dim=0, gather_dim=1),
+        *(tensor for _, tensor in collectives.ring(x, axis)),
+    ]
+    rows = x.view(n, -1).clone()
+    collectives.start_all_gather_(rows, axis).wait()
+    partial = x.view(n, -1).clone()
+    collectives.start_reduce_scatter_(partial, axis).wait()
+    to_each = [(rank + other) % 2 for other in range(n)]
+    received, work = collectives.start_exchange(x[: sum(to_each)], to_each, to_each, axis)
+    work.wait()
+    return [*results, rows, partial[rank], received], axis.ledger.bytes.total()
+
+
+def on_gloo() -> tuple[list, float]:
+    axis = build_axes(torch.device("cpu"), Layout(dp=dist.get_world_size())).dp
+    return everything(axis, collectives)
+
+
+def simulate(ranks: int, function, **options):
+    """What `function(rank)` returns on each rank."""
+    with simulated(), fresh_modules():
+        return run_case(Course(), Case(ranks), lambda rank, case: function(rank), Path("none"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_simulated_collectives_equal_gloo(pool, ranks):
+    real = pool.run(ranks, on_gloo)
+    ours = simulate(
+        ranks, lambda rank: everything(rank.axes(Layout(dp=ranks)).dp, rank.course.collectives)
+    )
+    for (expected, ledger), record in zip(real, ours, strict=True):
+        results, simulated_ledger = record.values
+        assert simulated_ledger == ledger == record.ledger
+        assert sum(size for _, size in record.sent.values()) == pytest.approx(ledger)
+        for a, b in zip(results, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_what_is_not_awaited_has_not_arrived():
+    def function(rank) -> dict:
+        axis, x = rank.axis(), torch.ones(2) * rank.number
+        shift = rank.course.collectives.Shift(x, axis)
+        early = shift.arriving.clone()
+        reduced = x.clone()
+        work = rank.course.collectives.start_all_reduce(reduced, axis)
+        unreduced = reduced.clone()
+        work.wait()
+        return {"early": early, "late": shift.wait(), "unreduced": unreduced, "sum": reduced}
+
+    for rank, record in enumerate(simulate(2, function)):
+        values = record.values
+        assert values["early"].isnan().all() and values["late"].eq(1 - rank).all()
+        assert values["unreduced"].eq(rank).all() and values["sum"].eq(1).all()
+
+
+def test_a_changed_tensor_is_sent_as_it_is_when_awaited():
+    def function(rank) -> dict:
+        x = torch.zeros(1)
+        shift = rank.course.collectives.Shift(x, rank.axis())
+        x += 7
+        return {"got": shift.wait()}
+
+    assert [record.values["got"].item() for record in simulate(2, function)] == [7, 7]
+
+
+def send_first(rank) -> dict:
+    axis, x = rank.axis(), torch.zeros(1)
+    rank.course.collectives.start_send(x, axis, axis.next).wait()
+    return {}
+
+
+def end_early(rank) -> dict:
+    if rank.number:
+        rank.course.collectives.all_reduce(torch.zeros(1), rank.axis())
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "circle"),
+    [
+        (send_first, 2, "rank 0 waits to send to rank 1, which waits to send to rank 0"),
+        (
+            send_first,
+            3,
+            "rank 0 waits to send to rank 1, which waits to send to rank 2, which waits to send to"
+            " rank 0",
+        ),
+        (end_early, 2, "rank 1 waits in all_reduce for rank 0, which has returned"),
+    ],
+)
+def test_a_deadlock_is_reported_at_once_with_its_circle(function, ranks, circle):
+    with pytest.raises(Deadlock) as caught:
+        simulate(ranks, function)
+    assert str(caught.value) == circle
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda r, c, axis: c.all_reduce(torch.zeros(2 + r), axis),
+            r"all_reduce of \(3,\) float32",
+        ),
+        (lambda r, c, axis: dist.all_reduce(torch.zeros(2, 2).T), "non-contiguous"),
+        (lambda r, c, axis: c.Shift(torch.zeros(1 + r), axis).wait(), "the same shape"),
+    ],
+)
+def test_what_gloo_would_get_wrong_silently_is_an_error(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        simulate(2, lambda rank: call(rank.number, rank.course.collectives, rank.axis()))
+
+
+def test_nothing_is_left_behind():
+    before = {name: getattr(dist, name) for name in ("all_reduce", "isend", "get_rank")}
+    with contextlib.suppress(Deadlock):
+        simulate(2, send_first)
+    assert before == {name: getattr(dist, name) for name in before}
+    import picotron_min.collectives as now
+
+    assert now is collectives

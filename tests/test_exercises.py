@@ -1,0 +1,83 @@
+"""Every exercise in exercises/: starter, solution, each known mistake, other right versions."""
+
+import ast
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from exercises import exercise as catalogue
+from exercises.checking import Outcome, check, outcome_of
+from exercises.exercise import Exercise
+from exercises.source import NOT_WRITTEN, find, parse, solution, starter
+
+NUMBERS = list(catalogue.files())
+MISTAKES = [(n, wrong.name) for n in NUMBERS for wrong in catalogue.load(n).wrong]
+OTHERS = [(n, i) for n in NUMBERS for i in range(len(catalogue.load(n).also_right))]
+
+
+@cache  # of one exercise: each known mistake is compared with all others of it
+def outcomes_of_mistakes(number: int) -> dict[str, Outcome]:
+    exercise = catalogue.load(number)
+    text = solution(exercise)
+    return {
+        wrong.name: outcome_of(exercise, wrong.apply(text), Path("wrong.py"))
+        for wrong in exercise.wrong
+    }
+
+
+def checked(exercise: Exercise, text: str, seed: int = 0):
+    return check(exercise, text, Path("student.py"), seed, outcomes_of_mistakes(exercise.number))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_starter_is_not_written_yet(number):
+    exercise = catalogue.load(number)
+    text = starter(exercise)
+    assert NOT_WRITTEN in text and parse(exercise, text)
+    verdict = checked(exercise, text)
+    assert not verdict.passed and verdict.mistake == "not_written"
+    assert "not written yet" in verdict.message
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_source_passes_with_two_seeds_and_always_the_same(number):
+    exercise = catalogue.load(number)
+    first = checked(exercise, solution(exercise))
+    assert first.passed, first
+    assert checked(exercise, solution(exercise)) == first
+    other = random.Random(number).randint(1, 10**6)
+    assert checked(exercise, solution(exercise), seed=other).passed
+    assert first.picture and max(map(len, first.picture.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("number", "name"), MISTAKES)
+def test_a_known_mistake_is_recognised_and_no_other(number, name):
+    exercise, known = catalogue.load(number), outcomes_of_mistakes(number)
+    wrong = next(w for w in exercise.wrong if w.name == name)
+    same = [
+        other
+        for other, outcome in known.items()
+        if all(a.same_as(b) for a, b in zip(known[name], outcome, strict=True))
+    ]
+    assert same == [name], [(r.failure, r.problems) for r in known[name]]
+    verdict = checked(exercise, wrong.apply(solution(exercise)))
+    assert not verdict.passed and verdict.mistake == name and wrong.sentence in verdict.message
+
+
+@pytest.mark.parametrize(("number", "index"), OTHERS)
+def test_a_right_function_that_is_written_differently_passes(number, index):
+    exercise = catalogue.load(number)
+    verdict = checked(exercise, exercise.also_right[index])
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_target_can_be_replaced(number):
+    exercise = catalogue.load(number)
+    node = find(exercise).node
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    assert "super" not in names or isinstance(node, ast.ClassDef), "it would need its class"
+    assert len(exercise.hints) == 3 and exercise.wrong and exercise.also_right
+    assert any(character.isdigit() for character in exercise.remember), "a number to remember"
