@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from exercises.exercise import Case
 from exercises.loading import Course, fresh_modules
+from exercises.memory import SavedTensors, storage_bytes
 from exercises.ranks import run_case
 from exercises.simulated_dist import simulated
+from exercises.tiny import tiny_run
 from exercises.world import Deadlock
 from picotron_min import collectives
 from picotron_min.collectives import Axis
@@ -147,3 +149,34 @@ def test_nothing_is_left_behind():
     import picotron_min.collectives as now
 
     assert now is collectives
+
+
+LAYOUTS = [
+    {"dp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"cp": 2},
+    {"cp": 2, "cp_engine": "ulysses"},
+    {"pp": 2},
+    {"dp": 2, "sharding": "parameters"},
+]
+
+
+def losses(rank, layout: dict, **recipe) -> dict:
+    run = tiny_run(rank, Layout(**layout), num_micro_batches=2, **recipe)
+    step = rank.course.train.train_step
+    return {"losses": [step(run, i).loss for i in range(3)]}
+
+
+def test_a_whole_run_on_simulated_ranks_trains_as_one_rank_does():
+    (one,) = simulate(1, lambda rank: losses(rank, {}))
+    for layout in LAYOUTS:
+        for record in simulate(2, lambda rank: losses(rank, layout)):  # noqa: B023
+            assert record.values["losses"] == pytest.approx(one.values["losses"], abs=1e-10)
+
+
+def test_bytes_are_counted_by_storage():
+    x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+    with SavedTensors(but=[weight]) as saved:
+        (x @ weight).exp().sum()
+    assert saved.bytes == 4 * (3 * 4 + 3 * 5)
+    assert storage_bytes([x, x[0], x.T]) == 48

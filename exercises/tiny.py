@@ -1,0 +1,70 @@
+"""A whole run of a tiny model on simulated ranks, as train.py would build it: for `on_rank`."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from exercises.ranks import Rank
+
+if TYPE_CHECKING:
+    from picotron_min.layout import Layout
+    from picotron_min.model_config import ModelConfig
+    from train import Run
+
+SEQ_LENGTH = 16
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 29}
+
+
+def tiny_run(
+    rank: Rank,
+    layout: "Layout",
+    global_batch: int = 4,
+    num_micro_batches: int = 1,
+    seed: int = 0,
+    model: dict[str, Any] | None = None,
+    routing: Any = None,
+    **recipe: Any,
+) -> "Run":
+    """This rank's part of a run in float64, with initial weights: `rank.course.train.train_step`.
+
+    `model` changes SHAPE, `recipe` the training: SGD at a rate of 0.5 without clipping. A step has
+    `global_batch` sequences in any layout.
+    """
+    course = rank.course
+    axes, device = rank.axes(layout), torch.device("cpu")
+    own = course.layout.Routing() if routing is None else routing
+    sizes = {"seq_length": SEQ_LENGTH, "num_micro_batches": num_micro_batches}
+    sizes["micro_batch_size"] = global_batch // (layout.dp * num_micro_batches)
+    settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "grad_clip": None}
+    settings |= {"dtype": "float64", "fused": False, "total_train_steps": 100} | recipe
+    workload = course.layout.Workload(
+        **sizes, dtype="float64", optimizer=settings["optimizer"], routing=own
+    )
+    config: ModelConfig = course.model_config.ModelConfig(**(SHAPE | (model or {})))
+    positions = course.context_parallel.POSITIONS[layout.cp_engine]
+    batches = course.data.Batches(
+        text(config.vocab_size),
+        **sizes,
+        seed=seed,
+        dp_rank=axes.dp.rank,
+        dp_size=layout.dp,
+        positions=positions(axes.cp.rank, layout.cp, SEQ_LENGTH),
+    )
+    parallel = course.parallelize.parallelize(config, layout, workload, axes, device)
+    run = course.train.build_run(parallel, course.layout.Recipe(**settings), batches)
+    parameters, table = parallel.parameters, parallel.placements
+    course.initialise.initialise(parameters, config, seed, table, axes)
+    parallel.weights_changed()
+    return run
+
+
+def text(vocab_size: int, num_tokens: int = 4000) -> np.ndarray:
+    """A text that can be learned: each token follows from the two before it, mostly."""
+    dice = np.random.default_rng(0)
+    tokens, noise = [1, 2], dice.integers(vocab_size, size=num_tokens)
+    for i in range(num_tokens):
+        follows = (3 * tokens[-1] + tokens[-2]) % vocab_size
+        tokens.append(int(noise[i]) if noise[i] % 5 == 0 else follows)
+    return np.array(tokens, dtype=np.uint16)
