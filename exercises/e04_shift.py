@@ -1,6 +1,6 @@
 """04 shift: all ranks send first, and all receive
 
-Every rank gets the tensor of the one before it. The simulated network completes a send only when
+Every rank gets the tensor of one before it. The simulated network completes a send only when
 its receive is posted, so that the order of the two matters, as with gloo and NCCL.
 """
 
@@ -10,23 +10,26 @@ from exercises.exercise import Case, Exercise, Sent, Wrong, draw
 from exercises.pictures import messages
 
 TASK = """
-Begin to send a tensor to the next rank, and to receive that of the previous one; return at once.
-`wait`, which you need not write, waits for all of `self.works` and returns `self.arriving`. Keep
-the tensor that is sent alive in `self.sent`, and record the shift in the ledger of the axis.
+Begin to send a tensor to the rank `distance` after this one, and to receive that of the rank as far
+before it; after the last rank comes the first. Return at once. `wait`, which you need not write,
+waits for all of `self.works` and returns `self.arriving`. Keep the tensor that is sent alive in
+`self.sent`, and record the shift in the ledger of the axis.
 Read: collectives.py.
 """
 
 HINTS = (
-    "A send to axis.next and a receive from axis.previous, begun together, and awaited by neither.",
-    "axis.ledger.record, torch.empty_like, dist.P2POp, dist.isend, dist.irecv,"
-    " dist.batch_isend_irecv.",
-    "Record it. Make an empty tensor of the same shape for what arrives. Describe both messages as"
-    " P2POps, with group=axis.group and the peer's rank in it, and start both as one batch.",
+    "A send to one rank and a receive from another, begun together, and neither of them awaited.",
+    "axis.rank, axis.size, axis.ledger.record, torch.empty_like, dist.P2POp, dist.isend,"
+    " dist.irecv, dist.batch_isend_irecv.",
+    "Record it. Make an empty tensor of the same shape for what arrives. The peers are"
+    " axis.rank plus and minus distance, modulo axis.size. Describe both messages as P2POps, with"
+    " group=axis.group and group_peer, and start both as one batch.",
 )
 
 
 def cases(dice: random.Random) -> list[Case]:
-    return [Case(ranks, rows=dice.randint(2, 4), columns=3) for ranks in (2, 3, 4)]
+    sizes = (2, 1), (3, 1), (4, 1), (4, 3)
+    return [Case(ranks, rows=dice.randint(2, 4), columns=3, distance=d) for ranks, d in sizes]
 
 
 def tensor_of(case: Case, rank: int):
@@ -35,7 +38,7 @@ def tensor_of(case: Case, rank: int):
 
 def on_rank(rank, case: Case) -> dict:
     tensor = tensor_of(case, rank.number)
-    shift = rank.course.collectives.Shift(tensor, rank.axis("cp"))
+    shift = rank.course.collectives.Shift(tensor, rank.axis("cp"), case.distance)
     rank.mark("Shift returns")
     return {"what wait() returns": shift.wait(), "the tensor that was sent": tensor}
 
@@ -43,7 +46,7 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     names = "what wait() returns", "the tensor that was sent"
     tensors = [tensor_of(case, rank) for rank in range(case.ranks)]
-    pairs = [(tensors[rank - 1], tensors[rank]) for rank in range(case.ranks)]
+    pairs = [(tensors[rank - case.distance], tensors[rank]) for rank in range(case.ranks)]
     return [dict(zip(names, pair, strict=True)) for pair in pairs]
 
 
@@ -63,8 +66,8 @@ def picture(runs) -> str:
     return messages(runs[-1][1])
 
 
-SEND = "send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=axis.next)"
-RECEIVE_PEER = "self.arriving, group=axis.group, group_peer=axis.previous)"
+SEND = "send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)"
+RECEIVE_PEER = "self.arriving, group=axis.group, group_peer=source)"
 BATCH = "self.works = dist.batch_isend_irecv([send, receive])"
 
 EXERCISE = Exercise(
@@ -84,25 +87,29 @@ EXERCISE = Exercise(
     wrong=(
         Wrong(
             "backwards",
-            "It sends to the previous rank and receives from the next one: the ring turns the"
+            "It sends to the rank before it and receives from the one after it: the ring turns the"
             " wrong way.",
-            SEND,
-            SEND.replace("axis.next", "axis.previous"),
-            RECEIVE_PEER,
-            RECEIVE_PEER.replace("axis.previous", "axis.next"),
+            "to, source = (",
+            "source, to = (",
         ),
         Wrong(
-            "both_previous",
-            "It sends to the previous rank, and receives from it, too: with two ranks both are"
+            "both_before",
+            "It sends to the rank before it, and receives from it, too: with two ranks both are"
             " one, with more no message arrives.",
             SEND,
-            SEND.replace("axis.next", "axis.previous"),
+            SEND.replace("=to)", "=source)"),
+        ),
+        Wrong(
+            "always_the_next",
+            "It ignores the distance: every tensor goes to the next rank.",
+            "in (distance, -distance)",
+            "in (1, -1)",
         ),
         Wrong(
             "send_awaited_first",
             "It waits for its send before it posts its receive. All ranks do, and none receives.",
             SEND,
-            "dist.isend(tensor, group=axis.group, group_dst=axis.next).wait()",
+            "dist.isend(tensor, group=axis.group, group_dst=to).wait()",
             BATCH,
             "self.works = dist.batch_isend_irecv([receive])",
         ),
@@ -133,10 +140,11 @@ EXERCISE = Exercise(
     ),
     also_right=(
         """
-def __init__(self, tensor, axis):
+def __init__(self, tensor, axis, distance=1):
+    to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
     self.sent, self.arriving = tensor, tensor.new_empty(tensor.shape)
-    receive = dist.irecv(self.arriving, group=axis.group, group_src=axis.previous)
-    send = dist.isend(tensor, group=axis.group, group_dst=axis.next)
+    receive = dist.irecv(self.arriving, group=axis.group, group_src=source)
+    send = dist.isend(tensor, group=axis.group, group_dst=to)
     axis.ledger.record("shift", tensor)
     self.works = send, receive
 """,
