@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -328,6 +329,12 @@ def test_without_matplotlib_the_command_that_installs_it_is_printed(folder, caps
         main([str(folder)])
     assert error.value.code == 2 and capsys.readouterr().err == NO_MATPLOTLIB + "\n"
     assert 'pip install -e ".[report]"' in NO_MATPLOTLIB
+
+
+def test_a_report_does_not_wait_for_torch():
+    modules = ", ".join(f"picotron_min.report.{name}" for name in ("reading", "single", "compare"))
+    command = [sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(command, cwd=Path(__file__).parents[1]).returncode == 0
 
 
 def test_a_page_that_cannot_be_written_is_reported(folder, tmp_path, capsys):

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from picotron_min.checkpoint import delete
+from picotron_min.runtime.run_log import RUN_LOG
 
-RUN_LOG = "run.jsonl"  # see run_log.py
 CHECKPOINT = "step-" + 8 * "[0-9]"  # as a pattern of file names
 
 
