@@ -19,6 +19,9 @@ from itertools import product
 # 45% to the products of 1024 rows, 11% to 4096.
 STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
 
+# Bytes below which a saved tensor is not offloaded: to start a copy takes as long as to make it.
+LEAST_OFFLOAD = 2**20
+
 LARGEST_BETA2 = 0.99  # of bfloat16 moments: see adamw.py
 
 Coordinates = namedtuple("Coordinates", ["pp", "dp", "cp", "tp"])  # of a rank in the grid
@@ -95,6 +98,7 @@ class Workload:
     moments: str = "float32"  # or "bfloat16": of AdamW
     flash_attention: bool = True
     compile: bool = False
+    offload: int = 0  # layers of each stage whose activations wait on the host: see offload.py
     routing: Routing = Routing()
 
 

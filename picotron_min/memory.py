@@ -13,22 +13,15 @@ anywhere.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import sub
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import STRIPE_ROWS, Layout, Workload
+from picotron_min.layout import LEAST_OFFLOAD, STRIPE_ROWS, Layout, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES, peak_live, stages_of
-from picotron_min.placement import (
-    Placement,
-    lay_out,
-    part,
-    placements,
-    saved_name,
-    windows,
-)
+from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -74,12 +67,16 @@ class Share(NamedTuple):
     Elements are those that it computes with: of "hidden" matrices, of the "ends", and the "rest".
     """
 
-    layers: list[int]
+    stages: list[range]  # of layers
     has_head: bool
     whole: Counter[str]  # elements that its optimizer has, too
     sharded: Counter[str]  # elements of which its optimizer has a part: see sharding.py
     windows: list[dict[str, int]]  # by axis, R of the units of each window of layers
     ends: list[dict[str, int]]  # and of those of the embedding and of lm_head
+
+    @property
+    def layers(self) -> list[int]:
+        return list(chain(*self.stages))
 
 
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -105,7 +102,7 @@ def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) 
         together = [[name for layer in group for name in names[layer]] for group in groups]
         together_ends = [[name] for name in sorted(ends)]
         share = Share(
-            list(chain(*layers)),
+            layers,
             has_head,
             *_count([*chain(*together, *together_ends), *norm], local, table),
             windows=[_rows(group, local, table, layout) for group in together],
@@ -184,6 +181,23 @@ def _held(share: Share, layout: Layout, workload: Workload) -> tuple[int, int, i
     )
 
 
+def _offloaded(
+    share: Share, each: Iterable[float], layer_input: float, num_layers: int
+) -> tuple[float, float]:
+    """Bytes per token that leave for the host, and those on their way at the fullest moment."""
+    moved, on_their_way, each = 0, 0, iter(each)
+    for stage in share.stages:
+        saved = list(islice(each, len(stage)))
+        leave = saved[:num_layers]
+        if leave and stage[0] > 0:
+            leave[0] -= layer_input  # it came from another stage, and stays: see offload.py
+        moved += sum(leave)
+        # Two offloaded layers are here at a time, when what other layers save is not yet, or gone.
+        stay = sum(saved) - sum(leave)
+        on_their_way = max(on_their_way, 2 * max(leave, default=0) - stay)
+    return moved, on_their_way
+
+
 def _memory_of(
     rank: int,
     share: Share,
@@ -200,6 +214,10 @@ def _memory_of(
 
     tokens = workload.micro_batch_size * workload.seq_length // layout.cp
     each = [saved_per_token(model_config, dtype, recompute, layout, i) for i in share.layers]
+    layer_input = saved_per_token(model_config, dtype, "full", layout, 0)
+    moves = device != "cpu" and tokens * layer_input >= LEAST_OFFLOAD
+    moved, on_their_way = _offloaded(share, each, layer_input, workload.offload * moves)
+    kept = sum(each) - moved
     schedule = SCHEDULES[layout.pp_engine]
     sizes = rank, layout.pp, workload.num_micro_batches, chunks
     live = losses = schedule.live_activations(*sizes) / chunks  # each is of one chunk
@@ -208,13 +226,13 @@ def _memory_of(
         factors = sum(factors_per_token(model_config, dtype, layout, i) for i in share.layers)
         few = min(workload.num_micro_batches, 4 * layout.pp)  # more of them repeat what these do
         plan = schedule.plan(rank, layout.pp, few, chunks)
-        live = peak_live(plan, held=factors / sum(each)) / chunks
+        live = peak_live(plan, held=factors / kept) / chunks
         losses = 1  # the last stage's B follows its F at once, and takes what the loss has kept
     everything = [saved_per_token(model_config, dtype, "none", layout, i) for i in share.layers]
 
     # Backward runs a part of one layer again at a time...
     again = everything if recompute == "full" else map(sub, everything, each)
-    layer = tokens * max(again)
+    layer = tokens * (max(again) + on_their_way)
     # ... when the logits of the last stripe of tokens, which become their gradient, and their cast
     # are gone: so only the larger of both counts. (lm_head's copy would go, too; it is counted.)
     logits = last * V * (wide + narrow) * min(STRIPE_ROWS[device], tokens)
@@ -225,7 +243,7 @@ def _memory_of(
         weights=held[0] + narrow * last * V * E,
         gradients=held[1],
         optimizer_state=held[2],
-        activations=math.ceil(tokens * (live * sum(each) + losses * last * 2 * wide * E) + layer),
+        activations=math.ceil(tokens * (live * kept + losses * last * 2 * wide * E) + layer),
         loss=math.ceil(made + logits),
     )
 

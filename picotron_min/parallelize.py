@@ -3,7 +3,7 @@
     on the meta device, without memory:
         Llama -> keep my stage -> narrow matrices -> tensor parallel -> context parallel -> shard
     then:
-        allocate -> bfloat16 copies -> recompute, compile -> gradient buckets -> pipeline
+        allocate -> bfloat16 copies -> recompute, compile, offload -> gradient buckets -> pipeline
 
 So no rank ever allocates a weight that it does not own. The weights are filled in afterwards: drawn
 (initialise.py) or loaded (checkpoint.py). Only this file of the course knows all parallelisms.
@@ -40,6 +40,7 @@ from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama, SoftmaxAttention
 from picotron_min.model_config import ModelConfig
 from picotron_min.moe import apply_moe
+from picotron_min.offload import apply_offload
 from picotron_min.pipeline_action import Plan
 from picotron_min.pipeline_parallel import Chunk, Pipeline, keep_stage, my_stages
 from picotron_min.pipeline_schedule import SCHEDULES
@@ -202,6 +203,7 @@ def apply_layout(
     apply_recompute(model, workload.recompute, workload.compile, counts)
     if workload.compile:
         apply_compile(model)
+    apply_offload(model, workload.offload, device.type)
     apply_sharding(uses)
     return queue
 

@@ -133,6 +133,9 @@ BAD = {
         "pp_chunks=2 needs more than pp_size=1: use pp_chunks 1, or more ranks"),
     "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
         'pp_engine="1f1b" does not fit pp_chunks=2: 1f1b has 1 chunk a rank, not 2: use 1, or'),
+    "offload of all layers": ("model", {"offload": 4},
+        "offload=4: the last layer of a stage stays on the device, and there are 4: use at most "
+        "3"),
     "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
         "pp_layers=[2, 1]: must be pp_size=2 x pp_chunks=1 = 2 numbers with the sum "
         "num_hidden_layers=4, or null"),

@@ -22,6 +22,7 @@ COURSE = {
     "collectives": set(),
     "mesh": {"collectives", "layout"},
     "linear": set(),
+    "offload": {"layout", "linear", "model"},
     "loss": {"layout"},
     "model": {"linear", "loss", "model_config"},
     "data": {"loss"},

@@ -81,6 +81,7 @@ class Model(Section):  # a public model's shape, with any of its numbers changed
     use_fused_adam: bool = True
     compile: bool = False
     recompute: Literal["none", "full", "selective"] = "none"  # selective: attention only
+    offload: NonNegativeInt = 0  # layers of each stage whose activations wait in the host's memory
 
     @property
     def overrides(self) -> dict:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
+from picotron_min.costs import layers_of_stages
 from picotron_min.layout import LARGEST_BETA2, Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import chunks_problem
@@ -200,6 +201,12 @@ def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
         yield f"pp_layers={list(given)}: must be {needs}, or null"
     if stages > layers:
         yield f"{made} = {stages} stages exceed num_hidden_layers={layers}: use at most {layers}"
+    elif offload := config.model.offload:
+        fewest = min(layers_of_stages(model_config, layout, seq_length))
+        if offload >= fewest:
+            there = f"the smallest of {stages} stages has" if stages > 1 else "there are"
+            why = f"the last layer of a stage stays on the device, and {there} {fewest}"
+            yield f"offload={offload}: {why}: use at most {fewest - 1}"
     if seq_length > (longest := model_config.max_position_embeddings):
         where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"

@@ -1,0 +1,174 @@
+"""Offload: what layers save for backward waits in the host's memory, which is larger than a GPU's.
+
+A layer's activations lie idle from its forward to its backward. Those of the first layers, which
+are idle for longest, are copied to the host while the next layer computes, and back while the layer
+after computes its backward. With 4 layers, of which the first 3 are offloaded:
+
+    compute   F0 | F1    | F2    | F3    | B3   | B2   | B1   | B0
+    copies         0 out   1 out   2 out   2 in   1 in   0 in
+
+So at most two offloaded layers are on the GPU at a time. The last layer of a stage stays: its
+backward follows its forward at once, or comes as soon as the next stage allows.
+
+Cost: a layer's saved bytes (saved_per_token in memory.py) out and in, once each a micro-batch. The
+copies are hidden if they take no longer than the layer computes: see docs/offload.md.
+Source: Rhu et al. 2016, "vDNN", section 3. In production: Transformer Engine's
+`get_cpu_offload_context`; `torch.autograd.graph.save_on_cpu`, which waits for each copy.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from picotron_min.layout import LEAST_OFFLOAD
+from picotron_min.linear import linears
+from picotron_min.model import DecoderLayer, Llama
+
+
+def apply_offload(model: Llama, num_layers: int, device_type: str) -> None:
+    """Offload what the first layers of a stage save, in place; at least one other must follow.
+
+    To be called after recompute and compile, which decide what is saved, and before sharded weights
+    are gathered around each layer: they must be known as weights when it runs.
+    """
+    if not num_layers:
+        return
+    memory = PinnedMemory() if device_type == "cuda" else HostMemory()
+    # A stage's input stays with the pipeline, which needs its gradient, and then its memory.
+    keeps_input = isinstance(model.model.embed_tokens, nn.Identity)
+    offload = Offload(memory, num_layers, keeps_input)
+    # And the layer after them: while it runs, the last one's copies leave and arrive.
+    for i, layer in enumerate([*model.model.layers.values()][: num_layers + 1]):
+        layer.forward = partial(offload.run, i, layer, layer.forward)
+
+
+class Block:
+    """The memory of one saved tensor, or of several that share it: on the device or the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.on_device: Tensor | None = _at(tensor, torch.uint8)
+        self.on_host: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What autograd keeps in place of a tensor: where it is in a block."""
+
+    block: Block
+    dtype: torch.dtype
+    place: tuple  # offset, size and stride, as Tensor.set_ takes them
+
+
+def _at(tensor: Tensor, dtype: torch.dtype, *place) -> Tensor:
+    """All of the tensor's memory, or a place in it, as another tensor."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)
+
+
+class Offload:
+    """Runs the layers of a stage, and moves what they save."""
+
+    def __init__(self, memory: "HostMemory", num_layers: int, keeps_input: bool) -> None:
+        self.memory, self.num_layers, self.keeps_input = memory, num_layers, keeps_input
+
+    def run(self, i: int, layer: DecoderLayer, forward, x: Tensor, rotary: tuple) -> Tensor:
+        """The i-th layer's forward of a micro-batch."""
+        if i == 0:
+            # One list for each forward: in a pipeline, several wait for their backward at once.
+            self.tape: list[dict[int, Block]] = []  # of each layer, by address
+        tape, blocks = self.tape, {}
+        if i < self.num_layers:
+            stays = addresses(layer, *rotary, *[x] * (self.keeps_input and i == 0))
+            with saved_tensors_hooks(partial(_pack, blocks, stays), _unpack):
+                out = forward(x, rotary)
+        else:
+            out = forward(x, rotary)
+        self.memory.finish()  # the copies of the layer before have left, while this one computed
+        for block in tape[-1].values() if tape else ():
+            block.on_device = None
+        self.memory.start_out(blocks.values())
+        tape.append(blocks)
+        if out.requires_grad:
+            out.register_hook(partial(self.backward_begins, tape, i))
+        return out
+
+    def backward_begins(self, tape: list[dict[int, Block]], i: int, _: Tensor) -> None:
+        """Backward of a micro-batch has come to the i-th layer."""
+        self.memory.finish()  # what this layer has saved has arrived, while the one after computed
+        tape.pop()  # from now on its blocks live as long as autograd needs them
+        if i > 0:
+            self.memory.start_in(tape[-1].values())
+
+
+def addresses(layer: DecoderLayer, *others: Tensor) -> set[int]:
+    """Where the weights of a layer are, those it computes with too, and some other tensors."""
+    # By address, since a view or a detached weight is another tensor. To offload weights would be
+    # useless, and a gradient for what comes back would not be the weight's.
+    operands = (linear.operand for linear in linears(layer).values())
+    tensors = [*layer.parameters(), *operands, *others]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _pack(blocks: dict[int, Block], stays: set[int], tensor: Tensor) -> Tensor | Saved:
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    if storage.nbytes() < LEAST_OFFLOAD or address in stays:
+        return tensor.detach()  # itself would keep the node that saves it alive, for ever
+    # The input of q, k and v is saved three times and moves once. Its block keeps it alive until
+    # the layer's end, so that no other tensor gets its address.
+    block = blocks.setdefault(address, Block(tensor))
+    return Saved(block, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride()))
+
+
+def _unpack(saved: Tensor | Saved) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return _at(saved.block.on_device, saved.dtype, *saved.place)
+
+
+class HostMemory:
+    """Copies on a CPU, at once and in the same memory: to test and to look at, saves nothing."""
+
+    def start_out(self, blocks) -> None:
+        """Begin to copy blocks from the device; until `finish` they must stay there."""
+        for block in blocks:
+            block.on_host = block.on_device.clone()
+
+    def start_in(self, blocks) -> None:
+        """Begin to copy blocks to the device; until `finish` they must not be read."""
+        for block in blocks:
+            block.on_device, block.on_host = block.on_host, None
+
+    def finish(self) -> None:
+        """Return, or let the device wait, until all copies are complete."""
+
+
+class PinnedMemory(HostMemory):
+    """Copies between a GPU and its host, on a stream beside the one that computes."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+
+    def start_out(self, blocks) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())  # until they are computed
+        with torch.cuda.stream(self.stream):
+            for block in blocks:
+                # Pinned: the GPU copies by itself, while the host continues. torch keeps such
+                # memory, which is slow to get, and gives it to the next blocks.
+                block.on_host = torch.empty_like(block.on_device, device="cpu", pin_memory=True)
+                block.on_host.copy_(block.on_device, non_blocking=True)
+
+    def start_in(self, blocks) -> None:
+        for block in blocks:  # memory of the stream that computes, which also frees it
+            block.on_device = torch.empty_like(block.on_host, device=self.stream.device)
+        self.stream.wait_stream(torch.cuda.current_stream())  # until its last use is over
+        with torch.cuda.stream(self.stream):
+            for block in blocks:
+                block.on_device.copy_(block.on_host, non_blocking=True)
+                block.on_host = None
+
+    def finish(self) -> None:
+        # A wait of the GPU, not of the host. What is freed or used after it needs no
+        # `record_stream`, with which a host that is layers ahead would find memory still in use.
+        torch.cuda.current_stream().wait_stream(self.stream)
