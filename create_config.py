@@ -13,10 +13,11 @@ import itertools
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from picotron_min.costs import matmul_parameters, parameter_count
-from picotron_min.memory import memory_per_rank
+from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
+from picotron_min.memory import memory_per_rank, saved_per_token
 from picotron_min.model_config import ModelConfig
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.hardware import GPUS, Gpu
@@ -34,6 +35,7 @@ ALIASES = {
 ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dataset")}
 ALIASES |= {"training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len"}
 ALIASES["training.gradient_accumulation_steps"] = "--grad_acc_steps"
+HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
 GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine
 
 
@@ -153,6 +155,8 @@ def describe(config: Config, gpu: str) -> None:
     if is_known_here(name := config.model.name):
         model_config = resolve_model(config)
         print_costs(config, model_config)
+        if config.model.offload:
+            print_offload(config, model_config, GPUS[gpu])
         if not config.distributed.use_cpu:
             print_prediction(config, model_config, GPUS[gpu])
     else:  # a hub id, checked when the run fetches it
@@ -182,13 +186,14 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
     states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
     each = f"{size} bytes a parameter of this rank"
+    offload = f", offload {m.offload}" if m.offload else ""
     if config.layout.sharding != "none":
         each = f'{size} bytes a parameter, sharding "{config.layout.sharding}"'
     for what, count, formula in [
         ("weights", memory.weights, each + copy),
         ("gradients", memory.gradients, each),
         ("optimizer state", memory.optimizer_state, f"{states[t.optimizer]} ({t.optimizer})"),
-        ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}"),
+        ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}{offload}"),
         ("loss", memory.loss, "logits of a stripe, gradients of lm_head and its input"),
         ("together", memory.total, "without torch itself and temporaries"),
     ]:
@@ -197,6 +202,26 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     sent = {"gradients": "gradients are", "parameters": "weights and gradients are"}
     if config.layout.sharding in sent and (m := t.gradient_accumulation_steps) > 1:
         print(f"  {sent[config.layout.sharding]} sent for each micro-batch: {m} times a step")
+
+
+def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
+    m, t, layout = config.model, config.training, config.layout
+    if config.distributed.use_cpu:
+        print("offload          saves nothing on a CPU: the copies are in the same memory")
+    if config.distributed.use_cpu or m.dtype not in gpu.peaks:
+        return
+    here, without = (
+        memory_per_rank(model_config, layout, replace(config.workload, offload=layers)).activations
+        for layers in (m.offload, 0)
+    )
+    tokens = t.micro_batch_size * t.seq_length // layout.cp
+    saved = tokens * saved_per_token(model_config, m.dtype, m.recompute, layout, 0)
+    flops = tokens * sum(layer_flops(model_config, t.seq_length, 0).values()) / layout.tp
+    copy, forward = saved / HOST_LINK, flops / (gpu.matmul_share * gpu.peaks[m.dtype])
+    print(f"offload          {(without - here) / 1e9:.3f} GB fewer activations on the GPU")
+    times = f"{1e3 * copy:.3g} ms at {HOST_LINK / 1e9:.0f} GB/s, forward {1e3 * forward:.3g} ms"
+    verdict = "hidden" if copy <= forward else f"waits {1e3 * (copy - forward):.3g} ms"
+    print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
 
 
 def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:

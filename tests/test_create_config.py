@@ -87,6 +87,23 @@ def test_it_prints_what_the_config_means(create):
     assert out.endswith("\npython train.py --config runs/exp/config.json\n")
 
 
+def test_it_prints_what_offload_saves_and_whether_copies_are_hidden(create):
+    # Of a layer: its input, 4 E S bytes; 26 E^2 S FLOPs, and attention's.
+    of = "--model_name Llama-2-7B --dtype bfloat16 --seq_len 4096 --mbs 1 --recompute full"
+    _, without, _ = create(of, exp_name="without")
+    _, out, _ = create(f"{of} --offload 30", exp_name="full")
+    assert "offload" not in without
+    E, S, M = 4096, 4096, 11_008
+    flops = S * (8 * E * E + 2 * E * S + 6 * E * M) / (0.7 * 989.4e12)
+    copy = f"of a layer {4 * E * S / 1e6:.1f} MB, which take {4e3 * E * S / 50e9:.3g} ms at 50 GB/s"
+    assert f"  {copy}, forward {1e3 * flops:.3g} ms: hidden\n" in out
+    assert f"offload          {30 * 4 * E * S / 1e9:.3f} GB fewer activations" in out
+    _, out, _ = create(f"{of.replace('full', 'none')} --offload 3", exp_name="none")
+    assert " waits 1" in out and "hidden" not in out
+    _, out, _ = create(f"{of} --offload 30 --use_cpu", exp_name="cpu")
+    assert "offload          saves nothing on a CPU: the copies are in the same memory\n" in out
+
+
 MIXTURE = "--num_local_experts 8 --moe_intermediate_size 96 --mlp_only_layers [0]"
 
 
