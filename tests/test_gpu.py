@@ -26,16 +26,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
-from picotron_min import block_attention, parallelize
+from picotron_min import block_attention, offload, parallelize
 from picotron_min.block_attention import (
     FLASH_CUDA,
     RepeatedAttention,
     choose_attention,
     merge_blocks,
 )
-from picotron_min.layout import STRIPE_ROWS
+from picotron_min.layout import STRIPE_ROWS, Layout
 from picotron_min.linear import linears
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
+from picotron_min.memory import memory_per_rank
 from picotron_min.model import FlashAttention, SoftmaxAttention
 from picotron_min.runtime.failures import RollCall
 from picotron_min.runtime.launch import Launch, set_environment
@@ -503,9 +504,43 @@ def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recomput
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, recompute):
-    run = run_of(2, gpu_process, dtype="bfloat16", recompute=recompute)
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_offload_on_a_gpu_trains_the_same_in_memory_that_it_keeps(gpu_process, recompute):
+    # Written-out attention: fused backward adds in another order each time.
+    kind = {"dtype": "float32", "flash_attention": False, "recompute": recompute}
+    plain, ours = (run_of(2, gpu_process, offload=layers, **kind) for layers in (0, 3))
+    hosts = []
+    with mock.patch.object(offload, "LEAST_OFFLOAD", 1):
+        for step in range(4):
+            result, expected = train_step(ours, step), train_step(plain, step)
+            assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+            for name, parameter in ours.model.parameters.items():
+                assert_near(parameter.grad, plain.model.parameters[name].grad.double(), 1e-5)
+            hosts.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert hosts[1] == hosts[-1] > 0, "pinned memory is used again"
+
+
+@pytest.mark.gpu
+def test_offload_leaves_as_much_less_on_a_gpu_as_planned(gpu_process):
+    work, peaks, plans = Work(Preset("tiny", 2048, "full", tokens=8192), gpu_process), [], []
+    for layers in (0, 3):
+        workload = replace(work.workload(4), offload=layers)
+        run = gpu.our_run(work, workload, work.data(4))
+        train_step(run, 0)
+        torch.cuda.reset_peak_memory_stats()
+        train_step(run, 1)
+        peaks.append(torch.cuda.max_memory_allocated())
+        plans.append(memory_per_rank(work.model_config, Layout(), workload).activations)
+        del run
+        gpu.clean_up(gpu_process)
+    assert peaks[0] - peaks[1] == pytest.approx(plans[0] - plans[1], rel=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [{}, {"recompute": "full"}, {"offload": 3}], ids=str)
+def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, how, monkeypatch):
+    monkeypatch.setattr(offload, "LEAST_OFFLOAD", 1)
+    run = run_of(2, gpu_process, dtype="bfloat16", **how)
     ranks = RollCall(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
     ranks.group = dist.new_group(backend="gloo")
     train_step(run, 0)
