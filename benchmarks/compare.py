@@ -214,9 +214,9 @@ def experts_alone(place: Place, grouped: bool) -> Step:
     return step
 
 
-def experts_by_all_gather(place: Place) -> Step:
-    """Our other way to bring tokens to experts."""
-    distributed = place.config.distributed.model_copy(update={"ep_engine": "allgather"})
+def with_choice(place: Place, **choice: Any) -> Step:
+    """Ours with another choice for a key of `distributed`."""
+    distributed = place.config.distributed.model_copy(update=choice)
     config = place.config.model_copy(update={"distributed": distributed})
     return step_of(our_run(config, place.model_config, place.axes, place.data))
 
@@ -572,6 +572,11 @@ ROWS = {
         {"tp_size": 2, "sequence_parallel": True},
         {"picotron-min": picotron_min, "torch": torch_tensor_parallel},
     ),
+    "tp2-overlap": Row(
+        "messages that travel while products are computed against messages before and after them",
+        {"tp_size": 2, "sequence_parallel": True, "tp_overlap": True},
+        {"overlap": picotron_min, "none": partial(with_choice, tp_overlap=False)},
+    ),
     "tp2-scaling": Row(
         "two ranks against one, which has the machine to itself: 0.5 would be perfect",
         {"tp_size": 2},
@@ -679,7 +684,7 @@ ROWS = {
     "experts-dispatch": Row(
         "tokens that travel to experts on two ranks against all tokens on both",
         {"dp_size": 2, "ep_size": 2},
-        {"picotron-min": picotron_min, "all-gather": experts_by_all_gather},
+        {"picotron-min": picotron_min, "all-gather": partial(with_choice, ep_engine="allgather")},
         ALIKE,
         EXPERTS,
     ),

@@ -146,6 +146,7 @@ COLLECTIVES = {  # with what follows the axis
     "start_all_gather_": (),
     "start_reduce_scatter_": (),
     "all_to_all": (0, 1),
+    "Shift": (),
 }
 
 

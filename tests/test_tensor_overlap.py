@@ -71,19 +71,20 @@ def test_the_ring_computes_and_sends_what_the_collectives_do(pool, n):
         assert ring.num_bytes == plain.num_bytes == 8 * B * S * (F + E) * (n - 1) // n
 
 
-def test_partial_sums_in_bfloat16_are_added_in_float32_from_rank_0_on(pool):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_partial_sums_are_added_in_float32_from_rank_0_on(pool, dtype):
     n = 4
-    for rank, total in enumerate(pool.run(n, ring_in_bfloat16)):
-        parts = [inputs(r, torch.bfloat16) for r in range(n)]
+    for rank, total in enumerate(pool.run(n, total_of_ring, dtype)):
+        parts = [inputs(r, dtype) for r in range(n)]
         rows = [
             sum(f(x.chunk(n, dim=1)[rank]) for x, f in zip(xs, products, strict=True))
             for xs, products in parts
         ]
-        assert torch.equal(total, sum(row.float() for row in rows).bfloat16())
+        assert torch.equal(total, sum(row.float() for row in rows).to(dtype)), "to the last bit"
 
 
-def ring_in_bfloat16() -> Tensor:
-    return results(RingBoundary, torch.bfloat16).total
+def total_of_ring(dtype: torch.dtype) -> Tensor:
+    return results(RingBoundary, dtype).total
 
 
 class Events(list[str]):
@@ -119,14 +120,14 @@ def events(monkeypatch) -> Events:
 
 
 def test_a_part_is_multiplied_while_the_next_one_arrives(events):
-    x, products = torch.ones(1, 3, 2), [events.product] * 2
+    x, products = torch.arange(6.0).view(1, 3, 2), [events.product] * 2
     RingBoundary(events.axis, QUEUE).gather_multiply(x, products)
     steps = [(f"start {i}", "product", "product", f"wait {i}") for i in range(3)]
     assert events == [*sum(steps, ()), "product", "product"]
 
 
 def test_a_part_is_sent_while_the_next_one_is_multiplied(events):
-    x, products = torch.ones(1, 12, 2), [events.product] * 2
+    x, products = torch.arange(24.0).view(1, 12, 2), [events.product] * 2
     boundary = RingBoundary(events.axis, QUEUE)
     boundary.multiply_scatter([x, x], products, meanwhile=lambda: events.append("settle"))
     steps = [("product", "product", f"start {i}") for i in range(3)]
