@@ -49,7 +49,12 @@ THREE, FOUR = {"gradient_accumulation_steps": 3}, {"gradient_accumulation_steps"
 LAYOUTS = {
     "dp": dict(dp=3, **THREE),
     "tp, full": {"tp": 2, "recompute": "full"},
-    "tp, sequence, selective": {"tp": 4, "sequence_parallel": True, "recompute": "selective"},
+    "tp, sequence, overlap, selective": {
+        "tp": 4,
+        "sequence_parallel": True,
+        "tp_overlap": True,
+        "recompute": "selective",
+    },
     "tp, sequence, full, bfloat16": {
         "dp": 2,
         "tp": 2,
