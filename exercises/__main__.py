@@ -10,8 +10,9 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import progress
 from exercises.exercise import FOLDER, GATES, Exercise
+from exercises.grade import default_jobs, grade, summary
 from exercises.pictures import WIDTH
-from exercises.sandbox import run_check
+from exercises.sandbox import Sandbox
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,18 +20,23 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m exercises",
         description="Write functions of the course again, and see them at work.",
     )
-    commands = parser.add_subparsers(dest="command")
+    commands, added = parser.add_subparsers(dest="command"), {}
     for name, function, about in COMMANDS:
-        command = commands.add_parser(name, help=about, description=about)
-        command.set_defaults(function=function)
-        if name != "list":
-            command.add_argument("number", type=int, help="of the exercise")
-        if name == "check":
-            command.add_argument("--solution", action="store_true", help="check the course's own")
-            command.add_argument("--seed", type=int, default=0, help="for other sizes and data")
-        if name == "train":
-            command.add_argument("--config", type=Path, default=Path("config.json"))
-            command.add_argument("--steps", type=int, default=10)
+        added[name] = commands.add_parser(name, help=about, description=about)
+        added[name].set_defaults(function=function)
+        if name not in ("list", "grade"):
+            added[name].add_argument("number", type=int, help="of the exercise")
+    for name in ("check", "grade"):
+        added[name].add_argument("--seed", type=int, default=0, help="for other sizes and data")
+    added["check"].add_argument("--solution", action="store_true", help="check the course's own")
+    added["train"].add_argument("--config", type=Path, default=FOLDER.parent / "config.json")
+    added["train"].add_argument("--steps", type=int, default=10)
+    option = added["grade"].add_argument
+    option("folder", type=Path, help="with a folder for each student")
+    option("--csv", type=Path, default=Path("marks.csv"), help="what to write")
+    option("--exercises", type=int, nargs="+", default=[], metavar="N", help="default: all")
+    option("--wrap", default="", metavar="COMMAND", help="put before each check: a container")
+    option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
     given = parser.parse_args(arguments or ["list"])
     try:
         return given.function(given)
@@ -80,7 +86,7 @@ def written(exercise: Exercise) -> Path:
 def check(given: argparse.Namespace) -> int:
     exercise = catalogue.load(given.number)
     path = "solution" if given.solution else written(exercise)
-    verdict = run_check(given.number, path, given.seed)
+    verdict = Sandbox().check(given.number, path, given.seed)
     print(show(exercise, verdict))
     if not given.solution:
         before = progress.read(given.number)
@@ -131,12 +137,19 @@ def train(given: argparse.Namespace) -> int:
     return 0 if compare(exercise, path, config, given.steps) else 1
 
 
+def grade_all(given: argparse.Namespace) -> int:
+    grade(given.folder, given.csv, given.seed, given.wrap, given.jobs, given.exercises)
+    print(*summary(given.csv), sep="\n")
+    return 0
+
+
 COMMANDS = [
     ("list", show_list, "the exercises, and which are solved"),
     ("start", start, "write a file to begin with"),
     ("check", check, "check your version"),
     ("hint", hint, "the next of three hints"),
     ("train", train, "the real training with your version in it"),
+    ("grade", grade_all, "check the files of a class"),
 ]
 
 if __name__ == "__main__":

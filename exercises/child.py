@@ -4,6 +4,7 @@ Started by sandbox.py, never by hand. It limits itself before it reads the stude
 writes its verdict as JSON, as its last act.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -14,13 +15,17 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from exercises.sandbox import LIMITS, STUCK_CPU_SECONDS, STUCK_SECONDS
+from exercises.sandbox import LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 
 PRINTED = 4000  # characters of what a student prints that are kept
 
 
 def main(number: str, file: str, seed: str, verdict_path: str) -> None:
-    for limit, value in LIMITS.items():
+    limits = dict(LIMITS)
+    with contextlib.suppress(OSError):  # not Linux. Root has no such limit
+        tasks = Path("/proc/loadavg").read_text().split()[3].partition("/")[2]
+        limits["RLIMIT_NPROC"] = int(tasks) + MORE_PROCESSES
+    for limit, value in limits.items():
         hard = resource.getrlimit(getattr(resource, limit))[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, limit), (value, value))

@@ -7,6 +7,7 @@ It catches accidents: endless loops, too much memory, endless output, sys.exit. 
 WARNING. Standard library only: the process that starts checks needs no torch.
 """
 
+import ctypes
 import json
 import os
 import shlex
@@ -14,54 +15,92 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from exercises.exercise import FOLDER, GATES
 
 STUCK_CPU_SECONDS, STUCK_SECONDS = 6, 12  # then a check ends itself and reports the line
 KILL_SECONDS = 30  # then it is killed
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
+MORE_PROCESSES = 100  # and threads, than there are on the machine
 LARGEST_VERDICT = 200_000  # bytes
+PR_SET_CHILD_SUBREAPER = 36  # of Linux
 WARNING = """\
 Not isolated: a student's code runs as you. It can read what you can read, use the network, signal
 your other processes, and forge its own verdict, since it runs beside the checker. For strangers'
 code use a container or a machine of its own; --wrap "COMMAND" puts one before each check."""
 
 
-def run_check(number: int, file: Path | str, seed: int = 0, wrap: str = "") -> dict:
-    """The verdict on a file, or on "solution": as checking.Verdict, with `printed`, `seconds`."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        verdict, errors = Path(folder, "verdict.json"), Path(folder, "errors")
-        command = [sys.executable, "-m", "exercises.child", str(number), str(file), str(seed)]
-        environment = {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
-        work = Path(folder, "work")
-        work.mkdir()
-        with errors.open("wb") as stream:
+class Sandbox:
+    """Runs checks, also several at a time from threads, and leaves nothing running behind."""
+
+    def __init__(self, wrap: str = "") -> None:
+        """`wrap`: a command that each check's command is put behind, for example a container's."""
+        self.wrap = shlex.split(wrap)
+        self.lock, self.running = threading.Lock(), set()
+        # What a check leaves behind in other sessions becomes a child of this process.
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        self.adopts = prctl is not None and prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+    def check(self, number: int, file: Path | str, seed: int = 0) -> dict:
+        """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            verdict, errors = Path(folder, "verdict.json"), Path(folder, "errors")
+            command = [sys.executable, "-m", "exercises.child", str(number), str(file), str(seed)]
+            work = Path(folder, "work")
+            work.mkdir()
+            with errors.open("wb") as stream:
+                code = self._run([*self.wrap, *command, str(verdict)], work, stream)
+            found = _read(verdict) or _no_verdict(code, errors)
+        return found | {"seconds": round(time.monotonic() - began, 1)}
+
+    def _run(self, command: list[str], work: Path, errors: BinaryIO) -> int:
+        """Run a command for at most KILL_SECONDS: its exit code, negative where it was killed."""
+        with self.lock:  # it must be known as running before others look for what is left behind
             process = subprocess.Popen(
-                [*shlex.split(wrap), *command, str(verdict)],
+                command,
                 cwd=work,
-                env=environment,
+                env={"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=stream,
+                stderr=errors,
                 start_new_session=True,  # and so a process group, which is killed as a whole
             )
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(KILL_SECONDS)
-            finally:
-                _kill(process)
-        found = _read(verdict) or _no_verdict(process.returncode, errors)
-    return found | {"seconds": round(time.monotonic() - began, 1)}
+            self.running.add(process.pid)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            with self.lock:
+                self.running.remove(process.pid)
+                self._end_left_behind()
+        return process.returncode
+
+    def _end_left_behind(self) -> None:
+        """Kill what checks have left behind; the children of each then become ours, and so on."""
+        while self.adopts and (left := _children() - self.running):
+            for pid in left:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
 
-def _kill(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):  # all of them have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _children() -> set[int]:
+    """The processes whose parent is this one."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            fields = path.read_text().rpartition(")")[2].split()
+            found |= {int(path.parent.name)} if int(fields[1]) == os.getpid() else set()
+    return found
 
 
 def _read(path: Path) -> dict | None:
