@@ -1,0 +1,136 @@
+"""02 deal: no messages, arithmetic says who trains on what
+
+All ranks know the order of the sequences. Which of them a rank takes in a micro-batch follows from
+its number alone. With the same global batch, any number of ranks trains on the same sequences.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+
+TASK = """
+Return the places in the global batch whose sequences this rank takes in a micro-batch, in order, as
+a numpy array. The global batch is laid out micro-batch by micro-batch; within one, rank by rank;
+each rank has `micro_batch_size` places there.
+Read: data.py.
+"""
+
+HINTS = (
+    "Consecutive places; how many come before the first of them?",
+    "self.dp_size, self.dp_rank, self.micro_batch_size, np.arange(start, stop).",
+    "Every earlier micro-batch has a turn for each rank, and in this one so have the ranks before"
+    " this one. Count these turns; each takes micro_batch_size places.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = [(1, 3), (2, 1), (2, 3), (3, 2), (4, 2)]
+    return [Case(1, dp=dp, micro_batches=m, rows=dice.randint(2, 4)) for dp, m in sizes]
+
+
+def on_rank(rank, case: Case) -> dict:
+    import numpy as np
+
+    def places(dp_rank: int) -> list[list[int]]:
+        batches = rank.course.data.Batches(
+            np.zeros(1000, dtype=np.uint16),
+            seq_length=4,
+            seed=case.seed,
+            micro_batch_size=case.rows,
+            num_micro_batches=case.micro_batches,
+            dp_rank=dp_rank,
+            dp_size=case.dp,
+        )
+        return [(batches._places(i) + 0).tolist() for i in range(case.micro_batches)]
+
+    return {f"places of dp rank {r} by micro-batch": places(r) for r in range(case.dp)}
+
+
+def expected(case: Case) -> list[dict]:
+    dealt = [[[] for _ in range(case.micro_batches)] for _ in range(case.dp)]
+    place = 0
+    for i in range(case.micro_batches):  # as cards are dealt, `rows` at a time
+        for rank in range(case.dp):
+            for _ in range(case.rows):
+                dealt[rank][i].append(place)
+                place += 1
+    return [{f"places of dp rank {r} by micro-batch": dealt[r] for r in range(case.dp)}]
+
+
+def picture(runs) -> str:
+    lines = ["the global batch, a letter a sequence: A is trained on by dp rank 0, B by 1, ..."]
+    for case, records in runs:
+        strip = ["?"] * (case.dp * case.micro_batches * case.rows)
+        for letter, of_rank in zip("ABCD", records[0].values.values(), strict=False):
+            for place in (place for places in of_rank for place in places):
+                strip[place] = letter
+        each = case.dp * case.rows
+        parts = ["".join(strip[i : i + each]) for i in range(0, len(strip), each)]
+        lines.append(f"dp {case.dp}, micro-batches {case.micro_batches}   {' | '.join(parts)}")
+    return "\n".join(lines)
+
+
+FIRST = "(micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size"
+
+EXERCISE = Exercise(
+    __name__,
+    target="data:Batches._places",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    layout={"dp_size": 2, "tp_size": 1},
+    remember="0 bytes are sent to agree on a batch. In production:"
+    " `torch.utils.data.DistributedSampler`.",
+    wrong=(
+        Wrong(
+            "ranks_alike",
+            "All ranks read the same sequences: the global batch has each of them dp times, and"
+            " lacks the others.",
+            FIRST,
+            "micro_batch * self.dp_size * self.micro_batch_size",
+        ),
+        Wrong(
+            "micro_batches_alike",
+            "All micro-batches have the same sequences: a step trains on the first ones alone.",
+            FIRST,
+            "self.dp_rank * self.micro_batch_size",
+        ),
+        Wrong(
+            "ranks_overlap",
+            "Ranks overlap: each begins one place after the one before it, and not"
+            " micro_batch_size places.",
+            FIRST,
+            "micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank",
+        ),
+        Wrong(
+            "micro_batches_overlap",
+            "Micro-batches overlap: the next one begins after the places of one rank, and not of"
+            " all dp ranks.",
+            FIRST,
+            "(micro_batch + self.dp_rank) * self.micro_batch_size",
+        ),
+        Wrong(
+            "rank_by_rank",
+            "Each place is dealt once, but all micro-batches of a rank lie together: the global"
+            " batch is laid out micro-batch by micro-batch, and then rank by rank.",
+            FIRST,
+            "(self.dp_rank * self.num_micro_batches + micro_batch) * self.micro_batch_size",
+        ),
+        Wrong(
+            "one_too_few",
+            "The last place of each rank is missing: np.arange excludes its end.",
+            "first + self.micro_batch_size)",
+            "first + self.micro_batch_size - 1)",
+        ),
+    ),
+    also_right=(
+        """
+def _places(self, micro_batch):
+    shape = self.num_micro_batches, self.dp_size, self.micro_batch_size
+    return np.arange(self.global_batch).reshape(shape)[micro_batch, self.dp_rank]
+""",
+    ),
+)

@@ -1,0 +1,172 @@
+"""03 start: initial weights depend on the seed and the name alone
+
+The parts that the ranks have, put together, must be one and the same matrix in every layout, to
+the last bit. Otherwise runs with other layouts are other experiments.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+
+TASK = """
+Fill parameters with their initial weights, in place. For each: draw the whole matrix, whatever the
+layout is, and copy this rank's part of it. `initial_weight` draws a matrix from (name, shape, seed,
+std); `part` gives the slices of a rank, from the cuts in the placement table. `placements[name]
+.owned` are those cuts, axes.ranks and axes.sizes where this rank is.
+Read: initialise.py, mesh.py, `part` in placement.py.
+"""
+
+HINTS = (
+    "Draw all of the matrix on every rank, then take a part: drawing the part alone would give"
+    " all ranks the same numbers.",
+    "model_config.parameter_shapes(), initial_std, initial_weight, part, parameter.data.copy_.",
+    "For each name: its whole shape, its std, the whole weight. Then the slices that `part` gives"
+    " for this shape, the parameter's cuts, and this rank's place; copy whole[slices].",
+)
+
+DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
+DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+
+
+def cases(dice: random.Random) -> list[Case]:
+    vocab = dice.randint(20, 40)
+    sizes = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+    return [Case(tp * pp, tp=tp, pp=pp, vocab=vocab) for tp, pp in sizes]
+
+
+def shape_of(case: Case):
+    from picotron_min.model_config import ModelConfig
+
+    return ModelConfig(case.vocab, 16, 24, 2, 4, 4)
+
+
+def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:
+    """Two layers: the first stage has the embedding, the last one the norm and the head."""
+    if stages == 1:
+        return names
+    ends = ("model.embed_tokens",) if stage == 0 else ("model.norm", "lm_head")
+    return [name for name in names if name.startswith((f"model.layers.{stage}.", *ends))]
+
+
+def part_of(name: str, whole, rank: int, tp: int):
+    dim = DIMS.get(name.split(".")[-2])
+    return whole if dim is None else whole.chunk(tp, dim)[rank]
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    layout, config = rank.course.layout.Layout(tp=case.tp, pp=case.pp), shape_of(case)
+    shapes, axes = config.parameter_shapes(), rank.axes(layout)
+    table = rank.course.placement.placements(shapes, layout, tied=False, num_layers=[1, 1])
+    parameters = {}
+    for name in names_of_stage(list(shapes), axes.pp.rank, case.pp):
+        mine = part_of(name, torch.empty(shapes[name]), axes.tp.rank, case.tp)
+        parameters[name] = torch.nn.Parameter(torch.zeros(mine.shape))
+    rank.course.initialise.initialise(parameters, config, case.seed, table, axes)
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def expected(case: Case) -> list[dict]:
+    from picotron_min.initialise import initial_std, initial_weight
+
+    shapes = shape_of(case).parameter_shapes()
+    whole = {n: initial_weight(n, s, case.seed, initial_std(n, 2)) for n, s in shapes.items()}
+    ranks = [divmod(rank, case.tp) for rank in range(case.ranks)]
+    return [
+        {n: part_of(n, whole[n], tp, case.tp) for n in names_of_stage(list(shapes), pp, case.pp)}
+        for pp, tp in ranks
+    ]
+
+
+def picture(runs) -> str:
+    import torch
+
+    _, records = runs[1]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    parts = [record.values[name] for record in records]
+    same = "equal" if torch.equal(*parts) else "different"
+    numbers = [" ".join(f"{x:7.4f}" for x in part[0, :6].tolist()) for part in parts]
+    lines = [f"tp {i}   {text} ..." for i, text in enumerate(numbers)]
+    whole = torch.cat(parts)
+    rank = torch.linalg.matrix_rank(whole).item()
+    about = f"{same} parts; the whole matrix {tuple(whole.shape)} has rank {rank}"
+    return "\n".join(["the first row of each rank's part of q_proj at tp 2", *lines, about])
+
+
+DRAW = "whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time"
+
+EXERCISE = Exercise(
+    __name__,
+    target="initialise:initialise",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    layout={"tp_size": 2, "dp_size": 1},
+    remember="With equal parts on 2 tp ranks, a matrix has half of its rank, for ever: both get the"
+    " same gradients. In production: `torch.distributed.tensor` draws so, from an offset.",
+    wrong=(
+        Wrong(
+            "same_part_drawn",
+            "Each rank draws its own part, all with the same seed: they draw the same numbers, and"
+            " will stay equal for ever.",
+            DRAW,
+            "whole = initial_weight(name, tuple(parameter.shape), seed, std)",
+            "whole[mine]",
+            "whole",
+        ),
+        Wrong(
+            "first_part_taken",
+            "Every rank takes the part of rank 0.",
+            "axes.ranks, axes.sizes",
+            "dict.fromkeys(axes.ranks, 0), axes.sizes",
+        ),
+        Wrong(
+            "seed_plus_rank",
+            "The seed depends on the tp rank: the parts are not of one matrix, and another layout"
+            " starts elsewhere.",
+            DRAW,
+            DRAW.replace("seed, std", "seed + axes.tp.rank, std"),
+        ),
+        Wrong(
+            "one_generator",
+            "All names share one generator: what is drawn for a layer depends on what was drawn"
+            " before it, so a pipeline stage starts with other weights.",
+            "for name, parameter in parameters.items():",
+            "generator = torch.Generator().manual_seed(seed)\n"
+            "    for name, parameter in parameters.items():",
+            DRAW,
+            "whole = torch.ones(shapes[name])\n"
+            "        if whole.ndim == 2:\n"
+            "            whole.normal_(std=std, generator=generator)",
+        ),
+        Wrong(
+            "other_dim",
+            "Matrices are cut along the other dim.",
+            "placements[name].owned",
+            "[cut._replace(dim=whole.ndim - 1 - cut.dim) for cut in placements[name].owned]",
+        ),
+        Wrong(
+            "same_std",
+            "All matrices have the same std: those that write to the residual stream, o_proj and"
+            " down_proj, start smaller, since two of them a layer add up.",
+            "std = initial_std(name, model_config.num_hidden_layers)",
+            "std = 0.02",
+        ),
+    ),
+    also_right=(
+        """
+def initialise(parameters, model_config, seed, placements, axes):
+    for name, shape in model_config.parameter_shapes().items():
+        if name not in parameters:
+            continue
+        whole = initial_weight(name, shape, seed, initial_std(name, model_config.num_hidden_layers))
+        with torch.no_grad():
+            mine = part(shape, placements[name].owned, axes.ranks, axes.sizes)
+            parameters[name].copy_(whole[mine])
+""",
+    ),
+)

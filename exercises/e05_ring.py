@@ -1,0 +1,158 @@
+"""05 ring: n-1 hops, and the next one is on its way while you compute
+
+Every rank sees every rank's tensor in turn. While it uses one, the next one travels.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import timeline
+
+TASK = """
+Yield (rank, tensor) for every rank of the axis: first this rank and its own tensor, then the
+previous rank's, then that of the one before, and so on. A tensor moves by `Shift`, one hop to the
+next rank at a time. Begin a hop before you yield, so that it travels while the caller computes.
+Read: collectives.py.
+"""
+
+HINTS = (
+    "Pass on what you have, yield it, then take what has arrived; n-1 times, and yield the last.",
+    "Shift(tensor, axis), shift.wait(), axis.rank, axis.size; % axis.size for the sources.",
+    "In a loop over n-1 hops: begin to shift the tensor you have; yield it with its source, which"
+    " is as many ranks behind you as there were hops; then the tensor is what arrives. After the"
+    " loop yield the last one, without a shift.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    return [Case(ranks, numbers=dice.randint(3, 6)) for ranks in (1, 2, 3, 4)]
+
+
+def on_rank(rank, case: Case) -> dict:
+    tensor = draw(case, rank.number, shape=(case.numbers,))
+    seen = []
+    for source, arrived in rank.course.collectives.ring(tensor, rank.axis("cp")):
+        rank.mark("compute")
+        seen.append((source, arrived.clone()))
+        assert len(seen) <= 2 * case.ranks, "the ring yields without end"
+    return {"sources": [s for s, _ in seen], "tensors": [tensor for _, tensor in seen]}
+
+
+def expected(case: Case) -> list[dict]:
+    tensors = [draw(case, rank, shape=(case.numbers,)) for rank in range(case.ranks)]
+    orders = [[(r - hop) % case.ranks for hop in range(case.ranks)] for r in range(case.ranks)]
+    return [{"sources": order, "tensors": [tensors[s] for s in order]} for order in orders]
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    hops = case.ranks - 1
+    return [{"send": Sent(hops, hops * 8 * case.numbers)} if hops else {}] * case.ranks
+
+
+def order(case: Case, records) -> str:
+    for rank, record in enumerate(records):
+        for hop in range(case.ranks - 1):
+            use = record.place("mark", "compute", hop)
+            if record.place("start", "send", hop) > use:
+                return f"rank {rank} begins hop {hop} only after tensor {hop} was used"
+            if record.place("wait", "send", hop) < use:
+                return f"rank {rank} waits for hop {hop} before tensor {hop} is used"
+    return ""
+
+
+def picture(runs) -> str:
+    case, records = runs[-1]
+    lines = ["whose tensor is where        " + "  ".join(f"hop {i}" for i in range(case.ranks))]
+    for rank, record in enumerate(records):
+        where = "      ".join(str(source) for source in record.values["sources"])
+        lines.append(f"rank {rank}                         {where}")
+    names = {"send": "s", "receive": "r"}
+    return "\n".join(
+        [*lines, "", "(s0: a send begins; s0): it is awaited", timeline(records, names)]
+    )
+
+
+SHIFT = "        shift = Shift(tensor, axis)  # the next one travels while this one is in use"
+SHIFT += ": two exist\n"
+YIELD = "        yield (axis.rank - hop) % axis.size, tensor\n"
+LAST = "yield axis.next, tensor  # after n-1 hops the tensor is the next rank's"
+
+EXERCISE = Exercise(
+    __name__,
+    target="collectives:ring",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    layout={"cp_size": 2, "tp_size": 1},
+    remember="n-1 hops bring every tensor to every rank, and 2 tensors exist on each at a time. In"
+    " production: `torch.distributed.tensor.experimental.context_parallel`.",
+    wrong=(
+        Wrong(
+            "sent_after_use",
+            "A hop begins only after the tensor was used: nothing travels while the rank computes.",
+            SHIFT + YIELD,
+            YIELD + SHIFT,
+        ),
+        Wrong(
+            "n_hops",
+            "There are n hops, one more than needed: the last one brings your own tensor back.",
+            "range(axis.size - 1)",
+            "range(axis.size)",
+            LAST,
+            "return",
+        ),
+        Wrong(
+            "sources_the_wrong_way",
+            "The sources are counted the wrong way round: tensors come from the previous rank, so"
+            " that the second one is that of rank - 1.",
+            "(axis.rank - hop)",
+            "(axis.rank + hop)",
+            "yield axis.next,",
+            "yield axis.previous,",
+        ),
+        Wrong(
+            "not_awaited",
+            "A tensor is yielded before it has arrived: its buffer holds anything.",
+            "tensor = shift.wait()",
+            "tensor = shift.arriving",
+        ),
+        Wrong(
+            "own_left_out",
+            "Your own tensor is left out.",
+            YIELD,
+            "        if hop:\n    " + YIELD,
+        ),
+        Wrong(
+            "last_left_out", "The last tensor is left out: it arrives, and is not used.", LAST, ""
+        ),
+        Wrong(
+            "own_passed_on",
+            "Every hop sends this rank's own tensor again: what has arrived must be passed on.",
+            SHIFT,
+            "        mine = tensor if hop == 0 else mine\n        shift = Shift(mine, axis)\n",
+        ),
+        Wrong(
+            "awaited_at_once",
+            "Each hop is awaited before the tensor is yielded: nothing travels while the rank"
+            " computes.",
+            SHIFT,
+            SHIFT + "        shift.wait()\n",
+        ),
+    ),
+    also_right=(
+        """
+def ring(tensor, axis):
+    source = axis.rank
+    for left in reversed(range(axis.size)):
+        shift = Shift(tensor, axis) if left else None
+        yield source, tensor
+        if shift:
+            tensor, source = shift.wait(), (source + axis.size - 1) % axis.size
+""",
+    ),
+)

@@ -1,0 +1,161 @@
+"""06 buffer: one buffer, many views
+
+The gradients of some parameters lie side by side in one flat tensor, so that one message sums all
+of them, and nothing is copied.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+
+TASK = """
+Keep the names of the parameters in `self.names`. Make one flat tensor of zeros, `self.gradients`,
+with room for the gradients of all of them, in their order, of their dtype and on their device. Let
+`grad` of each parameter be a view of its part, in the shape of the parameter.
+Read: data_parallel.py.
+"""
+
+HINTS = (
+    "One tensor owns the memory; each parameter.grad is a window on it.",
+    "parameter.numel(), new_zeros, split, view_as.",
+    "The sizes in a list. One tensor of zeros, as long as their sum, by new_zeros of any of the"
+    " parameters. split(sizes) gives flat views; each gets the shape of its parameter.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    def shape() -> tuple[int, ...]:
+        return tuple(dice.randint(2, 4) for _ in range(dice.randint(1, 2)))
+
+    shapes = [shape() for _ in range(3)]
+    return [
+        Case(1, shapes=[(2, 3), (4,)]),
+        Case(2, shapes=shapes),
+        Case(3, shapes=[*shapes, (1, 5)]),
+    ]
+
+
+def gradient(case: Case, rank: int, i: int):
+    return draw(case, "gradient", rank, i, shape=case.shapes[i])
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    from exercises.memory import storage_bytes
+
+    parameters = {
+        f"p{i}": torch.nn.Parameter(draw(case, i, shape=shape))
+        for i, shape in enumerate(case.shapes)
+    }
+    bucket = rank.course.data_parallel.Bucket(parameters)
+    terms = [(p * gradient(case, rank.number, i)).sum() for i, p in enumerate(parameters.values())]
+    sum(terms).backward()  # adds to the gradients that are there
+    rank.course.collectives.all_reduce(bucket.gradients, rank.axis("dp"))
+    gradients = {f"{name}.grad": p.grad for name, p in parameters.items()}
+    count = storage_bytes([bucket.gradients, *gradients.values()])
+    found = {"self.names": list(bucket.names), "self.gradients": bucket.gradients}
+    return {**gradients, **found, "bytes": count}
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    from exercises.compare import SumOf
+
+    parts = [[gradient(case, r, i) for r in range(case.ranks)] for i in range(len(case.shapes))]
+    right = {f"p{i}.grad": SumOf(part) for i, part in enumerate(parts)}
+    right["self.names"] = [f"p{i}" for i in range(len(case.shapes))]
+    right["self.gradients"] = torch.cat([torch.stack(part).sum(0).flatten() for part in parts])
+    return [right] * case.ranks
+
+
+def memory(case: Case, records) -> str:
+    import math
+
+    needed = 8 * sum(math.prod(shape) for shape in case.shapes)
+    if (found := records[0].values["bytes"]) != needed:
+        return f"buffer and gradients take {found} bytes, and not {needed}: they must share memory"
+    return ""
+
+
+def picture(runs) -> str:
+    import math
+
+    case, _ = runs[-1]
+    sizes = [math.prod(shape) for shape in case.shapes]
+    strip = "".join(letter * n for letter, n in zip("ABCDEF", sizes, strict=False))
+    rows = [
+        f"{x} = p{i}.grad {s}" for i, (x, s) in enumerate(zip("ABCDEF", case.shapes, strict=False))
+    ]
+    return "\n".join(["the buffer, a letter a number", f"[{strip}]", *rows])
+
+
+VIEW = "view.view_as(parameter)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="data_parallel:Bucket.__init__",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    memory=memory,
+    picture=picture,
+    layout={"dp_size": 2, "tp_size": 1},
+    remember="4 bytes a parameter in float32, once: no gradient exists twice. In production: DDP's"
+    " `gradient_as_bucket_view`.",
+    wrong=(
+        Wrong(
+            "copies",
+            "grad is a copy of its part of the buffer: gradients are there twice, and the sum over"
+            " the ranks, which is in the buffer, never reaches them.",
+            VIEW,
+            f"{VIEW}.clone()",
+        ),
+        Wrong(
+            "other_order",
+            "The parts lie in another order than the parameters. Sums are right, but what expects"
+            " parameters side by side, as grouped experts do, finds others.",
+            "views = self.gradients.split(sizes)",
+            "views = self.gradients.split(sizes[::-1])[::-1]",
+        ),
+        Wrong(
+            "flat_views",
+            "grad is flat: it must have the shape of its parameter.",
+            VIEW,
+            "view",
+        ),
+        Wrong(
+            "overlap",
+            "All parts begin at the start of the buffer: gradients of different parameters are"
+            " added up in the same place.",
+            "views = self.gradients.split(sizes)",
+            "views = [self.gradients[:size] for size in sizes]",
+        ),
+        Wrong(
+            "other_dtype",
+            "The buffer has torch's default dtype, and not that of the parameters.",
+            "next(iter(parameters.values())).new_zeros(sum(sizes))",
+            "torch.zeros(sum(sizes))",
+        ),
+        Wrong(
+            "ones",
+            "The buffer does not begin at zero: backward adds to what is there.",
+            "new_zeros",
+            "new_ones",
+        ),
+    ),
+    also_right=(
+        """
+def __init__(self, parameters):
+    self.names, values = list(parameters), list(parameters.values())
+    total, start = sum(p.numel() for p in values), 0
+    self.gradients = torch.zeros(total, dtype=values[0].dtype, device=values[0].device)
+    for p in values:
+        p.grad = self.gradients[start : start + p.numel()].view(p.shape)
+        start += p.numel()
+""",
+    ),
+)

@@ -1,0 +1,198 @@
+"""07 overlap: send while backward runs, and in the same order everywhere
+
+Gradients become final from the last layer to the first, and not on all ranks in quite the same
+order. A bucket is sent as soon as it is complete, but never before an earlier one.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import timeline
+
+TASK = """
+Called when a parameter has received its last gradient of the step. Begin to sum, over self.axis,
+all buckets that are complete and not yet begun, in the order of `self.buckets`: a bucket waits for
+those before it. Append the works to `self.works`, which has those of the first buckets already.
+`self.missing[name]` is how many gradients a parameter still waits for.
+Read: data_parallel.py.
+"""
+
+HINTS = (
+    "Which buckets have been begun is known from the number of works. Continue with the next one.",
+    "self.buckets, len(self.works), self.missing, bucket.names, bucket.gradients,"
+    " start_all_reduce.",
+    "Go through the buckets that are not begun. Stop at the first one of which any parameter misses"
+    " a gradient. Else begin its all-reduce, and do not wait for it.",
+)
+
+BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
+
+
+def cases(dice: random.Random) -> list[Case]:
+    n = dice.randint(8, 12)  # so that three of the smallest exceed the limit of a bucket
+    unequal = [n, n + 1, n + 3, n + 2]
+    return [
+        Case(r, sizes=sizes)
+        for r, sizes in ((1, unequal), (2, [n] * 4), (3, [n] * 4), (2, unequal))
+    ]
+
+
+def names_of(bucket: int) -> list[str]:
+    return [f"b{bucket}.{i}" for i in range(OF_BUCKET)]
+
+
+def arrivals(rank: int) -> list[str]:
+    """The order in which gradients arrive: the first three buckets take turns by rank."""
+    first = [names_of(b) for b in ((0, 1, 2), (1, 0, 2), (2, 1, 0))[rank % 3]]
+    early = [names[i] for i in range(OF_BUCKET) for names in first]
+    return [*early, *names_of(BUCKETS - 1)]
+
+
+def gradient(case: Case, rank: int, micro_batch: int, name: str):
+    return draw(case, rank, micro_batch, name, shape=(case.sizes[int(name[1])],))
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]  # in forward order
+    parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in names}
+    limit = 8 * OF_BUCKET * max(case.sizes)
+    buckets = rank.course.data_parallel.GradientBuckets(
+        parameters, rank.axis("dp"), bucket_bytes=limit
+    )
+    assert [len(bucket.names) for bucket in buckets.buckets] == [OF_BUCKET] * BUCKETS
+    buckets.begin(MICRO_BATCHES)
+    for micro_batch in range(MICRO_BATCHES):
+        for name in arrivals(rank.number):
+            if micro_batch == MICRO_BATCHES - 1:
+                rank.mark("last gradient" if name == arrivals(rank.number)[-1] else "gradient")
+            parameters[name].grad += gradient(case, rank.number, micro_batch, name)
+            buckets.arrived(name)
+    rank.mark("backward ends")
+    buckets.wait()
+    return {f"{name}.grad": parameter.grad for name, parameter in parameters.items()}
+
+
+def expected(case: Case) -> list[dict]:
+    from exercises.compare import SumOf
+
+    parts = [(rank, i) for rank in range(case.ranks) for i in range(MICRO_BATCHES)]
+    names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]
+    right = {f"{n}.grad": SumOf(gradient(case, *part, n) for part in parts) for n in names}
+    return [right] * case.ranks
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    size = 8 * OF_BUCKET * sum(case.sizes)
+    if case.ranks == 1:
+        return [{}]
+    share = 2 * (case.ranks - 1) / case.ranks
+    return [{"all_reduce": Sent(BUCKETS, share * size)}] * case.ranks
+
+
+def order(case: Case, records) -> str:
+    for rank, record in enumerate(records if case.ranks > 1 else []):
+        begun = sum(
+            (event.kind, event.what) == ("start", "all_reduce")
+            for event in record.events[: record.place("mark", "last gradient")]
+        )
+        if begun < BUCKETS - 1:
+            return f"rank {rank} has begun {begun} of {BUCKETS} sums when the last gradient arrives"
+        if record.place("wait", "all_reduce") < record.place("mark", "backward ends"):
+            return f"rank {rank} waits for a sum while backward still runs"
+    return ""
+
+
+def picture(runs) -> str:
+    names = {"all_reduce": "sum", "gradient": "g", "last gradient": "g", "backward ends": "end"}
+    about = "g: a gradient is final; (sum0: it begins; sum0): it is awaited; end: backward ends"
+    return about + "\n" + timeline(runs[2][1], names)
+
+
+WHICH = "for bucket in self.buckets[len(self.works) :]:"
+READY = "if any(self.missing[name] for name in bucket.names):"
+STOP = "break  # later ones wait for it"
+SEND = "self.works.append(start_all_reduce(bucket.gradients, self.axis))"
+
+EXERCISE = Exercise(
+    __name__,
+    target="data_parallel:GradientBuckets._start_complete_buckets",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    factors=lambda case: {"the number of ranks": case.ranks},
+    layout={"dp_size": 2, "tp_size": 1},
+    remember="All buckets but 1 can be on their way before backward ends. In production:"
+    " `torch.nn.parallel.DistributedDataParallel`.",
+    wrong=(
+        Wrong(
+            "sent_too_early",
+            "A bucket is sent when its first parameter is complete: the gradients that arrive after"
+            " that are lost.",
+            READY,
+            READY.replace("any(", "all("),
+        ),
+        Wrong(
+            "all_at_the_end",
+            "All buckets are sent when the last gradient has arrived: nothing travels while"
+            " backward runs.",
+            WHICH,
+            f"if any(self.missing.values()):\n        return\n    {WHICH}",
+        ),
+        Wrong(
+            "as_each_completes",
+            "Each bucket is sent as it completes. That is another order on other ranks, and sums"
+            " are of different buckets.",
+            WHICH,
+            "for bucket in self.buckets:",
+            READY,
+            'if any(self.missing[n] for n in bucket.names) or getattr(bucket, "sent", False):',
+            STOP,
+            "continue",
+            SEND,
+            f"bucket.sent = True\n        {SEND}",
+        ),
+        Wrong(
+            "continued",
+            "It continues with later buckets where an earlier one is not complete: then the number"
+            " of works does not show which buckets were sent.",
+            STOP,
+            "continue",
+        ),
+        Wrong(
+            "sent_again",
+            "Every call sends all complete buckets again, also those that are on their way.",
+            WHICH,
+            "for bucket in self.buckets:",
+        ),
+        Wrong(
+            "averaged",
+            "Gradients are averaged, and not summed: they are too small by a factor of dp, since"
+            " the step divides by the number of tokens in the whole global batch.",
+            SEND,
+            SEND.replace("self.axis", "self.axis, dist.ReduceOp.AVG"),
+        ),
+        Wrong(
+            "awaited_at_once",
+            "Each sum is awaited at once: backward stands still while a bucket travels.",
+            SEND,
+            f"{SEND}\n        self.works[-1].wait()",
+        ),
+    ),
+    also_right=(
+        """
+def _start_complete_buckets(self):
+    while len(self.works) < len(self.buckets):
+        bucket = self.buckets[len(self.works)]
+        if sum(self.missing[name] for name in bucket.names) > 0:
+            return
+        self.works.append(start_all_reduce(bucket.gradients, self.axis))
+""",
+    ),
+)
