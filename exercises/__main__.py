@@ -25,12 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
         added[name] = commands.add_parser(name, help=about, description=about)
         added[name].set_defaults(function=function)
         if name not in ("list", "grade"):
-            added[name].add_argument("number", type=int, help="of the exercise")
+            what = name if name in ("hunt", "design") else "exercise"
+            added[name].add_argument("number", type=int, help=f"of the {what}")
     for name in ("check", "grade"):
         added[name].add_argument("--seed", type=int, default=0, help="for other sizes and data")
     added["check"].add_argument("--solution", action="store_true", help="check the course's own")
     added["train"].add_argument("--config", type=Path, default=FOLDER.parent / "config.json")
     added["train"].add_argument("--steps", type=int, default=10)
+    added["hunt"].add_argument("--run", help="measure this layout: dp=1,cp=2,optimizer=adamw")
+    added["hunt"].add_argument("--answer", metavar="FILE:LINE", help="where the mistake is")
     option = added["grade"].add_argument
     option("folder", type=Path, help="with a folder for each student")
     option("--csv", type=Path, default=Path("marks.csv"), help="what to write")
@@ -137,6 +140,12 @@ def train(given: argparse.Namespace) -> int:
     return 0 if compare(exercise, path, config, given.steps) else 1
 
 
+def hunt(given: argparse.Namespace) -> int:
+    from exercises import hunts
+
+    return hunts.command(given.number, given.run, given.answer)
+
+
 def grade_all(given: argparse.Namespace) -> int:
     grade(given.folder, given.csv, given.seed, given.wrap, given.jobs, given.exercises)
     print(*summary(given.csv), sep="\n")
@@ -149,6 +158,7 @@ COMMANDS = [
     ("check", check, "check your version"),
     ("hint", hint, "the next of three hints"),
     ("train", train, "the real training with your version in it"),
+    ("hunt", hunt, "a course with one wrong statement: find it from its symptoms"),
     ("grade", grade_all, "check the files of a class"),
 ]
 

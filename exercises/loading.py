@@ -157,3 +157,38 @@ def _is_foreign_import(node: ast.AST) -> bool:
 def _run(nodes: list[ast.stmt], path: Path, names: dict, into: dict) -> None:
     module = ast.Module(nodes, type_ignores=[])
     exec(compile(module, str(path), "exec"), names, into)
+
+
+@contextlib.contextmanager
+def edited(changes: dict[str, tuple[str, str]]) -> Iterator[None]:
+    """Within, files are imported with a text, which each has once, replaced: {file: (old, new)}."""
+    finder = EditedFinder(changes)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class EditedFinder(importlib.abc.MetaPathFinder):
+    def __init__(self, changes: dict[str, tuple[str, str]]) -> None:
+        self.changes = {f.removesuffix(".py").replace("/", "."): (f, c) for f, c in changes.items()}
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.changes:
+            return None
+        file, change = self.changes[name]
+        path = source.COURSE.parent / file
+        loader = EditedLoader(name, str(path), change)
+        return importlib.util.spec_from_file_location(name, path, loader=loader)
+
+
+class EditedLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, change: tuple[str, str]) -> None:
+        super().__init__(name, path)
+        self.change = change
+
+    def get_code(self, fullname: str) -> Any:  # not from a cache of bytecode, and not into one
+        text, (old, new) = self.get_data(self.path).decode(), self.change
+        assert text.count(old) == 1, f"{fullname} has {old!r} {text.count(old)} times, not once"
+        return compile(text.replace(old, new), self.path, "exec")

@@ -1,21 +1,20 @@
 """What a student has tried and passed, in exercises/progress.json."""
 
 import json
-from pathlib import Path
 
 from exercises.exercise import FOLDER
 
 FILE = FOLDER / "progress.json"
 
 
-def read(number: int | str, file: Path = FILE) -> dict:
-    return {"passed": False, "tries": 0, "hints": 0} | _all(file).get(str(number), {})
+def read(number: int | str) -> dict:
+    return {"passed": False, "tries": 0, "hints": 0} | _all().get(str(number), {})
 
 
-def update(number: int | str, file: Path = FILE, **changes: int | bool) -> None:
-    everything = _all(file) | {str(number): read(number, file) | changes}
-    file.write_text(json.dumps(everything, indent=4) + "\n")
+def update(number: int | str, **changes: int | bool) -> None:
+    everything = _all() | {str(number): read(number) | changes}
+    FILE.write_text(json.dumps(everything, indent=4) + "\n")
 
 
-def _all(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.exists() else {}
+def _all() -> dict:
+    return json.loads(FILE.read_text()) if FILE.exists() else {}

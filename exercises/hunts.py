@@ -1,0 +1,253 @@
+"""Bug hunts: a changed course trains, nothing crashes, and one statement is wrong. Which?
+
+The change exists in memory only. `hunt N` prints symptoms, measured now; `hunt N --run dp=1,cp=2`
+measures any layout of up to 4 ranks; `hunt N --answer picotron_min/FILE.py:LINE` takes an answer.
+"""
+
+import ast
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from exercises import progress
+from exercises.exercise import FOLDER
+
+ROOT = FOLDER.parent
+STEPS = 20
+RUN = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "micro_batches": 1, "optimizer": "sgd"}
+RUN |= {"lr": 0.5, "grad_clip": 0.0, "sequence_parallel": 0}
+
+
+class Hunt(NamedTuple):
+    """A change of one statement, and runs that show it."""
+
+    file: str
+    old: str  # once in the file
+    new: str
+    story: str
+    runs: tuple[str, ...]  # the first one is right
+    hints: tuple[str, ...]
+    found: str  # the explanation, once it is found
+
+
+HUNTS = {
+    1: Hunt(
+        "picotron_min/placement.py",
+        'return Placement(cuts, None, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)',
+        'return Placement(cuts, None, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)',
+        "A user reports that context parallelism learns worse. Data parallelism is fine.",
+        ("dp=1,cp=1", "dp=2,cp=1", "dp=1,cp=2"),
+        (
+            "Ranks that should have the same weights have different ones. What makes them equal"
+            " after a step?",
+            "Their gradients are not summed over all ranks that see other tokens. Where is it"
+            " decided over which axis they are?",
+            "The placement table gives each parameter its axes: picotron_min/placement.py.",
+        ),
+        "Matrices' gradients were summed over dp, and not over dp x cp: context-parallel ranks see"
+        " other tokens, too.",
+    ),
+    2: Hunt(
+        "picotron_min/optimizer.py",
+        "if all(ranks[axis] == 0 for axis in placements[name].copies)",
+        "if all(ranks[axis] == 0 for axis in placements[name].copies[:1])",
+        "With gradient clipping, tensor parallelism trains a little differently. Without, it is"
+        " exact.",
+        ("tp=1,grad_clip=0.5", "tp=2,grad_clip=0.5", "tp=2"),
+        (
+            "The loss of step 1 is right, and so are the gradients. What else does clipping need?",
+            "Some parameters count twice in the gradient norm. Which ones do all tp ranks hold?",
+            "Only one of the ranks that hold the same part may count it: measure_gradient.",
+        ),
+        "What all tp ranks hold, the weights of norms, counted once on each of them.",
+    ),
+    3: Hunt(
+        "train.py",
+        "buckets.scale(clip / num_targets)",
+        "buckets.scale(run.batches.num_micro_batches * clip / num_targets)",
+        "With gradient accumulation SGD needs a smaller learning rate. AdamW does not.",
+        (
+            "micro_batches=1,lr=0.05",
+            "micro_batches=4,lr=0.05",
+            "micro_batches=1,lr=0.2",
+            "micro_batches=1,optimizer=adamw,lr=0.01",
+            "micro_batches=4,optimizer=adamw,lr=0.01",
+        ),
+        (
+            "Compare 4 micro-batches with 1 micro-batch at 4 times the rate. What does AdamW do"
+            " with a gradient that is 4 times too large?",
+            "Gradients are sums over all tokens of the step, and are divided once. Where?",
+            "In the step itself: train_step in train.py.",
+        ),
+        "The gradient was multiplied by the number of micro-batches. AdamW divides by the"
+        " gradient's size, and hides it.",
+    ),
+    4: Hunt(
+        "picotron_min/initialise.py",
+        "parameter.data.copy_(whole[mine])",
+        "parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))",
+        "With tensor parallelism the loss is another one from the first step on. Pipelines train"
+        " exactly.",
+        ("tp=1", "pp=2", "tp=2"),
+        (
+            "The loss of step 1 differs already, before anything was trained.",
+            "The ranks begin with weights that do not make up the matrices of one rank.",
+            "Compare the parts that two tp ranks draw: picotron_min/initialise.py.",
+        ),
+        "All tp ranks began with the same part of every matrix: the model had half of its rank.",
+    ),
+}
+
+
+class Symptoms(NamedTuple):
+    """What was measured in a run."""
+
+    losses: list[float]
+    norm: float  # of the gradient, in step 1
+    sent: dict[str, int]  # bytes of rank 0 in a step, by axis
+    apart: float  # the largest difference between weights that ranks should share
+
+
+def parse_run(text: str) -> dict[str, Any]:
+    """The settings of a run; ValueError with what is possible."""
+    run = dict(RUN)
+    for word in filter(None, text.split(",")):
+        key, _, value = word.partition("=")
+        if key not in run or not value:
+            raise ValueError(f"{word!r} is not a setting: use some of {', '.join(RUN)}, as dp=2")
+        run[key] = type(RUN[key])(value)
+    size = math.prod(run[axis] for axis in ("dp", "pp", "cp", "tp"))
+    if size > 4:
+        raise ValueError(f"{text} needs {size} ranks: use at most 4")
+    if run["tp"] > 2 or run["pp"] > 2:
+        raise ValueError("the model has 2 key-value heads and 2 layers: use tp and pp of at most 2")
+    if run["optimizer"] not in ("sgd", "adamw"):
+        raise ValueError(f"optimizer={run['optimizer']}: use sgd or adamw")
+    if 4 % (run["dp"] * run["micro_batches"]):
+        raise ValueError("a step has 4 sequences: dp x micro_batches must divide 4")
+    return run
+
+
+def measure(number: int | None, text: str, steps: int = STEPS) -> Symptoms:
+    """Train a tiny model with a hunt's change, or with none."""
+    from exercises.exercise import Case
+    from exercises.loading import Course, edited, fresh_modules
+    from exercises.ranks import run_case
+    from exercises.simulated_dist import simulated
+
+    run = parse_run(text)
+    size = math.prod(run[axis] for axis in ("dp", "pp", "cp", "tp"))
+
+    def on_rank(rank, case) -> dict:
+        return _train(rank, run, steps)
+
+    hunt = HUNTS.get(number)
+    changes = {hunt.file: (hunt.old, hunt.new)} if hunt else {}
+    with simulated(), fresh_modules(), edited(changes):
+        records = run_case(Course(), Case(size), on_rank, Path("none"))
+    first = records[0].values
+    return Symptoms(first["losses"], first["norm"], first["sent"], _apart(records))
+
+
+def _train(rank, run: dict, steps: int) -> dict[str, Any]:
+    from exercises.tiny import tiny_run
+
+    axes = {axis: run[axis] for axis in ("dp", "pp", "cp", "tp")}
+    layout = rank.course.layout.Layout(**axes, sequence_parallel=bool(run["sequence_parallel"]))
+    recipe = {"optimizer": run["optimizer"], "learning_rate": run["lr"]}
+    recipe["grad_clip"] = run["grad_clip"] or None
+    trained = tiny_run(rank, layout, num_micro_batches=run["micro_batches"], **recipe)
+    for axis in trained.model.axes:
+        axis.ledger.take_bytes()
+    results = [rank.course.train.train_step(trained, 0)]
+    sent = {axis.name: axis.ledger.take_bytes() for axis in trained.model.axes}
+    results += [rank.course.train.train_step(trained, step) for step in range(1, steps)]
+    model = trained.model
+    ranks = model.axes.ranks
+    parts = {n: [ranks[cut.axis] for cut in model.placements[n].cuts] for n in model.parameters}
+    return {
+        "losses": [result.loss for result in results],
+        "norm": results[0].grad_norm,
+        "sent": {name: number for name, number in sent.items() if number},
+        "weights": {(n, *parts[n]): p.detach().clone() for n, p in model.parameters.items()},
+    }
+
+
+def _apart(records) -> float:
+    """Between parts with the same name and place in the whole, on any two ranks."""
+    first, largest = {}, 0.0
+    for record in records:
+        for key, weight in record.values["weights"].items():
+            other = first.setdefault(key, weight)
+            largest = max(largest, (other - weight).abs().max().item())
+    return largest
+
+
+def command(number: int, run: str | None, answer: str | None) -> int:
+    """What `python -m exercises hunt` does; the exit code."""
+    if number not in HUNTS:
+        raise ValueError(f"there is no hunt {number}: use one of {', '.join(map(str, HUNTS))}")
+    if answer is None:
+        print(HUNTS[number].story + "\n")
+        for line in table(number, (run,) if run else HUNTS[number].runs):
+            print(line, flush=True)
+        print(f"\nMeasure others:  python -m exercises hunt {number} --run dp=2,tp=2")
+        print(f"Answer:  python -m exercises hunt {number} --answer picotron_min/FILE.py:LINE")
+        return 0
+    return _take_answer(number, answer)
+
+
+def _take_answer(number: int, answer: str) -> int:
+    hunt, key, near = HUNTS[number], f"hunt {number}", judge(number, answer)
+    before = progress.read(key)
+    if near == "right":
+        progress.update(key, passed=True)
+        print(f"Right, after {before['hints']} hints. {hunt.found}")
+        return 0
+    hints = min(len(hunt.hints), before["hints"] + 1)
+    progress.update(key, tries=before["tries"] + 1, hints=hints)
+    print({"function": "The right function.", "file": "The right file."}.get(near, "No."))
+    print(f"hint {hints} of {len(hunt.hints)}: {hunt.hints[hints - 1]}")
+    return 1
+
+
+def table(number: int | None, runs: tuple[str, ...]) -> Iterator[str]:
+    """The measured symptoms, a line a run."""
+    shown = [1, 2, STEPS]
+    head = "  ".join(f"{f'loss {step}':>9}" for step in shown)
+    width = max(map(len, runs))
+    yield f"{'run':{width}}  {head}  grad_norm 1  weights apart  bytes rank 0 sends in step 1"
+    for text in runs:
+        found = measure(number, text)
+        losses = "  ".join(f"{found.losses[step - 1]:9.6f}" for step in shown)
+        sent = ", ".join(f"{axis} {size}" for axis, size in found.sent.items()) or "none"
+        yield f"{text:{width}}  {losses}  {found.norm:11.6f}  {found.apart:13.2g}  {sent}"
+
+
+def judge(number: int, answer: str) -> str:
+    """right, function, file or wrong: how near an answer FILE:LINE is to the change."""
+    hunt = HUNTS[number]
+    file, _, line = answer.rpartition(":")
+    if not line.isdecimal() or not (ROOT / file).is_file():
+        raise ValueError(f"{answer} is no line: answer as picotron_min/mesh.py:12")
+    if Path(file) != Path(hunt.file):
+        return "wrong"
+    source = (ROOT / hunt.file).read_text()
+    assert source.count(hunt.old) == 1, f"hunt {number}: {hunt.old!r} must be there once"
+    first = source[: source.index(hunt.old)].count("\n") + 1
+    around = [n for n in ast.walk(ast.parse(source)) if _is_around(n, first)]
+    statement = min((n for n in around if not hasattr(n, "body")), key=_length)
+    function = min((n for n in around if isinstance(n, ast.FunctionDef)), key=_length)
+    for node, result in ((statement, "right"), (function, "function")):
+        if node.lineno <= int(line) <= node.end_lineno:
+            return result
+    return "file"
+
+
+def _is_around(node: ast.AST, line: int) -> bool:
+    return isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno
+
+
+def _length(node: ast.stmt) -> int:
+    return node.end_lineno - node.lineno

@@ -1,0 +1,85 @@
+"""The bug hunts of exercises/: symptoms as the stories claim, and answers."""
+
+import pytest
+
+from exercises import __main__ as commands
+from exercises import hunts, progress
+from exercises.hunts import HUNTS, judge, measure, parse_run
+
+STEPS = 3
+
+
+def test_without_a_change_all_runs_of_all_hunts_are_right():
+    right = measure(None, "", STEPS)
+    for run in ("cp=2", "tp=2", "micro_batches=4", "dp=2,pp=2"):
+        found = measure(None, run, STEPS)
+        assert found.losses == pytest.approx(right.losses, abs=1e-10) and found.apart == 0
+        assert found.norm == pytest.approx(right.norm, abs=1e-10)
+
+
+def test_hunt_1_lets_weights_of_context_ranks_drift_apart():
+    right, dp, cp = (measure(1, run, STEPS) for run in HUNTS[1].runs)
+    assert dp.losses == pytest.approx(right.losses, abs=1e-10) and dp.apart == 0
+    assert cp.losses[0] == pytest.approx(right.losses[0], abs=1e-10)
+    assert cp.apart > 1e-3 and cp.losses[2] != pytest.approx(right.losses[2], abs=1e-6)
+    assert cp.sent["dp_cp"] < measure(None, "cp=2", 1).sent["dp_cp"] / 4
+
+
+def test_hunt_2_makes_the_gradient_norm_a_little_wrong():
+    right, clipped, free = (measure(2, run, STEPS) for run in HUNTS[2].runs)
+    assert 1e-6 < abs(clipped.norm / right.norm - 1) < 1e-3
+    assert clipped.losses[0] == pytest.approx(right.losses[0], abs=1e-10)
+    assert clipped.losses[2] != pytest.approx(right.losses[2], abs=1e-9)
+    assert free.losses == pytest.approx(measure(None, "", STEPS).losses, abs=1e-10)
+
+
+def test_hunt_3_multiplies_the_rate_of_sgd_which_adamw_hides():
+    one, four, fast, adamw, adamw_four = (measure(3, run, STEPS) for run in HUNTS[3].runs)
+    assert four.losses == pytest.approx(fast.losses, abs=1e-10)
+    assert four.losses[2] != pytest.approx(one.losses[2], abs=1e-4)
+    assert adamw_four.losses == pytest.approx(adamw.losses, abs=1e-5)
+
+
+def test_hunt_4_begins_with_other_weights():
+    right, pp, tp = (measure(4, run, STEPS) for run in HUNTS[4].runs)
+    assert pp.losses == pytest.approx(right.losses, abs=1e-10)
+    assert tp.losses[0] != pytest.approx(right.losses[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("number", HUNTS)
+def test_an_answer_is_judged_by_its_distance(number):
+    hunt = HUNTS[number]
+    lines = (hunts.ROOT / hunt.file).read_text().splitlines()
+    (line,) = (i for i, text in enumerate(lines, 1) if hunt.old.splitlines()[0] in text)
+    assert judge(number, f"{hunt.file}:{line}") == "right"
+    start = max(i for i in range(1, line) if lines[i - 1].startswith(("def ", "class ")))
+    assert judge(number, f"{hunt.file}:{start}") == "function"
+    assert judge(number, f"{hunt.file}:1") == "file"
+    assert judge(number, "picotron_min/mesh.py:1") == "wrong"
+    with pytest.raises(ValueError, match="is no line"):
+        judge(number, "nowhere.py:1")
+
+
+def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(progress, "FILE", tmp_path / "progress.json")
+    for hint in (1, 2, 3, 3):
+        assert commands.main(["hunt", "2", "--answer", "train.py:1"]) == 1
+        assert f"No.\nhint {hint} of 3" in capsys.readouterr().out
+    assert commands.main(["hunt", "2", "--answer", "picotron_min/optimizer.py:1"]) == 1
+    assert "right file" in capsys.readouterr().out
+    assert progress.read("hunt 2") == {"passed": False, "tries": 5, "hints": 3}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("dp=2,cp=4", "8 ranks: use at most 4"),
+        ("depth=2", "not a setting"),
+        ("tp=4", "2 key-value heads"),
+        ("optimizer=lion", "use sgd or adamw"),
+        ("dp=2,micro_batches=4", "must divide 4"),
+    ],
+)
+def test_a_run_that_cannot_be_measured_is_refused_with_the_numbers(run, message):
+    with pytest.raises(ValueError, match=message):
+        parse_run(run)
