@@ -146,6 +146,12 @@ def hunt(given: argparse.Namespace) -> int:
     return hunts.command(given.number, given.run, given.answer)
 
 
+def design(given: argparse.Namespace) -> int:
+    from exercises import designs
+
+    return designs.command(given.number)
+
+
 def grade_all(given: argparse.Namespace) -> int:
     grade(given.folder, given.csv, given.seed, given.wrap, given.jobs, given.exercises)
     print(*summary(given.csv), sep="\n")
@@ -159,6 +165,7 @@ COMMANDS = [
     ("hint", hint, "the next of three hints"),
     ("train", train, "the real training with your version in it"),
     ("hunt", hunt, "a course with one wrong statement: find it from its symptoms"),
+    ("design", design, "a task without a single right answer: three marks by measurement"),
     ("grade", grade_all, "check the files of a class"),
 ]
 

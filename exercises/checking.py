@@ -76,7 +76,7 @@ def outcome_of(exercise: Exercise, text: str, path: Path, seed: int = 0) -> Outc
         except Exception as error:  # raised while the student's file was imported
             if not isinstance(error, BadFile) and not _lines_of(path, error):
                 raise  # an error of this checker
-            return [CaseResult(case, failure=_failure_of(error, path)) for case in cases]
+            return [CaseResult(case, failure=failure_of(error, path)) for case in cases]
 
 
 def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult:
@@ -86,7 +86,7 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
     except BaseException as error:  # SystemExit, too
         if isinstance(error, KeyboardInterrupt):
             raise
-        result.failure = _failure_of(error, path)
+        result.failure = failure_of(error, path)
         return result
     result.expected = exercise.expected(case)
     got = [record.values for record in result.records]
@@ -114,7 +114,8 @@ def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> s
     return ""
 
 
-def _failure_of(error: BaseException, path: Path) -> Failure:
+def failure_of(error: BaseException, path: Path) -> Failure:
+    """What to answer for an error that a student's version has raised."""
     if isinstance(error, NotImplementedError) and not str(error):
         what = "not written yet: replace `raise NotImplementedError` by your code"
         return Failure("not written", what, f"This is {what}.")
@@ -182,12 +183,13 @@ def check(
 
 
 def _unknown(exercise: Exercise, failed: Outcome) -> tuple[str, str]:
-    """A pattern in the first wrong values, or the honest sentence; what differs is in the gates."""
+    """A pattern in the wrong values of all cases that failed, or the honest sentence."""
+    patterns = []
     for result in failed:
-        if "V" in result.problems:
-            got = [record.values for record in result.records]
-            if found := pattern(exercise, result.case, got, result.expected):
-                return "pattern", found
+        got = [record.values for record in result.records]
+        patterns.append(pattern(exercise, result.case, got, result.expected))
+    if all(patterns) and len({found.kind for found in patterns}) == 1:
+        return "pattern", patterns[0].sentence
     first = failed[0]
     gate = next(iter(first.problems))
     return "unknown", f"{UNKNOWN} The first difference, with {first.case}: {first.problems[gate]}."

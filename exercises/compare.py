@@ -36,8 +36,7 @@ def first_difference(got: list[dict], expected: list[dict]) -> Difference | None
     """Compare what all ranks returned; None if it is equal to 1e-10."""
     for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
         for name in right:
-            value = right[name].total() if isinstance(right[name], SumOf) else right[name]
-            for index, a, b in _differences(mine.get(name), value):
+            for index, a, b in _differences(mine.get(name), _total(right[name])):
                 return Difference(rank, name, index, a, b)
     return None
 
@@ -85,41 +84,48 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def pattern(exercise: Exercise, case: Case, got: list[dict], expected: list[dict]) -> str:
-    """What kind of difference the wrong values have in common, as a sentence; "" if none."""
+class Pattern(NamedTuple):
+    """What all wrong values of a case have in common."""
+
+    kind: str  # the same for the same mistake in another case
+    sentence: str
+
+
+def pattern(
+    exercise: Exercise, case: Case, got: list[dict], expected: list[dict]
+) -> Pattern | None:
+    """What kind of difference the wrong values have in common; None if no known one."""
     wrong = []  # rank, result, right result, whose type may be SumOf
     for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
         for name, value in right.items():
-            total = value.total() if isinstance(value, SumOf) else value
-            if not equal(mine.get(name), total):
+            if not equal(mine.get(name), _total(value)):
                 wrong.append((rank, mine.get(name), value))
-    tensors = [(rank, a, b) for rank, a, b in wrong if _is_tensor(a)]
-    if not tensors or len(tensors) < len(wrong):
-        return ""
-    totals = [(a, b.total() if isinstance(b, SumOf) else b) for _, a, b in tensors]
+    if not wrong or not all(_is_tensor(a) for _, a, _ in wrong):
+        return None
+    totals = [(a, _total(b)) for _, a, b in wrong]
     for name, factor in exercise.factors(case).items():
         for times, how in ((factor, "large"), (1 / factor, "small")):
-            if factor != 1 and all(_is_multiple(a, b, times) for a, b in totals):
-                return f"Every wrong number is too {how} by a factor of {factor:g}: {name}."
+            if factor != 1 and all(equal(a, times * b) for a, b in totals):
+                sentence = f"Every wrong number is too {how} by a factor of {factor:g}: {name}."
+                return Pattern(f"too {how}: {name}", sentence)
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in totals):
-        return "Every wrong matrix is the transpose of the right one."
-    if all(isinstance(b, SumOf) and _is_part(a, b) for _, a, b in tensors):
-        return "It is a part of the right sum: some of its terms are missing."
-    ranks = {rank for rank, _, _ in wrong}
-    if case.ranks > 1 and ranks == set(range(1, case.ranks)):
-        return "It is right on rank 0 only."
-    same = [[r for r in got if equal(r, one)] for one in got]
-    if case.ranks > 1 and len(same[0]) == case.ranks and not equal(expected[0], expected[-1]):
-        return "It is the same on all ranks, and should differ."
-    return ""
+        return Pattern("transposed", "Every wrong matrix is the transpose of the right one.")
+    if all(isinstance(b, SumOf) and _is_part(a, b) for _, a, b in wrong):
+        return Pattern("part", "It is a part of the right sum: some of its terms are missing.")
+    if case.ranks > 1 and {rank for rank, _, _ in wrong} == set(range(1, case.ranks)):
+        return Pattern("rank 0", "It is right on rank 0 only.")
+    is_same = all(equal(one, got[0]) for one in got)
+    if case.ranks > 1 and is_same and not equal(expected[0], expected[-1]):
+        return Pattern("same", "It is the same on all ranks, and should differ.")
+    return None
+
+
+def _total(value: Any) -> Any:
+    return value.total() if isinstance(value, SumOf) else value
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
-
-
-def _is_multiple(a: Tensor, b: Tensor, factor: float) -> bool:
-    return equal(a, factor * b)
 
 
 def _is_part(a: Tensor, parts: SumOf) -> bool:

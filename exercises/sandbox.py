@@ -23,7 +23,8 @@ from typing import BinaryIO
 
 from exercises.exercise import FOLDER, GATES
 
-STUCK_CPU_SECONDS, STUCK_SECONDS = 6, 12  # then a check ends itself and reports the line
+# A check that has computed, or slept, for so long ends itself and reports the line.
+STUCK_CPU_SECONDS, STUCK_SECONDS = 5, 8
 KILL_SECONDS = 30  # then it is killed
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
 MORE_PROCESSES = 100  # and threads, than there are on the machine
@@ -46,7 +47,7 @@ class Sandbox:
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
         self.adopts = prctl is not None and prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
-    def check(self, number: int, file: Path | str, seed: int = 0) -> dict:
+    def check(self, number: int | str, file: Path | str, seed: int = 0) -> dict:
         """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

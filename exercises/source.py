@@ -141,18 +141,25 @@ def _import_lines(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str
 
 def parse(exercise: Exercise, text: str) -> ast.Module:
     """A student's file as a tree; BadFile in plain words where it cannot be used."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise BadFile(f"line {error.lineno} is not Python: {error.msg}") from None
-    for node in ast.walk(tree):
-        if problem := _refused(node):
-            line = getattr(node, "lineno", 0)
-            raise BadFile(f"line {line}: {problem} is refused: no exercise needs it")
+    tree = parse_checked(text)
     name = exercise.qualified_name.rpartition(".")[2]
     there = [n.name for n in tree.body if isinstance(n, Definition)]
     if name not in there:
         raise BadFile(f"the file does not define {name}: it must, at the top level")
+    return tree
+
+
+def parse_checked(text: str) -> ast.Module:
+    """Python without refused names as a tree; BadFile for all else."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:  # a null byte
+        line = getattr(error, "lineno", 1)
+        raise BadFile(f"line {line} is not Python: {getattr(error, 'msg', error)}") from None
+    for node in ast.walk(tree):
+        if problem := _refused(node):
+            line = getattr(node, "lineno", 0)
+            raise BadFile(f"line {line}: {problem} is refused: no exercise needs it")
     return tree
 
 

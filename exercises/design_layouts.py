@@ -1,0 +1,80 @@
+"""Design 3: layouts for three jobs, measured by the planner."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from exercises.marks import Marks
+from picotron_min.planner.choices import Request
+from picotron_min.planner.hardware import GPUS
+from picotron_min.planner.search import search
+from picotron_min.runtime.public_models import PRESETS
+
+
+class Job(NamedTuple):
+    gpus: int
+    seq_length: int
+    global_batch: int
+    network: float  # Gb/s of a GPU to other nodes
+
+
+JOBS = {
+    "one node": Job(8, 8192, 64, 400),
+    "slow network": Job(64, 8192, 256, 25),
+    "long sequences": Job(16, 32768, 32, 400),
+}
+SHARES = (0.80, 0.90, 0.97)  # of the best tokens/s, in all three jobs: one mark, two, three
+CHOICES = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "sequence_parallel": False, "pp_engine": "1f1b"}
+CHOICES |= {"pp_chunks": 1, "cp_engine": "ring", "sharding": "none", "recompute": "none"}
+CHOICES |= {"micro_batch_size": 1, "ep": 1, "etp": 1, "ep_engine": "alltoall"}
+TASK = '''\
+"""Design 3: layouts of Llama-3.1-8B on H100s, in bfloat16 with AdamW, that fit and are fast.
+
+one node         8 GPUs, sequences of 8192 tokens, 64 a step
+slow network     64 GPUs in nodes of 8, 25 Gb/s between nodes for each, 256 sequences a step
+long sequences   16 GPUs, 400 Gb/s, sequences of 32768 tokens, 32 a step
+
+Marks by the planner's tokens/s: at least 80%, 90%, 97% of its best, in all three. What you leave
+out is 1, or as in config.json. Keys: tp cp pp dp sequence_parallel pp_engine pp_chunks cp_engine
+sharding recompute micro_batch_size.
+"""
+
+LAYOUTS = {
+    "one node": {"tp": 8, "dp": 1},
+    "slow network": {"tp": 8, "dp": 8},
+    "long sequences": {"tp": 8, "cp": 2},
+}
+
+# One sentence for each, for your teacher: why this layout?
+REASONS = {
+    "one node": "",
+    "slow network": "",
+    "long sequences": "",
+}
+'''
+
+
+def measure_layouts(layouts: Any, jobs: dict[str, Job] = JOBS) -> Marks:
+    if not isinstance(layouts, dict) or not all(isinstance(layouts.get(j), dict) for j in jobs):
+        return Marks(0, f"LAYOUTS must have a dict for each of: {', '.join(jobs)}")
+    shares, lines = [], []
+    for name, job in jobs.items():
+        share, text = _share_of_best(job, layouts[name])
+        shares.append(share)
+        lines.append(f"{name}: {text}")
+    return Marks(sum(min(shares) >= limit for limit in SHARES), "\n".join(lines))
+
+
+def _share_of_best(job: Job, given: dict) -> tuple[float, str]:
+    """What share of the best tokens/s a layout reaches, and a line about it."""
+    if unknown := sorted(given.keys() - CHOICES.keys()):
+        return 0.0, f"{unknown[0]} is not a choice: use {', '.join(CHOICES)}"
+    name = "meta-llama/Llama-3.1-8B"
+    gpu = replace(GPUS["H100"], network=1e9 / 8 * job.network)
+    request = Request(PRESETS[name], gpu, job.gpus, job.seq_length, job.global_batch, name)
+    mine = search(replace(request, fixed=CHOICES | given), top=1)
+    if not mine:
+        return 0.0, f"does not fit: {job.gpus} GPUs of {gpu.memory / 1e9:.0f} GB, {given}"
+    (best,) = search(request, top=1)
+    share = best.prediction.step / mine[0].prediction.step
+    memory = f"{mine[0].memory.total / 1e9:.1f} GB of {request.budget / 1e9:.1f}"
+    return share, f"{share:.1%} of the best tokens/s, {memory}"

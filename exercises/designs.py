@@ -1,0 +1,45 @@
+"""Designs: there is no single right answer, and marks are given by measurement.
+
+`design N` writes exercises/design_N.py to begin with and, once it is there, measures it. Design 1
+is code, and runs as a check does (sandbox.py). 2 and 3 are numbers, which are read and never run.
+"""
+
+from pathlib import Path
+
+from exercises import design_layers, design_layouts, design_schedule, progress
+from exercises.exercise import FOLDER
+from exercises.marks import Marks, constant
+from exercises.sandbox import Sandbox
+
+TASKS = {1: design_schedule.TASK, 2: design_layers.TASK, 3: design_layouts.TASK}
+
+
+def command(number: int) -> int:
+    """What `python -m exercises design` does; the exit code: 0 with at least one mark."""
+    if number not in TASKS:
+        raise ValueError(f"there is no design {number}: use one of {', '.join(map(str, TASKS))}")
+    path = FOLDER / f"design_{number}.py"
+    if not path.exists():
+        path.write_text(TASKS[number])
+        print(f"Read {path}, change it, then: python -m exercises design {number}")
+        return 0
+    found = measure(number, path)
+    if found.picture:
+        print(found.picture + "\n")
+    print(f"{found.text}\n{found.marks} of 3 marks")
+    before = progress.read(f"design {number}")
+    progress.update(f"design {number}", passed=found.marks > 0, tries=before["tries"] + 1)
+    return 0 if found.marks else 1
+
+
+def measure(number: int, path: Path) -> Marks:
+    """Marks for a file; ValueError where its numbers cannot be read."""
+    if number == 1:
+        verdict = Sandbox().check("design", path)
+        marks = verdict["mistake"].removeprefix("marks_")
+        return Marks(int(marks) if marks in "0123" else 0, verdict["message"], verdict["picture"])
+    if number == 2:
+        return design_layers.measure_layers(constant(path, "PP_LAYERS"))
+    found = design_layouts.measure_layouts(constant(path, "LAYOUTS"))
+    reasons = constant(path, "REASONS")
+    return found._replace(text=found.text + "".join(f"\n{k}: {v}" for k, v in reasons.items()))

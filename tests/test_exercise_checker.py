@@ -1,0 +1,234 @@
+"""The checker of exercises/: what it answers to mistakes that no exercise lists."""
+
+import ast
+import csv
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from exercises import __main__ as commands
+from exercises import exercise as catalogue
+from exercises import progress
+from exercises.checking import check
+from exercises.compare import pattern
+from exercises.grade import grade
+from exercises.sandbox import Sandbox, _children
+from exercises.source import find, solution, starter
+
+SHIFT, OVERLAP, MERGE = (catalogue.load(n) for n in (4, 7, 18))
+TENSOR = "isend, tensor"
+BODY = "self.sent = tensor  # may not be changed before `wait`"
+
+
+def answer(exercise, *edits: str):
+    text = solution(exercise)
+    for old, new in zip(edits[::2], edits[1::2], strict=True):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return check(exercise, text, Path("student.py"))
+
+
+@pytest.mark.parametrize(
+    ("exercise", "edits", "mistake", "message"),
+    [
+        (
+            SHIFT,
+            (TENSOR, "isend, axis.size * tensor"),
+            "pattern",
+            "too large by a factor of 2: the",
+        ),
+        (
+            SHIFT,
+            (TENSOR, "isend, tensor / axis.size"),
+            "pattern",
+            "too small by a factor of 2: the",
+        ),
+        (SHIFT, (TENSOR, "isend, 2 * tensor"), "unknown", "do not know this mistake"),
+        (SHIFT, (TENSOR, "isend, tensor * (axis.next == 0)"), "pattern", "right on rank 0 only"),
+        (
+            OVERLAP,
+            ("(bucket.gradients,", "(bucket.gradients.clone(),"),
+            "pattern",
+            "part of the right sum",
+        ),
+        (
+            SHIFT,
+            (BODY, "tensor = tensor * (1 + axis.rank)\n    self.sent = tensor"),
+            "unknown",
+            "do not know this mistake. The first difference, with 2 ranks",
+        ),
+        (MERGE, ("torch.logaddexp", "torch.log_add_exp"), "exception", "AttributeError"),
+        (SHIFT, (BODY, "raise SystemExit(3)"), "exception", "on rank 0: SystemExit: 3"),
+        (SHIFT, (BODY, "self.sent = 1 / (axis.rank - 1)"), "exception", "on rank 1: ZeroDivision"),
+        (
+            SHIFT,
+            (BODY, "dist.recv(tensor, group=axis.group, group_src=axis.next)"),
+            "deadlock",
+            "rank 0 waits to receive from rank 1, which waits to receive from rank 0",
+        ),
+        (SHIFT, (BODY, "import os"), "file", "line 8: import os is refused"),
+        (SHIFT, (BODY, "open('x')"), "file", "open is refused"),
+        (SHIFT, (BODY, "tensor.__dict__"), "file", ".__dict__ is refused"),
+        (SHIFT, (BODY, "def ="), "file", "line 8 is not Python"),
+        (SHIFT, ("def __init__", "def init"), "file", "does not define __init__"),
+        (SHIFT, ("def __init__", "def ring():\n    pass\n\n\ndef __init__"), "file", "own ring"),
+        (
+            SHIFT,
+            ("import torch.distributed as dist", "import math as dist"),
+            "file",
+            "dist is anoth",
+        ),
+    ],
+)
+def test_other_mistakes_get_an_honest_answer(exercise, edits, mistake, message):
+    verdict = answer(exercise, *edits)
+    assert not verdict.passed and verdict.mistake == mistake, verdict
+    assert message in verdict.message
+
+
+def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised():
+    case, matrix = catalogue.Case(2), torch.arange(6.0).double().view(2, 3)
+    right = [{"x": matrix}, {"x": matrix + 1}]
+    turned = [{"x": a["x"].T} for a in right]
+    assert pattern(SHIFT, case, turned, [{"x": a["x"]} for a in turned]) is None
+    square = [{"x": matrix[:, :2] + rank} for rank in range(2)]
+    turned = [{"x": a["x"].T} for a in square]
+    assert pattern(SHIFT, case, turned, square).kind == "transposed"
+    assert pattern(SHIFT, case, [{"x": matrix - 7}] * 2, right).kind == "same"
+    assert pattern(SHIFT, case, [{"x": matrix - 7}, {"x": matrix * 7}], right) is None
+
+
+def test_an_exception_has_the_line_of_the_student(tmp_path):
+    path = tmp_path / "04_shift.py"
+    path.write_text(solution(SHIFT).replace(BODY, "return 1 / 0"))
+    verdict = check(SHIFT, path.read_text(), path)
+    assert "04_shift.py, line 8: return 1 / 0" in verdict.message
+
+
+def test_a_deadlock_has_the_line_of_each_rank(tmp_path):
+    path = tmp_path / "04_shift.py"
+    line = "dist.send(tensor, group=axis.group, group_dst=axis.next)"
+    path.write_text(solution(SHIFT).replace(BODY, line))
+    verdict = check(SHIFT, path.read_text(), path)
+    for rank in (0, 1):
+        expected = f"rank {rank} waits to send to rank {1 - rank}   at line 8: {line}"
+        assert expected in verdict.message
+
+
+def test_helpers_and_imports_of_a_student_are_used():
+    verdict = answer(
+        MERGE,
+        "torch.logaddexp(lse_1, lse_2)",
+        "common(lse_1, lse_2)",
+        "def merge",
+        "import torch as t\n\n\ndef common(a, b):\n    return t.logaddexp(a, b)\n\n\ndef merge",
+    )
+    assert verdict.passed, verdict
+
+
+def test_a_starter_of_a_class_has_all_methods_and_no_body():
+    source = Path(catalogue.FOLDER, "e04_shift.py")
+    exercise = catalogue.Exercise(
+        "exercises.e04_shift",
+        *("collectives:Shift", "t", ("", "", "")),
+        *(None, None, None, None, "", ()),
+    )
+    assert source.exists()
+    (node,) = (n for n in ast.parse(starter(exercise)).body if isinstance(n, ast.ClassDef))
+    assert [ast.unparse(n.body[-1]) for n in node.body[1:]] == ["raise NotImplementedError"] * 2
+    assert ast.get_docstring(node) == ast.get_docstring(find(exercise).node)
+    assert "batch_isend_irecv" not in starter(exercise)
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "FOLDER", tmp_path)
+    monkeypatch.setattr(progress, "FILE", tmp_path / "progress.json")
+    return tmp_path
+
+
+def test_start_refuses_to_overwrite_and_hints_come_one_by_one(own_folder, capsys):
+    assert commands.main(["check", "4"]) == 2
+    assert "run  python -m exercises start 04" in capsys.readouterr().err
+    assert commands.main(["start", "4"]) == 0
+    assert (own_folder / "04_shift.py").read_text() == starter(SHIFT)
+    assert commands.main(["start", "4"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    for used in (1, 2, 3, 3):
+        assert commands.main(["hint", "4"]) == 0
+        out = capsys.readouterr().out
+        assert out.count("of 3:") == used and SHIFT.hints[used - 1] in out
+    assert commands.main(["start", "99"]) == 2
+    assert "there is no exercise 99" in capsys.readouterr().err
+
+
+def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys):
+    (own_folder / "04_shift.py").write_text(
+        "def __init__(self, tensor, axis):\n    print('here')\n"
+    )
+    assert commands.main(["check", "4"]) == 1
+    out = capsys.readouterr().out
+    assert "printed:\nhere" in out and "noticed later" in out
+    (own_folder / "04_shift.py").write_text(solution(SHIFT))
+    assert commands.main(["check", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "V value   passed" in out and "bytes ──> rank 1" in out and "Remember" in out
+    assert progress.read(4) == {"passed": True, "tries": 2, "hints": 0}
+    assert commands.main([]) == 0
+    assert "  solved  04 shift" in capsys.readouterr().out
+
+
+FORKS = """
+    if torch.os.fork() == 0:
+        torch.os.setsid()
+        if torch.os.fork() == 0:
+            import time
+            time.sleep(1000)
+    self.sent = tensor
+"""
+CLASS = {
+    "alice": "self.sent = tensor",
+    "bob": "tensor = 2 * tensor",
+    "carol": "while True: pass",
+    "dave": FORKS,
+    "eve": "print('x' * 10**8); torch.empty(10**10)",
+    "frank": None,
+}
+
+
+def test_a_class_is_graded_and_nothing_is_left_running(tmp_path, capsys):
+    for student, body in CLASS.items():
+        (tmp_path / student).mkdir()
+        if body:
+            text = solution(SHIFT).replace("axis.ledger", f"{body.strip()}\n    axis.ledger")
+            (tmp_path / student / "04_shift.py").write_text(text)
+    began, table = time.monotonic(), tmp_path / "marks.csv"
+    grade(tmp_path, table, seed=7, wrap="", jobs=2, numbers=[4])
+    with table.open(newline="") as stream:
+        rows = {row.pop("student"): row for row in csv.DictReader(stream)}
+    passed = {"passed": "1", "V": "1", "B": "1", "M": "", "O": "1", "mistake": ""}
+    none = {"passed": "0", "V": "", "B": "", "M": "", "O": ""}
+    for student, expected in {
+        "alice": passed,
+        "bob": none | {"V": "0", "B": "1", "O": "1", "mistake": "unknown"},
+        "carol": none | {"mistake": "timeout"},
+        "dave": passed,
+        "eve": none | {"mistake": "exception"},
+        "frank": none | {"mistake": "missing"},
+    }.items():
+        assert rows[student]["exercise"] == "04"
+        assert {key: rows[student][key] for key in expected} == expected, student
+    assert float(rows["carol"]["seconds"]) < 30 and time.monotonic() - began < 120
+    assert "Not isolated" in capsys.readouterr().out
+    left = [
+        pid for pid in _children() if "exercises.child" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert not left
+
+
+def test_a_verdict_of_another_form_is_none(tmp_path):
+    forged = "import sys; open(sys.argv[-1], 'w').write('{\"passed\": 1}')"
+    verdict = Sandbox(wrap=f'python3 -c "{forged}"').check(4, "solution")
+    assert verdict["mistake"] == "crash" and "left no verdict" in verdict["message"]
