@@ -114,7 +114,7 @@ def show(exercise: Exercise, verdict: dict) -> str:
     lines += ["", verdict["picture"], ""] if verdict["picture"] else [""]
     message = ("Passed. Remember: " if verdict["passed"] else "") + verdict["message"]
     for line in message.splitlines():
-        indent = " " * (len(line) - len(line.lstrip()))
+        indent = " " * 8 if line.startswith(" ") else ""
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent)
     following = [n for n in catalogue.files() if n > exercise.number]
     if verdict["passed"] and following:
