@@ -1,0 +1,215 @@
+"""08 norm: every element of the gradient counts once
+
+The ranks of a layout hold parts of one gradient, and copies of some parts. What all of them count,
+added up, must be what one rank would count that has all of it.
+"""
+
+import random
+from typing import TYPE_CHECKING
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TASK = """
+Return what this rank counts of the whole model's gradient, as two numbers in float64: the sum of
+squares, and how many elements are 0 (with `count_zeros`; else 0). train.py adds these up over all
+ranks and takes the root: send nothing here. `placements[name].copies` names the axes of the mesh
+along which ranks hold the same part of a parameter, and `ranks[axis]` is this rank's place on one.
+Read: optimizer.py, placement.py.
+"""
+
+HINTS = (
+    "Of all ranks that hold the same part, one counts it. Which one is easy to agree on?",
+    "parameter.grad, placements[name].copies, ranks, torch.nn.utils.get_total_norm, count_nonzero.",
+    "Collect the gradients of those parameters for which this rank is 0 on all axes of their"
+    " copies. Square the norm of them all, in float64, count their zeros, and stack both numbers.",
+)
+
+LAYOUTS = (
+    {"pp": 2, "tp": 2},
+    {"dp": 2, "tp": 2},
+    {"dp": 3, "sharding": "optimizer"},
+    {"pp": 2, "dp": 2},
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"vocab": 4 * dice.randint(2, 4) + 1, "hidden": 4 * dice.randint(1, 3)}
+    return [
+        Case(4 if "sharding" not in layout else 3, layout=layout, zeros=i != 1, **sizes)
+        for i, layout in enumerate(LAYOUTS)
+    ]
+
+
+def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Of a small model with tied embeddings, or of one of two stages, which both have these."""
+    E, found = case.hidden, {"model.embed_tokens.weight": (case.vocab, case.hidden)}
+    for layer in (0, 1) if stage is None else (stage,):
+        prefix = f"model.layers.{layer}"
+        found[f"{prefix}.input_layernorm.weight"] = (E,)
+        found[f"{prefix}.mlp.gate_proj.weight"] = (2 * E, E)
+        found[f"{prefix}.mlp.down_proj.weight"] = (E, 2 * E)
+    return found
+
+
+def gradient(case: Case, name: str) -> "Tensor":
+    """Of the whole parameter, with some zeros."""
+    numbers = draw(case, name, shape=shapes(case)[name])
+    return numbers.where(numbers.abs() > 0.2, 0)
+
+
+def on_rank(rank, case: Case) -> dict:
+    from torch import empty, nn
+
+    course, layout = rank.course, rank.course.layout.Layout(**case.layout)
+    axes = rank.axes(layout)
+    table = course.placement.placements(shapes(case), layout, tied=True)
+    parameters = {}
+    for name, shape in shapes(case, axes.pp.rank if layout.pp > 1 else None).items():
+        mine = course.placement.part(shape, table[name].owned, axes.ranks, axes.sizes)
+        part = gradient(case, name)[mine]
+        parameters[name] = nn.Parameter(empty(part.shape, dtype=part.dtype))
+        parameters[name].grad = part
+    share = course.optimizer.measure_gradient(parameters, table, axes.ranks, case.zeros)
+    total = course.collectives.all_reduce(share.clone(), axes.world)
+    return {"[squares, zeros] of all ranks": total, "share": share.tolist()}
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    whole = torch.cat([gradient(case, name).flatten() for name in shapes(case)])
+    zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
+    total = torch.stack([(whole**2).sum(), zeros]).double()
+    return [{"[squares, zeros] of all ranks": total}] * case.ranks
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    n = case.ranks
+    return [{"all_reduce": Sent(1, 2 * (n - 1) / n * 2 * 8)}] * n  # two numbers
+
+
+def picture(runs) -> str:
+    lines = []
+    for case, records in runs[:2]:
+        rows = {f"rank {r}": record.values["share"][0] for r, record in enumerate(records)}
+        sizes = ", ".join(f"{axis} {size}" for axis, size in case.layout.items())
+        lines += [f"the square of the gradient, {sizes}: the share of each rank"]
+        lines += [bars(rows, "{:7.2f}")]
+    return "\n".join(lines)
+
+
+CONDITION = "if all(ranks[axis] == 0 for axis in placements[name].copies)"
+TOTAL = "torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()"
+
+EXERCISE = Exercise(
+    __name__,
+    target="optimizer:measure_gradient",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    picture=picture,
+    factors=lambda case: {k: n for k, n in case.layout.items() if isinstance(n, int)},
+    layout={"tp_size": 2},
+    remember="2 numbers a rank give the norm of the whole gradient, however large the model is. In"
+    " production: `torch.nn.utils.get_total_norm` of DTensors.",
+    wrong=(
+        Wrong(
+            "copies_counted",
+            "Every rank counts all that it holds: what several ranks hold alike is counted several"
+            " times.",
+            CONDITION,
+            "if True",
+        ),
+        Wrong(
+            "norms_counted_tp_times",
+            "Tensor-parallel ranks hold the same norm weights, and each of them counts these.",
+            CONDITION,
+            'if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "tp")',
+        ),
+        Wrong(
+            "tied_counted_twice",
+            "A tied embedding is on the first and on the last stage, and both count it.",
+            CONDITION,
+            'if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "ends")',
+        ),
+        Wrong(
+            "any_copy",
+            "A rank counts a parameter if it is the first along any axis of the copies: it must be"
+            " the first along all of them.",
+            CONDITION,
+            "if any(ranks[axis] == 0 for axis in placements[name].copies)",
+        ),
+        Wrong(
+            "rank_0_only",
+            "Only the first rank counts anything: the parts that other ranks hold are left out.",
+            CONDITION,
+            'if ranks["world"] == 0',
+        ),
+        Wrong(
+            "first_of_dp_only",
+            "Only the first data-parallel rank counts. Where the gradient is sharded over these"
+            " ranks, the others' rows are left out.",
+            CONDITION,
+            'if all(ranks[axis] == 0 for axis in (*placements[name].copies, "dp_cp"))',
+        ),
+        Wrong(
+            "norms_added",
+            "The norm is returned, not its square. Norms of parts must not be added: the norm of"
+            " (3, 4) is 5, not 7.",
+            TOTAL,
+            TOTAL.removesuffix(".square()"),
+        ),
+        Wrong(
+            "square_of_a_sum",
+            "The norms of the parameters are added before they are squared: their squares must be"
+            " added.",
+            TOTAL,
+            "sum(g.norm() for g in counted).to(torch.float64).square()",
+        ),
+        Wrong(
+            "nonzeros_counted",
+            "The elements that are not 0 are counted, instead of those that are.",
+            "gradient.numel() - gradient.count_nonzero()",
+            "gradient.count_nonzero()",
+        ),
+        Wrong(
+            "zeros_of_all_copies",
+            "The squares are counted once, but zeros on every rank that holds them.",
+            "for gradient in counted)",
+            "for gradient in (p.grad for p in parameters.values()))",
+        ),
+        Wrong(
+            "always_zeros",
+            "Zeros are counted although `count_zeros` is off: that costs one more pass over the"
+            " gradient in each step.",
+            "if count_zeros:",
+            "if True:",
+        ),
+        Wrong(
+            "in_float32",
+            "The numbers are float32, which has seven digits: their sum over many ranks has fewer.",
+            "torch.float64",
+            "torch.float32",
+        ),
+    ),
+    also_right=(
+        """
+def measure_gradient(parameters, placements, ranks, count_zeros=False):
+    result = torch.zeros(2, dtype=torch.float64)
+    for name, parameter in parameters.items():
+        if any(ranks[axis] for axis in placements[name].copies):
+            continue
+        result[0] += (parameter.grad.double() ** 2).sum()
+        if count_zeros:
+            result[1] += (parameter.grad == 0).sum()
+    return result
+""",
+    ),
+)
