@@ -1,0 +1,191 @@
+"""10 boundary: two sums a layer forward, and two backward
+
+Two sublayers whose weights are cut over the ranks, between sums. The simulated network completes a
+sum only when it is awaited, so that a missing `wait` shows, and so does what could have been
+computed meanwhile.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong
+from exercises.pictures import timeline
+
+TASK = """
+Write what happens at the ends of a sublayer. It begins with x, all of which every rank has, and
+with products of it with several weights: gather_multiply. It ends with the sum over all ranks of
+what each of them has computed: multiply_scatter. In backward the same two methods serve the other
+ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
+weight gradients as `meanwhile`, to be computed while the sum travels.
+Read: tensor_parallel.py, linear.py.
+"""
+
+HINTS = (
+    "All ranks have x: nothing is to be sent for it. What a rank computes is a part of a sum.",
+    "collectives.start_all_reduce(y, axis), work.wait(), add_products(xs, products).",
+    "start_sum begins an all-reduce of a contiguous y, and returns y and the work. multiply_scatter"
+    " adds up its products on this rank, begins one sum of that, calls meanwhile, and then waits.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"length": dice.randint(2, 4), "hidden": dice.randint(3, 6), "inner": 12}
+    return [Case(ranks, batch=2, **sizes) for ranks in (2, 3, 4)]
+
+
+def on_rank(rank, case: Case) -> dict:
+    from exercises.sublayers import run_cut
+
+    return run_cut(rank, case, "Boundary")
+
+
+def expected(case: Case) -> list[dict]:
+    from exercises.sublayers import run_whole
+
+    return run_whole(case)
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    from exercises.sublayers import traffic_of
+
+    return traffic_of(case, all_reduce=5)  # of the input; of 2 sublayers, each forward and backward
+
+
+def order(case: Case, records) -> str:
+    from exercises.sublayers import overlap_problem
+
+    return overlap_problem(case, records, "all_reduce")
+
+
+def picture(runs) -> str:
+    names = {"all_reduce": "sum", "weight gradients": "dW", "backward": "|"}
+    _, records = runs[0]
+    lines = ["the input's sum and two sublayers forward | and backward: (sum0 begins, sum0) ends"]
+    return "\n".join([*lines, timeline(records, names)])
+
+
+START = "return y, collectives.start_all_reduce(y, self.axis)"
+PRODUCTS = "y, work = self.start_sum(add_products(xs, products))"
+WAIT = "work.wait()  # NCCL: the stream waits, not the host"
+
+EXERCISE = Exercise(
+    __name__,
+    target="tensor_parallel:Boundary",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    layout={"tp_size": 2},
+    remember="4 all-reduces of [B, S, E] a layer: each of its 2 sublayers has one forward and one"
+    " backward. In production: `torch.distributed.tensor.parallel.parallelize_module`.",
+    wrong=(
+        Wrong(
+            "not_summed",
+            "Products are not summed over the ranks: each continues with its own part, forward"
+            " and backward.",
+            PRODUCTS,
+            "y = add_products(xs, products)",
+            WAIT,
+            "pass",
+        ),
+        Wrong(
+            "copy_summed",
+            "A copy is summed, and the result is not used: an all-reduce works in place.",
+            START,
+            START.replace("(y,", "(y.clone(),"),
+        ),
+        Wrong(
+            "averaged",
+            "The ranks' parts are averaged: what comes out is tp times too small.",
+            START,
+            START.replace("self.axis)", "self.axis, dist.ReduceOp.AVG)"),
+        ),
+        Wrong(
+            "whole_summed",
+            "What all ranks have already is summed once more, forward and backward: it becomes tp"
+            " times too large in each sublayer.",
+            "return x\n\n    def start_sum",
+            "return self.sum(x.clone())\n\n    def start_sum",
+        ),
+        Wrong(
+            "meanwhile_last",
+            "The sum is awaited before `meanwhile` is called: nothing is computed while it travels.",
+            "meanwhile()\n",
+            "\n",
+            WAIT,
+            "work.wait()\n        meanwhile()",
+        ),
+        Wrong(
+            "meanwhile_first",
+            "`meanwhile` is called before the sum is started: the ranks below wait for both.",
+            "meanwhile()\n",
+            "\n",
+            PRODUCTS,
+            f"meanwhile()\n        {PRODUCTS}",
+        ),
+        Wrong(
+            "no_meanwhile",
+            "`meanwhile` is not called: weight gradients stay in their queue.",
+            "meanwhile()\n",
+            "\n",
+        ),
+        Wrong(
+            "never_awaited",
+            "The result is used without a wait: the sum may not have arrived.",
+            WAIT,
+            "",
+        ),
+        Wrong(
+            "one_product_only",
+            "Only the first of the products is summed. The gradient of an input is the sum over all"
+            " linears that share it.",
+            "add_products(xs, products)",
+            "products[0](xs[0])",
+        ),
+        Wrong(
+            "each_product_summed",
+            "Each product is summed over the ranks by itself. Add them up on the rank before: one"
+            " message is enough.",
+            PRODUCTS,
+            "ys = [self.start_sum(product(x)) for x, product in zip(xs, products)]",
+            WAIT,
+            "for _, work in ys:\n            work.wait()\n        y = sum(y for y, _ in ys)",
+        ),
+    ),
+    also_right=(
+        """
+@dataclass(frozen=True)
+class Boundary:
+    axis: Axis
+    queue: WeightGradients
+
+    def whole(self, x):
+        return x
+
+    def start_sum(self, y):
+        y = y.clone()
+        work = dist.all_reduce(y, group=self.axis.group, async_op=True)
+        self.axis.ledger.record("all_reduce", y, 2 * self.axis.share)
+        return y, work
+
+    def sum(self, y):
+        return collectives.all_reduce(y.contiguous(), self.axis)
+
+    def gather_multiply(self, x, products):
+        return x, [product(self.whole(x)) for product in products]
+
+    def multiply_scatter(self, xs, products, meanwhile=None):
+        total = 0
+        for x, product in zip(xs, products):
+            total = total + product(x)
+        total, work = self.start_sum(total)
+        if meanwhile:
+            meanwhile()
+        work.wait()
+        return total
+""",
+    ),
+)

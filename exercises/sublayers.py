@@ -1,0 +1,144 @@
+"""Two sublayers of tensor parallelism, forward and backward, and the same two in one process.
+
+    parts of x -> sum -> x += sublayer(x) -> x += sublayer(x) -> loss
+
+A sublayer is an MLP that also mixes the positions of a sequence, as attention does: each position
+adds up those before it. So it matters which way a tensor is cut.
+"""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from exercises.exercise import Case, Sent, draw
+from exercises.memory import SavedTensors
+from exercises.ranks import Rank, Record
+
+if TYPE_CHECKING:
+    from picotron_min.linear import Linear
+
+NAMES = "gate", "up", "down"
+
+
+class Sublayer(nn.Module):
+    """What `_put_around` of tensor_parallel.py expects."""
+
+    def __init__(self, gate: "Linear", up: "Linear", down: "Linear") -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gate(x), self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.project(x)
+        return self.down(mixed(gate, up))
+
+
+def mixed(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.cumsum(1)) * up
+
+
+def data(case: Case) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+    """The parts of x, one a rank, [n, B, S, E]; the gradient of the loss; all weights."""
+    B, S, E = case.batch, case.length, case.hidden
+    shapes = {"gate": (case.inner, E), "up": (case.inner, E), "down": (E, case.inner)}
+    weights = [{k: draw(case, k, i, shape=s) / 2 for k, s in shapes.items()} for i in (0, 1)]
+    upstream = draw(case, "upstream", shape=(B, S, E))
+    return draw(case, "x", shape=(case.ranks, B, S, E)), upstream, weights
+
+
+def part(name: str, weight: Tensor, rank: int, n: int) -> Tensor:
+    return weight.chunk(n, 1 if name == "down" else 0)[rank]
+
+
+def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str, Any]:
+    """What a rank has of the result and of all gradients; `kind` of boundary.
+
+    Marks "backward", and "weight gradients" where these are computed while a message travels. With
+    `split` they are left for later.
+    """
+    course, axis, n = rank.course, rank.axis("tp"), case.ranks
+    queue = course.linear.WeightGradients()
+    queue.hold, queue.split = True, split
+
+    def settle() -> None:
+        rank.mark("weight gradients")
+        type(queue).settle(queue)
+
+    queue.settle = settle
+    boundary = getattr(course.tensor_parallel, kind)(axis, queue)
+    x, upstream, weights = data(case)
+    mine = x[rank.number].clone().requires_grad_()
+    sublayers, parameters = [], []
+    for whole in weights:
+        linears = []
+        for name in NAMES:
+            linears.append(course.linear.Linear(1, 1))
+            own = part(name, whole[name], rank.number, n).clone()
+            linears[-1].weight = nn.Parameter(own)
+        sublayers.append(Sublayer(*linears))
+        parameters += [linear.weight for linear in linears]
+        course.tensor_parallel._put_around(sublayers[-1], linears[:2], linears[2], boundary)
+    with SavedTensors(but=parameters) as kept:
+        out = course.tensor_parallel._sum(mine, boundary)
+        for sublayer in sublayers:
+            out = out + sublayer(out)
+    if kind == "SequenceBoundary":
+        upstream = upstream.chunk(n, 1)[rank.number]
+    rank.mark("backward")
+    out.backward(upstream)
+    if split:
+        rank.mark("W of the plan")
+        queue.take().run()
+    results = {"output": out.detach(), "gradient of the input": mine.grad}
+    for i, sublayer in enumerate(sublayers):
+        results |= {f"gradient of {k} {i}": getattr(sublayer, k).weight.grad for k in NAMES}
+    return results | {"kept": kept.bytes}
+
+
+def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
+    """What every rank must have: by autograd, in one process."""
+    x, upstream, weights = data(case)
+    leaf = x.sum(0).requires_grad_()
+    leaves = [{k: w.requires_grad_() for k, w in whole.items()} for whole in weights]
+    out = leaf
+    for w in leaves:
+        out = out + F.linear(mixed(F.linear(out, w["gate"]), F.linear(out, w["up"])), w["down"])
+    out.backward(upstream)
+    results = []
+    for rank in range(case.ranks):
+        y = out.detach().chunk(case.ranks, 1)[rank] if cuts_sequence else out.detach()
+        results.append({"output": y, "gradient of the input": leaf.grad})
+        for i, w in enumerate(leaves):
+            for k in NAMES:
+                results[-1][f"gradient of {k} {i}"] = part(k, w[k].grad, rank, case.ranks)
+    return results
+
+
+def traffic_of(case: Case, **calls: int) -> list[dict[str, Sent]]:
+    """So many calls of each collective, each of [B, S, E] in float64."""
+    n, b = case.ranks, 8 * case.batch * case.length * case.hidden
+    share = {"all_reduce": 2 * (n - 1) / n * b} | dict.fromkeys(
+        ("all_gather", "reduce_scatter"), (n - 1) / n * b
+    )
+    return [{what: Sent(k, k * share[what]) for what, k in calls.items()}] * n
+
+
+def overlap_problem(case: Case, records: list[Record], operation: str) -> str:
+    """What is wrong with the order in backward: start of a message, weight gradients, its end."""
+    for rank, record in enumerate(records):
+        events = record.events[record.place("mark", "backward") :]
+        words = [e.kind for e in events if e.what in (operation, "weight gradients")]
+        if "wait" not in words:
+            return f"rank {rank} does not wait for its {operation}: the sum may not be there yet"
+        for before, after in pairwise(words):
+            if (before, after) == ("start", "wait"):
+                what = f"rank {rank} waits for its {operation} before weight gradients are computed"
+                return f"{what}: nothing hides the message"
+            if (before, after) == ("mark", "start"):
+                what = f"rank {rank} computes weight gradients before it starts its {operation}"
+                return f"{what}: the rank below waits for both"
+    return ""
