@@ -112,7 +112,7 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "meanwhile_last",
-            "The sum is awaited before `meanwhile` is called: nothing is computed while it travels.",
+            "The sum is awaited before `meanwhile` is called: nothing is computed as it travels.",
             "meanwhile()\n",
             "\n",
             WAIT,

@@ -1,6 +1,6 @@
 """Two sublayers of tensor parallelism, forward and backward, and the same two in one process.
 
-    parts of x -> sum -> x += sublayer(x) -> x += sublayer(x) -> loss
+    parts of x -> sum -> x += sublayer(norm(x)) -> x += sublayer(norm(x)) -> loss
 
 A sublayer is an MLP that also mixes the positions of a sequence, as attention does: each position
 adds up those before it. So it matters which way a tensor is cut.
@@ -54,25 +54,29 @@ def part(name: str, weight: Tensor, rank: int, n: int) -> Tensor:
     return weight.chunk(n, 1 if name == "down" else 0)[rank]
 
 
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
 def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str, Any]:
     """What a rank has of the result and of all gradients; `kind` of boundary.
 
-    Marks "backward", and "weight gradients" where these are computed while a message travels. With
-    `split` they are left for later.
+    Marks "backward", and "weight gradients" where the queue computes these. With `split` they are
+    left for later, for the W of a pipeline's plan.
     """
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
     queue = course.linear.WeightGradients()
     queue.hold, queue.split = True, split
 
-    def settle() -> None:
+    def run() -> None:
         rank.mark("weight gradients")
-        type(queue).settle(queue)
+        type(queue).run(queue)
 
-    queue.settle = settle
+    queue.run = run
     boundary = getattr(course.tensor_parallel, kind)(axis, queue)
     x, upstream, weights = data(case)
     mine = x[rank.number].clone().requires_grad_()
-    sublayers, parameters = [], []
+    sublayers, kept = [], 0
     for whole in weights:
         linears = []
         for name in NAMES:
@@ -80,23 +84,24 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
             own = part(name, whole[name], rank.number, n).clone()
             linears[-1].weight = nn.Parameter(own)
         sublayers.append(Sublayer(*linears))
-        parameters += [linear.weight for linear in linears]
         course.tensor_parallel._put_around(sublayers[-1], linears[:2], linears[2], boundary)
-    with SavedTensors(but=parameters) as kept:
-        out = course.tensor_parallel._sum(mine, boundary)
-        for sublayer in sublayers:
-            out = out + sublayer(out)
+    out = course.tensor_parallel._sum(mine, boundary)
+    for sublayer in sublayers:
+        with SavedTensors() as saved:
+            normed = norm(out)
+        kept += saved.bytes
+        out = out + sublayer(normed)
     if kind == "SequenceBoundary":
         upstream = upstream.chunk(n, 1)[rank.number]
     rank.mark("backward")
     out.backward(upstream)
     if split:
-        rank.mark("W of the plan")
+        rank.mark("W")
         queue.take().run()
     results = {"output": out.detach(), "gradient of the input": mine.grad}
     for i, sublayer in enumerate(sublayers):
         results |= {f"gradient of {k} {i}": getattr(sublayer, k).weight.grad for k in NAMES}
-    return results | {"kept": kept.bytes}
+    return results | {"kept by norms": kept}
 
 
 def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
@@ -106,7 +111,8 @@ def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
     leaves = [{k: w.requires_grad_() for k, w in whole.items()} for whole in weights]
     out = leaf
     for w in leaves:
-        out = out + F.linear(mixed(F.linear(out, w["gate"]), F.linear(out, w["up"])), w["down"])
+        x = norm(out)
+        out = out + F.linear(mixed(F.linear(x, w["gate"]), F.linear(x, w["up"])), w["down"])
     out.backward(upstream)
     results = []
     for rank in range(case.ranks):
@@ -125,6 +131,14 @@ def traffic_of(case: Case, **calls: int) -> list[dict[str, Sent]]:
         ("all_gather", "reduce_scatter"), (n - 1) / n * b
     )
     return [{what: Sent(k, k * share[what]) for what, k in calls.items()}] * n
+
+
+def bytes_of_norms(case: Case) -> int:
+    """What autograd keeps of both norms, each of the whole [B, S, E]."""
+    _, whole, _ = data(case)
+    with SavedTensors() as kept:
+        norm(whole.requires_grad_())
+    return 2 * kept.bytes
 
 
 def overlap_problem(case: Case, records: list[Record], operation: str) -> str:

@@ -1,0 +1,180 @@
+"""11 sequence: the same bytes, and less memory
+
+The two sublayers of exercise 10, between which each rank has its part of the sequence only. They
+mix positions, as attention does, so that it matters along which dim tensors are cut.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong
+from exercises.pictures import bars
+
+TASK = """
+Write the ends of a sublayer for sequence parallelism: outside, a rank has x [B, S/tp, E]. `whole`
+returns all of the sequence. `start_sum` begins to sum [B, S, E] over the ranks, and returns a
+rank's own part of the sum and the work to wait for. The other methods are those of Boundary.
+Read: tensor_parallel.py, collectives.py.
+"""
+
+HINTS = (
+    "An all-reduce is a reduce-scatter, after which each rank has its part, and an all-gather.",
+    "collectives.all_gather, collectives.start_reduce_scatter, self.axis, dim.",
+    "Gather along the sequence, dim 1, in `whole`; begin to reduce and scatter along it in"
+    " `start_sum`. What one does forward, the other does in backward: nothing else is needed.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"batch": dice.randint(2, 3), "hidden": dice.randint(3, 6), "inner": 12}
+    return [Case(ranks, length=12, **sizes) for ranks in (2, 3, 4)]
+
+
+def on_rank(rank, case: Case) -> dict:
+    from exercises.sublayers import run_cut
+
+    return run_cut(rank, case, "SequenceBoundary")
+
+
+def expected(case: Case) -> list[dict]:
+    from exercises.sublayers import run_whole
+
+    return run_whole(case, cuts_sequence=True)
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    from exercises.sublayers import traffic_of
+
+    return traffic_of(case, all_gather=5, reduce_scatter=5)  # instead of 5 all-reduces
+
+
+def memory(case: Case, records) -> str:
+    from exercises.sublayers import bytes_of_norms
+
+    right = bytes_of_norms(case) / case.ranks
+    for rank, record in enumerate(records):
+        if (kept := record.values["kept by norms"]) != right:
+            what = f"rank {rank} keeps {kept} bytes of the norms between sublayers"
+            return f"{what}; its part of the sequence needs {right:g}"
+    return ""
+
+
+def order(case: Case, records) -> str:
+    from exercises.sublayers import overlap_problem
+
+    return overlap_problem(case, records, "reduce_scatter")
+
+
+def picture(runs) -> str:
+    from exercises.sublayers import bytes_of_norms
+
+    rows = {"without": bytes_of_norms(runs[0][0])}
+    rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs}
+    return "bytes that a rank keeps of two norms, with sequence parallelism\n" + bars(
+        rows, "{:5.0f}"
+    )
+
+
+GATHER = "return collectives.all_gather(x, self.axis, dim=1)"
+SUM = "return collectives.start_reduce_scatter(y, self.axis, dim=1)"
+MY_PART = ".chunk(self.axis.size, 1)[self.axis.rank]"
+
+EXERCISE = Exercise(
+    __name__,
+    target="tensor_parallel:SequenceBoundary",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    memory=memory,
+    order=order,
+    picture=picture,
+    layout={"tp_size": 2, "sequence_parallel": True},
+    remember="1 / tp of the memory between sublayers, for the bytes of plain tensor parallelism. In"
+    " production: `torch.distributed.tensor.parallel.SequenceParallel`.",
+    wrong=(
+        Wrong(
+            "along_the_batch",
+            "Tensors are gathered and scattered along the batch: the parts are those of the"
+            " sequence, dim 1.",
+            GATHER,
+            GATHER.replace("dim=1", "dim=0"),
+            SUM,
+            SUM.replace("dim=1", "dim=0"),
+        ),
+        Wrong(
+            "gathered_along_the_batch",
+            "`whole` puts the parts of the sequence one behind the other along the batch: they"
+            " belong along dim 1.",
+            GATHER,
+            GATHER.replace("dim=1", "dim=0"),
+        ),
+        Wrong(
+            "not_gathered",
+            "`whole` returns the rank's own part: the sublayer needs all of the sequence.",
+            GATHER,
+            "return x",
+        ),
+        Wrong(
+            "reverse_order",
+            "`whole` has the parts of the ranks in reverse order.",
+            GATHER,
+            "parts = collectives.all_gather(x, self.axis, dim=1).chunk(self.axis.size, 1)\n"
+            "        return torch.cat(parts[::-1], 1)",
+        ),
+        Wrong(
+            "gathered_by_sum",
+            "`whole` sums tensors that are zero but for a rank's own part: right, but an all-reduce"
+            " sends twice the bytes of an all-gather.",
+            GATHER,
+            "zeros = x.new_zeros(x.shape[0], self.axis.size, *x.shape[1:])\n"
+            "        zeros[:, self.axis.rank] = x\n"
+            "        return collectives.all_reduce(zeros, self.axis).flatten(1, 2)",
+        ),
+        Wrong(
+            "all_reduced",
+            "`start_sum` computes the whole sum on every rank, which then keeps its part: right,"
+            " but an all-reduce sends twice the bytes, and the part keeps all of the sum alive.",
+            SUM,
+            "y = y.contiguous()\n"
+            f"        return y{MY_PART}, collectives.start_all_reduce(y, self.axis)",
+        ),
+        Wrong(
+            "not_summed",
+            "`start_sum` takes this rank's part of its own tensor: nothing is summed over the"
+            " ranks.",
+            SUM,
+            f"return y{MY_PART}, type('Done', (), {{'wait': lambda self: None}})()",
+        ),
+        Wrong(
+            "part_of_another",
+            "Each rank gets the part of the sum that belongs to the rank before it.",
+            SUM,
+            SUM.replace("(y,", "(y.roll(y.shape[1] // self.axis.size, 1),"),
+        ),
+        Wrong(
+            "awaited_at_once",
+            "`start_sum` waits until the sum is there: weight gradients are computed only then.",
+            SUM,
+            f"{SUM.replace('return', 'y, work =')}\n        work.wait()\n        return y, work",
+        ),
+        Wrong(
+            "averaged",
+            "The ranks' parts are averaged: what comes out is tp times too small.",
+            SUM,
+            SUM.replace("(y,", "(y / self.axis.size,"),
+        ),
+    ),
+    also_right=(
+        """
+class SequenceBoundary(Boundary):
+    def whole(self, x):
+        return torch.cat(collectives.all_gather(x[None], self.axis, dim=0).unbind(), dim=1)
+
+    def start_sum(self, y):
+        rows, work = collectives.start_reduce_scatter(y.transpose(0, 1), self.axis, dim=0)
+        return rows.transpose(0, 1), work
+""",
+    ),
+)
