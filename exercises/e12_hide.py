@@ -1,0 +1,196 @@
+"""12 hide: nothing waits for weight gradients
+
+The backward of a sublayer's begin, in the two sublayers of exercises 10 and 11. One of the cases is
+of a pipeline whose plan has W: there weight gradients wait for that.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong
+from exercises.pictures import timeline
+
+TASK = """
+Write the backward of _Enter: it gets the gradients of what each of its linears has computed, and
+returns the gradient of their common input, summed over the ranks: the layer below waits for it.
+Weight gradients have time. Leave each in the queue of the boundary, and let the queue settle while
+the sum travels: multiply_scatter has an argument for that.
+Read: tensor_parallel.py, linear.py.
+"""
+
+HINTS = (
+    "Three things: leave what is needed for the weight gradients; begin the sum; settle the queue.",
+    "queue.leave and queue.settle of the boundary, linear.input_gradient, multiply_scatter.",
+    "Put (linear, x, dy) of each linear into the queue. Then multiply and scatter all dys, with the"
+    " input gradients as products and settle as `meanwhile`. Return one value for each argument"
+    " of forward but ctx: boundary and linears have no gradient.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"batch": 2, "length": 6, "hidden": dice.randint(3, 6), "inner": 12}
+    kinds = ((2, "Boundary", False), (3, "SequenceBoundary", False), (2, "Boundary", True))
+    return [Case(ranks, kind=kind, plan_has_w=w, **sizes) for ranks, kind, w in kinds]
+
+
+def on_rank(rank, case: Case) -> dict:
+    from exercises.sublayers import run_cut
+
+    return run_cut(rank, case, case.kind, case.plan_has_w)
+
+
+def expected(case: Case) -> list[dict]:
+    from exercises.sublayers import run_whole
+
+    return run_whole(case, case.kind == "SequenceBoundary")
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    from exercises.sublayers import traffic_of
+
+    if case.kind == "Boundary":
+        return traffic_of(case, all_reduce=5)
+    return traffic_of(case, all_gather=5, reduce_scatter=5)
+
+
+def order(case: Case, records) -> str:
+    from exercises.sublayers import overlap_problem
+
+    if case.plan_has_w:
+        for rank, record in enumerate(records):
+            if record.count("mark", "weight gradients"):
+                return f"rank {rank} computes weight gradients in B: the plan has W for them"
+        return ""
+    return overlap_problem(case, records, message(case))
+
+
+def message(case: Case) -> str:
+    return "all_reduce" if case.kind == "Boundary" else "reduce_scatter"
+
+
+def picture(runs) -> str:
+    lines = [
+        "backward: a message (begins, ends) and weight gradients dW; with W in the plan, after B"
+    ]
+    for case, records in runs:
+        names = {message(case): "sum", "weight gradients": "dW", "all_gather": "gather"}
+        for record in records:  # what follows the forward
+            record.events[:] = record.events[record.place("mark", "backward") + 1 :]
+        lines += [str(case), timeline(records[:1], names)]
+    return "\n".join(lines)
+
+
+SUM = "dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.settle)"
+ALONE = "dx = boundary.multiply_scatter(dys, products)"
+SETTLE = "boundary.queue.settle()"
+LEAVE = """for linear, dy in zip(linears, dys, strict=True):
+        boundary.queue.leave(linear, x, dy)
+"""
+RETURN = "return None, None, dx"
+
+EXERCISE = Exercise(
+    __name__,
+    target="tensor_parallel:_Enter.backward",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    layout={"tp_size": 2},
+    remember="1/2 of a linear's backward, its weight gradient, can hide a message. In production:"
+    " Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`.",
+    wrong=(
+        Wrong(
+            "settled_last",
+            "The sum is awaited, and only then are weight gradients computed: nothing hides it.",
+            SUM,
+            f"{ALONE}\n    {SETTLE}",
+        ),
+        Wrong(
+            "settled_first",
+            "Weight gradients are computed before the sum is started: the layer below waits for"
+            " both.",
+            SUM,
+            f"{SETTLE}\n    {ALONE}",
+        ),
+        Wrong(
+            "never_settled",
+            "The queue is never settled: weight gradients are not computed.",
+            SUM,
+            ALONE,
+        ),
+        Wrong(
+            "run_at_once",
+            "The queue is run, not settled: in a pipeline whose plan has W, weight gradients must"
+            " wait for that.",
+            "boundary.queue.settle",
+            "boundary.queue.run",
+        ),
+        Wrong(
+            "not_summed",
+            "The input's gradient is not summed over the ranks: each has what its own heads"
+            " contribute, and all layers below get only that.",
+            SUM,
+            f"dx = add_products(dys, products)\n    {SETTLE}",
+        ),
+        Wrong(
+            "one_linear_only",
+            "The input's gradient is that of one linear: it is the sum of what all linears that"
+            " share the input contribute.",
+            SUM,
+            SUM.replace("dys, products", "dys[:1], products[:1]"),
+        ),
+        Wrong(
+            "each_linear_summed",
+            "Each linear's part of the gradient is summed over the ranks by itself: added up"
+            " before, they need one message.",
+            SUM,
+            "dx = sum(boundary.multiply_scatter([dy], [p], meanwhile=boundary.queue.settle)"
+            " for dy, p in zip(dys, products))",
+        ),
+        Wrong(
+            "one_left",
+            "Only the first linear is left in the queue: the others' weights get no gradient.",
+            "zip(linears, dys, strict=True)",
+            "zip(linears[:1], dys)",
+        ),
+        Wrong(
+            "left_too_late",
+            "The linears come into the queue after it has settled: their weight gradients are"
+            " computed one sublayer later, and the last never.",
+            LEAVE,
+            "\n",
+            RETURN,
+            f"{LEAVE}    {RETURN}",
+        ),
+        Wrong(
+            "swapped",
+            "x and dy are swapped in the queue: it takes (linear, x, dy).",
+            "(linear, x, dy)",
+            "(linear, dy, x)",
+        ),
+        Wrong(
+            "wrong_place",
+            "The gradient is returned for the wrong argument: forward has boundary, linears and x.",
+            RETURN,
+            "return dx, None, None",
+        ),
+    ),
+    also_right=(
+        """
+@staticmethod
+def backward(ctx, *dys):
+    saved, = ctx.saved_tensors
+    queue, gradients = ctx.boundary.queue, []
+    for i in range(len(dys)):
+        gradients.append(ctx.linears[i].input_gradient)
+        queue.leave(ctx.linears[i], saved, dys[i])
+    y, work = ctx.boundary.start_sum(add_products(dys, gradients))
+    queue.settle()
+    work.wait()
+    return None, None, y
+""",
+    ),
+)
