@@ -1,0 +1,160 @@
+"""19 zigzag: an early and a late piece for every rank
+
+A causal query at position p sees p + 1 keys. So whoever has the late positions has most of the
+work, and the slowest rank decides how long all wait.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+
+TASK = """
+Return where in the sequence the tokens of a rank are, int64 [S/n]. Cut the positions 0 .. S-1 into
+2n equal pieces. Every rank gets an early and a late one, so that all have the same work in causal
+attention: rank 0 the first and the last, rank 1 the second and the last but one, ... The early
+piece comes first; within a piece positions rise. One rank has any length whole.
+Read: context_parallel.py.
+"""
+
+HINTS = (
+    "Two of 2n pieces: one counted from the front, one counted from the back.",
+    "torch.arange(seq_length), Tensor.tensor_split(2 * size), torch.cat.",
+    "Of the list of pieces take number `rank`, and number `rank` of the reversed list. Python"
+    " counts from the back with -1, -2, ...: number 0 from the back is -1.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    some = [Case(1, cp=n, length=2 * n * dice.randint(2, 4)) for n in (2, 3, 4)]
+    return [*some, Case(1, cp=4, length=16), Case(1, cp=1, length=7)]
+
+
+def on_rank(rank, case: Case) -> dict:
+    zigzag = rank.course.context_parallel.zigzag_positions
+    parts = [zigzag(r, case.cp, case.length) for r in range(case.cp)]
+    whole = sorted(position for part in parts for position in part.tolist())
+    return {
+        "all ranks' positions, sorted": whole,
+        "pairs of query and key, by rank": [int(part.sum()) + len(part) for part in parts],
+        "positions, by rank": parts,
+    }
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    # Deal the positions one by one: each looks up which piece it is in, and whose that is.
+    ranks, length = [[] for _ in range(case.cp)], case.length
+    for position in range(length):
+        piece = position * 2 * case.cp // length
+        ranks[min(piece, 2 * case.cp - 1 - piece)].append(position)
+    return [
+        {
+            "all ranks' positions, sorted": list(range(length)),
+            "pairs of query and key, by rank": [sum(p + 1 for p in mine) for mine in ranks],
+            "positions, by rank": [torch.tensor(mine) for mine in ranks],
+        }
+    ]
+
+
+def picture(runs) -> str:
+    case, records = runs[3]
+    zigzag = {
+        position: "ABCD"[r]
+        for r, part in enumerate(records[0].values["positions, by rank"])
+        for position in part.tolist()
+    }
+    in_order = {position: "ABCD"[position * case.cp // case.length] for position in zigzag}
+    width = 2 * case.length
+    lines = [f"{'cut in order':{width}}    yours    (a row a query, a column a key)"]
+    for position in range(case.length):
+        rows = [" ".join(owner[position] * (position + 1)) for owner in (in_order, zigzag)]
+        lines.append(f"{rows[0]:{width}}    {rows[1]}")
+    for letter in "ABCD":
+        pairs = [sum(p + 1 for p in owner if owner[p] == letter) for owner in (in_order, zigzag)]
+        lines.append(f"{f'{letter}: {pairs[0]} pairs':{width}}    {letter}: {pairs[1]} pairs")
+    return "\n".join(lines)
+
+
+BOTH = "torch.cat((pieces[rank], pieces[-1 - rank]))"
+LATE = "pieces[-1 - rank]"
+
+EXERCISE = Exercise(
+    __name__,
+    target="context_parallel:zigzag_positions",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    layout={"cp_size": 2, "tp_size": 1},
+    remember="Cut in order over 4 ranks, the busiest one has 1.75 times the mean; zigzag, 1.00"
+    " times. In production: `context_parallel` of torch.distributed.tensor.experimental.",
+    wrong=(
+        Wrong(
+            "in_order",
+            "The sequence is cut in order: the last rank has the late positions, and nearly twice"
+            " the mean work.",
+            BOTH,
+            "torch.cat((pieces[2 * rank], pieces[2 * rank + 1]))",
+        ),
+        Wrong(
+            "strided",
+            "Every n-th position belongs to a rank. The work is about equal, but the ring's halves"
+            " are no longer all before or all after those of another rank.",
+            BOTH,
+            "torch.arange(seq_length)[rank::size]",
+        ),
+        Wrong(
+            "late_off_by_one",
+            "The late piece is off by one: -rank is 0 on rank 0, which gets the first piece twice,"
+            " and the last piece belongs to rank 1.",
+            LATE,
+            "pieces[-rank]",
+        ),
+        Wrong(
+            "late_same_direction",
+            "The late pieces are dealt in the same direction as the early ones: rank 0 has the"
+            " earlier of both, and less work than the last rank.",
+            LATE,
+            "pieces[size + rank]",
+        ),
+        Wrong(
+            "late_backwards",
+            "The late piece is in falling order: its first token would not see the others.",
+            LATE,
+            "pieces[-1 - rank].flip(0)",
+        ),
+        Wrong(
+            "late_first",
+            "The late piece comes before the early one: the ring takes the first half of a rank's"
+            " tokens for the early ones.",
+            BOTH,
+            "torch.cat((pieces[-1 - rank], pieces[rank]))",
+        ),
+        Wrong(
+            "n_pieces",
+            "There are n pieces, not 2n: every position belongs to two ranks.",
+            "tensor_split(2 * size)",
+            "tensor_split(size)",
+        ),
+        Wrong(
+            "within_own_part",
+            "Each rank counts from 0: these are places in its own part, not in the sequence.",
+            BOTH,
+            "torch.arange(seq_length // size)",
+        ),
+    ),
+    also_right=(
+        """
+def zigzag_positions(rank, size, seq_length):
+    if size == 1:
+        return torch.arange(seq_length)
+    width = seq_length // (2 * size)
+    early = [rank * width + i for i in range(width)]
+    late = [seq_length - (rank + 1) * width + i for i in range(width)]
+    return torch.tensor(early + late)
+""",
+    ),
+)
