@@ -1,0 +1,301 @@
+"""20 ring attention: keys go round, and the means of their blocks are merged
+
+The kernel, which computes one block, is given. It writes down which block it gets, so that what
+travels while it computes can be seen.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+
+TASK = """
+Write the forward of ring attention. q is [B, Q, S/n, D], k and v are [B, K, S/n, D], cut zigzag:
+the first half of a rank's tokens is early in the sequence, the second half late. Each rank attends
+to its own keys first, then to those of one rank after the other, and merges the blocks into out,
+like q, and lse [B, Q, S/n]. Keys and values travel as [2, B, K, S/n, D], and the next ones are
+already on their way while a block is computed. Merge in float32 or better.
+End with what backward, which is written, needs: ctx.axis, ctx.kernel, and
+ctx.save_for_backward(q, kv, out, lse) with out as it is returned. Return out in the dtype of q.
+Read: context_parallel.py, block_attention.py.
+"""
+
+HINTS = (
+    "A loop over the ranks' blocks: attend to each, and merge its out and lse into those so far.",
+    "torch.stack, visible_blocks(kv, axis), kernel.attend(q, k, v, is_causal), merge_blocks, wide.",
+    "visible_blocks gives, hop by hop: is this our own block (the first, and the only causal one);"
+    " our rows that see any of it; and the keys and values that they see. Attend with these rows of"
+    " q. The first block gives out, made wide, and lse. Later blocks are merged into their rows.",
+)
+
+D = 4
+
+
+def cases(dice: random.Random) -> list[Case]:
+    heads = dice.randint(1, 2)
+    sizes = {"query_heads": 2 * heads, "key_heads": heads}
+    plain = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4, 1)]
+    with_backward = [Case(n, **sizes, half=2, dtype="float64", backward=True) for n in (2, 3)]
+    return [*plain, *with_backward, Case(3, **sizes, half=4, dtype="bfloat16")]
+
+
+def positions(case: Case, rank: int) -> list[int]:
+    early = [rank * case.half + i for i in range(case.half)]
+    late = [(2 * case.ranks - 1 - rank) * case.half + i for i in range(case.half)]
+    return early + late
+
+
+def whole_tensors(case: Case):
+    """q, k, v of the whole sequence, and the gradient of out: values of the case's dtype."""
+    import torch
+
+    S = 2 * case.half * case.ranks
+    names = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
+    names["d_out"] = case.query_heads
+    tensors = (draw(case, name, shape=(1, heads, S, D)) for name, heads in names.items())
+    return [tensor.to(getattr(torch, case.dtype)).double() for tensor in tensors]
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    attention, blocks = rank.course.context_parallel, rank.course.block_attention
+    dtype = getattr(torch, case.dtype)
+
+    def attend(q, k, v, is_causal):
+        rank.mark(f"{q.shape[2]} x {k.shape[2]}{' causal' if is_causal else ''}")
+        out, lse = blocks.attend_block(q.double(), k.double(), v.double(), is_causal)
+        return out.to(dtype), lse  # rounded, as kernels on GPUs do
+
+    kernel = blocks.Kernel(attend, blocks.attend_block_backward)
+    *qkv, d_out = (x[:, :, positions(case, rank.number)].to(dtype) for x in whole_tensors(case))
+    for tensor in qkv:
+        tensor.requires_grad_(hasattr(case, "backward"))
+    out = attention.RingAttention(rank.axis("cp"), kernel)(*qkv)
+    if case.dtype == "bfloat16":  # between two numbers there are 2^-7 to 2^-8 of their size
+        exact = exact_merge(case)[:, :, positions(case, rank.number)]
+        off = (out.double() - exact).abs() > 2**-8 * 1.001 * exact.abs()
+        return {"dtype": str(out.dtype), "numbers that were rounded more than once": int(off.sum())}
+    if not hasattr(case, "backward"):
+        return {"out": out}
+    gradients = torch.autograd.grad(out, qkv, d_out)
+    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def full_attention(q, k, v, seen):
+    """Of every query head by itself; `seen` [S, S]: which keys a query sees."""
+    import torch
+
+    each, heads = q.shape[1] // k.shape[1], []
+    for h in range(q.shape[1]):
+        scores = q[:, h] @ k[:, h // each].mT / D**0.5
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, h // each])
+    return torch.stack(heads, 1)
+
+
+def causal(length: int):
+    import torch
+
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def exact_merge(case: Case):
+    """What rounded means of blocks, one for the keys of each rank, merge to without rounding."""
+    import torch
+
+    q, k, v, _ = whole_tensors(case)
+    total, each = torch.zeros_like(q), case.query_heads // case.key_heads
+    k = k.repeat_interleave(each, 1)
+    weights = (q @ k.mT / D**0.5).masked_fill(~causal(q.shape[2]), -torch.inf).softmax(-1)
+    for other in range(case.ranks):
+        block = torch.zeros_like(weights[0, 0], dtype=torch.bool)
+        block[:, positions(case, other)] = True
+        share = (weights * block).sum(-1, keepdim=True)
+        mean = (weights * block) @ v.repeat_interleave(each, 1) / share.clamp(min=1e-300)
+        total += share * mean.to(torch.bfloat16).double()
+    return total
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    parts = [positions(case, rank) for rank in range(case.ranks)]
+    if case.dtype == "bfloat16":
+        right = {"dtype": "torch.bfloat16", "numbers that were rounded more than once": 0}
+        return [right] * case.ranks
+    *qkv, d_out = whole_tensors(case)
+    qkv = [tensor.requires_grad_() for tensor in qkv]
+    out = full_attention(*qkv, causal(d_out.shape[2]))
+    results = {"out": out.detach()}
+    if hasattr(case, "backward"):
+        gradients = torch.autograd.grad(out, qkv, d_out)
+        results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return [{name: x[:, :, part] for name, x in results.items()} for part in parts]
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    hops, itemsize = case.ranks - 1, 2 if case.dtype == "bfloat16" else 8
+    k = case.key_heads * 2 * case.half * D * itemsize
+    times = 3 if hasattr(case, "backward") else 1  # backward: keys, values, and their gradients
+    return [{"send": Sent(times * hops, times * hops * 2 * k)} if hops else {}] * case.ranks
+
+
+def order(case: Case, records) -> str:
+    for rank, record in enumerate(records):
+        sends = [i for i, e in enumerate(record.events) if (e.kind, e.what) == ("start", "send")]
+        blocks = [i for i, e in enumerate(record.events) if e.kind == "mark"]
+        if len(blocks) != case.ranks:
+            return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
+        for hop in range(case.ranks - 1):
+            if sends[hop] > blocks[hop]:
+                when = "has attended to its own block" if hop == 0 else f"has attended at hop {hop}"
+                return f"rank {rank} sends for hop {hop + 1} only after it {when}"
+    return ""
+
+
+def picture(runs) -> str:
+    case, records = runs[2]
+    lines = ["which part of each other rank's keys a rank attends to, queries x keys", ""]
+    lines.append("        " + "".join(f"hop {hop:<18}" for hop in range(case.ranks)).rstrip())
+    for rank, record in enumerate(records):
+        cells = []
+        for hop, event in enumerate(e for e in record.events if e.kind == "mark"):
+            source = (rank - hop) % case.ranks
+            sign = "◣" if source == rank else "▌" if source < rank else "▄"
+            whose = "own" if hop == 0 else f"rank {source}'s"
+            cells.append(f"{sign} {whose} {event.what.replace(' causal', '')}")
+        lines.append(f"rank {rank}  " + "".join(f"{cell:22}" for cell in cells).rstrip())
+    legend = "◣ the causal triangle    ▌ all queries, early keys    ▄ late queries, all keys"
+    return "\n".join([*lines, "", legend])
+
+
+LOOP = "for is_own, rows, _, k, v in visible_blocks(kv, axis):"
+ATTEND = "block = kernel.attend(q[:, :, rows], k, v, is_own)"
+MERGED = "merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)"
+STORE = "out[:, :, rows], lse[:, :, rows] = merged"
+STACK = "kv = torch.stack((k, v))"
+FIRST = "out, lse = wide(block[0]), block[1]"
+# The loop without visible_blocks, from the same parts.
+LATE_SHIFT = """\
+traveller, half = kv, kv.shape[3] // 2
+    for hop in range(axis.size):
+        source = (axis.rank - hop) % axis.size
+        traveller = Shift(traveller, axis).wait() if hop else kv
+        rows = slice(half if source > axis.rank else 0, None)
+        columns = slice(half if source < axis.rank else None)
+        is_own, (k, v) = hop == 0, traveller[:, :, :, columns]"""
+ALL_KEYS = """\
+for source, (k, v) in ring(kv, axis):
+        is_own, rows = source == axis.rank, slice(0, None)"""
+
+EXERCISE = Exercise(
+    __name__,
+    target="context_parallel:_RingAttention.forward",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    layout={"cp_size": 2, "tp_size": 1},
+    remember="Per rank 2 (n-1) k bytes, with k those of its keys; and at every hop all ranks have"
+    " the same work. In production: `ring_flash_attn_func` of ring-flash-attention.",
+    wrong=(
+        Wrong(
+            "merged_without_lse",
+            "Blocks are merged as a plain mean: a block with more weight must count more.",
+            MERGED,
+            "merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])",
+        ),
+        Wrong(
+            "lse_not_updated",
+            "out is updated at each merge, and lse is not: the next block is weighed against the"
+            " first one alone, and backward gets the lse of one block.",
+            STORE,
+            "out[:, :, rows] = merged[0]",
+        ),
+        Wrong(
+            "heads_repeated",
+            "Keys and values are repeated for the query heads before they travel: Q/K times the"
+            " bytes. The kernel takes few key heads as they are.",
+            STACK,
+            "kv = torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)",
+        ),
+        Wrong(
+            "own_not_causal",
+            "Attention to the own keys is not causal: queries see keys behind them.",
+            ATTEND,
+            "block = kernel.attend(q[:, :, rows], k, v, False)",
+        ),
+        Wrong(
+            "all_causal",
+            "Every block is causal. Only the own one is: of others the rows see all columns that"
+            " visible_blocks gives.",
+            ATTEND,
+            "block = kernel.attend(q[:, :, rows], k, v, True)",
+        ),
+        Wrong(
+            "all_keys_seen",
+            "All keys of other ranks are seen: those of later positions must not be.",
+            LOOP,
+            ALL_KEYS,
+        ),
+        Wrong(
+            "rounded_each_time",
+            "The running mean has the dtype of q: in bfloat16 it is rounded at every merge.",
+            FIRST,
+            "out, lse = block[0], block[1]",
+        ),
+        Wrong(
+            "sent_too_late",
+            "Each message starts after the block before it is computed: the network is idle while"
+            " the rank computes, and the rank while the network sends.",
+            LOOP,
+            LATE_SHIFT,
+        ),
+        Wrong(
+            "own_block_only",
+            "A rank attends to its own keys alone, and nothing travels.",
+            LOOP,
+            "for is_own, rows, k, v in [(True, slice(None), k, v)]:",
+        ),
+        Wrong(
+            "wrong_rows",
+            "What the late queries see is merged into the rows of all queries, or fails: merge a"
+            " block into the rows that have seen it.",
+            MERGED,
+            "merged = merge_blocks(out, lse, *block)",
+        ),
+        Wrong(
+            "result_not_in_dtype_of_q",
+            "The result stays float32 where q is bfloat16: the next linear expects the dtype of q.",
+            "out := out.to(q.dtype)",
+            "out",
+        ),
+    ),
+    also_right=(
+        """
+@staticmethod
+def forward(ctx, q, k, v, axis, kernel):
+    kv, half = torch.stack([k, v]), k.shape[2] // 2
+    blocks = []
+    for source, (keys, values) in ring(kv, axis):
+        if source == axis.rank:
+            out, lse = kernel.attend(q, keys, values, True)
+            out, lse = wide(out), lse.clone()
+        elif source < axis.rank:
+            early = keys[:, :, :half].contiguous(), values[:, :, :half].contiguous()
+            out, lse = merge_blocks(out, lse, *kernel.attend(q, *early, False))
+        else:
+            block = kernel.attend(q[:, :, half:], keys, values, False)
+            late = merge_blocks(out[:, :, half:], lse[:, :, half:], *block)
+            out = torch.cat((out[:, :, :half], late[0]), 2)
+            lse = torch.cat((lse[:, :, :half], late[1]), 2)
+    out = out.to(q.dtype)
+    ctx.axis, ctx.kernel = axis, kernel
+    ctx.save_for_backward(q, kv, out, lse)
+    return out
+""",
+    ),
+)

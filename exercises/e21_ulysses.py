@@ -1,0 +1,215 @@
+"""21 ulysses: all heads of a part, or some heads of the whole
+
+Attention itself is given, and notes which heads and positions it gets. Two all-to-alls around it
+change who has what.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+
+TASK = """
+Write the forward of Ulysses attention. A rank has q [B, Q, S/n, D], k and v [B, K, S/n, D]: all
+heads of its part of the sequence. Exchange them, so that it has all of the sequence for Q/n query
+heads, with the key and value heads that these use; call self.inner(q, k, v); and turn the result
+back. Where n does not divide K, repeat keys and values first, no more than needed: to lcm(K, n)
+heads. It must be differentiable: `_all_to_all` is, and the `all_to_all` of collectives.py is not.
+Read: context_parallel.py, collectives.py.
+"""
+
+HINTS = (
+    "Repeat key heads if need be; exchange three tensors; attend; exchange one tensor back.",
+    "self.axis.size, math.gcd, Tensor.repeat_interleave(repeats, dim=1),"
+    " _all_to_all(x, axis, split_dim, gather_dim), self.inner.",
+    "On the way in, the heads, dim 1, are split and the positions, dim 2, are gathered; on the way"
+    " back it is the reverse. lcm(K, n) / K is n / gcd(n, K).",
+)
+
+D = 2
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (3, 6, 3), (1, 2, 1), (2, 6, 1)]
+    return [Case(n, query_heads=q, key_heads=k, length=n * dice.randint(1, 3)) for n, q, k in sizes]
+
+
+def whole_tensors(case: Case):
+    heads = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
+    heads["gradient of out"] = case.query_heads
+    return [draw(case, name, shape=(1, n, case.length, D)) for name, n in heads.items()]
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    whole, softmax, held = whole_tensors(case), rank.course.model.SoftmaxAttention(), []
+
+    def inner(q, k, v):
+        held.append(whose(whole[0], q))
+        return softmax(q, k, v)
+
+    *qkv, d_out = (x.chunk(case.ranks, 2)[rank.number] for x in whole)
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = rank.course.context_parallel.UlyssesAttention(rank.axis("cp"), inner)(*qkv)
+    rank.mark(str(held[0]))
+    results = {"out": out.detach()}
+    if out.shape == d_out.shape and out.requires_grad:
+        out.backward(d_out)
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in qkv]
+    return results | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def whose(whole, part) -> list[tuple[int, int]]:
+    """The heads and positions that a part of the queries is of: no two of them are equal."""
+    first = part.detach()[..., 0].flatten()
+    places = (whole[0, :, :, 0, None] == first).any(-1).nonzero()
+    return [tuple(place) for place in places.tolist()]
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    q, k, v, d_out = whole_tensors(case)
+    qkv = [tensor.requires_grad_() for tensor in (q, k, v)]
+    future, heads = torch.ones(case.length, case.length, dtype=torch.bool).triu(1), []
+    for h in range(case.query_heads):  # a head by itself, on one rank
+        of = h * case.key_heads // case.query_heads
+        scores = (q[:, h] @ k[:, of].mT / D**0.5).masked_fill(future, -torch.inf)
+        heads.append(scores.softmax(-1) @ v[:, of])
+    out = torch.stack(heads, 1)
+    gradients = torch.autograd.grad(out, qkv, d_out)
+    results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    parts = {name: x.chunk(case.ranks, 2) for name, x in results.items()}
+    return [{name: part[r] for name, part in parts.items()} for r in range(case.ranks)]
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    n = case.ranks
+    key_heads = next(h for h in range(n, 100, n) if h % case.key_heads == 0)
+    one_head = 8 * case.length // n * D
+    size = (n - 1) / n * (2 * case.query_heads + 2 * key_heads) * one_head
+    return [{"all_to_all": Sent(8, 2 * size)}] * n  # forward, and as much in backward
+
+
+def picture(runs) -> str:
+    case, records = runs[1]
+    S, n = case.length, case.ranks
+    before = {(h, s): "ABCD"[s * n // S] for h in range(case.query_heads) for s in range(S)}
+    after = {}
+    for rank, record in enumerate(records):
+        (mark,) = (e.what for e in record.events if e.kind == "mark")
+        numbers = [int(word) for word in mark.translate(str.maketrans("", "", "[](),")).split()]
+        after |= dict.fromkeys(zip(numbers[::2], numbers[1::2], strict=True), "ABCD"[rank])
+    lines = [f"{'before':{max(8, 2 * S)}}      in attention    (a row a head, a column a position)"]
+    for h in range(case.query_heads):
+        rows = [" ".join(owner[h, s] for s in range(S)) for owner in (before, after)]
+        lines.append(f"{rows[0]:{max(8, 2 * S)}}      {rows[1]}")
+    return "\n".join(lines)
+
+
+REPEATS = "repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])"
+THERE = "_all_to_all(x, self.axis, 1, 2) for x in (q, k, v)"
+BACK = "_all_to_all(self.inner(q, k, v), self.axis, 2, 1)"
+REPEAT = "x.repeat_interleave(repeats, dim=1)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="context_parallel:UlyssesAttention.forward",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    picture=picture,
+    layout={"cp_size": 2, "tp_size": 1, "cp_engine": "ulysses"},
+    remember="Per rank (n-1)/n (2 q + 2 k') bytes: with more ranks each sends less, where a ring's"
+    " rank sends 2 (n-1) k. In production: DeepSpeed's `DistributedAttention`.",
+    wrong=(
+        Wrong(
+            "repeated_to_query_heads",
+            "Keys and values are repeated to all query heads before they travel: more bytes than"
+            " needed. lcm(K, n) heads are enough.",
+            REPEATS,
+            "repeats = q.shape[1] // k.shape[1]",
+        ),
+        Wrong(
+            "repeated_n_times",
+            "Keys and values are repeated n times, also where fewer repeats would do.",
+            REPEATS,
+            "repeats = self.axis.size",
+        ),
+        Wrong(
+            "not_repeated",
+            "Keys and values are never repeated: n ranks cannot share K heads that n does not"
+            " divide.",
+            REPEATS,
+            "repeats = 1",
+        ),
+        Wrong(
+            "repeated_as_a_whole",
+            "Key heads are repeated in the order 0 1 0 1, and query heads use 0 0 1 1: take"
+            " repeat_interleave.",
+            REPEAT,
+            "x.repeat(1, repeats, 1, 1)",
+        ),
+        Wrong(
+            "dims_swapped",
+            "Positions are split and heads gathered: every rank has even fewer positions, and each"
+            " head n times.",
+            THERE,
+            "_all_to_all(x, self.axis, 2, 1) for x in (q, k, v)",
+        ),
+        Wrong(
+            "keys_not_exchanged",
+            "Queries are exchanged, but keys and values are not: a rank has the whole sequence of"
+            " queries, and the keys of its own part.",
+            f"q, k, v = ({THERE})",
+            "q = _all_to_all(q, self.axis, 1, 2)",
+        ),
+        Wrong(
+            "not_turned_back",
+            "The result is not turned back: it has some heads of all positions, and the layer"
+            " needs all heads of some.",
+            f"return {BACK}",
+            "return self.inner(q, k, v)",
+        ),
+        Wrong(
+            "turned_the_same_way",
+            "The result is exchanged as on the way in, which does not undo it.",
+            BACK,
+            "_all_to_all(self.inner(q, k, v), self.axis, 1, 2)",
+        ),
+        Wrong(
+            "keys_not_differentiable",
+            "The all_to_all of collectives.py has no backward: the projections before it learn"
+            " nothing. _all_to_all has one.",
+            THERE,
+            "all_to_all(x, self.axis, 1, 2) for x in (q, k, v)",
+        ),
+        Wrong(
+            "nothing_exchanged",
+            "Every rank attends to its own part alone: nothing is exchanged.",
+            f"q, k, v = ({THERE})",
+            "pass",
+            BACK,
+            "self.inner(q, k, v)",
+        ),
+    ),
+    also_right=(
+        """
+@torch.compiler.disable
+def forward(self, q, k, v):
+    n = self.axis.size
+    if k.shape[1] % n:
+        repeats = math.lcm(k.shape[1], n) // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    swapped = []
+    for x in (q, k, v):
+        swapped.append(_all_to_all(x, self.axis, split_dim=1, gather_dim=2))
+    out = self.inner(*swapped)
+    return _all_to_all(out, self.axis, split_dim=2, gather_dim=1)
+""",
+    ),
+)
