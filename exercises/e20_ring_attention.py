@@ -146,7 +146,7 @@ def order(case: Case, records) -> str:
         if len(blocks) != case.ranks:
             return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
         for hop in range(case.ranks - 1):
-            if sends[hop] > blocks[hop]:
+            if hop < len(sends) and sends[hop] > blocks[hop]:
                 when = "has attended to its own block" if hop == 0 else f"has attended at hop {hop}"
                 return f"rank {rank} sends for hop {hop + 1} only after it {when}"
     return ""

@@ -32,10 +32,22 @@ def simulated() -> Iterator[None]:
     The course must be imported within, too: it takes some functions when it is imported.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_empty_is_nan())
         for name, function in FUNCTIONS.items():
             if hasattr(dist, name):  # names of newer and of older releases
                 stack.enter_context(mock.patch.object(dist, name, function))
         yield
+
+
+@contextlib.contextmanager
+def _empty_is_nan() -> Iterator[None]:
+    """Within, new memory is NaN: a mistake that reads it gives the same result each time."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def world_group() -> Group:

@@ -1,0 +1,288 @@
+"""22 shard: gradients arrive, are summed, and each rank keeps its row
+
+One unit of four matrices, or two of two, receive gradients for some micro-batches and two steps, as
+autograd would give them. Rows that n does not divide make the last rank's part shorter.
+"""
+
+import random
+from dataclasses import replace
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import timeline
+
+TASK = """
+A weight of a sharded unit has a gradient, the whole matrix, in self.weights[name].grad. Copy or add
+it to self.buffer [n, R], whose row r is rank r's, and give weight.grad free. When all matrices have
+one, a backward is complete: it may be time to sum the buffer over the ranks, by a reduce-scatter in
+place that is only begun here. Others end it, with what is put in self.travelling: a tuple of this
+unit, the buffer and the work.
+With self.reduces_each, the buffer is summed after each backward, and each has a new one: allocate
+it when it is needed, and let go of it when it travels. Before it travels, end the reductions that
+travel already, of all units: so at most two buffers exist. Otherwise there is one buffer for ever,
+which adds up all self.num_backwards of a step, and is summed once. It is never set to zero: the
+first gradient of a step replaces what is there.
+Read: sharding.py (`begin`, `_finish_reductions` and `wait` show what the attributes are for).
+"""
+
+HINTS = (
+    "Allocate; copy or add each piece; count; and, when all matrices have arrived, send.",
+    "self.pieces[name], _views(piece, self.buffer, weight.grad), self.arrivals, self.num_complete,"
+    " self._finish_reductions(), start_reduce_scatter_(self.buffer, self.axis), self.travelling.",
+    "_views gives a piece's places in the buffer and in the gradient: copy one to the other if"
+    " buffers are summed each time, or if this name has not arrived in this step; else add. Then"
+    " self.arrivals[name] grows. Once all arrivals exceed self.num_complete, that grows, and the"
+    " buffer is sent if buffers are summed each time, or if this was the last backward.",
+)
+
+COLUMNS = 2
+
+
+def cases(dice: random.Random) -> list[Case]:
+    rows = [dice.randint(4, 7) for _ in range(3)]
+    rows.append(5)  # two ranks have 3 and 2, three have 2, 2 and 1
+    sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
+    sizes.append(("optimizer", 2, 1, 1))
+    keys = "sharding", "ranks", "micro_batches", "units"
+    return [Case(rows=rows, **dict(zip(keys, values, strict=True))) for values in sizes]
+
+
+NAMES = "abcd"  # of all matrices, and of those in each unit
+NAMES_OF_UNITS = {1: ("abcd",), 2: ("ab", "cd")}
+STEPS = 2
+
+
+def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
+    rows = case.rows[NAMES.index(name)]
+    return draw(case, "gradient", rank, step, micro_batch, name, shape=(rows, COLUMNS))
+
+
+def build(rank, case: Case) -> list:
+    import torch
+    from torch import nn
+
+    course, travelling, units = rank.course, [], []
+    shard = course.placement.Cut("dp_cp", 0)
+    placement = course.placement.Placement((), shard, copies=(), sums=("dp_cp",))
+    axes, device = rank.axes(course.layout.Layout(dp=case.ranks)), torch.device("cpu")
+    for names in NAMES_OF_UNITS[case.units]:
+        modules = {}
+        for name in names:
+            rows = case.rows[NAMES.index(name)]
+            modules[name] = [nn.Embedding(rows, COLUMNS, device="meta", dtype=torch.float64)]
+        table = dict.fromkeys(names, placement)
+        args = axes, torch.float64, device, case.sharding, travelling
+        units.append(course.sharding.ShardedUnit(modules, table, *args))
+    return units
+
+
+def on_rank(rank, case: Case) -> dict:
+    from exercises.memory import storage_bytes
+
+    units, results, peak = build(rank, case), {}, 0
+    for step in range(STEPS):
+        for unit in units:
+            unit.begin(case.micro_batches)
+        for micro_batch in range(case.micro_batches):
+            for unit in reversed(units):
+                for name in reversed(list(unit.weights)):
+                    weight = unit.weights[name]
+                    new = gradient_of(case, rank.number, step, micro_batch, name)
+                    weight.grad = new if weight.grad is None else weight.grad + new
+                    rank.mark(name)
+                    unit.arrived(name)
+                    buffers = [one.buffer for one in units if one.buffer is not None]
+                    buffers += [buffer for _, buffer, _ in units[0].travelling]
+                    peak = max(peak, storage_bytes(buffers))
+        rank.mark("|")
+        for unit in reversed(units):
+            unit.wait()
+        for unit in units:
+            for name, master in unit.masters.items():
+                results[f"gradient of {name}, step {step}"] = master.grad.clone()
+    left = [name for unit in units for name, w in unit.weights.items() if w.grad is not None]
+    return results | {"weights that still have a gradient": left, "peak": peak}
+
+
+def expected(case: Case) -> list[dict]:
+    from exercises.compare import SumOf
+
+    results = [{"weights that still have a gradient": []} for _ in range(case.ranks)]
+    for step in range(STEPS):
+        for name in NAMES:
+            sums = [  # of a rank's micro-batches
+                sum(gradient_of(case, rank, step, i, name) for i in range(case.micro_batches))
+                for rank in range(case.ranks)
+            ]
+            parts = [total.chunk(case.ranks) for total in sums]
+            for rank, result in enumerate(results):
+                if rank < len(parts[0]):  # of few rows the last rank may have none
+                    of_ranks = [part[rank] for part in parts]
+                    result[f"gradient of {name}, step {step}"] = SumOf(of_ranks)
+    return results
+
+
+def buffer_bytes(case: Case) -> list[int]:
+    """Of each unit: the bytes of its buffer."""
+    each = {name: -(-case.rows[i] // case.ranks) * COLUMNS * 8 for i, name in enumerate(NAMES)}
+    units = NAMES_OF_UNITS[case.units]
+    return [case.ranks * sum(each[name] for name in names) for names in units]
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    times = STEPS * (case.micro_batches if case.sharding == "gradients" else 1)
+    size = times * (case.ranks - 1) / case.ranks * sum(buffer_bytes(case))
+    return [{"reduce_scatter": Sent(case.units * times, size)}] * case.ranks
+
+
+def memory(case: Case, records) -> str:
+    most = 2 // case.units * sum(buffer_bytes(case))  # two buffers
+    for rank, record in enumerate(records):
+        if (peak := record.values["peak"]) > most:
+            return f"rank {rank} has buffers of {peak} bytes; {most} are enough for two of them"
+    return ""
+
+
+def order(case: Case, records) -> str:
+    for rank, record in enumerate(records):
+        begun = set()  # since the last mark: another gradient, or the end of backward
+        for event in record.events:
+            if event.kind == "mark":
+                begun.clear()
+            elif event.kind == "start":
+                begun.add(event.number)
+            elif event.number in begun:
+                return f"rank {rank} waits for a reduction in the call that begins it"
+    return ""
+
+
+def picture(runs) -> str:
+    _, records = runs[0]
+    one_step = []
+    for record in records:
+        again = record.place("mark", NAMES[-1], which=2)  # it comes first in each micro-batch
+        one_step.append(replace(record, events=record.events[:again]))
+    about = "A step of two micro-batches. a: matrix a has a gradient; |: the last backward is done"
+    about += "\n(sum0: the first buffer begins to travel; sum0): it is awaited"
+    return f"{about}\n\n{timeline(one_step, {'reduce_scatter': 'sum'})}"
+
+
+FIRST = "self.reduces_each or not self.arrivals[name]"
+PUT = "inside.copy_(gradient) if is_first else inside.add_(gradient)"
+SEND_IF = "if self.reduces_each or self.num_complete == self.num_backwards:"
+START = "reduction = start_reduce_scatter_(self.buffer, self.axis)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="sharding:ShardedUnit.arrived",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    memory=memory,
+    order=order,
+    picture=picture,
+    layout={"dp_size": 2, "tp_size": 1, "sharding": "gradients"},
+    remember="A rank keeps 1/n of the gradients; a step sends m times as much as with whole ones."
+    " In production: `torch.distributed.fsdp.fully_shard`.",
+    factors=lambda case: {"dp": case.ranks, "the number of micro-batches": case.micro_batches},
+    wrong=(
+        Wrong(
+            "sent_each_time",
+            "The buffer is summed after every backward, also where it keeps whole gradients: what"
+            " has been summed is summed again.",
+            SEND_IF,
+            "if True:",
+        ),
+        Wrong(
+            "sent_once",
+            "The buffer is summed once a step, also where each backward should: whole gradients of"
+            " all units are alive until then.",
+            SEND_IF,
+            "if self.num_complete == self.num_backwards:",
+            FIRST,
+            "not self.arrivals[name]",
+        ),
+        Wrong(
+            "always_replaced",
+            "Each gradient replaces the one before: those of earlier micro-batches are lost.",
+            PUT,
+            "inside.copy_(gradient)",
+        ),
+        Wrong(
+            "never_replaced",
+            "The first gradient of a step is added to what the step before has left in the buffer.",
+            FIRST,
+            "self.reduces_each",
+        ),
+        Wrong(
+            "gradient_not_freed",
+            "weight.grad is not set to None: autograd adds the next gradient to it, and earlier"
+            " ones count twice.",
+            "weight.grad = None",
+            "pass",
+        ),
+        Wrong(
+            "sent_too_early",
+            "The buffer is sent when the first of its matrices has a gradient, not the last.",
+            "min(self.arrivals.values())",
+            "max(self.arrivals.values())",
+        ),
+        Wrong(
+            "buffer_kept",
+            "The buffer travels, and the next backward writes into it: it needs a new one.",
+            "self.buffer = None  #",
+            "pass  #",
+        ),
+        Wrong(
+            "earlier_ones_not_ended",
+            "Reductions that travel are not ended before the next one: all buffers of a step are"
+            " alive at the same time.",
+            "self._finish_reductions()",
+            "pass",
+        ),
+        Wrong(
+            "awaited_at_once",
+            "It waits for the reduction at once: backward stands still while the buffer travels.",
+            START,
+            f"{START}\n            reduction.wait()",
+        ),
+        Wrong(
+            "not_travelling",
+            "The reduction is begun, but not put in self.travelling: it is never ended.",
+            "self.travelling.append((self, self.buffer, reduction))",
+            "pass",
+        ),
+        Wrong(
+            "sent_for_each_matrix",
+            "The buffer is sent for every matrix, not when all of its matrices have arrived.",
+            "if min(self.arrivals.values()) > self.num_complete:",
+            "if True:",
+        ),
+    ),
+    also_right=(
+        """
+def arrived(self, name):
+    weight = self.weights[name]
+    gradient, weight.grad = weight.grad, None
+    if self.reduces_each and self.buffer is None:
+        self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)
+    for piece in self.pieces[name]:
+        there, here = _views(piece, self.buffer, gradient)
+        if self.arrivals[name] and not self.reduces_each:
+            here = there + here
+        there[:] = here
+    self.arrivals[name] += 1
+    if len(set(self.arrivals.values())) > 1:
+        return
+    self.num_complete += 1
+    if not self.reduces_each and self.num_complete < self.num_backwards:
+        return
+    if self.reduces_each:
+        self._finish_reductions()
+    travelling, self.buffer = self.buffer, None if self.reduces_each else self.buffer
+    self.travelling.append((self, travelling, start_reduce_scatter_(travelling, self.axis)))
+""",
+    ),
+)
