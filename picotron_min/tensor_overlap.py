@@ -34,7 +34,7 @@ class RingBoundary(SequenceBoundary):
     def gather_multiply(self, x: Tensor, products: Products) -> tuple[Tensor, list[Tensor]]:
         n, wholes = self.axis.size, []
         for rank, part in ring(x.contiguous(), self.axis):
-            # Backward needs all of x: so its parts are kept, as those of its products are.
+            # Backward needs all of x, and attention all of each product: parts go to their rows.
             parts = [part, *(product(part) for product in products)]  # [B, S/n, ..] each
             wholes = wholes or [t.new_empty(len(t), n, *t.shape[1:]) for t in parts]
             for whole, t in zip(wholes, parts, strict=True):
@@ -53,10 +53,10 @@ class RingBoundary(SequenceBoundary):
         shifts = []
         for distance in range(1, n):  # so each rank sends to another one, and receives from one
             shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
-        own = part(axis.rank)  # the last, because it need not travel
-        meanwhile()  # while the last ones do
-        # What arrives is, in this order, of the ranks rank-1, rank-2, ..., own of rank-n.
+        own = part(axis.rank)  # last, because it does not travel: it hides the message before it
+        meanwhile()
+        # From the ranks rank-1, rank-2, ..., and the last one from rank-n, which is this rank.
         arrived = [*(shift.wait() for shift in shifts), own]
-        # Added from rank 0 on, wherever rows are, and in float32: a reduce-scatter rounds each sum.
+        # Added in the order of ranks, and in float32: a reduce-scatter rounds after each addition.
         in_order = (arrived[(axis.rank - rank - 1) % n] for rank in range(n))
         return reduce(Tensor.add_, map(wide, in_order)).to(own.dtype)
