@@ -83,12 +83,9 @@ def write_ranks(folder: Path, config: Config) -> None:
     append_event(folder / RUN_LOG, Ranks(step=2, ranks=ranks))
 
 
-def write_trace(folder: Path, config: Config, seconds: float = 60.0) -> None:
-    """Every forward takes 10 ms and every backward 20, but of rank 1, which is half as fast.
-
-    The step begins so many seconds after the run.
-    """
-    origin = (STARTED.timestamp() + seconds) * 1e6
+def write_trace(folder: Path, config: Config, began: datetime | None = STARTED) -> None:
+    """Every forward takes 10 ms and every backward 20, but of rank 1, which is half as fast."""
+    origin = (STARTED.timestamp() + 60) * 1e6
     layout, m = config.layout, config.workload.num_micro_batches
     plans = build_plans(layout.pp_engine, layout.pp, m, layout.pp_chunks)
     times = {"F": 10_000.0, "B": 20_000.0}
@@ -98,7 +95,8 @@ def write_trace(folder: Path, config: Config, seconds: float = 60.0) -> None:
         | {"args": {"step": 3, "micro_batch": a.micro_batch, "chunk": a.chunk}}
         for rank, a, start, end in spans
     ]
-    trace = {"traceEvents": events, "otherData": {"pp_engine": layout.pp_engine}}
+    about = {"pp_engine": layout.pp_engine} | ({"run_began": began.isoformat()} if began else {})
+    trace = {"traceEvents": events, "otherData": about}
     (folder / "trace.json").write_text(json.dumps(trace))
 
 

@@ -650,10 +650,13 @@ def test_a_local_tokenizer_must_fit_the_vocabulary(tmp_path):
             f"vocab_size=257: use at least 258, the token ids of dataset.tokenizer={name}"
         )
         parse_config({"dataset": {"tokenizer": name}, "model": {"vocab_size": 258}})
-    Path(file).write_text("no tokenizer")
-    (problem,) = problems({"dataset": {"tokenizer": file}})
-    assert f"dataset.tokenizer={file}: cannot read {file}: " in problem
-    assert problem.endswith("Repair the file, or name another tokenizer")
+    panics = json.loads(Path(file).read_text()) | {"normalizer": {"type": "Precompiled"}}
+    panics["normalizer"]["precompiled_charsmap"] = ""
+    for damaged in ("no tokenizer", json.dumps(panics)):
+        Path(file).write_text(damaged)
+        (problem,) = problems({"dataset": {"tokenizer": file}})
+        assert f"dataset.tokenizer={file}: cannot read {file}: " in problem
+        assert problem.endswith("Repair the file, or name another tokenizer")
 
 
 def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
@@ -700,3 +703,20 @@ def test_a_name_that_no_file_system_allows_is_refused_with_its_key(tmp_path, key
     (section, name), path = key.split("."), f"{tmp_path}/{'x' * 256}"
     (problem,) = problems({section: {name: path}})
     assert problem.startswith(f"{key}={path}") and expected in problem
+
+
+def test_a_folder_that_may_not_be_listed_is_no_traceback(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listdir", forbidden)
+        assert parse_config({"model": {"name": str(tmp_path)}}).tokenizer == str(tmp_path)
+
+
+def test_the_newest_checkpoint_of_a_folder_that_cannot_be_is_not_looked_for(tmp_path):
+    checkpoint = {"save_dir": f"{tmp_path}/{'x' * 256}", "load_path": f"{tmp_path}/none"}
+    long, none = problems({"checkpoint": checkpoint})
+    assert "a name in it is too long" in long and f"{tmp_path}/none is no checkpoint" in none

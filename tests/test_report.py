@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -292,9 +293,15 @@ def test_a_trace_of_another_run_is_left_out(tmp_path):
     run = read_run(tmp_path)
     assert run.trace is None
     assert "of 1f1b with pp 4, not of 1f1b with pp 2; it is left out" in run.notes[0]
-    recorded_runs.write_trace(tmp_path, config, seconds=-3600)
+    for hours, began in ((-1, "05:30"), (2, "08:30")):  # earlier, or in the same place later
+        of_other = recorded_runs.STARTED + timedelta(hours=hours)
+        recorded_runs.write_trace(tmp_path, config, of_other)
+        run = read_run(tmp_path)
+        assert run.trace is None
+        assert f"trace.json is of another run, that began 2026-11-22T{began}" in run.notes[0]
+    recorded_runs.write_trace(tmp_path, config, None)
     run = read_run(tmp_path)
-    assert run.trace is None and "trace.json is of an earlier run" in run.notes[0]
+    assert run.trace is None and "of another run, of an older version" in run.notes[0]
     (tmp_path / "trace.json").write_text("{}")
     assert "trace.json is not a trace of a pipeline" in read_run(tmp_path).notes[0]
 

@@ -367,6 +367,8 @@ def test_a_trace_of_the_pipeline_is_drawn_under_its_plan(workplace, capsys):
     draw.main(["--trace", str(trace)])
     drawn = capsys.readouterr().out
     assert "rank 1" in drawn and "bubble" in drawn
+    run = read_run(workplace.folder / "runs/traced")
+    assert run.trace and not run.notes, "the report knows its own trace"
 
 
 def gradients_are_not_finite(after: int) -> None:

@@ -206,12 +206,10 @@ def _read_trace(
         wanted = "{} with pp {}".format(*expected)
         notes.append(f"{path} is of another run: of {of}, not of {wanted}; it is left out")
         return None
-    # A file of this name may be left from an earlier run; times are microseconds since 1970.
-    begins = min(span.start for span in trace.measured.spans) / 1e6
-    if starts and begins < starts[0].at.timestamp() - MOST_SKEW:
-        notes.append(f"{path} is of an earlier run: it begins before this one; it is left out")
+    # A file of this name may be left from an earlier run, or have been replaced by a later one.
+    began = json.loads(path.read_text()).get("otherData", {}).get("run_began")
+    if starts and began not in {start.at.isoformat() for start in starts}:
+        of = f"that began {began}" if began else "of an older version"
+        notes.append(f"{path} is of another run, {of}; it is left out")
         return None
     return trace
-
-
-MOST_SKEW = 60.0  # s, between the clocks of two nodes

@@ -89,8 +89,7 @@ def _path_problems(config: Config) -> Iterator[str]:
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
     own = config.tokenizer  # the model's, if none is given
-    files = os.listdir(own) if os.path.isdir(own) else ["tokenizer"]
-    if not config.dataset.tokenizer and not re.search(r"token|vocab|\.model", str(files)):
+    if not config.dataset.tokenizer and not _may_hold_tokenizer(own):
         remedy = "set dataset.tokenizer to a folder, a .json file, a hub id, or bytes"
         yield f"model.name={own} holds no tokenizer: {remedy}"
     for key in KEYS:
@@ -98,10 +97,18 @@ def _path_problems(config: Config) -> Iterator[str]:
             yield from _unwritable(key, path, "folder" if key.endswith("_dir") else "file")
     save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
     if load_path not in (None, "latest") and not os.path.isfile(f"{load_path}/state.json"):
-        saved = Path(save_dir).glob("step-*/state.json")
+        # glob raises an error for a name that is too long, which has a message of its own.
+        saved = Path(save_dir).glob("step-*/state.json") if os.path.isdir(save_dir) else ()
         example = max(saved, default=Path(save_dir, "step-00000010/state.json")).parent
         why = f"checkpoint.load_path={load_path} is no checkpoint (no state.json)"
         yield f"{why}: use latest, or a folder like {example}"
+
+
+def _may_hold_tokenizer(name: str) -> bool:
+    try:
+        return bool(re.search(r"token|vocab|\.model", str(os.listdir(name))))
+    except OSError:  # no folder; or one that may not be read, like its config.json
+        return True
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
@@ -276,6 +283,8 @@ def _count_ids(tokenizer: str) -> int:
 
     try:
         return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
-    except Exception as error:  # the package raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package panics over some files, which is no Exception
         problem = f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}"
         raise ConfigError(f"{problem}. Repair the file, or name another tokenizer") from None

@@ -51,8 +51,9 @@ class Reporter(ExitStack):
         self.console = Console(done + 1, last, Output(quiet=not writes))
         self.console.header("picotron-min", describe(inputs))
         self.run_log = Path(save_dir) / RUN_LOG if writes else None
+        self.start = start_of(inputs, self.speedometer.peak)
         if writes:
-            append_event(self.run_log, start_of(inputs, self.speedometer.peak))
+            append_event(self.run_log, self.start)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
         for warning in resume_warnings(inputs.metadata, config) if inputs.metadata else []:
@@ -113,7 +114,7 @@ class Reporter(ExitStack):
     def finished(self, model_folder: Path, checkpoint: Path | None) -> None:
         config = self.inputs.config
         if config.logging.trace_file and self.axes.dp_cp_tp.rank == 0:  # one of each stage
-            self.trace.write(Path(config.logging.trace_file))
+            self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
         prompt = prompt_for(config.dataset.name)
         self.console.summary(model_folder, checkpoint, prompt, config.checkpoint.save_dir)
 

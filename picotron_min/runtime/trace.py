@@ -64,8 +64,11 @@ class Trace:
         event.record()
         return event
 
-    def write(self, path: Path) -> None:
-        """Gather all ranks' events on the first rank of the pipeline, which writes the file."""
+    def write(self, path: Path, run_began: str | None = None) -> None:
+        """Gather all ranks' events on the first rank of the pipeline, which writes the file.
+
+        `run_began` is what the report recognises its run by.
+        """
         events, gathered = [], [None] * self.pp.size if self.pp.rank == 0 else None
         for step, action, at, origin, began, ended in self.events:
             ended.synchronize()
@@ -75,5 +78,6 @@ class Trace:
             events.append(event | {"pid": self.pp.rank, "tid": 0, "args": args})
         dist.gather_object(events, gathered, group=self.pp.group, group_dst=0)
         if gathered:
-            trace = {"traceEvents": [*chain(*gathered)], "otherData": {"pp_engine": self.engine}}
+            about = {"pp_engine": self.engine, "run_began": run_began}
+            trace = {"traceEvents": [*chain(*gathered)], "otherData": about}
             path.write_text(json.dumps(trace) + "\n")
