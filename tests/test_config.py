@@ -673,8 +673,8 @@ def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
     (folder / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
     (problem,) = problems({"model": {"name": str(folder)}})
     assert problem == (
-        f"model.name={folder} holds no tokenizer: set dataset.tokenizer to a folder, a .json file,"
-        " a hub id, or bytes"
+        f"model.name={folder} holds no tokenizer: copy its files there, or set dataset.tokenizer to"
+        " a folder, a .json file, a hub id, or bytes"
     )
     write_tokenizer(folder / "tokenizer.json", 100)
     assert tokenizer(str(folder)) == str(folder)

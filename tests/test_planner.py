@@ -25,7 +25,7 @@ from picotron_min.planner.step_time import StepTime, predict
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
-from picotron_min.runtime.public_models import find_preset
+from picotron_min.runtime.public_models import find_preset, to_hf
 from tests.test_layouts import make_training
 
 TINY = Request(find_preset("tiny"), GPUS["H100"], gpus=8, seq_length=256, global_batch=16)
@@ -207,6 +207,7 @@ def trained(configs: list[Config]) -> list[list[float]]:
 
 def test_the_ten_best_layouts_are_written_and_train(pool, tmp_path, capsys):
     hardware = tmp_path / "hardware.json"
+    hardware.write_text("{}")
     assert plan(*ASKED, "--json", "--hardware", hardware) == 0
     best = json.loads(capsys.readouterr().out)
     assert len(best) == 10
@@ -245,14 +246,42 @@ def test_nothing_fits(capsys):
         ((*ASKED, "--gpu", "H1000"), "--gpu H1000 is not known"),
         ((*ASKED, "--model", "owner/model"), "download it and name its folder"),
         ((*ASKED, "--seq_length", 4096), "seq_length=4096 is above max_position_embeddings=2048"),
-        ((*ASKED, "--gpu", "L4", "--dtype", "float64"), "no peak for float64"),
+        ((*ASKED[:2], *ASKED[6:], "--gpu", "L4", "--dtype", "float64"), "no peak for float64"),
+        ((*ASKED, "--gpu", "L4"), "--cores: not used for L4"),
+        ((*ASKED, "--network", 100), "--network: not used for a CPU"),
+        ((*ASKED, "--gpus_per_node", 2), "--gpus_per_node: not used for a CPU"),
+        (("--config", "config.json", "--gpu", "L4"), "--gpu L4: not used for config.json, which"),
+        ((*ASKED, "--fix", "tp=4,tp=2"), "--fix tp=4,tp=2: tp is given twice: keep one"),
+        ((*ASKED, "--fix", "mbs=1,micro_batch_size=2"), "micro_batch_size is given twice"),
+        ((*ASKED, "--write", "docs"), "--write docs is a folder: name a file, such as docs/config"),
+        ((*ASKED, "--hardware", "none.json"), "--hardware none.json is no file: write it with"),
+        ((*ASKED, "--hardware", "docs"), "--hardware docs is no file"),
         (("--calibrate", "config.json"), "give pairs"),
         (("--config", "missing.json"), "missing.json"),
+        (("--validate", "missing.csv"), "missing.csv: No such file or directory: name another"),
+        (("--config", "config.json", "--metrics", "docs"), "docs: Is a directory: name another"),
     ],
 )
 def test_mistakes_are_reported_with_the_remedy(arguments, message, capsys):
     assert plan(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_planned_but_not_written(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(find_preset("SmolLM-135M"))))
+    asked = ("--model", tmp_path, "--gpus", 1, "--seq_length", 64, "--global_batch", 1)
+    assert plan(*asked, "--top", 1) == 0
+    assert " x 1" in capsys.readouterr().out
+    assert plan(*asked, "--write", tmp_path / "c.json") == 2
+    assert "holds no tokenizer: copy its files there, or set" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_tiny_model_is_shown(capsys):
+    assert plan(*ASKED, "--top", 1) == 0
+    shown = capsys.readouterr().out.splitlines()
+    needed = float(shown[1].split()[-2])
+    assert 0.001 < needed < 0.1
+    assert f"memory {needed:.3g} GB of" in "\n".join(shown)
 
 
 def test_another_file_is_not_overwritten(tmp_path, capsys):
@@ -274,7 +303,8 @@ def write_metrics(path: Path, seconds: float) -> Path:
 
 def test_a_config_is_predicted_beside_what_it_measured(tmp_path, capsys):
     metrics = write_metrics(tmp_path / "metrics.jsonl", 0.25)
-    at = ("--cores", 2, "--hardware", tmp_path / "none.json")
+    (tmp_path / "hardware.json").write_text("{}")
+    at = ("--cores", 2, "--hardware", tmp_path / "hardware.json")
     assert plan("--config", "config.json", "--metrics", metrics, *at) == 0
     text = capsys.readouterr().out
     step = next(line for line in text.splitlines() if line.startswith("step, s"))

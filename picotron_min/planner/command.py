@@ -32,13 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     try:
         check_used(parser, flags)
+        check_files(flags)
         run(flags)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}: name another file"
+        print(f"error: {why if error.filename else error}", file=sys.stderr)
         return 2
     return 0
 
@@ -52,27 +57,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", metavar="NAME", help="a preset, or a folder in Hugging Face form")
-    add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu")
+    add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
     add("--gpus", type=positive, metavar="N", help="how many")
     add("--seq_length", type=positive, metavar="N", help="tokens")
     add("--global_batch", type=batch, metavar="N", help="sequences a step")
     add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")
     add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     add("--compile", action="store_true", help="with model.compile")
-    add("--gpus_per_node", type=positive, default=8, metavar="N")
-    add(
-        "--network",
-        type=above_zero,
-        default=400,
-        metavar="GBIT",
-        help="Gb/s of a GPU to other nodes",
-    )
+    add("--gpus_per_node", type=positive, metavar="N", help="default: 8")
+    about = "Gb/s of a GPU to other nodes, default: 400"
+    add("--network", type=above_zero, metavar="GBIT", help=about)
     add("--cores", type=positive, metavar="N", help="of a CPU, which its ranks share")
     add("--fill", type=share, default=0.92, help="share of the memory that may be planned")
     add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node")
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
     add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
-    add("--hardware", type=Path, default=Path("hardware.json"), help="what --calibrate has found")
+    about = "what --calibrate has found, default: hardware.json"
+    add("--hardware", type=Path, metavar="FILE", help=about)
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
     add("--config", type=Path, metavar="FILE", help="predict this one")
     add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")
@@ -125,6 +126,16 @@ def check_used(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
     if unused:
         names, where = ", ".join(f"--{name}" for name in sorted(unused)), "without --config"
         raise ValueError(f"{names}: not used {f'with --{kind}' if kind else where}; leave it out")
+
+
+def check_files(flags: argparse.Namespace) -> None:
+    """ValueError for files that cannot be used, before a search that may take long."""
+    if flags.write and flags.write.is_dir():
+        example = flags.write / "config.json"
+        raise ValueError(f"--write {flags.write} is a folder: name a file, such as {example}")
+    if flags.hardware and not flags.hardware.is_file() and not flags.calibrate:
+        why = f"--hardware {flags.hardware} is no file"
+        raise ValueError(f"{why}: write it with --calibrate, or leave it out")
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -206,5 +217,6 @@ def run_calibration(flags: argparse.Namespace) -> None:
         print(f"{name:<16}{getattr(gpu, name):>10.3g}  {found}")
     for config, error in zip(files[::2], result.errors, strict=True):
         print(f"{config}: predicted {error:+.1%} from measured")
-    machine.write(flags.hardware, gpu)
-    print(f"wrote {flags.hardware}")
+    hardware = flags.hardware or machine.HARDWARE
+    machine.write(hardware, gpu)
+    print(f"wrote {hardware}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from picotron_min.model_config import ModelConfig
 from picotron_min.planner.choices import CHOICES, Request, choices_of
 from picotron_min.planner.hardware import Gpu
-from picotron_min.planner.machine import machine
+from picotron_min.planner.machine import HARDWARE, machine
 from picotron_min.planner.search import Candidate
 from picotron_min.planner.step_time import predict
 from picotron_min.runtime.config import KEYS, Config, ConfigError
@@ -20,6 +20,7 @@ from picotron_min.runtime.wording import choice
 
 ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
 ALIASES |= {"mbs": "micro_batch_size"}
+GPUS_PER_NODE = 8
 
 
 def request_of(flags: argparse.Namespace) -> Request:
@@ -27,11 +28,14 @@ def request_of(flags: argparse.Namespace) -> Request:
     needed = ("model", "gpus", "seq_length", "global_batch")
     if missing := [f"--{name}" for name in needed if getattr(flags, name) is None]:
         raise ValueError(f"{' '.join(missing)} missing: see --help")
-    gpu = gpu_of(flags, flags.gpu, flags.gpus)
+    gpu = gpu_of(flags, flags.gpu or "H100", flags.gpus)
     dtype = flags.dtype or ("float32" if gpu.name == "cpu" else "bfloat16")
     check_dtype(gpu, dtype)
     model = {"name": flags.model, "dtype": dtype}
-    config = parse_config({"model": model, "training": {"seq_length": flags.seq_length}})
+    asked = {"model": model, "training": {"seq_length": flags.seq_length}}
+    if not flags.write:
+        asked["dataset"] = {"tokenizer": "any/tokenizer"}  # the model's folder need not hold one
+    config = parse_config(asked)
     return Request(
         model_of(config),
         gpu,
@@ -43,16 +47,22 @@ def request_of(flags: argparse.Namespace) -> Request:
         compile=flags.compile,
         optimizer=flags.optimizer,
         fill=flags.fill,
-        max_tp=flags.max_tp or flags.gpus_per_node,
+        max_tp=flags.max_tp or flags.gpus_per_node or GPUS_PER_NODE,
         fixed=fixed_choices(flags.fix),
     )
 
 
 def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
-    gpu = machine(name, flags.hardware, ranks, flags.cores)
+    """The device of a name, with what the flags state; ValueError for those of another kind."""
+    gpu = machine(name, flags.hardware or HARDWARE, ranks, flags.cores)
+    unused = ("network", "gpus_per_node") if name == "cpu" else ("cores",)
+    if given := [f"--{flag}" for flag in unused if getattr(flags, flag)]:
+        kind = "a CPU" if name == "cpu" else name
+        raise ValueError(f"{', '.join(given)}: not used for {kind}; leave it out")
     if name == "cpu":
         return gpu
-    return replace(gpu, gpus_per_node=flags.gpus_per_node, network=1e9 / 8 * flags.network)
+    network = 1e9 / 8 * (flags.network or 400)
+    return replace(gpu, gpus_per_node=flags.gpus_per_node or GPUS_PER_NODE, network=network)
 
 
 def model_of(config: Config) -> ModelConfig:
@@ -71,6 +81,8 @@ def fixed_choices(text: str) -> dict[str, object]:
         if name not in CHOICES:
             near = get_close_matches(name, CHOICES, 1) or [choice(CHOICES)]
             raise ValueError(f"--fix {pair}: {name} is not a choice: use {near[0]}")
+        if name in fixed:
+            raise ValueError(f"--fix {text}: {name} is given twice: keep one")
         schema = KEYS[key_of(name)]
         if "enum" in schema:
             if value not in schema["enum"]:
@@ -96,7 +108,9 @@ SECTIONS = ("distributed", "model", "training")
 def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate]:
     """A config file as it is, with what is predicted for it."""
     config = parse_config(read_json(path))
-    name = "cpu" if config.distributed.use_cpu else flags.gpu
+    name = flags.gpu or ("cpu" if config.distributed.use_cpu else "H100")
+    if config.distributed.use_cpu and name != "cpu":
+        raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
     return predicted(config, model_of(config), gpu_of(flags, name, config.world_size), flags.fill)
 
 

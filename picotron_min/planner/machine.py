@@ -15,6 +15,7 @@ from picotron_min.planner.hardware import GPUS, Gpu
 # a message between two processes.
 CORE_PEAKS = {"float32": 80e9, "bfloat16": 80e9, "float64": 40e9}
 CPU_MEMORY_SPEED, CPU_LINK = 20e9, 4e9
+HARDWARE = Path("hardware.json")
 CALIBRATED = ("matmul_share", "attention_share", "link_share", "latency")
 
 

@@ -7,7 +7,7 @@ from picotron_min.memory import RankMemory
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.pipeline_simulator import simulate
 from picotron_min.planner.choices import Request
-from picotron_min.planner.explain import gb, lines_of, why
+from picotron_min.planner.explain import gb, gigabytes, lines_of, why
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
 from picotron_min.planner.search import Candidate
@@ -68,7 +68,7 @@ def table(request: Request, found: list[Candidate]) -> str:
         line += f"{layout.ep:>4} " * has_experts
         line += f"{work.recompute:<11}{work.micro_batch_size:>4} x {work.num_micro_batches:<6}"
         line += f"{candidate.prediction.step:>9.4g}{number['tokens_per_second_per_device']:>11,.0f}"
-        line += f"{number['mfu']:>6.1%}{number['hfu']:>6.1%}{candidate.memory.total / 1e9:>11.1f}"
+        line += f"{number['mfu']:>6.1%}{number['hfu']:>6.1%}{gigabytes(candidate.memory.total):>11}"
         lines.append(f"{line}{candidate.prediction.bubble:>8.1%}")
     return "\n".join(lines)
 

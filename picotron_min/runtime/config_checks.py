@@ -90,7 +90,8 @@ def _path_problems(config: Config) -> Iterator[str]:
             yield f"{key}={name}: {problem}"
     own = config.tokenizer  # the model's, if none is given
     if not config.dataset.tokenizer and not _may_hold_tokenizer(own):
-        remedy = "set dataset.tokenizer to a folder, a .json file, a hub id, or bytes"
+        others = "a folder, a .json file, a hub id, or bytes"
+        remedy = f"copy its files there, or set dataset.tokenizer to {others}"
         yield f"model.name={own} holds no tokenizer: {remedy}"
     for key in KEYS:
         if key.endswith(("_dir", "_file")) and (path := attrgetter(key)(config)):
