@@ -1,0 +1,54 @@
+"""A student's function in the real training: whether it gets there, and how losses are compared."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from exercises import exercise as catalogue
+from exercises import training
+from exercises.loading import fresh_modules, imported_with
+from exercises.source import find, parse, solution
+from picotron_min.runtime.config_file import parse_config
+
+CONFIG = json.loads(Path(catalogue.FOLDER.parent, "config.json").read_text())
+
+
+@pytest.mark.parametrize("number", catalogue.files())
+def test_train_runs_the_function_of_the_student(number, tmp_path):
+    exercise, path = catalogue.load(number), tmp_path / "student.py"
+    *owners, name = exercise.qualified_name.split(".")
+    with fresh_modules(), imported_with(exercise, parse(exercise, solution(exercise)), path):
+        __import__("train")
+        found = sys.modules[exercise.source_module]
+        for owner in owners:
+            found = vars(found)[owner]
+        found = vars(found)[name]
+        found = getattr(found, "__func__", found)  # of a staticmethod
+        functions = vars(found).values() if isinstance(found, type) else [found]
+        files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    assert str(path) in files, find(exercise).path
+
+
+@pytest.mark.parametrize("number", catalogue.files())
+def test_the_config_of_train_is_valid(number, tmp_path):
+    exercise = catalogue.load(number)
+    config = CONFIG | {"distributed": CONFIG["distributed"] | exercise.layout}
+    short = training.short_config(config, 3, tmp_path)
+    parsed = parse_config(short)
+    assert parsed.training.max_tokens == 3 * parsed.tokens_per_step
+    assert parsed.world_size <= 8 and "max_tokens" not in CONFIG["training"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "text", "is_right"),
+    [
+        ([2.5, 1.25], "equal to the last digit in all 2 steps", True),
+        ([2.5, 1.25 + 1e-6], "same up to rounding: they differ by at most 8.0e-07", True),
+        ([2.5, 1.26], "differ by up to 8.0e-03", False),
+    ],
+)
+def test_losses_are_equal_or_so_up_to_rounding(losses, text, is_right):
+    found = training.judge([2.5, 1.25], losses)
+    assert text in found[0] and found[1] == is_right
