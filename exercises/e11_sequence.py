@@ -69,9 +69,7 @@ def picture(runs) -> str:
 
     rows = {"without": bytes_of_norms(runs[0][0])}
     rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs}
-    return "bytes that a rank keeps of two norms, with sequence parallelism\n" + bars(
-        rows, "{:5.0f}"
-    )
+    return "bytes kept of two norms, with sequence parallelism\n" + bars(rows, "{:5.0f}")
 
 
 GATHER = "return collectives.all_gather(x, self.axis, dim=1)"
