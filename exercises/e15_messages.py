@@ -1,0 +1,241 @@
+"""15 messages: a total order cannot deadlock
+
+Plans of all schedules, for up to 6 ranks, with the student's messages. They are played on paper:
+once with both ends of a message waiting for each other, once with slow messages that travel while
+ranks compute. Then simulated ranks exchange the messages of two of them.
+"""
+
+import random
+from typing import TYPE_CHECKING
+
+from exercises.exercise import Case, Exercise, Wrong
+
+if TYPE_CHECKING:
+    from picotron_min.pipeline_action import Plan
+
+TASK = """
+Add the sends and receives to the plans of all ranks. Whatever is computed on one rank and needed on
+another is sent, as soon as it is there: an action of a kind in SENDS, with the rank that it goes
+to as `peer`; and received, an action of a kind in RECEIVES with the micro-batch and chunk of the
+action that needs it, and the rank that it comes from. `place(stage, ranks)` is the rank and chunk
+of a stage. Even if a send waits for its receive and a receive for its send, nothing may deadlock.
+Read: pipeline_action.py, pipeline_simulator.py.
+"""
+
+HINTS = (
+    "Write one list of what all ranks do, in an order in which it can be done. Where does a message"
+    " stand in it? A rank's plan is its part of the list.",
+    "_needs (its W has no message), simulate(...).spans, span.end, SENDS, RECEIVES, _replace.",
+    "Sort the spans of all ranks by their end, and of equal ones the lower rank first. Append each"
+    " action to its rank's plan; if what needs it is on another rank, append a send to this plan,"
+    " and at once a receive to the other.",
+)
+
+SEND_TIME = 0.5  # F takes 1
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = [(p, dice.choice((m, m + 1))) for p, m in ((2, 3), (3, 5), (4, 6), (6, 6))]
+    engines = ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)
+    found = [
+        Case(1, engine=engine, stages=p, micro_batches=m, chunks=v)
+        for p, m in sizes
+        for engine, v in engines
+    ]
+    found.append(Case(2, engine="1f1b", stages=2, micro_batches=4, chunks=1))  # with messages
+    return [*found, Case(3, engine="interleaved", stages=3, micro_batches=3, chunks=2)]
+
+
+def plans_of(case: Case) -> tuple[list["Plan"], dict[tuple[int, int], int]]:
+    """What each rank computes, and the stage of each rank and chunk."""
+    from picotron_min.pipeline_schedule import SCHEDULES
+
+    p, m, v = case.stages, case.micro_batches, case.chunks
+    schedule = SCHEDULES[case.engine]
+    stages = {schedule.place(stage, p): stage for stage in range(p * v)}
+    return [schedule.plan(rank, p, m, v) for rank in range(p)], stages
+
+
+def on_rank(rank, case: Case) -> dict:
+    from exercises.paper import play, run_messages, time_of
+
+    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    p, m, v = case.stages, case.micro_batches, case.chunks
+    schedule = schedules.SCHEDULES[case.engine]
+    plans = [schedule.plan(r, p, m, v) for r in range(p)]
+    complete = simulator.insert_communication([list(plan) for plan in plans], schedule.place)
+    computed = [[a for a in plan if a.peer is None] for plan in complete]
+    results = {"what is computed": texts(computed), "plans": texts(complete)}
+    results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
+    _, stages = plans_of(case)
+    problem = results["problem"] = play(complete, stages)
+    results["time"] = 0.0 if problem else time_of(complete, stages, SEND_TIME)
+    if case.ranks > 1 and not problem:
+        results["numbers"] = run_messages(rank, complete[rank.number], stages)
+    return results
+
+
+def texts(plans: list["Plan"]) -> list[list[str]]:
+    return [[str(action) for action in plan] for plan in plans]
+
+
+def expected(case: Case) -> list[dict]:
+    plans, stages = plans_of(case)
+    by_stage = {stage: place for place, stage in stages.items()}
+    messages = [[] for _ in plans]
+    for (rank, chunk), stage in stages.items():
+        for way, letter in ((1, "F"), (-1, "B")):
+            to, to_chunk = by_stage.get(stage + way, (rank, 0))
+            if to == rank:
+                continue
+            for i in range(case.micro_batches):
+                names = [f"{letter}{i}" + (f".{c}" if c else "") for c in (chunk, to_chunk)]
+                messages[rank].append(f"send {names[0]} to rank {to}")
+                messages[to].append(f"receive {names[1]} from rank {rank}")
+    common = {"what is computed": texts(plans), "problem": ""}
+    common["messages"] = [sorted(names) for names in messages]
+    results = [dict(common) for _ in range(case.ranks)]
+    for rank, plan in enumerate(plans[: case.ranks if case.ranks > 1 else 0]):
+        last = len(stages) - 1
+        numbers = {}
+        for kind, i, chunk, _ in plan:
+            stage = stages[rank, chunk]  # 1000 i, and 1 for each action on the way
+            passed = stage if kind.value == "F" else 2 * last + 1 - stage
+            numbers[f"{kind.value}{i}.{chunk}"] = 1000.0 * i + passed
+        results[rank]["numbers"] = numbers
+    return results
+
+
+def order(case: Case, records) -> str:
+    from picotron_min.pipeline_schedule import SCHEDULES
+    from picotron_min.pipeline_simulator import simulate
+
+    plans, _ = plans_of(case)
+    best = simulate(plans, send_time=SEND_TIME, place=SCHEDULES[case.engine].place).makespan
+    takes = records[0].values["time"]
+    if takes > best + 1e-9:
+        what = f"with messages that take {SEND_TIME:g} forwards, the step takes {takes:g}"
+        return f"{what}; it takes {best:g} if every receive is posted in time"
+    return ""
+
+
+def picture(runs) -> str:
+    case, records = next((c, r) for c, r in runs if (c.engine, c.stages) == ("1f1b", 2))
+    columns = records[0].values["plans"]
+    height = max(map(len, columns))
+    rows = [[*column, *[""] * (height - len(column))] for column in columns]
+    lines = [f"1f1b, 2 ranks, {case.micro_batches} micro-batches", f"{'rank 0':30}rank 1"]
+    return "\n".join([*lines, *(f"{a:30}{b}".rstrip() for a, b in zip(*rows, strict=True))])
+
+
+SPANS = "for rank, action, *_ in sorted(spans, key=lambda span: (span.end, span.rank)):"
+APPEND = "complete[rank].append(action)\n"
+CONDITION = "if peer != rank:"
+RECEIVE = "complete[peer].append(follower._replace(kind=RECEIVES[action.kind], peer=rank))"
+ALONE = """alone = []
+    for rank, plan in enumerate(plans):
+        alone.append([])
+        for action in plan:
+            mine = [m for m in complete[rank] if m[1:3] == action[1:3] and m.peer is not None]
+            alone[-1] += [m for m in mine if m.kind is RECEIVES.get(action.kind)]
+            alone[-1].append(action)
+            alone[-1] += [m for m in mine if m.kind is SENDS.get(action.kind)]
+    return alone"""
+WHEN_NEEDED = """for source, made in ways.get((rank, action), []):
+            if source != rank:
+                complete[source].append(made._replace(kind=SENDS[made.kind], peer=rank))
+                complete[rank].append(action._replace(kind=RECEIVES[made.kind], peer=source))
+        complete[rank].append(action)
+"""
+
+EXERCISE = Exercise(
+    __name__,
+    target="pipeline_simulator:insert_communication",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    order=order,
+    picture=picture,
+    layout={"pp_size": 2, "tp_size": 1},
+    remember="2 (p - 1) messages per micro-batch, one forward and one back between neighbours. In"
+    " production: `_PipelineScheduleRuntime` of `torch.distributed.pipelining`.",
+    wrong=(
+        Wrong(
+            "each_by_itself",
+            "Each rank receives right before an action and sends right behind it. One rank waits to"
+            " send a forward while the next one waits to send it a gradient.",
+            "return complete",
+            ALONE,
+        ),
+        Wrong(
+            "when_needed",
+            "A message is posted only when its receiver needs it: right, but it does not travel"
+            " while the ranks compute, and all of its time is lost.",
+            APPEND,
+            WHEN_NEEDED,
+            CONDITION,
+            "if False:",
+        ),
+        Wrong(
+            "to_the_previous",
+            "Results are sent to the previous rank, whoever needs them.",
+            "kind=SENDS[action.kind], peer=peer",
+            "kind=SENDS[action.kind], peer=(rank - 1) % len(plans)",
+        ),
+        Wrong(
+            "no_gradients",
+            "Gradients are not sent: only the last stage can run its backwards.",
+            CONDITION,
+            "if peer != rank and action.kind is Kind.FORWARD:",
+        ),
+        Wrong(
+            "to_itself",
+            "Where the next stage is another chunk of the same rank, the rank sends to itself.",
+            CONDITION,
+            "if follower:",
+        ),
+        Wrong(
+            "chunk_of_the_sender",
+            "A receive has the chunk of the action that made the message: it must have that of the"
+            " one that needs it.",
+            RECEIVE,
+            RECEIVE.replace("follower", "action"),
+        ),
+        Wrong(
+            "no_receives",
+            "Messages are sent, but not received.",
+            RECEIVE,
+            "pass",
+        ),
+        Wrong(
+            "rank_by_rank",
+            "The list has all of rank 0 first, then all of rank 1, ...: a rank runs its backwards"
+            " before it has received their gradients.",
+            "(span.end, span.rank)",
+            "(span.rank, span.end)",
+        ),
+    ),
+    also_right=(
+        """
+def insert_communication(plans, place=loop):
+    ranks = len(plans)
+    chunks = 1 + max(action.chunk for plan in plans for action in plan)
+    stages = {place(stage, ranks): stage for stage in range(ranks * chunks)}
+    spans = simulate(plans, send_time=1e-6, place=place).spans
+    complete = [[] for _ in plans]
+    for span in sorted(spans, key=lambda span: (span.end, span.rank)):
+        kind, i, chunk, _ = span.action
+        complete[span.rank].append(span.action)
+        if kind is Kind.WEIGHT:
+            continue
+        stage = stages[span.rank, chunk] + (1 if kind is Kind.FORWARD else -1)
+        if 0 <= stage < ranks * chunks and place(stage, ranks)[0] != span.rank:
+            peer, its_chunk = place(stage, ranks)
+            complete[span.rank].append(Action(SENDS[kind], i, chunk, peer))
+            complete[peer].append(Action(RECEIVES[kind], i, its_chunk, span.rank))
+    return complete
+""",
+    ),
+)
