@@ -1,0 +1,217 @@
+"""17 interleave: chunks make the bubble smaller
+
+Plans of up to 4 ranks with up to 3 chunks each are played by pipeline_simulator.py, also with
+messages that take a fifth of a chunk's forward.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+from exercises.world import Deadlock
+
+TASK = """
+Return the plan of a rank that has several chunks. Micro-batches take turns in groups: the forwards
+of a group run through all chunks, the first one first, before those of the next group; so do the
+backwards, the last chunk first. A rank starts as many forwards as its first group needs to reach
+the last chunk, and two more for each rank behind it; then a forward and a backward take turns.
+group_sizes and _alternating help. Bubble: (p - 1) / (m v + p - 1) for v chunks and m >= p.
+Read: pipeline_action.py, pipeline_schedule.py.
+"""
+
+HINTS = (
+    "It is 1F1B with a longer warm-up, over groups of micro-batches.",
+    "group_sizes(ranks, num_micro_batches), _alternating(sizes, chunks, warmup), rank.",
+    "Warm-up: 2 forwards for each rank behind this one, and (chunks - 1) times the size of the"
+    " first group.",
+)
+
+SIZES = ((1, 3, 2), (2, 2, 2), (2, 5, 2), (2, 4, 3), (3, 2, 2), (3, 6, 2), (3, 8, 2))
+SIZES += ((4, 4, 2), (4, 8, 2), (4, 8, 1))
+SEND_TIME = 0.2  # a chunk's forward takes 1
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = [*SIZES, (3, dice.randint(9, 14), dice.randint(2, 3))]
+    return [Case(1, stages=p, micro_batches=m, chunks=v) for p, m, v in sizes]
+
+
+def on_rank(rank, case: Case) -> dict:
+    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    p, m, v = case.stages, case.micro_batches, case.chunks
+    plans = [schedules.interleaved(r, p, m, v) for r in range(p)]
+    try:
+        timeline = simulator.simulate(plans)
+    except ValueError as error:
+        if "deadlock" in str(error):
+            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
+        return {"problem": str(error)}
+    draw = rank.course.module("runtime.draw").draw
+    whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
+    simple = [schedules.one_f_one_b(r, p, m) for r in range(p)]
+    simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
+    return {
+        "problem": "",
+        "time": timeline.makespan,
+        "bubble of each rank": [timeline.bubble(r) for r in range(p)],
+        "most chunks alive": [schedules.peak_live(plan) for plan in plans],
+        "bubble with messages": simulator.simulate(plans, send_time=SEND_TIME).bubble(0),
+        "drawings": [draw(both, 100, simple.makespan) for both in (simple, timeline)],
+    }
+
+
+def expected(case: Case) -> list[dict]:
+    p, m, v = case.stages, case.micro_batches, case.chunks
+    slots = max(m, p) * v + min(m, p) - 1  # of one forward and one backward, which takes 2
+    first = -(-m // max(1, m // p))  # the size of the first group: others are as large, or smaller
+    return [
+        {
+            "problem": "",
+            "time": 3.0 * slots,
+            "bubble of each rank": [1 - m * v / slots] * p,
+            "most chunks alive": [min(m * v, (v - 1) * first + 2 * (p - r) - 1) for r in range(p)],
+        }
+    ]
+
+
+def order(case: Case, records) -> str:
+    if (case.stages, case.micro_batches, case.chunks) != (4, 8, 2):
+        return ""
+    bubble = records[0].values.get("bubble with messages", 0.0)
+    if bubble > 0.1975:
+        what = f"with messages of {SEND_TIME} forwards the bubble is {bubble:.1%}"
+        return f"{what}; it is 19.7% where warm-up forwards hide them"
+    return ""
+
+
+def picture(runs) -> str:
+    case, records = next((c, r) for c, r in runs if (c.stages, c.micro_batches) == (4, 4))
+    simple, mine = records[0].values["drawings"]
+    title = f"4 ranks, 4 micro-batches: 1F1B, and with {case.chunks} chunks; f0: of the second one"
+    return f"{title}\n{simple}\n\n{mine}"
+
+
+GROUPS = "sizes = group_sizes(ranks, num_micro_batches)"
+WARMUP = "warmup = 2 * (ranks - rank - 1)"
+FIRST_GROUP = "warmup += (chunks - 1) * sizes[0]"
+RETURN = "return _alternating(sizes, chunks, warmup)"
+BACKWARDS = """plan = _alternating(sizes, chunks, warmup)
+    swapped = [chunks - 1 - action.chunk for action in plan]
+    return [a if a.kind is Kind.FORWARD else a._replace(chunk=c) for a, c in zip(plan, swapped)]"""
+SHORT_LAST = """rest = num_micro_batches % ranks
+    sizes = [ranks] * (num_micro_batches // ranks) + [rest] * (rest > 0)"""
+
+EXERCISE = Exercise(
+    __name__,
+    target="pipeline_schedule:interleaved",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    order=order,
+    picture=picture,
+    layout={"pp_size": 2, "tp_size": 1, "pp_engine": "interleaved", "pp_chunks": 2},
+    remember="With 4 ranks, 8 micro-batches and 2 chunks the bubble is 15.8%, not 27.3%, for twice"
+    " the messages. In production: `torch.distributed.pipelining.ScheduleInterleaved1F1B`.",
+    wrong=(
+        Wrong(
+            "one_at_a_time",
+            "One micro-batch runs through all chunks before the next one: ranks wait while it"
+            " is on others.",
+            GROUPS,
+            "sizes = [1] * num_micro_batches",
+        ),
+        Wrong(
+            "one_group",
+            "All micro-batches are one group: they must all have passed the first chunk before the"
+            " second one begins, and more of them are alive.",
+            GROUPS,
+            "sizes = [num_micro_batches]",
+        ),
+        Wrong(
+            "short_last_group",
+            "The last group has what is left: one of fewer micro-batches than ranks makes all ranks"
+            " wait. Deal the rest to other groups.",
+            GROUPS,
+            SHORT_LAST,
+        ),
+        Wrong(
+            "largest_group_last",
+            "The largest group comes last: the warm-up, counted for the first one, is too short"
+            " for it.",
+            GROUPS,
+            f"{GROUPS}[::-1]",
+        ),
+        Wrong(
+            "warmup_of_1f1b",
+            "With one forward for each rank behind, as in 1F1B, nothing hides messages: with those"
+            " of a fifth of a forward the bubble is 24.1%, not 19.7%.",
+            WARMUP,
+            "warmup = ranks - rank - 1",
+        ),
+        Wrong(
+            "no_first_group",
+            "The warm-up ends before the first group has reached the last chunk: a rank waits for a"
+            " gradient that needs forwards of its own.",
+            FIRST_GROUP,
+            "",
+        ),
+        Wrong(
+            "same_warmup",
+            "All ranks have the same warm-up: those behind could return gradients earlier, and keep"
+            " more chunks alive than they need.",
+            WARMUP,
+            "warmup = 2 * (ranks - 1)",
+        ),
+        Wrong(
+            "other_end",
+            "The warm-up is counted from the other end: the first rank has the shortest.",
+            WARMUP,
+            "warmup = 2 * rank",
+        ),
+        Wrong(
+            "warmup_too_long",
+            "The warm-up is one forward too long: one more chunk is alive on each rank.",
+            WARMUP,
+            f"{WARMUP} + 1",
+        ),
+        Wrong(
+            "all_forwards_first",
+            "All forwards come first: the bubble is the same, but all micro-batches are alive, in"
+            " all chunks.",
+            RETURN,
+            "return _alternating(sizes, chunks, num_micro_batches * chunks)",
+        ),
+        Wrong(
+            "backward_in_forward_order",
+            "Backwards run through the chunks in the order of forwards: a gradient comes from the"
+            " last chunk.",
+            RETURN,
+            BACKWARDS,
+        ),
+        Wrong(
+            "one_chunk",
+            "Only the first chunk is run.",
+            RETURN,
+            "return _alternating(sizes, 1, warmup)",
+        ),
+    ),
+    also_right=(
+        """
+def interleaved(rank, ranks, num_micro_batches, chunks=1):
+    groups, start = [], 0
+    for size in group_sizes(ranks, num_micro_batches):
+        groups.append(range(start, start + size))
+        start += size
+    forwards = [(i, c) for group in groups for c in range(chunks) for i in group]
+    backwards = [(i, c) for group in groups for c in range(chunks)[::-1] for i in group]
+    alive, plan = len(groups[0]) * (chunks - 1) + 2 * (ranks - 1 - rank) + 1, []
+    while backwards:
+        if forwards and len(backwards) - len(forwards) < alive:
+            plan.append(Action(Kind.FORWARD, *forwards.pop(0)))
+        else:
+            plan.append(Action(Kind.BACKWARD, *backwards.pop(0)))
+    return plan
+""",
+    ),
+)
