@@ -145,7 +145,7 @@ EXERCISE = Exercise(
         Wrong(
             "warmup_of_1f1b",
             "With one forward for each rank behind, as in 1F1B, nothing hides messages: with those"
-            " of a fifth of a forward the bubble is 24.1%, not 19.7%.",
+            " of a fifth of a forward the bubble is 23.8%, not 19.7%.",
             WARMUP,
             "warmup = ranks - rank - 1",
         ),
