@@ -1,0 +1,207 @@
+"""23 orthogonalise: all directions of an update get about the same length
+
+The reference decomposes the matrix and changes its singular values one by one, as numbers. FLOPs
+are counted by torch: the docstring of muon.py has the formula.
+"""
+
+import math
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Change the singular values of a matrix, and nothing else: divide it by its norm (Frobenius, at least
+1e-7), so that none is above 1, and then apply s <- a s + b s^3 + c s^5 to them five times, with
+a = 3.4445, b = -4.7750, c = 2.0315. No decomposition is needed: where x has s, (x x^T) x has s^3.
+Take the smaller of both products, x x^T of a wide matrix, so that it costs at most
+5 (4 k^2 l + 2 k^3) FLOPs for a matrix of k x l, k <= l; and keep shape and dtype.
+Read: muon.py.
+"""
+
+HINTS = (
+    "Make it wide; normalise; five times x <- a x + (b g + c g g) x with g = x x^T; turn it back.",
+    "Tensor.T, Tensor.norm, Tensor.clamp(min=1e-7), @, torch.addmm(x, m, y, beta=, alpha=).",
+    "A tall matrix is transposed first, and its result at the end. b (x x^T) x + c (x x^T)^2 x is"
+    " (b g + c g g) x: two products beside that of g.",
+)
+
+A, B, C = 3.4445, -4.7750, 2.0315
+
+
+def cases(dice: random.Random) -> list[Case]:
+    k = dice.randint(2, 4)
+    shapes = [(k, k + dice.randint(2, 4)), (k + dice.randint(2, 4), k), (5, 5)]
+    some = [Case(1, shape=shape, scale=scale) for shape in shapes for scale in (1, 1e-3)]
+    return [*some, Case(1, shape=(8, 12), scale=100), Case(1, shape=(3, 4), scale=0)]
+
+
+def update_of(case: Case):
+    """Some directions matter much more than others, as in a gradient."""
+    import torch
+
+    u, _, v = torch.linalg.svd(draw(case, "update", shape=case.shape), full_matrices=False)
+    sizes = 4.0 ** -torch.arange(u.shape[1], dtype=torch.float64)
+    return case.scale * (u * sizes) @ v
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    orthogonalise, update = rank.course.muon.orthogonalise, update_of(case)
+    given = update.clone()
+    with FlopCounterMode(display=False) as counter:
+        direction = orthogonalise(given)
+    short, long = sorted(case.shape)  # k and l
+    formula = 5 * (4 * short * short * long + 2 * short**3)
+    finite = direction if direction.isfinite().all() else torch.zeros_like(direction)
+    return {
+        "direction": direction,
+        "the update afterwards": given,
+        "dtype of a bfloat16 update": str(orthogonalise(update.bfloat16()).dtype),
+        "FLOPs above 5 (4 k^2 l + 2 k^3)": max(0, counter.get_total_flops() - formula),
+        "singular values": torch.linalg.svdvals(finite).tolist(),
+    }
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    update = update_of(case)
+    u, sizes, v = torch.linalg.svd(update, full_matrices=False)
+    length, changed = max(math.hypot(*sizes), 1e-7), []
+    for s in sizes.tolist():
+        s /= length
+        for _ in range(5):
+            s = A * s + B * s**3 + C * s**5
+        changed.append(s)
+    return [
+        {
+            "direction": (u * torch.tensor(changed, dtype=torch.float64)) @ v,
+            "the update afterwards": update,
+            "dtype of a bfloat16 update": "torch.bfloat16",
+            "FLOPs above 5 (4 k^2 l + 2 k^3)": 0,
+        }
+    ]
+
+
+def picture(runs) -> str:
+    import torch
+
+    case, records = runs[-2]
+    before = torch.linalg.svdvals(update_of(case))
+    shown = {"before": (before / before.norm()).tolist()}
+    shown["after"] = records[0].values["singular values"]
+    blocks = []
+    for name, values in shown.items():
+        rows = {f"{name} {i}": value for i, value in enumerate(values)}
+        blocks.append(bars(rows, "{:.5f}"))
+    return "The singular values, the largest first\n\n" + "\n\n".join(blocks)
+
+
+NORMALISE = "x = x / x.norm().clamp(min=1e-7)"
+STEP = "x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)"
+TALL = "update.shape[0] > update.shape[1]"
+
+EXERCISE = Exercise(
+    __name__,
+    target="muon:orthogonalise",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="15 products of matrices bring singular values from 0.002 .. 1 to 0.7 .. 1.2. In"
+    " production: `torch.optim.Muon`.",
+    wrong=(
+        Wrong(
+            "not_normalised",
+            "The matrix is not divided by its norm: singular values above 1 grow without bound,"
+            " and small ones stay small.",
+            NORMALISE,
+            "pass",
+        ),
+        Wrong(
+            "zero_divided_by_zero",
+            "A matrix of zeros becomes NaN: its norm is 0. Let the divisor be at least 1e-7.",
+            ".clamp(min=1e-7)",
+            "",
+        ),
+        Wrong(
+            "largest_element",
+            "It is divided by its largest element, not by its norm: singular values above 1"
+            " remain, and grow without bound.",
+            "x.norm()",
+            "x.abs().max()",
+        ),
+        Wrong(
+            "rows_normalised",
+            "Each row is divided by its own norm: that changes the directions.",
+            "x.norm()",
+            "x.norm(dim=1, keepdim=True)",
+        ),
+        Wrong(
+            "normalised_each_time",
+            "It is divided by its norm in every iteration, not only before the first: singular"
+            " values near 1 cannot stay there.",
+            "gram = x @ x.T",
+            "x = x / x.norm().clamp(min=1e-7)\n        gram = x @ x.T",
+        ),
+        Wrong(
+            "larger_product",
+            "Of a tall matrix the larger of both products is computed: right, but with more FLOPs.",
+            TALL,
+            "False",
+        ),
+        Wrong(
+            "wide_turned",
+            "Wide matrices are transposed, and tall ones are not: right, but with more FLOPs.",
+            TALL,
+            "update.shape[0] < update.shape[1]",
+        ),
+        Wrong(
+            "not_turned_back",
+            "A tall matrix is not transposed back: the result does not have the update's shape.",
+            "return x.T if is_tall else x",
+            "return x",
+        ),
+        Wrong(
+            "four_times",
+            "There are four iterations, not five: small singular values are still small.",
+            "range(5)",
+            "range(4)",
+        ),
+        Wrong(
+            "element_by_element",
+            "gram * gram multiplies elements; s^5 needs the product of matrices, gram @ gram.",
+            STEP,
+            "x = a * x + (b * gram + c * gram * gram) @ x",
+        ),
+        Wrong(
+            "without_the_fifth_power",
+            "The term with s^5 is missing.",
+            STEP,
+            "x = torch.addmm(x, gram, x, beta=a, alpha=b)",
+        ),
+        Wrong(
+            "added_to_x",
+            "x + a x + ... instead of a x + ...: the polynomial replaces x, it is no correction.",
+            STEP,
+            STEP.replace("beta=a", "beta=1 + a"),
+        ),
+    ),
+    also_right=(
+        """
+def orthogonalise(update):
+    if update.shape[0] > update.shape[1]:
+        return orthogonalise(update.T).T
+    x = update / max(update.norm(), 1e-7)
+    for _ in range(5):
+        g = x @ x.T
+        x = 3.4445 * x + (2.0315 * (g @ g) - 4.7750 * g) @ x
+    return x
+""",
+    ),
+)

@@ -1,0 +1,274 @@
+"""24 route: the best experts of each token, and how much each counts
+
+The reference goes through tokens, groups and experts one by one. Gradients are compared, too: a
+router learns through the weights alone.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+
+TASK = """
+From logits [..., X] return, for each token, the k best experts, their weights, both [..., k] with
+the best first, and every expert's share of all scores [..., X]. Scores are the softmax of the
+logits, or their sigmoid. A bias, if any, is added to the scores to choose, and for nothing else. If
+config.n_group > 1, experts are in so many groups, and only those of the best config.topk_group
+groups can be chosen: a group is as good as its two best experts together, with bias. Nothing is
+learned through the choice. The weights are the chosen experts' scores, with config.norm_topk_prob
+divided by their sum, then multiplied by config.routed_scaling_factor. Shares are the scores divided
+by their sum: softmax's have it already. Add TINY to sums that divide.
+Read: router.py.
+"""
+
+HINTS = (
+    "Scores; rank them, with bias and groups, to choose; then take the weights from the scores.",
+    "config.scoring_func, softmax, sigmoid, torch.no_grad, Tensor.topk(k).indices, unflatten,"
+    " scatter_, masked_fill with -math.inf, flatten, gather.",
+    "View the ranked scores as [..., groups, experts of one]. Of each group add the two best; take"
+    " the best groups; set the others' experts to -inf, not to 0, since a bias may be negative."
+    " The k best are the experts. Gather their scores, without the bias.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    plain = {"experts": 8, "k": 3, "groups": 1, "bias": False, "scaling": 1.0}
+    variants = [
+        {"scoring": "softmax", "norm": False},
+        {"scoring": "softmax", "norm": True, "scaling": 2.5},
+        {"scoring": "sigmoid", "norm": False, "scaling": 1.5, "bias": True},
+        {"scoring": "sigmoid", "norm": True, "scaling": 2.5, "bias": True},
+        {"scoring": "sigmoid", "norm": True, "groups": 4, "bias": True},
+        {"scoring": "sigmoid", "norm": False, "groups": 2, "experts": 12},
+    ]
+    return [Case(1, tokens=dice.randint(20, 30), **(plain | v)) for v in variants]
+
+
+def inputs(case: Case):
+    logits = 2 * draw(case, "logits", shape=(2, case.tokens, case.experts))
+    bias = 0.5 * draw(case, "bias", shape=(case.experts,)) - 1 if case.bias else None
+    return logits, bias, draw(case, "gradient", shape=(2, case.tokens, case.k))
+
+
+def config_of(case: Case):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        num_local_experts=case.experts,
+        num_experts_per_tok=case.k,
+        scoring_func=case.scoring,
+        norm_topk_prob=case.norm,
+        routed_scaling_factor=case.scaling,
+        n_group=case.groups,
+        topk_group=max(1, case.groups // 2),
+    )
+
+
+def results_of(route, case: Case) -> dict:
+    import torch
+
+    logits, bias, d_weights = inputs(case)
+    logits.requires_grad_()
+    weights, experts, shares = route(logits, config_of(case), bias)
+    results = {"experts": experts, "weights": weights.detach(), "shares": shares.detach()}
+    parts = [("weights", weights, d_weights), ("shares", shares, logits.detach())]
+    for name, result, gradient in parts:
+        grad = torch.zeros_like(logits)
+        if result.requires_grad and result.shape == gradient.shape:
+            (grad,) = torch.autograd.grad(result, logits, gradient, retain_graph=True)
+        results[f"gradient of logits through the {name}"] = grad
+    return results
+
+
+def on_rank(rank, case: Case) -> dict:
+    return results_of(rank.course.router.route, case)
+
+
+def expected(case: Case) -> list[dict]:
+    return [results_of(slow_route, case)]
+
+
+def slow_route(logits, config, bias):
+    """Chooses token by token, and expert by expert."""
+    import torch
+
+    if config.scoring_func == "softmax":
+        scores = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    else:
+        scores = 1 / (1 + (-logits).exp())
+    ranked = scores.detach() + (0 if bias is None else bias)
+    tokens = ranked.flatten(0, 1).tolist()
+    experts = torch.tensor([best_experts(token, config) for token in tokens])
+    experts = experts.unflatten(0, logits.shape[:-1])
+    is_chosen = torch.nn.functional.one_hot(experts, logits.shape[-1])
+    weights = (scores[..., None, :] * is_chosen).sum(-1)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    shares = scores / scores.sum(-1, keepdim=True)
+    return weights * config.routed_scaling_factor, experts, shares
+
+
+def best_experts(ranked: list[float], config) -> list[int]:
+    size = len(ranked) // config.n_group
+    groups = [range(g * size, (g + 1) * size) for g in range(config.n_group)]
+    if config.n_group > 1:
+        groups.sort(key=lambda group: -sum(sorted(ranked[i] for i in group)[-2:]))
+        groups = groups[: config.topk_group]
+    allowed = [i for group in groups for i in group]
+    return sorted(allowed, key=lambda i: -ranked[i])[: config.num_experts_per_tok]
+
+
+def picture(runs) -> str:
+    case, records = runs[4]
+    values = records[0].values
+    groups = f"{case.experts} experts in {case.groups} groups, of which {case.groups // 2} count"
+    lines = [f"{groups}; the weights of chosen experts, in %"]
+    for token in range(8):
+        experts = values["experts"][0, token].tolist()
+        weights = dict(zip(experts, values["weights"][0, token].tolist(), strict=True))
+        cells = [
+            f"{100 * weights[i]:4.0f}" if i in weights else "   ." for i in range(case.experts)
+        ]
+        size = case.experts // case.groups
+        groups = ["".join(cells[g : g + size]) for g in range(0, case.experts, size)]
+        lines.append(f"token {token}  " + "  │".join(groups))
+    return "\n".join(lines)
+
+
+GROUPS = "groups.topk(2).values.sum(-1)"
+CHOICE = "experts = ranked.topk(config.num_experts_per_tok).indices"
+WEIGHTS = "weights, shares = scores.gather(-1, experts), scores"
+NORM = "weights = weights / (weights.sum(-1, keepdim=True) + TINY)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="router:route",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="In DeepSeek-V3 each token uses 8 of 256 experts, from at most 4 of 8 groups, so from"
+    " few nodes. In production: Megatron-LM's `TopKRouter`.",
+    factors=lambda case: {"routed_scaling_factor": case.scaling, "k": case.k},
+    wrong=(
+        Wrong(
+            "bias_in_the_weights",
+            "The weights contain the bias. It only chooses: it must not change what is computed.",
+            WEIGHTS,
+            "weights, shares = (scores if bias is None else scores + bias).gather(-1, experts),"
+            " scores",
+        ),
+        Wrong(
+            "bias_ignored",
+            "The bias is not used to choose.",
+            "ranked = scores if bias is None else scores + bias",
+            "ranked = scores",
+        ),
+        Wrong(
+            "group_by_its_best",
+            "A group is ranked by its best expert alone, not by the two best together.",
+            GROUPS,
+            "groups.amax(-1)",
+        ),
+        Wrong(
+            "group_by_its_sum",
+            "A group is ranked by all of its experts, not by the two best.",
+            GROUPS,
+            "groups.sum(-1)",
+        ),
+        Wrong(
+            "others_set_to_zero",
+            "Experts of other groups get a score of 0: where a bias makes all scores negative, 0 is"
+            " the best. Set them to -inf.",
+            "-math.inf",
+            "0.0",
+        ),
+        Wrong(
+            "groups_ignored",
+            "All groups can be chosen from: the tokens of one rank then go to every other.",
+            "if config.n_group > 1:",
+            "if False:",
+        ),
+        Wrong(
+            "not_normalised",
+            "The weights are not divided by their sum where norm_topk_prob asks for it.",
+            NORM,
+            "pass",
+        ),
+        Wrong(
+            "always_normalised",
+            "The weights are divided by their sum, also where norm_topk_prob is off.",
+            "if config.norm_topk_prob:",
+            "if True:",
+        ),
+        Wrong(
+            "scaled_before",
+            "The weights are scaled before they are divided by their sum, which undoes it.",
+            WEIGHTS,
+            "weights, shares = scores.gather(-1, experts) * config.routed_scaling_factor, scores",
+            "weights * config.routed_scaling_factor, experts",
+            "weights, experts",
+        ),
+        Wrong(
+            "not_scaled",
+            "The weights are not multiplied by routed_scaling_factor.",
+            "weights * config.routed_scaling_factor, experts",
+            "weights, experts",
+        ),
+        Wrong(
+            "weights_not_learned",
+            "No gradient flows through the weights: the router would never learn.",
+            WEIGHTS,
+            "weights, shares = scores.detach().gather(-1, experts), scores",
+        ),
+        Wrong(
+            "sum_not_learned",
+            "No gradient flows through the sum that divides the weights: it depends on the scores,"
+            " too.",
+            NORM,
+            "weights = weights / (weights.sum(-1, keepdim=True).detach() + TINY)",
+        ),
+        Wrong(
+            "shares_not_normalised",
+            "The shares of sigmoid scores do not add up to 1: the balance loss needs shares.",
+            "shares = scores / (scores.sum(-1, keepdim=True) + TINY)",
+            "pass",
+        ),
+        Wrong(
+            "one_expert_fewer",
+            "One expert is missing: k are chosen for each token.",
+            CHOICE,
+            CHOICE.replace("_tok", "_tok - 1"),
+        ),
+        Wrong(
+            "always_softmax",
+            "Scores are always the softmax of the logits, also where scoring_func is sigmoid.",
+            'logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()',
+            "logits.softmax(-1)",
+        ),
+    ),
+    also_right=(
+        """
+def route(logits, config, bias=None):
+    is_softmax, n = config.scoring_func == "softmax", config.n_group
+    scores = torch.softmax(logits, -1) if is_softmax else torch.sigmoid(logits)
+    order = scores.detach().clone()
+    if bias is not None:
+        order += bias
+    if n > 1:
+        size = order.shape[-1] // n
+        best_two = order.view(*order.shape[:-1], n, size).sort(-1).values[..., -2:].sum(-1)
+        worst = best_two.argsort(-1)[..., : n - config.topk_group]
+        for g in range(n):
+            out = (worst == g).any(-1)
+            order[..., g * size : (g + 1) * size][out] = -math.inf
+    experts = order.sort(-1, descending=True).indices[..., : config.num_experts_per_tok]
+    weights = torch.gather(scores, -1, experts)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
+    return config.routed_scaling_factor * weights, experts, shares
+""",
+    ),
+)
