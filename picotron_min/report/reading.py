@@ -21,8 +21,8 @@ from picotron_min.pipeline_simulator import Timeline
 from picotron_min.report.rank_traffic import VARY
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.draw import read_trace
-from picotron_min.runtime.metrics import EvalRecord, SaveRecord, StepRecord
-from picotron_min.runtime.run_log import EVENTS, RUN_LOG, Ranks, Start
+from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, SaveRecord, StepRecord
+from picotron_min.runtime.run_log import EVENTS, Ranks, Start
 from picotron_min.runtime.wording import counted
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from picotron_min.checkpoint import delete
-from picotron_min.runtime.run_log import RUN_LOG
+from picotron_min.runtime.metrics import RUN_LOG
 
 CHECKPOINT = "step-" + 8 * "[0-9]"  # as a pattern of file names
 

@@ -8,6 +8,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+RUN_LOG = "run.jsonl"  # beside the metrics: see run_log.py, which needs pydantic
+
 
 @dataclass(frozen=True)
 class StepRecord:

@@ -23,8 +23,8 @@ from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
 from picotron_min.runtime.inputs import Inputs
 from picotron_min.runtime.metadata import resume_warnings
-from picotron_min.runtime.metrics import EvalRecord, MetricsLog, SaveRecord, StepRecord
-from picotron_min.runtime.run_log import RUN_LOG, Rank, Ranks, Sent, Start, append_event
+from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, MetricsLog, SaveRecord, StepRecord
+from picotron_min.runtime.run_log import Rank, Ranks, Sent, Start, append_event
 from picotron_min.runtime.speed import Speedometer, device_name, memory_gb
 from picotron_min.runtime.trace import Trace
 from picotron_min.runtime.wording import counted, human

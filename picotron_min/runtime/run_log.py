@@ -13,8 +13,6 @@ from pydantic import BaseModel, NonNegativeInt
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import Config
 
-RUN_LOG = "run.jsonl"
-
 
 class Start(BaseModel, frozen=True):
     """A run began, or resumed, with these settings on these devices."""
