@@ -36,6 +36,7 @@ ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dat
 ALIASES |= {"training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len"}
 ALIASES["training.gradient_accumulation_steps"] = "--grad_acc_steps"
 HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
+ASSUMED_GPU = "H100"  # this machine need not have any
 GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine
 
 
@@ -87,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out_dir", required=True, help="folder of all experiments")
     parser.add_argument("--exp_name", required=True, help="folder of this one, and its run_name")
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
-    about = "whose step is predicted, if the run is on GPUs; default: H100"
-    parser.add_argument("--gpu", choices=GPUS, default="H100", help=about)
+    about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
+    parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
     for where, schema in KEYS.items():
         names = [ALIASES[where]] if where in ALIASES else []
         names += [f"--{where.split('.')[1]}"] if not where.endswith(".name") else []
@@ -140,7 +141,7 @@ def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
 
 
-def describe(config: Config, gpu: str) -> None:
+def describe(config: Config, gpu: str | None) -> None:
     """Print what the config means: processes, batch, parameters, and bytes per rank."""
     t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
@@ -156,9 +157,9 @@ def describe(config: Config, gpu: str) -> None:
         model_config = resolve_model(config)
         print_costs(config, model_config)
         if config.model.offload:
-            print_offload(config, model_config, GPUS[gpu])
+            print_offload(config, model_config, GPUS[gpu or ASSUMED_GPU])
         if not config.distributed.use_cpu:
-            print_prediction(config, model_config, GPUS[gpu])
+            print_prediction(config, model_config, gpu)
     else:  # a hub id, checked when the run fetches it
         remedy = f"download {name} and name its folder"
         print(f"parameters       not known without the network: {remedy}")
@@ -224,7 +225,8 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
     print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
 
 
-def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
+def print_prediction(config: Config, model_config: ModelConfig, asked: str | None) -> None:
+    gpu = GPUS[asked or ASSUMED_GPU]
     if config.model.dtype not in gpu.peaks:
         return
     request, candidate = predicted(config, model_config, gpu)
@@ -232,6 +234,8 @@ def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu) -> Non
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     print(f"predicted step   {step:.3g} s, {speed} on {on}: see python -m picotron_min.planner")
+    if not asked:
+        print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
 
 
 def print_experts(config: Config, model_config: ModelConfig) -> None:

@@ -61,25 +61,29 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, e
 @pytest.mark.parametrize(
     "change,expected",
     [
-        ("", "state.json: Invalid JSON: .* at line 1 column 0"),
-        ("[" * 10**5, "state.json: Invalid JSON: recursion limit exceeded"),
-        ("[]", "state.json: Input should be an object"),
-        ("{}", "state.json: step: Field required; state.json: skipped_steps: Field required"),
+        ("", "state.json: it is not JSON"),
+        ("[" * 10**5, "state.json: it is not JSON"),
+        ("[]", r"state.json: \[\] is not what a run writes"),
+        ("{}", "state.json: step is missing; state.json: skipped_steps is missing"),
         (None, r"No such file or directory: '.*state\.json'"),
-        ({"step": "six"}, "step: Input should be a valid integer"),
-        ({"step": -3}, "step: Input should be greater than or equal to 0"),
-        ({"step": 10**20}, "step: Input should be"),
+        ({"step": "six"}, 'state.json: step="six" is not what'),
+        ({"step": -3}, "step=-3 is not what a run writes"),
+        ({"step": 10**20}, "step=100000000000000000000 is not what"),
         ({"step": 6}, "state.json: step is 6, unlike the folder's name"),
         ({"skipped_steps": 8}, "state.json: 8 of 7 steps skipped"),
-        ({"files": {}}, "files: Dictionary should have at least 1 item"),
+        ({"files": {}}, "files={} is not what"),
         ({"files": {"other.safetensors": 8}}, rf"files lacks {SHARD}; other.* is missing"),
-        ({"files": {SHARD: "long"}}, "files.*: Input should be a valid integer"),
+        ({"files": {SHARD: "long"}}, 'files.*="long" is not what'),
         ({"config": {}}, "state.json: config lacks dataset, model, training"),
-        ({"config": []}, "config: Input should be an object"),
-        ({"config": {"model": {"dtype": "float8"}}}, "config.model.dtype: .* 'bfloat16' or"),
-        ({"model": {}}, "model.vocab_size: Field required; .*model.hidden_size"),
-        ({"model": {"rope_scaling": 5}}, "model.rope_scaling: Input should be an object"),
-        ({"tokens_seen": "many"}, "tokens_seen: Input should be a valid integer"),
+        ({"config": []}, r"config=\[\] is not what"),
+        (
+            {"config": {"model": {"dtype": "float8"}}},
+            'config.model.dtype="float8" must be "float32", .* or "float64"',
+        ),
+        ({"steps": 7}, "state.json: steps is not known"),
+        ({"model": {}}, "model.vocab_size is missing; .*model.hidden_size is missing"),
+        ({"model": {"rope_scaling": 5}}, "model.rope_scaling=5 is not what"),
+        ({"tokens_seen": "many"}, 'tokens_seen="many" is not what'),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -152,7 +156,9 @@ def test_an_export_refuses_an_unknown_dtype_with_exit_code_2(tmp_path, capsys, c
         export.main(["export", str(folder), str(tmp_path / "hf")])
     assert end.value.code == 2 and not (tmp_path / "hf").exists()
     error = capsys.readouterr().err
-    assert "config.model.dtype: Input should be 'float32', 'bfloat16' or 'float64'" in error
+    dtype = json.dumps(change["config"]["model"]["dtype"])
+    wanted = 'must be "float32", "bfloat16" or "float64"'
+    assert f"config.model.dtype={dtype} {wanted}" in error
     assert "Name another one in the argument `checkpoint`" in error
     assert "load_path" not in error
 

@@ -273,7 +273,9 @@ def test_a_model_without_a_tokenizer_is_planned_but_not_written(tmp_path, capsys
     assert plan(*asked, "--top", 1) == 0
     assert " x 1" in capsys.readouterr().out
     assert plan(*asked, "--write", tmp_path / "c.json") == 2
-    assert "holds no tokenizer: copy its files there, or set" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "holds no tokenizer: copy its files there, or set" in printed.err
+    assert not printed.out, "before the search"
 
 
 def test_the_memory_of_a_tiny_model_is_shown(capsys):
@@ -423,6 +425,11 @@ def test_a_new_config_shows_the_step_that_the_planner_predicts(tmp_path, capsys)
     assert plan("--config", tmp_path / "a/config.json", "--gpu", "A100-80GB", "--json") == 0
     step = json.loads(capsys.readouterr().out)["step_seconds"]
     assert f"predicted step   {step:.3g} s" in printed and "on A100-80GB" in printed
+    assert "assumed" not in printed
+    assert create_config.main([*run, *shape[:-2]]) == 0
+    printed = capsys.readouterr().out
+    assert "on H100: see" in printed
+    assert "  H100 is assumed: name another with --gpu, or add --use_cpu\n" in printed
     assert create_config.main([*run, *shape, "--use_cpu", "--force"]) == 0
     assert "predicted" not in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors
-from picotron_min.runtime.wording import shown
+from picotron_min.runtime.wording import expected, shown
 
 
 class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
@@ -43,8 +43,7 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         problems = list(_problems(folder, metadata))
     except ValidationError as error:
-        problems = [".".join(map(str, e["loc"])) + f": {e['msg']}" for e in error.errors()]
-        problems = [f"state.json: {problem.removeprefix(': ')}" for problem in problems]
+        problems = [f"state.json: {_describe(e)}" for e in error.errors()]
     except OSError as error:
         problems = [str(error)]
     if problems:
@@ -53,6 +52,18 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
         remedy += f": {max(older)} is the one before it" if older else ""
         raise ValueError(f"cannot use the checkpoint {folder}: {'; '.join(problems)}. {remedy}")
     return metadata
+
+
+def _describe(error: dict) -> str:
+    """One of pydantic's errors, in words that need no knowledge of it."""
+    path = [str(part) for part in error["loc"]]
+    where, value = ".".join(path), shown(error["input"])
+    facts = {"json_invalid": "it is not JSON", "missing": f"{where} is missing"}
+    facts["extra_forbidden"] = f"{where} is not known"
+    facts["none_required"] = f"{where} must be null"  # a token, which must not be shown
+    schema = KEYS.get(".".join(path[1:])) if path[:1] == ["config"] else None
+    wanted = f"must be {expected(schema)}" if schema else "is not what a run writes"
+    return facts.get(error["type"], f"{where}={value} {wanted}".lstrip("="))
 
 
 def _problems(folder: Path, metadata: Metadata) -> Iterator[str]:
