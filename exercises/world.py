@@ -1,6 +1,6 @@
 """Simulated ranks: threads that take turns.
 
-Only one rank runs at a time, until it waits for something that has not happened; then the next one
+Only one rank runs at a time, until it waits for something that has not happened; then the first one
 that can continue does. So a check needs no processes, gives the same result each time, and reports
 a deadlock at once: no rank can continue.
 """
@@ -102,20 +102,17 @@ class World:
         self.threads = [RankThread(self, rank, function) for rank in range(self.size)]
         for thread in self.threads:
             thread.start()
-        last = -1
         while any(not thread.is_done for thread in self.threads):
-            order = [(last + 1 + i) % self.size for i in range(self.size)]
-            ready = [rank for rank in order if self._can_run(self.threads[rank])]
-            if not ready:
+            thread = next(filter(self._can_run, self.threads), None)
+            if not thread:
                 error = Deadlock(self._describe_circle())
                 error.lines = self._waiting_lines()
                 self._stop()
                 raise error
-            last = ready[0]
-            self.threads[last].resume()
-            if error := self.threads[last].error:
+            thread.resume()
+            if error := thread.error:
                 self._stop()
-                error.rank = last
+                error.rank = thread.rank
                 raise error
         return self.threads
 

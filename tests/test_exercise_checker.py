@@ -46,6 +46,12 @@ def answer(exercise, *edits: str):
             "pattern",
             "too small by a factor of 2: the",
         ),
+        (
+            SHIFT,
+            (TENSOR, "isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)"),
+            "unknown",
+            "do not know this mistake",
+        ),
         (SHIFT, (TENSOR, "isend, 2 * tensor"), "unknown", "do not know this mistake"),
         (SHIFT, (TENSOR, "isend, tensor * (to == 0)"), "pattern", "right on rank 0 only"),
         (
