@@ -159,7 +159,13 @@ def check(
     exercise: Exercise, text: str, path: Path, seed: int = 0, others: dict | None = None
 ) -> Verdict:
     """Check a student's text; `others`: outcomes of known mistakes, if they have been run."""
-    outcome = outcome_of(exercise, text, path, seed)
+    return verdict_on(exercise, outcome_of(exercise, text, path, seed), seed, others)
+
+
+def verdict_on(
+    exercise: Exercise, outcome: Outcome, seed: int = 0, others: dict | None = None
+) -> Verdict:
+    """What a check answers, given what a student's version did in all cases."""
     gates = dict.fromkeys(exercise.gates, "")
     failed = [result for result in outcome if result.failure or result.problems]
     for result in reversed(failed):  # what remains is of the first case

@@ -34,19 +34,24 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
     torch.set_num_threads(1)
     path, printed = Path(file), Printed()
     sys.stdout = sys.stderr = printed
-    finish = Finisher(Path(verdict_path), printed)
-    threading.Thread(target=_watch, args=(path, finish), daemon=True).start()
-    finish.write(_design(path) if number == "design" else _exercise(int(number), path, int(seed)))
+    finish, has_ended = Finisher(Path(verdict_path), printed), threading.Event()
+    threading.Thread(target=_watch, args=(path, finish, has_ended), daemon=True).start()
+    if number == "design":
+        finish.write(_design(path))
+    finish.write(_exercise(int(number), path, int(seed), has_ended))
 
 
-def _exercise(number: int, path: Path, seed: int) -> dict:
-    from exercises.checking import check
+def _exercise(number: int, path: Path, seed: int, has_ended: threading.Event) -> dict:
+    """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
+    from exercises.checking import outcome_of, verdict_on
     from exercises.exercise import load
     from exercises.source import solution
 
     exercise = load(number)
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
-    return check(exercise, text, path, seed)._asdict()
+    outcome = outcome_of(exercise, text, path, seed)
+    has_ended.set()  # what follows may run all known mistakes
+    return verdict_on(exercise, outcome, seed)._asdict()
 
 
 def _design(path: Path) -> dict:
@@ -93,12 +98,11 @@ class Finisher:
         os._exit(0)
 
 
-def _watch(student: Path, finish: Finisher) -> None:
+def _watch(student: Path, finish: Finisher, has_ended: threading.Event) -> None:
     """End a check that computes or sleeps for too long, with the student's line."""
     start = active = time.monotonic()
     first = last = time.process_time()
-    while True:
-        time.sleep(0.2)
+    while not has_ended.wait(0.2):
         now, cpu = time.monotonic(), time.process_time()
         if cpu - last > 0.1:  # on a busy machine it may get little, but not nothing
             active, last = now, cpu

@@ -3,7 +3,9 @@
 import ast
 import csv
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,7 +173,7 @@ def test_start_refuses_to_overwrite_and_hints_come_one_by_one(own_folder, capsys
     assert "there is no exercise 99" in capsys.readouterr().err
 
 
-def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys):
+def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monkeypatch):
     (own_folder / "04_shift.py").write_text(
         "def __init__(self, tensor, axis, distance):\n    print('here')\n"
     )
@@ -179,6 +181,11 @@ def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys):
     out = capsys.readouterr().out
     assert "printed:\nhere" in out and "noticed later" in out
     (own_folder / "04_shift.py").write_text(solution(SHIFT))
+    answer_of = partial(check, SHIFT, solution(SHIFT), Path("student.py"))
+    in_this_process = SimpleNamespace(
+        check=lambda *args: answer_of()._asdict() | {"printed": "", "seconds": 1.0}
+    )
+    monkeypatch.setattr(commands, "Sandbox", lambda: in_this_process)  # saves an import of torch
     assert commands.main(["check", "4"]) == 0
     out = capsys.readouterr().out
     assert "V value   passed" in out and "bytes ──> rank 1" in out and "Remember" in out
@@ -196,7 +203,6 @@ FORKS = """
     self.sent = tensor
 """
 CLASS = {
-    "alice": "self.sent = tensor",
     "bob": "tensor = 2 * tensor",
     "carol": "while True: pass",
     "dave": FORKS,
@@ -218,7 +224,6 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path, capsys):
     passed = {"passed": "1", "V": "1", "B": "1", "M": "", "O": "1", "mistake": ""}
     none = {"passed": "0", "V": "", "B": "", "M": "", "O": ""}
     for student, expected in {
-        "alice": passed,
         "bob": none | {"V": "0", "B": "1", "O": "1", "mistake": "unknown"},
         "carol": none | {"mistake": "timeout"},
         "dave": passed,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from exercises import exercise as catalogue
-from exercises.checking import Outcome, check, outcome_of
+from exercises.checking import Outcome, check, outcome_of, verdict_on
 from exercises.exercise import Exercise
 from exercises.source import NOT_WRITTEN, find, parse, solution, starter
 
@@ -28,7 +28,7 @@ def outcomes_of_mistakes(number: int) -> dict[str, Outcome]:
 
 
 def checked(exercise: Exercise, text: str, seed: int = 0):
-    return check(exercise, text, Path("student.py"), seed, outcomes_of_mistakes(exercise.number))
+    return check(exercise, text, Path("student.py"), seed)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -62,7 +62,7 @@ def test_a_known_mistake_is_recognised_and_no_other(number, name):
         if all(a.same_as(b) for a, b in zip(known[name], outcome, strict=True))
     ]
     assert same == [name], [(r.failure, r.problems) for r in known[name]]
-    verdict = checked(exercise, wrong.apply(solution(exercise)))
+    verdict = verdict_on(exercise, known[name], others=known)
     assert not verdict.passed and verdict.mistake == name and wrong.sentence in verdict.message
 
 
