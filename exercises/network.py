@@ -52,17 +52,20 @@ class Channel:
     """Messages from one rank to another in a group: the n-th receive gets the n-th send."""
 
     def __init__(self) -> None:
-        self.sends: list[Tensor] = []
-        self.receives: list[Tensor] = []
+        self.sends: list[Tensor | None] = []
+        self.receives: list[Tensor | None] = []
         self.contents: dict[int, Tensor] = {}  # of messages that are on their way
 
     def deliver(self, index: int) -> Tensor:
         """What the message holds, from the moment that the first of its two ends waits for it."""
-        sent, buffer = self.sends[index], self.receives[index]
-        if sent.shape != buffer.shape or sent.dtype != buffer.dtype:
-            what = f"a message of {_shape(sent)} is received into a buffer of {_shape(buffer)}"
-            raise RuntimeError(f"{what}: both must have the same shape and dtype")
-        return self.contents.setdefault(index, sent.detach().clone())
+        if index not in self.contents:
+            sent, buffer = self.sends[index], self.receives[index]
+            if sent.shape != buffer.shape or sent.dtype != buffer.dtype:
+                what = f"a message of {_shape(sent)} is received into a buffer of {_shape(buffer)}"
+                raise RuntimeError(f"{what}: both must have the same shape and dtype")
+            self.contents[index] = sent.detach().clone()
+            self.sends[index] = self.receives[index] = None  # the network keeps no tensor alive
+        return self.contents[index]
 
 
 class Meeting:
