@@ -1,0 +1,288 @@
+"""16 alive: backward needs the graph, not the output
+
+A model of a few small matrices, cut into stages, runs plans with 8 micro-batches. Outputs lie in
+memory that reports when it is released, so that those that are alive can be counted.
+"""
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TASK = """
+Run one micro-batch forward through a chunk. The first stage reads tokens, the last one targets, by
+self.read(i); other stages take what has arrived, by self._arrived(kind, i, c), whose gradient is
+needed later. Call model(x, self.positions, targets or None) within self.watch(action). The last
+stage adds its loss and batch.num_targets to self.totals; others put what is to be sent into
+self.leaving. Keep in self.live what backward needs, the input and the end of the graph, not the
+output: get_gradient_edge(out). In evaluation, without gradients, nothing is kept, and a buffer that
+is used up goes to self.free. See _backward and _send for the keys.
+Read: pipeline_parallel.py.
+"""
+
+HINTS = (
+    "Four things: where x comes from, the model, where the result goes, what is kept.",
+    "Kind.RECEIVE_ACTIVATION, requires_grad_, torch.is_grad_enabled, detach, Kind.SEND_ACTIVATION,"
+    " get_gradient_edge, self.free.",
+    "What has arrived becomes a leaf that requires a gradient, if gradients are enabled. What is"
+    " to leave is detached. live[i, c] is (x, the edge behind the output); the values of an output"
+    " are released once they are sent.",
+)
+
+B, S, E, V = 2, 3, 4, 11
+M = 8  # micro-batches
+
+
+def cases(dice: random.Random) -> list[Case]:
+    return [
+        Case(2, engine="afab", chunks=1, training=True),
+        Case(3, engine="1f1b", chunks=1, training=True),
+        Case(2, engine="interleaved", chunks=2, training=True),
+        Case(dice.choice((2, 3)), engine="1f1b", chunks=1, training=False),
+    ]
+
+
+def weight(case: Case, stage: int, last: int) -> list["Tensor"]:
+    """Of a stage: its matrix, the embedding of the first one, the head of the last one."""
+    shapes = [(E, E), *([(V, E)] if stage in (0, last) else [])]
+    return [draw(case, "weight", stage, i, shape=shape) for i, shape in enumerate(shapes)]
+
+
+def batch_of(case: Case, i: int) -> tuple["Tensor", "Tensor"]:
+    tokens, targets = (draw(case, "tokens", i, shape=(2, B, S)) * 1000).long() % V
+    targets[0, : i % S] = -100  # another number of targets in each micro-batch
+    return tokens, targets
+
+
+def forward(
+    weights: list["Tensor"], x: "Tensor", first: bool, positions: "Tensor", targets
+) -> "Tensor":
+    import torch.nn.functional as F
+
+    x = F.embedding(x, weights[1]) if first else x
+    x = (x @ weights[0] + positions[:, None] / 10).tanh()
+    if targets is None:
+        return x
+    return F.cross_entropy((x @ weights[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    from exercises import watched
+
+    course, p, v = rank.course, case.ranks, case.chunks
+    axis, parallel = rank.axis("pp"), course.pipeline_parallel
+    outputs, seen, made = (
+        watched.Outputs(),
+        {"has a graph": False, "read": set(), "watched": []},
+        [],
+    )
+    chunks = []
+    for stage in parallel.my_stages([1] * (p * v), case.engine, axis):
+        place = stage.layers.start
+        model = watched.PartOfModel(
+            weight(case, place, p * v - 1), stage.is_first, forward, outputs
+        )
+        chunks.append(parallel.Chunk(stage, model, course.linear.WeightGradients()))
+
+    def new_activation() -> "Tensor":
+        made.append(torch.empty(B, S, E, dtype=torch.float64))
+        return made[-1]
+
+    def read(i: int) -> Any:
+        seen["read"].add(i)
+        return course.data.Batch(*batch_of(case, i))
+
+    watched.note_graphs(axis, seen)
+    watch = outputs.counted_at_forwards(seen["watched"])
+    pipeline = parallel.Pipeline(chunks, axis, torch.arange(S), new_activation)
+    watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
+    plans = course.pipeline_simulator.build_plans(case.engine, p, M, v, training=case.training)
+    with torch.set_grad_enabled(case.training):
+        totals = pipeline.run(plans[rank.number], read, watch)
+    gradients = [w.grad for chunk in chunks for w in chunk.model.weights]
+    has_graph = totals.requires_grad, seen["has a graph"]
+    return {
+        "[loss, number of targets]": totals.detach(),
+        "gradients": [g for g in gradients if g is not None],
+        "the totals, and what is sent, have a graph": has_graph,
+        "micro-batches read": sorted(seen["read"]),
+        "watched": seen["watched"],
+        "buffers": len(made),
+        "outputs alive": outputs.counts,
+    }
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    from picotron_min.pipeline_schedule import SCHEDULES
+
+    last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
+    weights = [
+        [w.requires_grad_(case.training) for w in weight(case, stage, last)]
+        for stage in range(last + 1)
+    ]
+    total, number = torch.zeros((), dtype=torch.float64), 0
+    for i in range(M):
+        x, targets = batch_of(case, i)
+        for stage, mine in enumerate(weights):
+            x = forward(mine, x, stage == 0, torch.arange(S), targets if stage == last else None)
+        total, number = total + x, number + int((targets >= 0).sum())
+    if case.training:
+        total.backward()
+    results = []
+    for rank in range(case.ranks):
+        stages = [stage for stage in range(last + 1) if place(stage, case.ranks)[0] == rank]
+        gradients = [w.grad for stage in stages for w in weights[stage] if w.grad is not None]
+        totals = torch.zeros(2, dtype=torch.float64)
+        if last in stages:
+            totals += torch.stack([total.detach(), torch.tensor(number)])
+        reads = 0 in stages or last in stages
+        results.append({"[loss, number of targets]": totals, "gradients": gradients})
+        results[-1]["the totals, and what is sent, have a graph"] = (False, False)
+        results[-1]["micro-batches read"] = list(range(M)) if reads else []
+        results[-1]["watched"] = sorted(f"F{i}" for i in range(M) for _ in stages)
+    return results
+
+
+def memory(case: Case, records) -> str:
+    for rank, record in enumerate(records):
+        alive = max(record.values["outputs alive"], default=0)
+        if alive > case.chunks:
+            what = f"rank {rank} keeps {alive} outputs of earlier forwards alive"
+            return f"{what}; at most one a chunk is needed, which is on its way"
+        if not case.training and record.values["buffers"] > 4:
+            what = f"rank {rank} makes {record.values['buffers']} buffers in evaluation"
+            return f"{what}, for {M} micro-batches: those that are used up can be used again"
+    return ""
+
+
+def picture(runs) -> str:
+    _, records = runs[0]
+    outputs, size = records[0].values["outputs alive"], B * S * E * 8
+    kept = {f"F{i}": i * size for i in range(M)}
+    rows = {name: count * size for name, count in zip(kept, outputs, strict=True)}
+    lines = ["rank 0, afab: bytes of outputs that are alive when a forward begins", bars(rows)]
+    return "\n".join([*lines, f"if all were kept until backward: {kept['F7']} at F7"])
+
+
+LEAVING = "self.leaving[Kind.SEND_ACTIVATION, i, c] = out.detach()"
+LEAF = "x.requires_grad_(torch.is_grad_enabled())"
+FREE = "elif not stage.is_first:\n        self.free.append(x)"
+LOSS = "self.totals[0] += out.detach()"
+
+EXERCISE = Exercise(
+    __name__,
+    target="pipeline_parallel:Pipeline._forward",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    memory=memory,
+    picture=picture,
+    layout={"pp_size": 2, "tp_size": 1},
+    remember="1 output a chunk is alive, that which is being sent, however many micro-batches wait"
+    " for their backward. In production: `deallocate_output_tensor` of Megatron-LM.",
+    wrong=(
+        Wrong(
+            "output_kept",
+            "The output itself is kept until backward: that needs the graph behind it, not its"
+            " values. With 8 forwards first, 7 outputs are kept for nothing.",
+            "get_gradient_edge(out)",
+            "out",
+        ),
+        Wrong(
+            "sent_with_graph",
+            "What is sent still has its graph, so that the message keeps the graph alive.",
+            LEAVING,
+            LEAVING.removesuffix(".detach()"),
+        ),
+        Wrong(
+            "loss_with_graph",
+            "The loss is added with its graph: the totals keep the graphs of all micro-batches.",
+            LOSS,
+            LOSS.removesuffix(".detach()"),
+        ),
+        Wrong(
+            "no_leaf",
+            "What arrives does not require a gradient: there is none to send back, and the stages"
+            " before learn nothing.",
+            LEAF,
+            "pass",
+        ),
+        Wrong(
+            "every_stage_counts",
+            "Every stage adds its output to the loss: only the last one has a loss.",
+            LEAVING,
+            f"{LEAVING}\n        self.totals[0] += out.detach().sum()",
+        ),
+        Wrong(
+            "micro_batches_counted",
+            "Micro-batches are counted, not their targets: each has another number of these.",
+            "batch.num_targets",
+            "1",
+        ),
+        Wrong(
+            "one_place",
+            "All micro-batches are kept in one place: each overwrites the one before.",
+            "self.live[i, c]",
+            "self.live[0, c]",
+        ),
+        Wrong(
+            "freed_too_early",
+            "The input goes back to the free buffers before backward has used it: the next receive"
+            " overwrites it.",
+            FREE,
+            FREE.removeprefix("el"),
+        ),
+        Wrong(
+            "never_freed",
+            "In evaluation the inputs are not given back: every micro-batch needs another buffer.",
+            FREE,
+            "",
+        ),
+        Wrong(
+            "all_read",
+            "Every stage reads the batch: those between the ends need neither tokens nor targets.",
+            "if stage.is_first or stage.is_last:",
+            "if True:",
+        ),
+        Wrong(
+            "not_watched",
+            "The model does not run within self.watch(action): nothing can be timed.",
+            "with self.watch(action):",
+            "if True:",
+        ),
+    ),
+    also_right=(
+        """
+def _forward(self, action):
+    i, c = action.micro_batch, action.chunk
+    chunk, learns = self.chunks[c], torch.is_grad_enabled()
+    first, last = chunk.stage.is_first, chunk.stage.is_last
+    batch = self.read(i) if first or last else None
+    if first:
+        x = batch.tokens
+    else:
+        x = self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
+        x.requires_grad = learns
+    with self.watch(action):
+        y = chunk.model(x, self.positions, batch.targets if last else None)
+    if last:
+        self.totals += torch.stack([y.detach().double(), batch.num_targets.double()])
+    else:
+        self.leaving[Kind.SEND_ACTIVATION, i, c] = y.data
+    if learns:
+        self.live[i, c] = (x, get_gradient_edge(y))
+    elif not first:
+        self.free += [x]
+""",
+    ),
+)
