@@ -37,7 +37,7 @@ PLAIN = ("embed_tokens", "lm_head", "norm", ROUTER)  # in a name: no hidden matr
 def cases(dice: random.Random) -> list[Case]:
     sizes = {"vocab": dice.randint(9, 15), "inner": dice.choice((12, 18))}
     return [
-        Case(3, heads=6, **sizes, layout={"tp": 3}),
+        Case(2, heads=4, **sizes, layout={"tp": 2}),
         Case(2, heads=4, **sizes, layout={"tp": 2, "sequence_parallel": True}),
         Case(2, layout={"pp": 2}),  # a tied embedding
         Case(4, layout={"dp": 2, "tp": 2, "ep": 4}),

@@ -26,7 +26,7 @@ HINTS = (
 
 def cases(dice: random.Random) -> list[Case]:
     sizes = {"batch": dice.randint(2, 3), "hidden": dice.randint(3, 6), "inner": 12}
-    return [Case(ranks, length=12, **sizes) for ranks in (2, 3, 4)]
+    return [Case(ranks, length=12, **sizes) for ranks in (2, 4)]
 
 
 def on_rank(rank, case: Case) -> dict:

@@ -1,7 +1,7 @@
 """16 alive: backward needs the graph, not the output
 
-A model of a few small matrices, cut into stages, runs plans with 8 micro-batches. Outputs lie in
-memory that reports when it is released, so that those that are alive can be counted.
+A model of a few small matrices, cut into stages, runs plans with up to 8 micro-batches. Outputs lie
+in memory that reports when it is released, so that those that are alive can be counted.
 """
 
 import random
@@ -34,15 +34,14 @@ HINTS = (
 )
 
 B, S, E, V = 2, 3, 4, 11
-M = 8  # micro-batches
 
 
 def cases(dice: random.Random) -> list[Case]:
     return [
-        Case(2, engine="afab", chunks=1, training=True),
-        Case(3, engine="1f1b", chunks=1, training=True),
-        Case(2, engine="interleaved", chunks=2, training=True),
-        Case(dice.choice((2, 3)), engine="1f1b", chunks=1, training=False),
+        Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
+        Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True),
+        Case(2, engine="interleaved", micro_batches=4, chunks=2, training=True),
+        Case(dice.choice((2, 3)), engine="1f1b", micro_batches=8, chunks=1, training=False),
     ]
 
 
@@ -102,7 +101,9 @@ def on_rank(rank, case: Case) -> dict:
     watch = outputs.counted_at_forwards(seen["watched"])
     pipeline = parallel.Pipeline(chunks, axis, torch.arange(S), new_activation)
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
-    plans = course.pipeline_simulator.build_plans(case.engine, p, M, v, training=case.training)
+    plans = course.pipeline_simulator.build_plans(
+        case.engine, p, case.micro_batches, v, training=case.training
+    )
     with torch.set_grad_enabled(case.training):
         totals = pipeline.run(plans[rank.number], read, watch)
     gradients = [w.grad for chunk in chunks for w in chunk.model.weights]
@@ -129,7 +130,7 @@ def expected(case: Case) -> list[dict]:
         for stage in range(last + 1)
     ]
     total, number = torch.zeros((), dtype=torch.float64), 0
-    for i in range(M):
+    for i in range(case.micro_batches):
         x, targets = batch_of(case, i)
         for stage, mine in enumerate(weights):
             x = forward(mine, x, stage == 0, torch.arange(S), targets if stage == last else None)
@@ -146,8 +147,8 @@ def expected(case: Case) -> list[dict]:
         reads = 0 in stages or last in stages
         results.append({"[loss, number of targets]": totals, "gradients": gradients})
         results[-1]["the totals, and what is sent, have a graph"] = (False, False)
-        results[-1]["micro-batches read"] = list(range(M)) if reads else []
-        results[-1]["watched"] = sorted(f"F{i}" for i in range(M) for _ in stages)
+        results[-1]["micro-batches read"] = list(range(case.micro_batches)) if reads else []
+        results[-1]["watched"] = sorted(f"F{i}" for i in range(case.micro_batches) for _ in stages)
     return results
 
 
@@ -159,14 +160,14 @@ def memory(case: Case, records) -> str:
             return f"{what}; at most one a chunk is needed, which is on its way"
         if not case.training and record.values["buffers"] > 4:
             what = f"rank {rank} makes {record.values['buffers']} buffers in evaluation"
-            return f"{what}, for {M} micro-batches: those that are used up can be used again"
+            return f"{what}: those that are used up can be used again"
     return ""
 
 
 def picture(runs) -> str:
-    _, records = runs[0]
+    case, records = runs[0]
     outputs, size = records[0].values["outputs alive"], B * S * E * 8
-    kept = {f"F{i}": i * size for i in range(M)}
+    kept = {f"F{i}": i * size for i in range(case.micro_batches)}
     rows = {name: count * size for name, count in zip(kept, outputs, strict=True)}
     lines = ["rank 0, afab: bytes of outputs that are alive when a forward begins", bars(rows)]
     return "\n".join([*lines, f"if all were kept until backward: {kept['F7']} at F7"])
