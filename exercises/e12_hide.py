@@ -28,7 +28,7 @@ HINTS = (
 
 def cases(dice: random.Random) -> list[Case]:
     sizes = {"batch": 2, "length": 6, "hidden": dice.randint(3, 6), "inner": 12}
-    kinds = ((2, "Boundary", False), (3, "SequenceBoundary", False), (2, "Boundary", True))
+    kinds = ((2, "Boundary", False), (2, "SequenceBoundary", False), (2, "Boundary", True))
     return [Case(ranks, kind=kind, plan_has_w=w, **sizes) for ranks, kind, w in kinds]
 
 

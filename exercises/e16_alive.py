@@ -214,7 +214,7 @@ EXERCISE = Exercise(
         Wrong(
             "no_leaf",
             "What arrives does not require a gradient: there is none to send back, and the stages"
-            " before learn nothing.",
+            " before get no gradient.",
             LEAF,
             "pass",
         ),
