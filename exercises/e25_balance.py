@@ -1,0 +1,263 @@
+"""25 balance: experts are to be used alike, in a sequence, a batch or a step
+
+The gradient of the balance losses for each sequence. Ranks have other tokens of the same sequences
+(cp), or other sequences (dp); a step has two micro-batches.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Return the gradient of the balance losses for every token's shares of the scores, which is the same
+for all tokens of a sequence: [B, S, X] -> [B, 1, X]. A loss is the sum over tokens of
+X sum_i f_i s_i, with s_i a token's share of expert i, and f_i the expert's part of all choices, in
+which a token's k best experts by share are counted. f_i is no function of the shares.
+There are three losses, with the coefficients moe_seq_aux_loss_coeff (f_i of each sequence),
+moe_aux_loss_coeff (of this micro-batch's sequences) and moe_global_aux_loss_coeff (of all that the
+step has seen so far, on all ranks). self.sum_over_sequences adds up counts [B, X] over ranks with
+other tokens of the same sequences, self.sum_over_batch counts [X] over those with other sequences:
+call the latter for the third loss only. self.tally.so_far[self.layer] is for the counts of a step.
+Report each loss that has a coefficient, without it, of this rank's tokens, by self.tally.add(
+self.layer, name, loss): "seq_load_balancing_loss", "load_balancing_loss",
+"global_load_balancing_loss".
+Read: router.py.
+"""
+
+HINTS = (
+    "Count choices by sequence; sum them to the three scopes; coefficient times X times the part.",
+    "shares.topk(self.config.num_experts_per_tok).indices, scatter_, self.sum_over_sequences,"
+    " self.sum_over_batch, self.tally.so_far[self.layer], self.tally.add, self.routing.",
+    "counts [B, X], summed over the sequences' ranks, are the first scope; counts.sum(0) the second;"
+    " the third adds this sum over the batch to tally.so_far in place. f is X times a scope divided"
+    " by its own sum. The gradients of all losses add up.",
+)
+
+COEFFICIENTS = {"seq": 0.3, "batch": 0.05, "global": 0.7}
+NAMES = {"seq": "seq_load_balancing_loss", "batch": "load_balancing_loss"}
+NAMES |= {"global": "global_load_balancing_loss"}
+MICRO_BATCHES = 2
+
+
+def cases(dice: random.Random) -> list[Case]:
+    some = [(1, 1, "seq"), (1, 1, "batch"), (1, 1, "global"), (1, 2, "seq batch")]
+    some += [(2, 1, "batch global"), (2, 2, "seq batch global")]
+    sizes = {"experts": dice.randint(4, 6), "k": 2, "sequences": 2}
+    return [
+        Case(dp * cp, dp=dp, cp=cp, losses=losses, length=dice.randint(3, 5), **sizes)
+        for dp, cp, losses in some
+    ]
+
+
+def shares_of(case: Case, dp: int, cp: int, micro_batch: int):
+    shape = case.sequences, case.length, case.experts
+    return draw(case, "shares", dp, cp, micro_batch, shape=shape).softmax(-1)
+
+
+def on_rank(rank, case: Case) -> dict:
+    from functools import partial
+    from types import SimpleNamespace
+
+    import torch
+
+    course, used = rank.course, case.losses.split()
+    axes = rank.axes(course.layout.Layout(dp=case.dp, cp=case.cp))
+    config = SimpleNamespace(
+        num_local_experts=case.experts, num_hidden_layers=2, num_experts_per_tok=case.k
+    )
+    on = {name: COEFFICIENTS[name] * (name in used) for name in COEFFICIENTS}
+    router = SimpleNamespace(
+        routing=SimpleNamespace(
+            moe_seq_aux_loss_coeff=on["seq"],
+            moe_aux_loss_coeff=on["batch"],
+            moe_global_aux_loss_coeff=on["global"],
+        ),
+        config=config,
+        tally=course.router.Tally(config, torch.device("cpu")),
+        layer=1,
+        sum_over_sequences=partial(course.collectives.all_reduce, axis=axes.cp_tp),
+        sum_over_batch=partial(course.collectives.all_reduce, axis=axes.dp),
+    )
+    place, results = (axes.dp.rank, axes.cp.rank), {}
+    for i in range(MICRO_BATCHES):
+        gradient = course.router.Router._balance(router, shares_of(case, *place, i))
+        results[f"gradient, micro-batch {i}"] = gradient.clone()
+    return results | {"losses, and what else the tally has": router.tally.table.clone()}
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    def counts_of(dp: int, sequence: int, micro_batch: int) -> list[int]:
+        counts = [0] * case.experts
+        for cp in range(case.cp):
+            for token in shares_of(case, dp, cp, micro_batch)[sequence].tolist():
+                for expert in sorted(range(case.experts), key=lambda i: -token[i])[: case.k]:
+                    counts[expert] += 1
+        return counts
+
+    def parts(scope: list[list[int]]) -> torch.Tensor:
+        total = torch.tensor(scope, dtype=torch.float64).sum(0)
+        return case.experts * total / total.sum()
+
+    results = []
+    for rank in range(case.ranks):
+        dp, cp = divmod(rank, case.cp)
+        seen, result, tally = [], {}, dict.fromkeys(NAMES, 0.0)
+        for i in range(MICRO_BATCHES):
+            of = {(d, b): counts_of(d, b, i) for d in range(case.dp) for b in range(case.sequences)}
+            seen += of.values()
+            batch = [of[dp, b] for b in range(case.sequences)]
+            rows = []
+            for b in range(case.sequences):
+                f = {"seq": parts([of[dp, b]]), "batch": parts(batch), "global": parts(seen)}
+                rows.append(sum(COEFFICIENTS[name] * f[name] for name in case.losses.split()))
+                for name in case.losses.split():
+                    tally[name] += float((shares_of(case, dp, cp, i)[b] * f[name]).sum())
+            result[f"gradient, micro-batch {i}"] = torch.stack(rows)[:, None]
+        # A row has the experts, "dropped", "tokens", the three losses and "z".
+        table = torch.zeros(2, case.experts + 6, dtype=torch.float64)
+        table[1, case.experts + 2 : -1] = torch.tensor(list(tally.values()), dtype=torch.float64)
+        results.append(result | {"losses, and what else the tally has": table})
+    return results
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    calls, size = 0, 0.0
+    if case.cp > 1:
+        calls += 1
+        size += 2 * (case.cp - 1) / case.cp * case.sequences * case.experts * 8
+    if case.dp > 1 and "global" in case.losses:
+        calls += 1
+        size += 2 * (case.dp - 1) / case.dp * case.experts * 8
+    return [{"all_reduce": Sent(MICRO_BATCHES * calls, MICRO_BATCHES * size)}] * case.ranks
+
+
+def picture(runs) -> str:
+    _, records = runs[2]
+    gradient = records[0].values[f"gradient, micro-batch {MICRO_BATCHES - 1}"][0, 0].tolist()
+    rows = {f"expert {i}": value for i, value in enumerate(gradient)}
+    about = f"The gradient of the global loss. {COEFFICIENTS['global']} for each is even; the more"
+    return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
+
+
+STEP = "step += self.sum_over_batch(counts.sum(0))"
+F = "(X * scope / scope.sum(-1, keepdim=True))"
+
+EXERCISE = Exercise(
+    __name__,
+    target="router:Router._balance",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    picture=picture,
+    remember="X sum_i f_i s_i is 1 where experts are used alike, and X / k where always the same k"
+    " are chosen. In production: Megatron-LM's `TopKRouter`.",
+    factors=lambda case: {"X": case.experts, "k": case.k, "dp": case.dp, "cp": case.cp},
+    wrong=(
+        Wrong(
+            "part_of_a_sequence",
+            "Each rank counts its own tokens of a sequence alone: a sequence that is cut over ranks"
+            " has another loss than a whole one.",
+            "self.sum_over_sequences(counts)  #",
+            "counts  #",
+        ),
+        Wrong(
+            "step_forgotten",
+            "The global loss counts this micro-batch alone, not what the step has seen before.",
+            STEP,
+            "step = self.sum_over_batch(counts.sum(0))",
+        ),
+        Wrong(
+            "own_batch_only",
+            "The global loss counts this rank's sequences alone, not those of other ranks.",
+            STEP,
+            "step += counts.sum(0)",
+        ),
+        Wrong(
+            "sequence_for_batch",
+            "The loss over the batch takes each sequence by itself.",
+            "(routing.moe_aux_loss_coeff, counts.sum(0))",
+            "(routing.moe_aux_loss_coeff, counts)",
+        ),
+        Wrong(
+            "batch_for_sequence",
+            "The loss over sequences takes all sequences together.",
+            "(routing.moe_seq_aux_loss_coeff, counts)",
+            "(routing.moe_seq_aux_loss_coeff, counts.sum(0))",
+        ),
+        Wrong(
+            "without_X",
+            "The factor X is missing: the loss depends on how many experts there are.",
+            F,
+            "(scope / scope.sum(-1, keepdim=True))",
+        ),
+        Wrong(
+            "counts_for_parts",
+            "Counts are not divided by their sum: the loss grows with the number of tokens.",
+            F,
+            "(X * scope)",
+        ),
+        Wrong(
+            "one_expert_counted",
+            "Only the best expert of a token is counted: it uses k.",
+            "self.config.num_experts_per_tok",
+            "1",
+        ),
+        Wrong(
+            "scores_for_counts",
+            "f is made from the scores: it is the part of the choices, which are whole numbers.",
+            "torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)",
+            "shares.sum(1)",
+        ),
+        Wrong(
+            "last_loss_only",
+            "The gradients of several losses do not add up: the last one replaces the others.",
+            "gradient += coefficient * f",
+            "gradient = coefficient * f",
+        ),
+        Wrong(
+            "coefficient_forgotten",
+            "The gradient is not multiplied by the loss's coefficient.",
+            "gradient += coefficient * f",
+            "gradient += f",
+        ),
+        Wrong(
+            "coefficient_reported",
+            "The reported losses are multiplied by their coefficients: those of two runs with"
+            " different coefficients could not be compared.",
+            "(f[:, None] * shares).sum()",
+            "coefficient * (f[:, None] * shares).sum()",
+        ),
+    ),
+    also_right=(
+        """
+def _balance(self, shares):
+    routing, (B, S, X) = self.routing, shares.shape
+    shares, k = shares.detach(), self.config.num_experts_per_tok
+    best = shares.argsort(-1, descending=True)[..., :k]
+    counts = F.one_hot(best, X).sum((1, 2)).to(shares.dtype)
+    counts = self.sum_over_sequences(counts)
+    whole, total = counts.sum(0), torch.zeros_like(shares)
+
+    def use(name, coefficient, scope):
+        f = (X * scope / scope.sum(-1, keepdim=True)).expand(B, X)[:, None]
+        self.tally.add(self.layer, name, torch.sum(f * shares))
+        return coefficient * f
+
+    if routing.moe_seq_aux_loss_coeff:
+        total = total + use("seq_load_balancing_loss", routing.moe_seq_aux_loss_coeff, counts)
+    if routing.moe_aux_loss_coeff:
+        total = total + use("load_balancing_loss", routing.moe_aux_loss_coeff, whole)
+    if routing.moe_global_aux_loss_coeff:
+        self.tally.so_far[self.layer] += self.sum_over_batch(whole.clone())
+        seen = self.tally.so_far[self.layer]
+        total = total + use("global_load_balancing_loss", routing.moe_global_aux_loss_coeff, seen)
+    return total[:, :1]
+""",
+    ),
+)
