@@ -1,0 +1,172 @@
+"""27 zero bubble: weight gradients fill the gaps
+
+Plans are played on paper by pipeline_simulator.py, with F, B and W of equal length.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+from exercises.world import Deadlock
+
+TASK = """
+Return the plan of a rank in ZB-H1. Backward is cut in two: B, for which the stage before waits, and
+W, for which nothing waits until the end of the step. Forwards and B are in the order of 1F1B. W of
+micro-batch i comes directly behind B of micro-batch i + rank, so that a rank saves `rank` of its W
+for the end, when it would be idle. `_plan` makes a plan of letters: each F, B or W stands for its
+next micro-batch. Memory: at most min(m, p) micro-batches alive on every rank, from F to W.
+Read: pipeline_action.py, zero_bubble.py.
+"""
+
+HINTS = (
+    "1F1B's letters, with W from the B on that is `rank` after the first, and the rest at the end.",
+    "_plan(letters, num_micro_batches), and strings: 'FBW' * number. `_plan` leaves out letters"
+    " beyond the last micro-batch, so that patterns may be too long.",
+    "p - rank - 1 F as a warm-up. Then `rank` times FB, without W. Then FBW until all B are done."
+    " Then the W that are left.",
+)
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = [(p, m) for p in (1, 2, 3, 4, 5) for m in (1, 2, 3, 4, 6, 8, dice.randint(9, 14))]
+    return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
+
+
+def on_rank(rank, case: Case) -> dict:
+    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    p, m = case.stages, case.micro_batches
+    plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
+    names = [[str(action) for action in plan] for plan in plans]
+    try:
+        timeline = simulator.simulate(plans)
+    except ValueError as error:
+        if "deadlock" in str(error):
+            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
+        return {"problem": str(error), "plans": names}
+    return {
+        "problem": "",
+        "plans": names,
+        "time": timeline.makespan,
+        f"micro-batches alive above {min(m, p)}": [
+            max(0, schedules.peak_live(plan) - min(m, p)) for plan in plans
+        ],
+        "F, B and W in the order of micro-batches": [in_order(plan) for plan in names],
+        "drawing": rank.course.module("runtime.draw").draw(timeline),
+    }
+
+
+def in_order(plan: list[str]) -> bool:
+    return all([n for n in plan if n[0] == k] == sorted_actions(plan, k) for k in "FBW")
+
+
+def sorted_actions(plan: list[str], kind: str) -> list[str]:
+    return sorted((n for n in plan if n[0] == kind), key=lambda name: int(name[1:]))
+
+
+def expected(case: Case) -> list[dict]:
+    p, m = case.stages, case.micro_batches
+    # Of the first rank: 3 m of its own, and p - 1 forwards there and p - 1 B back to wait for, but
+    # p - 1 W fill gaps. Few micro-batches leave gaps for which there is no W.
+    time = 3.0 * m + max(p - 1, 2 * p - 1 - m)
+    return [
+        {
+            "problem": "",
+            "time": time,
+            f"micro-batches alive above {min(m, p)}": [0] * p,
+            "F, B and W in the order of micro-batches": [True] * p,
+        }
+    ]
+
+
+def picture(runs) -> str:
+    drawn = {(c.stages, c.micro_batches): records[0].values["drawing"] for c, records in runs}
+    return f"4 ranks, 8 micro-batches: the bubble is 11.1%; of 1F1B, 27.3%\n{drawn[4, 8]}"
+
+
+STEADY = '"FB" * rank + "FBW" * (m - rank) + "W" * rank'
+WARMUP = '"F" * (ranks - rank - 1)'
+
+EXERCISE = Exercise(
+    __name__,
+    target="zero_bubble:zb_h1",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    layout={"pp_size": 2, "tp_size": 1, "pp_engine": "zb_h1"},
+    remember="With 4 ranks and 8 micro-batches the bubble is 11.1%, not 27.3%. In production:"
+    " `torch.distributed.pipelining.ScheduleZBVZeroBubble`.",
+    wrong=(
+        Wrong(
+            "w_at_once",
+            "Every W comes directly behind its B: it delays what other ranks wait for, and none is"
+            " left for the gap at the end.",
+            STEADY,
+            '"FBW" * m',
+        ),
+        Wrong(
+            "w_at_the_end",
+            "All W come at the end: no rank is idle for longer, but all micro-batches are alive.",
+            STEADY,
+            '"FB" * m + "W" * m',
+        ),
+        Wrong(
+            "saved_on_the_wrong_rank",
+            "The first rank saves the most W, and the last one none. The last rank is the one that"
+            " starts late and ends its B early.",
+            STEADY,
+            '"FB" * (ranks - rank - 1) + "FBW" * (m - ranks + rank + 1) + "W" * (ranks - rank - 1)',
+        ),
+        Wrong(
+            "same_on_all_ranks",
+            "All ranks save p - 1 W: the first one has p - 1 forwards more alive than needed.",
+            STEADY,
+            '"FB" * (ranks - 1) + "FBW" * (m - ranks + 1) + "W" * (ranks - 1)',
+        ),
+        Wrong(
+            "one_more_saved",
+            "One W more is saved than needed: one more micro-batch is alive.",
+            STEADY,
+            '"FB" * (rank + 1) + "FBW" * (m - rank - 1) + "W" * (rank + 1)',
+        ),
+        Wrong(
+            "last_w_missing",
+            "The W that were saved are missing: weights get no gradient of these micro-batches.",
+            STEADY,
+            '"FB" * rank + "FBW" * (m - rank)',
+        ),
+        Wrong(
+            "no_warmup",
+            "There is no warm-up: a rank waits for its first gradient before its second forward.",
+            WARMUP,
+            '""',
+        ),
+        Wrong(
+            "warmup_too_long",
+            "The warm-up is one forward too long: one more micro-batch is alive on each rank.",
+            WARMUP,
+            '"F" * (ranks - rank)',
+        ),
+        Wrong(
+            "w_before_b",
+            "W comes before its own B: B makes what W needs.",
+            STEADY,
+            '"FB" * rank + "FWB" * (m - rank) + "W" * rank',
+        ),
+    ),
+    also_right=(
+        """
+def zb_h1(rank, ranks, num_micro_batches, chunks=1):
+    m, plan, warmup = num_micro_batches, [], ranks - rank - 1
+    plan += [Action(Kind.FORWARD, i) for i in range(min(m, warmup))]
+    for i in range(m):
+        if i + warmup < m:
+            plan.append(Action(Kind.FORWARD, i + warmup))
+        plan.append(Action(Kind.BACKWARD, i))
+        if i >= rank:
+            plan.append(Action(Kind.WEIGHT, i - rank))
+    return plan + [Action(Kind.WEIGHT, i) for i in range(max(0, m - rank), m)]
+""",
+    ),
+)
