@@ -29,7 +29,7 @@ HINTS = (
     "Count choices by sequence; sum them to the three scopes; coefficient times X times the part.",
     "shares.topk(self.config.num_experts_per_tok).indices, scatter_, self.sum_over_sequences,"
     " self.sum_over_batch, self.tally.so_far[self.layer], self.tally.add, self.routing.",
-    "counts [B, X], summed over the sequences' ranks, are the first scope; counts.sum(0) the second;"
+    "The first scope is counts [B, X], summed over the sequences' ranks; the second counts.sum(0);"
     " the third adds this sum over the batch to tally.so_far in place. f is X times a scope divided"
     " by its own sum. The gradients of all losses add up.",
 )
