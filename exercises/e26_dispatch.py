@@ -1,0 +1,307 @@
+"""26 dispatch: tokens travel to their experts, and back
+
+The experts are given: small functions of a row. Ranks have different numbers of tokens for
+each other; some pairs of token and expert are dropped.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+
+TASK = """
+Each pair (token, chosen expert) travels to the rank that has the expert. Get x [n, E], weights and
+experts [n, k] of this rank's tokens, and return the weighted sums of what their experts give, and
+what meanwhile() returns.
+1. Count the rows that leave for each rank and each of its experts. Exchange the counts, so that
+   each rank knows what arrives. If self.limit.rows_each(len(x)) is a number, every rank sends so
+   many rows to every expert, and no counts travel.
+2. Sort the pairs by expert; send their rows of x and their weights. Call meanwhile() while they
+   travel. With etp, each rank of etp gets a copy of what is for its experts.
+3. Rows arrive rank by rank, from each expert by expert: sort them by expert for
+   run(rows, sizes, weights), whose sizes are the rows of each expert here, and undo that.
+4. Send the results back to where the rows came from. Add the copies, then each token's k rows.
+Axis and sizes: self.axis (over ep and etp), self.ep, self.etp, self.num_experts. An expert of
+num_experts marks a dropped pair, which `Pairs` leaves out.
+Read: expert_parallel.py, moe.py.
+"""
+
+HINTS = (
+    "Counts, there, experts, back. Pairs sorts on both sides; its collect undoes its spread.",
+    "count, all_to_all, Pairs(experts, num_rows, rows_each) with spread, sort and collect, Exchange"
+    " with start and wait, repeat_chunks, add_chunks.",
+    "count(...)[:-1], as [ep, 1, X/ep] and expanded over etp, are the counts that leave; all_to_all"
+    " of dims 0, 0 gives those that arrive. Sum rows of them for Exchange, and columns for run. The"
+    " expert of each arrived row is 0 .. X/ep - 1, repeated by what arrives: a Pairs with k = 1"
+    " sorts them. The way back is an Exchange with both lists changed round.",
+)
+
+E, INNER = 3, 4
+
+
+def cases(dice: random.Random) -> list[Case]:
+    def tokens(ranks: int) -> list[int]:
+        return [dice.randint(3, 6) for _ in range(ranks)]
+
+    return [
+        Case(2, ep=2, etp=1, experts=4, k=2, tokens=tokens(2), capacity=None),
+        Case(3, ep=3, etp=1, experts=6, k=2, tokens=tokens(3), capacity=None),
+        Case(3, ep=3, etp=1, experts=3, k=1, tokens=tokens(3), capacity=None),
+        Case(4, ep=2, etp=2, experts=4, k=2, tokens=tokens(4), capacity=None),
+        Case(2, ep=2, etp=1, experts=4, k=2, tokens=[4, 4], capacity=2.0),
+    ]
+
+
+def inputs(case: Case, rank: int):
+    """x, weights and experts of a rank's tokens, and the gradient of its result."""
+    n = case.tokens[rank]
+    x, d_out = (draw(case, name, rank, shape=(n, E)) for name in ("x", "gradient"))
+    weights = draw(case, "weights", rank, shape=(n, case.k)).exp()
+    order = draw(case, "experts", rank, shape=(n, case.experts)).argsort(-1)
+    experts = order[:, : case.k].contiguous()
+    experts[0, 0] = case.experts  # dropped
+    return x, weights, experts, d_out
+
+
+def expert(case: Case, number: int, x, part: slice = slice(None)):
+    into = draw(case, "into", number, shape=(E, INNER))[:, part]
+    out_of = draw(case, "out of", number, shape=(INNER, E))[part]
+    return (x @ into).tanh() @ out_of
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    course = rank.course
+    axes = rank.axes(course.layout.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
+    pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
+    routing = course.layout.Routing(**(pads if case.capacity else {}))
+    limit = course.moe.Limit(case.experts, case.k, routing)
+    each, width = case.experts // case.ep, INNER // case.etp
+    part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
+    ran = []
+
+    def run(rows, sizes, weights):
+        ran.append(sum(sizes))
+        outs = [
+            w[:, None] * expert(case, axes.ep.rank * each + i, r, part)
+            for i, (r, w) in enumerate(zip(rows.split(sizes), weights.split(sizes), strict=True))
+        ]
+        return torch.cat(outs)
+
+    def meanwhile():
+        rank.mark("shared")
+        return "shared"
+
+    x, weights, experts, d_out = inputs(case, rank.number)
+    x.requires_grad_(), weights.requires_grad_()
+    dispatch = course.expert_parallel.AllToAllDispatch(limit, axes)
+    out, shared = dispatch(x, weights, experts, run, meanwhile)
+    rank.mark(f"{ran[0]} rows")
+    if out.requires_grad and out.shape == d_out.shape:
+        out.backward(d_out)
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weights)]
+    names = "gradient of x", "gradient of weights"
+    results = {"out": out.detach(), "shared": shared, "calls of run": len(ran)}
+    return results | dict(zip(names, grads, strict=True))
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    results = []
+    for rank in range(case.ranks):
+        x, weights, experts, d_out = inputs(case, rank)
+        x.requires_grad_(), weights.requires_grad_()
+        rows = []
+        for t, chosen in enumerate(experts.tolist()):
+            row = torch.zeros_like(x[t])
+            for j, number in enumerate(chosen):
+                if number < case.experts:
+                    row = row + weights[t, j] * expert(case, number, x[t])
+            rows.append(row)
+        out = torch.stack(rows)
+        dx, dw = torch.autograd.grad(out, (x, weights), d_out)
+        result = {"out": out.detach(), "shared": "shared", "calls of run": 1}
+        results.append(result | {"gradient of x": dx, "gradient of weights": dw})
+    return results
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    import math
+
+    each, sent = case.experts // case.ep, []
+    moves = [[0] * case.ranks for _ in range(case.ranks)]  # rows from a rank to another
+    for rank in range(case.ranks):
+        for number in inputs(case, rank)[2].flatten().tolist():
+            if number < case.experts and not case.capacity:
+                first = number // each * case.etp
+                for other in range(first, first + case.etp):
+                    moves[rank][other] += 1
+        if case.capacity:
+            even = case.tokens[rank] * case.k / case.experts
+            rows = min(case.tokens[rank], math.ceil(case.capacity * even))
+            moves[rank] = [each * rows] * case.ranks
+    for rank in range(case.ranks):
+        others = [other for other in range(case.ranks) if other != rank]
+        leave = sum(moves[rank][other] for other in others)
+        arrive = sum(moves[other][rank] for other in others)
+        # There: x, weights, and the gradient of what comes back. Back: results, two gradients.
+        size = 8 * (leave * (E + 1 + E) + arrive * (E + E + 1))
+        calls = 6 if case.capacity else 7
+        counts = 0 if case.capacity else 8 * each * (case.ranks - 1)
+        sent.append({"all_to_all": Sent(calls, size + counts)})
+    return sent
+
+
+def order(case: Case, records) -> str:
+    for rank, record in enumerate(records):
+        now = record.place("mark", "shared")
+        begun = [e.number for e in record.events[:now] if e.kind == "start"]
+        ended = [e.number for e in record.events[:now] if e.kind == "wait"]
+        if len(begun) == len(ended):
+            counts = f"{len(begun)} messages have begun and {len(ended)} have ended"
+            return f"rank {rank} calls meanwhile() when {counts}: none travels beside it"
+    return ""
+
+
+def picture(runs) -> str:
+    case, records = runs[1]
+    each = case.experts // case.ep
+    lines = ["pairs of token and expert, from each rank (row) to each rank (column)"]
+    lines.append(
+        "        " + "".join(f"to rank {other:<3}" for other in range(case.ranks)).rstrip()
+    )
+    for rank in range(case.ranks):
+        chosen = inputs(case, rank)[2].flatten().tolist()
+        numbers = [sum(n // each == other for n in chosen) for other in range(case.ranks)]
+        lines.append(f"rank {rank}  " + "".join(f"{'■' * n:11}" for n in numbers).rstrip())
+    marks = [next(e.what for e in r.events if e.what.endswith(" rows")) for r in records]
+    return "\n".join([*lines, "", "rows that experts get: " + ", ".join(marks)])
+
+
+EXCHANGED = "all_to_all(counts, self.axis, 0, 0).view_as(counts)"
+RUN = "out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))"
+SHARED = "shared = meanwhile()  # computed while the rows travel"
+WAIT = "x, weights = there.wait(x), there_too.wait(weights)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="expert_parallel:AllToAllDispatch.__call__",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    remember="2 r b + r w bytes forward for r rows that leave, and as much in backward. In"
+    " production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.",
+    factors=lambda case: {"etp": case.etp, "k": case.k, "ep": case.ep},
+    wrong=(
+        Wrong(
+            "counts_not_exchanged",
+            "What arrives is taken to be what leaves: other ranks send other numbers of rows.",
+            EXCHANGED,
+            "counts",
+        ),
+        Wrong(
+            "sizes_of_what_leaves",
+            "The rows of each expert are counted from what leaves, not from what arrives.",
+            "zip(*arriving, strict=True)",
+            "zip(*leaving, strict=True)",
+        ),
+        Wrong(
+            "not_sorted_on_arrival",
+            "Arrived rows are in the order of the ranks they came from, and run needs the order of"
+            " experts: rows get another expert than they chose.",
+            RUN,
+            "out = run(x, sizes, weights)",
+        ),
+        Wrong(
+            "order_not_undone",
+            "Results are sent back in the order of experts: they must be in the order in which the"
+            " rows arrived.",
+            RUN,
+            "out = run(by_expert.spread(x), sizes, by_expert.sort(weights))",
+        ),
+        Wrong(
+            "weights_not_sorted",
+            "Rows are sorted by expert, and their weights are not: rows get the weights of others.",
+            RUN,
+            RUN.replace("by_expert.sort(weights)", "weights"),
+        ),
+        Wrong(
+            "back_as_there",
+            "On the way back the numbers of rows are those of the way there: what arrived from a"
+            " rank must leave for it.",
+            "back = Exchange(self.axis, from_each, to_each)",
+            "back = Exchange(self.axis, to_each, from_each)",
+        ),
+        Wrong(
+            "awaited_before_meanwhile",
+            "meanwhile() is called when the rows have arrived: nothing is computed while they"
+            " travel.",
+            f"{SHARED}\n    {WAIT}",
+            f"{WAIT}\n    shared = meanwhile()",
+        ),
+        Wrong(
+            "meanwhile_first",
+            "meanwhile() is called before the rows are sent: nothing is computed while they"
+            " travel.",
+            "pairs = Pairs(experts, sum(lengths), rows_each)",
+            "shared = meanwhile()\n    pairs = Pairs(experts, sum(lengths), rows_each)",
+            SHARED,
+            "pass",
+        ),
+        Wrong(
+            "copies_not_sent",
+            "With etp only one rank of an expert gets its rows: each has a part of the expert, and"
+            " needs all of them.",
+            "x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))",
+            "x = there.start(pairs.spread(x))",
+        ),
+        Wrong(
+            "copies_one_after_the_other",
+            "All rows are repeated as a whole, a b a b: each rank's copy must lie beside the other,"
+            " a a b b.",
+            "x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))",
+            "x = there.start(pairs.spread(x).repeat(self.etp, 1))",
+        ),
+        Wrong(
+            "padded_counts_exchanged",
+            "Counts are exchanged, and rows not padded, also where every expert gets as many rows:"
+            " the host waits for numbers that it could know.",
+            "rows_each, shape = self.limit.rows_each(len(x)),",
+            "rows_each, shape = None,",
+        ),
+    ),
+    also_right=(
+        """
+def __call__(self, x, weights, experts, run, meanwhile):
+    each, n = self.num_experts // self.ep, self.axis.size
+    rows_each = self.limit.rows_each(len(x))
+    if rows_each is None:
+        counts = count(experts, self.num_experts)[:-1].view(self.ep, each)
+        counts = counts.repeat_interleave(self.etp, 0)
+        arriving = all_to_all(counts, self.axis, 0, 0).reshape(n, each)
+    else:
+        counts = arriving = torch.full((n, each), rows_each)
+    to_each, from_each = counts.sum(1).tolist(), arriving.sum(1).tolist()
+    lengths = to_each[:: self.etp]
+    pairs = Pairs(experts, sum(lengths), rows_each)
+    first = Exchange(self.axis, to_each, from_each)
+    second = Exchange(self.axis, to_each, from_each)
+    rows = first.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
+    w = second.start(repeat_chunks(pairs.sort(weights), lengths, self.etp))
+    shared = meanwhile()
+    rows, w = first.wait(rows), second.wait(w)
+    kinds = [e for row in arriving.tolist() for e, times in enumerate(row) for _ in range(times)]
+    order = torch.tensor(kinds, dtype=torch.int64).argsort(stable=True)
+    out = run(rows[order], arriving.sum(0).tolist(), w[order])
+    back = Exchange(self.axis, from_each, to_each)
+    out = back.wait(back.start(out[order.argsort()]))
+    return pairs.collect(add_chunks(out, lengths, self.etp)), shared
+""",
+    ),
+)
