@@ -1,0 +1,221 @@
+"""28 attention: heads are read off the tensors
+
+A layer's attention, also of a tensor-parallel rank, which has only some of the heads. The
+submodule that attends is given, and notes which shapes it gets.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Write attention around its core. x is [B, S, E]; self.project(x) gives q [B, S, Q D], k and v
+[B, S, K D]. View them as heads of self.head_dim numbers, rotate queries and keys by `rotate`, which
+takes [B, S, heads, D], and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it
+shares key heads among query heads, so do not repeat them. Put its result [B, Q, S, D] back to
+[B, S, Q D], and return self.o_proj of it.
+How many heads there are must be read off the tensors: with tensor parallelism a rank has fewer than
+the config has.
+Read: model.py.
+"""
+
+HINTS = (
+    "Project, view as heads, rotate two of three, attend, flatten the heads, project.",
+    "self.project, view(B, S, -1, self.head_dim), rotate(x, *rotary), transpose(1, 2), reshape,"
+    " self.core_attention, self.o_proj.",
+    "A position's numbers lie head by head, so the view is [B, S, heads, D]; the transpose comes"
+    " after rotate. -1 lets view find the number of heads. What comes back is transposed before it"
+    " is reshaped to [B, S, Q D].",
+)
+
+B = 2
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"head_dim": 4, "config_heads": 4}
+    heads = [(4, 4), (4, 2), (4, 1), (2, 1)]  # the last is what a rank of two has
+    some = [Case(1, query=q, key=k, length=dice.randint(5, 7), **sizes) for q, k in heads]
+    return [*some, Case(1, query=4, key=4, length=4, **sizes)]  # as many positions as heads
+
+
+def inputs(case: Case) -> dict:
+    E, D = case.config_heads * case.head_dim, case.head_dim
+    shapes = {"q_proj": (case.query * D, E), "k_proj": (case.key * D, E)}
+    shapes |= {"v_proj": (case.key * D, E), "o_proj": (E, case.query * D)}
+    tensors = {name: draw(case, name, shape=shape) / 4 for name, shape in shapes.items()}
+    return tensors | {"x": draw(case, "x", shape=(B, case.length, E))}
+
+
+def angles(case: Case):
+    """[S, D/2]: how far each pair of numbers is turned."""
+    import torch
+
+    positions = torch.arange(case.length, dtype=torch.float64) + 3
+    exponents = torch.arange(case.head_dim // 2, dtype=torch.float64) / (case.head_dim // 2)
+    return positions[:, None] / 100**exponents
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    course, tensors = rank.course, inputs(case)
+    E, heads = case.config_heads * case.head_dim, case.config_heads
+    config = course.model_config.ModelConfig(7, E, 8, 1, heads, min(heads, case.key))
+    module = course.model.SelfAttention(config)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):  # as tensor parallelism narrows them
+        getattr(module, name).weight = torch.nn.Parameter(tensors[name])
+    softmax, seen = course.model.SoftmaxAttention(), {}
+
+    def core(q, k, v):
+        seen.update({name: list(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)})
+        return softmax(q, k, v)
+
+    module._modules.pop("core_attention")
+    module.core_attention = core
+    cos, sin = angles(case).cos(), angles(case).sin()
+    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    out = module(tensors["x"], rotary)
+    out.square().sum().backward()
+    gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
+    shapes = {"shapes that core_attention gets": [seen.get(name) for name in "qkv"]}
+    return {"out": out.detach()} | shapes | gradients
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    tensors, D, S = inputs(case), case.head_dim, case.length
+    names = "q_proj", "k_proj", "v_proj", "o_proj"
+    q_proj, k_proj, v_proj, o_proj = (tensors[name].requires_grad_() for name in names)
+    turn = torch.polar(torch.ones_like(angles(case)), angles(case))  # a pair as a complex number
+
+    def turned(x):
+        pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    out, future = 0, torch.ones(S, S, dtype=torch.bool).triu(1)
+    for h in range(case.query):  # a head by itself, with its rows of each matrix
+        of, rows = h * case.key // case.query, slice(h * D, (h + 1) * D)
+        q = turned(tensors["x"] @ q_proj[rows].T)
+        k = turned(tensors["x"] @ k_proj[of * D : (of + 1) * D].T)
+        v = tensors["x"] @ v_proj[of * D : (of + 1) * D].T
+        p = (q @ k.mT / D**0.5).masked_fill(future, -torch.inf).softmax(-1)
+        out = out + p @ v @ o_proj[:, rows].T
+    out.square().sum().backward()
+    weights = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "o_proj": o_proj}
+    shapes = [[B, heads, S, D] for heads in (case.query, case.key, case.key)]
+    results = {"out": out.detach(), "shapes that core_attention gets": shapes}
+    return [results | {f"gradient of {n}.weight": w.grad for n, w in weights.items()}]
+
+
+def picture(runs) -> str:
+    rows = {}
+    for case, records in runs[:4]:
+        _, k, v = records[0].values["shapes that core_attention gets"]
+        name = f"{case.query} query heads, {case.key} of keys"
+        rows[name] = (k[1] + v[1]) * k[3] * 2
+    return "bytes of keys and values per token, in bfloat16\n" + bars(rows, "{:3.0f}")
+
+
+Q = "q = rotate(q.view(B, S, -1, self.head_dim), *rotary)"
+K = "k = rotate(k.view(B, S, -1, self.head_dim), *rotary)"
+V = "v = v.view(B, S, -1, self.head_dim)"
+CORE = "out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))"
+OUT = "return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))"
+
+EXERCISE = Exercise(
+    __name__,
+    target="model:SelfAttention.forward",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="With 1/4 as many key heads, keys and values need 1/4 of the memory, and a ring sends"
+    " 1/4 of the bytes. In production: Hugging Face's `LlamaAttention`.",
+    wrong=(
+        Wrong(
+            "values_rotated",
+            "Values are rotated, too. Positions belong in the scores, so only in queries and keys.",
+            V,
+            V.replace("v.view", "rotate(v.view").removesuffix(")") + "), *rotary)",
+        ),
+        Wrong(
+            "keys_not_rotated",
+            "Keys are not rotated: scores depend on the query's position, not on the distance.",
+            K,
+            "k = k.view(B, S, -1, self.head_dim)",
+        ),
+        Wrong(
+            "nothing_rotated",
+            "Neither queries nor keys are rotated: attention does not know positions.",
+            Q,
+            "q = q.view(B, S, -1, self.head_dim)",
+            K,
+            "k = k.view(B, S, -1, self.head_dim)",
+        ),
+        Wrong(
+            "rotated_after_transpose",
+            "Queries and keys are rotated after the transpose: the rotation takes heads for"
+            " positions.",
+            Q,
+            "q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)",
+            K,
+            "k = rotate(k.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)",
+        ),
+        Wrong(
+            "viewed_without_transpose",
+            "Heads and positions are mixed: view(B, heads, S, D) takes numbers in their order in"
+            " memory, where the positions come first.",
+            CORE,
+            "q, k, v = (x.reshape(B, -1, S, self.head_dim) for x in (q, k, v))\n"
+            "    out = self.core_attention(q, k, v)",
+        ),
+        Wrong(
+            "not_transposed_back",
+            "The result is reshaped without being transposed back: heads and positions are mixed.",
+            OUT,
+            "return self.o_proj(out.reshape(B, S, -1))",
+        ),
+        Wrong(
+            "keys_repeated",
+            "Keys and values are repeated for the query heads. The result is right, but a ring of"
+            " ranks would send Q/K times the bytes.",
+            CORE,
+            "each = q.shape[2] // k.shape[2]\n"
+            "    k, v = k.repeat_interleave(each, 2), v.repeat_interleave(each, 2)\n"
+            f"    {CORE}",
+        ),
+        Wrong(
+            "heads_of_the_config",
+            "The number of heads is that of a whole layer: a tensor-parallel rank has fewer. Let"
+            " view find it, by -1.",
+            Q,
+            "q = rotate(q.view(B, S, x.shape[-1] // self.head_dim, self.head_dim), *rotary)",
+        ),
+        Wrong(
+            "no_output_projection",
+            "o_proj is not applied.",
+            OUT,
+            "return out.transpose(1, 2).reshape(B, S, -1)",
+        ),
+        Wrong(
+            "heads_and_numbers_swapped",
+            "A query is viewed as [D, heads], not [heads, D]: numbers of different heads are taken"
+            " for one head.",
+            Q,
+            "q = rotate(q.view(B, S, self.head_dim, -1).transpose(2, 3), *rotary)",
+        ),
+    ),
+    also_right=(
+        """
+def forward(self, x, rotary):
+    q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
+    q, k = (rotate(t, *rotary) for t in (q, k))
+    out = self.core_attention(*(t.movedim(2, 1) for t in (q, k, v)))
+    return self.o_proj(torch.cat(out.unbind(1), -1))
+""",
+    ),
+)
