@@ -1,0 +1,221 @@
+"""29 part: which slice of a whole a rank reads
+
+Loading, saving and initial weights ask the same question: which rows and columns of a whole matrix
+are this rank's? The reference cuts a real tensor, one cut after the other.
+"""
+
+import random
+from itertools import product
+
+from exercises.exercise import Case, Exercise, Wrong
+
+TASK = """
+Return which part of a tensor is a rank's, as one slice(start, stop) a dim, both of them numbers. A
+cut divides what the cuts before it have left along cut.dim, among size[cut.axis] ranks, of which
+this one is rank[cut.axis]. Pieces are as torch.chunk makes them: all but the last ones have the
+length of the largest, rounded up, as 10 rows among 4 ranks: 3, 3, 3, 1; the last ones may have
+fewer or none. With a cut.owner, that rank has all, and the others have nothing: a slice that is
+empty. Use the standard library alone.
+Read: placement.py (`Cut` and the examples at the top), checkpoint.py.
+"""
+
+HINTS = (
+    "Begin with whole slices, and let each cut shrink the slice of its dim.",
+    "slice(start, stop) with .start and .stop, min, -(-a // b) for a quotient rounded up, a cut's"
+    " axis, dim and owner.",
+    "Of what is left from start to stop, each rank has (stop - start) / size, rounded up. Its piece"
+    " begins `rank` times as far behind start; neither its begin nor its end may be beyond stop.",
+)
+
+CUTS = {  # axis, dim, owner
+    "whole": (),
+    "rows over tp": (("tp", 0, None),),
+    "columns over tp": (("tp", 1, None),),
+    "rows over tp, then over dp": (("tp", 0, None), ("dp", 0, None)),
+    "columns over tp, then rows over dp": (("tp", 1, None), ("dp", 0, None)),
+    "owned by dp rank 1": (("dp", 0, 1),),
+    "owned by dp rank 0, then columns over tp": (("dp", 0, 0), ("tp", 1, None)),
+    "rows over tp, then owned by dp rank 1": (("tp", 0, None), ("dp", 0, 1)),
+}
+
+
+def cases(dice: random.Random) -> list[Case]:
+    shapes = [(8, 8), (10, 7), (dice.randint(11, 14), dice.randint(8, 10)), (5, 3), (2, 9)]
+    sizes = [(2, 2), (4, 2), (3, 4), (4, 3), (3, 2)]
+    return [
+        Case(1, shape=shape, tp=tp, dp=dp) for shape, (tp, dp) in zip(shapes, sizes, strict=True)
+    ]
+
+
+def places(case: Case) -> list[dict[str, int]]:
+    """The ranks within tp and dp of all ranks."""
+    return [{"tp": t, "dp": d} for t, d in product(range(case.tp), range(case.dp))]
+
+
+def on_rank(rank, case: Case) -> dict:
+    placement, results = rank.course.placement, {}
+    for name, cuts in CUTS.items():
+        cuts, slices = [placement.Cut(*cut) for cut in cuts], []
+        for place in places(case):
+            found = placement.part(case.shape, cuts, place, {"tp": case.tp, "dp": case.dp})
+            slices.append(" ".join(shown(one.start, one.stop) for one in found))
+        results[name] = slices
+    return results
+
+
+def shown(start: int, stop: int) -> str:
+    """Nothing is the same, wherever it is."""
+    return f"{start}:{stop}" if start != stop else "nothing"
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    rows, columns = (torch.arange(n) for n in case.shape)
+    results = {}
+    for name, cuts in CUTS.items():
+        slices = []
+        for place in places(case):
+            left = [rows, columns]
+            for axis, dim, owner in cuts:
+                whole = left[dim]
+                if owner is None:
+                    chunks = whole.chunk({"tp": case.tp, "dp": case.dp}[axis])
+                    has_one = place[axis] < len(chunks) and len(whole)
+                    left[dim] = chunks[place[axis]] if has_one else whole[:0]
+                else:
+                    left[dim] = whole if place[axis] == owner else whole[:0]
+            slices.append(
+                " ".join(shown(int(x[0]), int(x[-1]) + 1) if len(x) else "nothing" for x in left)
+            )
+        results[name] = slices
+    return [results]
+
+
+def picture(runs) -> str:
+    case, records = runs[1]
+    name = "columns over tp, then rows over dp"
+    grid = [["?"] * case.shape[1] for _ in range(case.shape[0])]
+    legend = []
+    for letter, place, text in zip("ABCDEFGH", places(case), records[0].values[name], strict=True):
+        legend.append(f"{letter}: tp {place['tp']} dp {place['dp']}  [{text.replace(' ', ', ')}]")
+        if "nothing" not in text:
+            (a, b), (c, d) = (map(int, one.split(":")) for one in text.split())
+            for row, column in product(range(a, b), range(c, d)):
+                grid[row][column] = letter
+    lines = [" ".join(row) for row in grid]
+    lines += [""] * max(0, len(legend) - len(lines))
+    legend += [""] * (len(lines) - len(legend))
+    pairs = zip(lines, legend, strict=True)
+    shape = f"{case.shape[0]} x {case.shape[1]}"
+    return f"A matrix {shape}, {name}\n" + "\n".join(f"{a}    {b}".rstrip() for a, b in pairs)
+
+
+EACH = "each = -(-(stop - start) // size[cut.axis])"
+FIRST = "first = min(start + rank[cut.axis] * each, stop)"
+LAST = "slice(first, min(first + each, stop))"
+OWNER = "slice(start, stop if rank[cut.axis] == cut.owner else start)"
+BOUNDS = "start, stop = slices[cut.dim].start, slices[cut.dim].stop"
+
+EXERCISE = Exercise(
+    __name__,
+    target="placement:part",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="10 rows among 4 ranks: 3, 3, 3, 1, as torch.chunk and DTensor have it. In production:"
+    " `torch.distributed.tensor.Shard`, by which a checkpoint is loaded in any layout.",
+    wrong=(
+        Wrong(
+            "rounded_down",
+            "The length of a piece is rounded down: the last rows belong to no rank.",
+            EACH,
+            "each = (stop - start) // size[cut.axis]",
+        ),
+        Wrong(
+            "last_gets_the_rest",
+            "Lengths are rounded down, and the last rank gets the rest: torch.chunk rounds up.",
+            EACH,
+            "each = (stop - start) // size[cut.axis]",
+            LAST,
+            "slice(first, stop if rank[cut.axis] == size[cut.axis] - 1 else first + each)",
+        ),
+        Wrong(
+            "as_even_as_possible",
+            "Pieces differ by one row at most: 10 rows are 3, 3, 2, 2, where torch.chunk makes"
+            " 3, 3, 3, 1.",
+            FIRST,
+            "less, more = divmod(stop - start, size[cut.axis])\n"
+            "        first = start + rank[cut.axis] * less + min(rank[cut.axis], more)\n"
+            "        each = less + (rank[cut.axis] < more)",
+        ),
+        Wrong(
+            "beyond_the_end",
+            "The last piece ends beyond the end: 10 rows among 4 ranks would need 12.",
+            LAST,
+            "slice(first, first + each)",
+        ),
+        Wrong(
+            "negative_length",
+            "A rank that has nothing gets a slice that begins behind its end.",
+            FIRST,
+            "first = start + rank[cut.axis] * each",
+        ),
+        Wrong(
+            "start_forgotten",
+            "A second cut of a dim counts from the beginning of the tensor, not of what the first"
+            " one has left.",
+            FIRST,
+            "first = min(rank[cut.axis] * each, stop)",
+        ),
+        Wrong(
+            "always_the_whole",
+            "Each cut divides the whole, not what the cuts before it have left: the last cut of a"
+            " dim wins.",
+            BOUNDS,
+            "start, stop = 0, shape[cut.dim]",
+        ),
+        Wrong(
+            "owner_ignored",
+            "An owner is ignored: its matrix is cut among the ranks.",
+            "if cut.owner is not None:",
+            "if False:",
+        ),
+        Wrong(
+            "owner_0_ignored",
+            "`if cut.owner` is false for rank 0, too: its matrix is cut among the ranks. Compare"
+            " with None.",
+            "if cut.owner is not None:",
+            "if cut.owner:",
+        ),
+        Wrong(
+            "all_are_owners",
+            "Every rank has all of a matrix with an owner: the others must have nothing.",
+            OWNER,
+            "slice(start, stop)",
+        ),
+        Wrong(
+            "first_dim_only",
+            "All cuts are along dim 0: o_proj and down_proj are cut by columns.",
+            BOUNDS,
+            f"cut = cut._replace(dim=0)\n        {BOUNDS}",
+        ),
+    ),
+    also_right=(
+        """
+def part(shape, cuts, rank, size):
+    indices = [list(range(length)) for length in shape]
+    for axis, dim, owner in cuts:
+        left, r = indices[dim], rank[axis]
+        if owner is None:
+            each = math.ceil(len(left) / size[axis])
+            indices[dim] = left[r * each : (r + 1) * each]
+        elif r != owner:
+            indices[dim] = []
+    return tuple(slice(i[0], i[-1] + 1) if i else slice(0, 0) for i in indices)
+""",
+    ),
+)
