@@ -1,0 +1,212 @@
+"""30 resume: all that a step changes, and nothing else
+
+A run is saved after some steps, and another one, which has made no step, is loaded with it. Both
+continue, and must train alike to the last digit.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Return all tensors that a step of training changes, by the name under which they are saved: the data
+of each parameter by its name, buffers by theirs, and what the optimizer keeps of each parameter as
+"optimizer.KEY.NAME", such as optimizer.exp_avg.lm_head.weight, but for its "step": all steps are
+equal, and are saved as one number. The tensors themselves, no copies: a checkpoint is loaded into
+them. AdamW has no state before its first step. So give each parameter of a group with "betas" that
+has none a "step" of zero and two moments of zeros, exp_avg and exp_avg_sq; "step" is on the CPU,
+but on the parameter's device if the group is fused.
+Read: checkpoint.py.
+"""
+
+HINTS = (
+    "Fill in AdamW's missing state; then collect parameters, buffers and states in one dict.",
+    "optimizer.param_groups, optimizer.state[parameter], torch.zeros, torch.zeros_like,"
+    " parameter.data.",
+    "optimizer.state[parameter] is a dict, empty before the first step: put step, exp_avg and"
+    " exp_avg_sq in it, each a tensor of its own. Then go through the parameters by name, and"
+    " through the keys of their states.",
+)
+
+SHAPES = {"lm_head.weight": (3, 4), "norm.weight": (4,)}
+BUFFER = "mlp.gate.e_score_correction_bias"
+OPTIMIZERS = "adamw", "momentum", "sgd"  # the second stands for Muon
+
+
+def cases(dice: random.Random) -> list[Case]:
+    steps = dice.randint(2, 4)
+    return [Case(1, optimizer=name, steps=n) for name in OPTIMIZERS for n in (0, steps)]
+
+
+class Training:
+    """A few parameters, an optimizer and a buffer, which a step changes, too."""
+
+    def __init__(self, case: Case, start: str) -> None:
+        import torch
+
+        tensors = {name: draw(case, start, name, shape=shape) for name, shape in SHAPES.items()}
+        self.case = case
+        self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+        self.buffers = {BUFFER: draw(case, start, BUFFER, shape=(5,))}
+        kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
+        more = {"momentum": 0.9} if case.optimizer == "momentum" else {}
+        self.optimizer = kind(self.parameters.values(), lr=0.1, **more)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            for name, parameter in self.parameters.items():
+                parameter.grad = draw(self.case, "gradient", name, step, shape=SHAPES[name])
+            self.optimizer.step()
+            self.buffers[BUFFER] += draw(self.case, "bias", step, shape=(5,))
+
+    def values(self) -> dict:
+        tensors = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return {f"{name} after resuming": t.clone() for name, t in (tensors | self.buffers).items()}
+
+
+def on_rank(rank, case: Case) -> dict:
+    checkpoint = rank.course.checkpoint
+    run, other = Training(case, "a run"), Training(case, "another")
+
+    def tensors_of(one: Training) -> dict:
+        return checkpoint.training_tensors(one.parameters, one.buffers, one.optimizer)
+
+    run.train(0, case.steps)
+    if case.optimizer == "momentum":  # as Muon's, it is there from the beginning
+        for one in (run, other):
+            for parameter in one.parameters.values():
+                kept = one.optimizer.state[parameter]
+                kept.setdefault("momentum_buffer", parameter.detach() * 0)
+    saved = {name: tensor.detach().clone() for name, tensor in tensors_of(run).items()}
+    targets = tensors_of(other)
+    for name in saved.keys() & targets.keys():
+        targets[name].copy_(saved[name])
+    checkpoint.set_optimizer_steps(other.optimizer, case.steps)
+    other.train(case.steps, case.steps + 2)
+    sizes = {name: tensor.nbytes for name, tensor in saved.items()}
+    return {"names": sorted(saved)} | other.values() | {"bytes": sizes}
+
+
+def expected(case: Case) -> list[dict]:
+    run = Training(case, "a run")
+    run.train(0, case.steps)
+    if case.optimizer == "momentum" and not case.steps:
+        for parameter in run.parameters.values():
+            run.optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 0
+    run.train(case.steps, case.steps + 2)  # without a break
+    kept = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
+    states = [f"optimizer.{key}.{name}" for key in kept[case.optimizer] for name in SHAPES]
+    return [{"names": sorted([*SHAPES, BUFFER, *states])} | run.values()]
+
+
+def picture(runs) -> str:
+    _, records = runs[1]
+    return "bytes of a checkpoint with AdamW, in float64\n" + bars(records[0].values["bytes"])
+
+
+MOMENTS = "state.update((moment, torch.zeros_like(parameter)) for moment in moments)"
+KEPT = 'if key != "step"'
+
+EXERCISE = Exercise(
+    __name__,
+    target="checkpoint:training_tensors",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="With AdamW in float32 a checkpoint has 12 bytes a parameter: the weight and 2"
+    " moments. In production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.",
+    wrong=(
+        Wrong(
+            "optimizer_forgotten",
+            "What the optimizer keeps is not saved: after resuming, its averages begin again at"
+            " zero.",
+            'tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}',
+            "pass",
+        ),
+        Wrong(
+            "no_state_before_the_first_step",
+            "A new AdamW has no moments: there is nothing that a checkpoint could be loaded into.",
+            "if not state:",
+            "if False:",
+        ),
+        Wrong(
+            "steps_saved",
+            'The optimizer\'s "step" is among the tensors: there is one for each parameter, and all'
+            " are equal.",
+            KEPT,
+            "if True",
+        ),
+        Wrong(
+            "copies",
+            "The result has copies of the parameters: what is loaded into them changes no weight.",
+            "parameter.data for",
+            "parameter.data.clone() for",
+        ),
+        Wrong(
+            "parameters_not_data",
+            "The result has parameters, not their data: autograd refuses to load into them.",
+            "parameter.data for",
+            "parameter for",
+        ),
+        Wrong(
+            "copies_of_states",
+            "The result has copies of what the optimizer keeps: what is loaded into them is lost.",
+            "{key: state for key, state in optimizer.state",
+            "{key: state.clone() for key, state in optimizer.state",
+        ),
+        Wrong(
+            "buffers_forgotten",
+            "Buffers are missing: a router's bias changes in each step, too.",
+            " | dict(buffers)",
+            "",
+        ),
+        Wrong(
+            "one_moment",
+            "exp_avg_sq is missing: AdamW keeps two moments.",
+            'moments = "exp_avg", "exp_avg_sq"',
+            'moments = ("exp_avg",)',
+            KEPT,
+            'if key not in ("step", "exp_avg_sq")',
+        ),
+        Wrong(
+            "moments_share_memory",
+            "Both moments of a new AdamW are one tensor: what is loaded into one is in both.",
+            MOMENTS,
+            "state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))",
+        ),
+        Wrong(
+            "state_without_step",
+            'The new state has no "step": AdamW believes that its state is complete, and fails.',
+            'state["step"] = torch.zeros((), device=device)',
+            "pass",
+        ),
+        Wrong(
+            "names_without_prefix",
+            'The optimizer\'s tensors are not named "optimizer.KEY.NAME".',
+            'f"optimizer.{key}.{name}"',
+            'f"{key}.{name}"',
+        ),
+    ),
+    also_right=(
+        """
+def training_tensors(parameters, buffers, optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"] if "betas" in group else []:
+            if len(optimizer.state[p]) == 0:
+                step = torch.zeros((), device=p.device if group["fused"] else None)
+                first, second = torch.zeros_like(p), torch.zeros_like(p)
+                optimizer.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+    found = dict(buffers)
+    for name, p in parameters.items():
+        found[name] = p.detach()
+        for key in optimizer.state[p]:
+            if key != "step":
+                found["optimizer." + key + "." + name] = optimizer.state[p][key]
+    return found
+""",
+    ),
+)
