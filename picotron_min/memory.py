@@ -1,8 +1,7 @@
 """How many bytes training needs on a rank, as formulas over the model's shape.
 
     weights, gradients, optimizer state    what the placement table leaves to a rank
-    activations                            what forward keeps of each token until its backward,
-                                           and B until W, where backward is cut in two
+    activations                            what forward keeps of each token: activations.py
     loss                                   logits, and the gradients that are made along with it
 
 E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, V vocabulary; X
@@ -17,13 +16,12 @@ from itertools import accumulate, chain, islice
 from operator import sub
 from typing import NamedTuple
 
+from picotron_min.activations import BYTES, factors_per_token, saved_per_token
 from picotron_min.costs import layers_of_stages
 from picotron_min.layout import LEAST_OFFLOAD, STRIPE_ROWS, Layout, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES, peak_live, stages_of
 from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 class RankMemory(NamedTuple):
@@ -246,63 +244,3 @@ def _memory_of(
         activations=math.ceil(tokens * (live * kept + losses * last * 2 * wide * E) + layer),
         loss=math.ceil(made + logits),
     )
-
-
-def saved_per_token(
-    model_config: ModelConfig, dtype: str, recompute: str, layout: Layout, layer: int
-) -> float:
-    """Bytes that the forward of a layer keeps for backward, per token.
-
-    recompute   wide (float32, or float64)          in the compute dtype
-    none        4 E: 2 x a norm's input, and it     2 E norms' outputs + 2 Q D q, attention's output
-                normalised (fused on a GPU: 2 E)    + 2 K D k, v + 4 M gate, up, silu, product
-    selective   4 E                                 2 E + 4 M
-    full        1 E: the layer's input              nothing
-    """
-    c, D, E = model_config, model_config.head_dim, model_config.hidden_size
-    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
-    split = layout.tp if layout.sequence_parallel else 1  # of what is wide
-    if recompute == "full":
-        return wide * E / split
-    heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads) if recompute == "none" else 0
-    mlp = narrow * (E + 4 * c.intermediate_size / layout.tp)
-    if c.has_experts(layer):
-        mlp = _saved_by_experts(c, wide, narrow, layout)
-    # Norms' outputs are whole: a projection keeps its input as the all-gather has made it.
-    return wide * 4 * E / split + narrow * (E + heads / layout.tp) + mlp
-
-
-def factors_per_token(model_config: ModelConfig, dtype: str, layout: Layout, layer: int) -> float:
-    """Bytes of x and dy of a layer's linears, which are kept until its W, per token.
-
-    attention   2 E its input, o's gradient       2 Q D + 2 K D gradients of q, k, v; o's input
-    MLP         2 E its input, down's gradient    3 M gradients of gate, up; down's input
-    """
-    c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
-    heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads)
-    mlp = 2 * E + 3 * c.intermediate_size / tp
-    if c.has_experts(layer):  # a row for each of a token's k, as in _saved_by_experts
-        mlp = c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp
-        if c.n_shared_experts:
-            mlp += 2 * E + 3 * c.n_shared_experts * c.moe_intermediate_size / tp
-    return BYTES[dtype] * (2 * E + heads / tp + mlp)
-
-
-def _saved_by_experts(c: ModelConfig, wide: int, narrow: int, layout: Layout) -> float:
-    """The same of a mixture, with the MLP's input. As many tokens come from other ranks as leave.
-
-    router    E its input, in wide; X scores
-    experts   a row for each of a token's k, on every etp rank: E its input, 4 F as in an MLP, and
-              the product once more, weighted; the weighting is in wide
-    shared    E their input, 4 F each as in an MLP; E their output, if it is gated
-    """
-    E, F, tp = c.hidden_size, c.moe_intermediate_size, layout.tp
-    # Each tp rank routes its own part of a sequence; shared experts have all of it, as MLPs do.
-    saved = wide * (E + c.num_local_experts) / tp
-    saved += c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp
-    if c.n_shared_experts:
-        has_input = narrow == wide and tp == 1  # it is the router's
-        saved += narrow * (E * (not has_input) + 4 * c.n_shared_experts * F / tp)
-    if c.moe_shared_expert_gate:
-        saved += narrow * E / (tp if layout.sequence_parallel else 1)
-    return saved

@@ -9,8 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
+from picotron_min.activations import saved_per_token
 from picotron_min.layout import Layout, Routing
-from picotron_min.memory import memory_per_rank, saved_per_token, shares_of_ranks
+from picotron_min.memory import memory_per_rank, shares_of_ranks
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.moe import apply_moe

@@ -17,8 +17,9 @@ COURSE = {
     "zero_bubble": {"pipeline_action"},
     "pipeline_schedule": {"pipeline_action", "zero_bubble"},
     "pipeline_simulator": {"pipeline_action", "pipeline_schedule"},
+    "activations": {"layout", "model_config"},
     "costs": {"layout", "model_config"},
-    "memory": {"costs", "layout", "model_config", "pipeline_schedule", "placement"},
+    "memory": {"activations", "costs", "layout", "model_config", "pipeline_schedule", "placement"},
     "collectives": set(),
     "mesh": {"collectives", "layout"},
     "linear": set(),
@@ -53,7 +54,7 @@ MAY_IMPORT["speed"] |= {"planner", "hardware"}  # the one table of peaks
 # The planner plans with the course's formulas; only its commands know config files.
 PLANNER = {path.stem for path in (ROOT / PACKAGE / "planner").glob("*.py")} - {"__init__"}
 FORMULAS = {"layout", "model_config", "placement", "pipeline_schedule", "pipeline_simulator"}
-FORMULAS |= {"costs", "memory"}
+FORMULAS |= {"activations", "costs", "memory"}
 PURE = {"hardware", "links", "system", "layer_time", "step_time", "traffic", "parameter_traffic"}
 PURE |= {"sent"}
 MAY_IMPORT |= {name: FORMULAS | PLANNER | RUNTIME | {"planner", "runtime"} for name in PLANNER}
@@ -64,8 +65,8 @@ FREE = COURSE.keys() | RUNTIME | PLANNER | REPORT | {"planner", "runtime"}
 MAY_IMPORT |= dict.fromkeys(REPORT, FREE)
 STANDARD_LIBRARY_ONLY = (
     *("layout", "placement", "model_config", "json_file", "pipeline_action", "zero_bubble"),
-    *("pipeline_schedule", "pipeline_simulator", "costs", "memory", "draw", "architectures"),
-    *("public_models", "wording", *PURE),
+    *("pipeline_schedule", "pipeline_simulator", "activations", "costs", "memory", "draw"),
+    *("architectures", "public_models", "wording", *PURE),
 )
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub", "matplotlib"}
 DRAWS = ("charts", "pictures")  # of a report, and imported where one is made

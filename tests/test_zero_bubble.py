@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from picotron_min import zero_bubble
+from picotron_min.activations import factors_per_token, saved_per_token
 from picotron_min.layout import Layout, Workload
 from picotron_min.linear import WeightGradients, apply_copies, apply_queue
-from picotron_min.memory import factors_per_token, memory_of_ranks, saved_per_token
+from picotron_min.memory import memory_of_ranks
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_action import Action, Kind, Plan

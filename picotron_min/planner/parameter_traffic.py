@@ -12,9 +12,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from picotron_min.activations import BYTES
 from picotron_min.costs import layers_of_stages
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import BYTES
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import stages_of
 from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows

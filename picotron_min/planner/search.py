@@ -11,8 +11,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from picotron_min.activations import BYTES, saved_per_token
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import BYTES, RankMemory, saved_per_token
+from picotron_min.memory import RankMemory
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
 from picotron_min.planner.step_time import Prediction, StepTime, ranks_of

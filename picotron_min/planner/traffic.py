@@ -16,9 +16,9 @@ those of the residual stream, of statistics and of gradients. Standard library o
 import itertools
 import math
 
+from picotron_min.activations import BYTES
 from picotron_min.costs import layers_of_stages
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import BYTES
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.planner.parameter_traffic import add_parameters

@@ -1,0 +1,101 @@
+"""How many bytes a layer keeps of each token, as formulas over the model's shape.
+
+    forward until backward       the inputs of linears, of norms, and of attention
+    B until W                    the factors of weight gradients, where backward is cut in two
+
+E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size; X experts of size F,
+k of them for each token. Standard library only, so that a run can be planned anywhere.
+"""
+
+from picotron_min.layout import Layout
+from picotron_min.model_config import ModelConfig
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def saved_per_token(
+    model_config: ModelConfig,
+    dtype: str,
+    recompute: str,
+    layout: Layout,
+    layer: int,
+    fp8: bool = False,
+) -> float:
+    """Bytes that the forward of a layer keeps for backward, per token.
+
+    recompute   wide (float32, or float64)          in the compute dtype
+    none        4 E: 2 x a norm's input, and it     2 E norms' outputs + 2 Q D q, attention's output
+                normalised (fused on a GPU: 2 E)    + 2 K D k, v + 4 M gate, up, silu, product
+    selective   4 E                                 2 E + 4 M
+    full        1 E: the layer's input              nothing
+
+    Linears in FP8 keep their inputs in one byte: norms' outputs, the product, and attention's
+    output, which attention itself keeps as well.
+    """
+    c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
+    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
+    split = tp if layout.sequence_parallel else 1  # of what is wide
+    if recompute == "full":
+        return wide * E / split
+    # Norms' outputs are whole: a projection keeps its input as the all-gather has made it. What is
+    # recomputed begins before that, and before anything is rounded to 8 bits.
+    attention = narrow * E / split
+    if recompute == "none":
+        heads = narrow * 2 * D * (c.num_attention_heads + c.num_key_value_heads)
+        in_8_bits = D * c.num_attention_heads if fp8 else 0
+        attention = _factor(dtype, fp8) * E + (heads + in_8_bits) / tp
+    if c.has_experts(layer):
+        mlp = _saved_by_experts(c, dtype, layout, fp8)
+    else:
+        mlp = _saved_by_mlp(E, c.intermediate_size / tp, dtype, fp8)
+    return wide * 4 * E / split + attention + mlp
+
+
+def _factor(dtype: str, fp8: bool) -> int:
+    """Bytes of a number that a linear multiplies with."""
+    return 1 if fp8 else BYTES[dtype]
+
+
+def _saved_by_mlp(E: int, inner: float, dtype: str, fp8: bool) -> float:
+    return _factor(dtype, fp8) * (E + inner) + BYTES[dtype] * 3 * inner
+
+
+def factors_per_token(
+    model_config: ModelConfig, dtype: str, layout: Layout, layer: int, fp8: bool = False
+) -> float:
+    """Bytes of x and dy of a layer's linears, which are kept until its W, per token.
+
+    attention   2 E its input, o's gradient       2 Q D + 2 K D gradients of q, k, v; o's input
+    MLP         2 E its input, down's gradient    3 M gradients of gate, up; down's input
+    """
+    c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
+    heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads)
+    inner, experts = c.intermediate_size, 0
+    if c.has_experts(layer):  # a row for each of a token's k, as in _saved_by_experts
+        experts = c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp
+        inner = c.n_shared_experts * c.moe_intermediate_size
+    mlp = 2 * E + 3 * inner / tp if inner else 0
+    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
+
+
+def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> float:
+    """The same of a mixture, with the MLP's input. As many tokens come from other ranks as leave.
+
+    router    E its input, in wide; X scores
+    experts   a row for each of a token's k, on every etp rank: E its input, 4 F as in an MLP, and
+              the product once more, weighted; the weighting is in wide
+    shared    E their input, 4 F each as in an MLP; E their output, if it is gated
+    """
+    E, F, tp = c.hidden_size, c.moe_intermediate_size, layout.tp
+    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
+    # Each tp rank routes its own part of a sequence; shared experts have all of it, as MLPs do.
+    saved = wide * (E + c.num_local_experts) / tp
+    saved += c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp
+    if c.n_shared_experts:
+        saved += _saved_by_mlp(E, c.n_shared_experts * F / tp, dtype, fp8)
+        if narrow == wide and tp == 1 and not fp8:
+            saved -= narrow * E  # their input is the router's
+    if c.moe_shared_expert_gate:  # which multiplies in `dtype`
+        has_input = narrow == wide or not fp8  # the router's, or that of shared experts
+        saved += (1 + (not has_input)) * narrow * E / (tp if layout.sequence_parallel else 1)
+    return saved
