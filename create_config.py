@@ -185,6 +185,7 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     print("memory per rank  by the formulas of picotron_min/memory.py, memory_per_rank:")
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
+    copy = ", + 2 bytes for copies to multiply with" if m.fp8 else copy
     states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
     each = f"{size} bytes a parameter of this rank"
     offload = f", offload {m.offload}" if m.offload else ""
@@ -227,7 +228,7 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
 
 def print_prediction(config: Config, model_config: ModelConfig, asked: str | None) -> None:
     gpu = GPUS[asked or ASSUMED_GPU]
-    if config.model.dtype not in gpu.peaks:
+    if config.model.dtype not in gpu.peaks or config.model.fp8:  # not modelled
         return
     request, candidate = predicted(config, model_config, gpu)
     step, number = candidate.prediction.step, measures(request, candidate)

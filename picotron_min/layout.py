@@ -99,7 +99,12 @@ class Workload:
     flash_attention: bool = True
     compile: bool = False
     offload: int = 0  # layers of each stage whose activations wait on the host: see offload.py
+    fp8: bool = False  # layers' linears multiply in 8 bits: see float8.py
+    fp8_skip: int = 0  # but not those of so many first and last layers
     routing: Routing = Routing()
+
+    def in_fp8(self, layer: int, num_layers: int) -> bool:
+        return self.fp8 and self.fp8_skip <= layer < num_layers - self.fp8_skip
 
 
 @dataclass(frozen=True)

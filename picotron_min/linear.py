@@ -61,6 +61,20 @@ class Linear(nn.Linear):
             gradient.addmm_(dy.T, x)  # one pass over the gradient, no temporary
             self.gradient_arrived()
 
+    def make_copy(self, dtype: torch.dtype) -> None:
+        """Compute with a copy of the weight, unless that is sharded and gathered in `dtype`."""
+        if self.weight is None:
+            return
+        self.copy = self.weight.detach().to(dtype).requires_grad_()
+        weak = weakref.proxy(self)  # the garbage collector sees no cycle through such a hook
+        self.copy.register_post_accumulate_grad_hook(partial(Linear.take_gradient, weak))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """To be called when the weight has changed: what is computed with follows it."""
+        if self.copy is not None:
+            self.copy.copy_(self.weight)
+
     def add_gradient(self, gradient: Tensor) -> None:  # sharded: replaced by ShardedUnit.take
         if self.weight.grad is None:
             self.weight.grad = gradient
@@ -145,14 +159,5 @@ def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
     """Let the linears of a model compute with copies of their weights, in place."""
     # autocast makes such copies, too, but casts each gradient to float32 before it is added and, in
     # compiled layers, the weights again for each micro-batch.
-    for linear in (x for x in linears(model).values() if x.weight is not None):  # else: sharded
-        linear.copy = linear.weight.detach().to(dtype).requires_grad_()
-        weak = weakref.proxy(linear)  # the garbage collector sees no cycle through such a hook
-        linear.copy.register_post_accumulate_grad_hook(partial(Linear.take_gradient, weak))
-
-
-@torch.no_grad()
-def refresh_copies(layers: list[Linear]) -> None:
-    """Copy the weights once a step, after the optimizer has changed them."""
-    for linear in layers:
-        linear.copy.copy_(linear.weight)
+    for linear in linears(model).values():
+        linear.make_copy(dtype)

@@ -196,6 +196,23 @@ def _offloaded(
     return moved, on_their_way
 
 
+def _in_fp8(share: Share, c: ModelConfig, layout: Layout, workload: Workload) -> int:
+    """Bytes of W and its transpose in 8 bits, beyond the copies in bfloat16 that they replace."""
+    heads = 2 * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)
+    shared = c.n_shared_experts * c.moe_intermediate_size
+
+    def of_layer(i: int) -> int:
+        inner = shared if c.has_experts(i) else c.intermediate_size
+        fp8 = workload.in_fp8(i, c.num_hidden_layers)
+        return fp8 * 2 * c.hidden_size * (heads + 3 * inner) // layout.tp
+
+    layers = [of_layer(i) for i in share.layers]
+    if layout.sharding == "parameters":  # of the window that computes
+        return max(layers) * math.ceil(len(layers) / len(share.windows))
+    replaced = workload.dtype == "bfloat16" and layout.sharding == "none"
+    return 0 if replaced else sum(layers)
+
+
 def _memory_of(
     rank: int,
     share: Share,
@@ -211,8 +228,10 @@ def _memory_of(
     held, last = _held(share, layout, workload), share.has_head
 
     tokens = workload.micro_batch_size * workload.seq_length // layout.cp
-    each = [saved_per_token(model_config, dtype, recompute, layout, i) for i in share.layers]
-    layer_input = saved_per_token(model_config, dtype, "full", layout, 0)
+    fp8 = {i: workload.in_fp8(i, model_config.num_hidden_layers) for i in share.layers}
+    shape = model_config, dtype
+    each = [saved_per_token(*shape, recompute, layout, i, fp8[i]) for i in share.layers]
+    layer_input = saved_per_token(*shape, "full", layout, 0)
     moves = device != "cpu" and tokens * layer_input >= LEAST_OFFLOAD
     moved, on_their_way = _offloaded(share, each, layer_input, workload.offload * moves)
     kept = sum(each) - moved
@@ -221,12 +240,12 @@ def _memory_of(
     live = losses = schedule.live_activations(*sizes) / chunks  # each is of one chunk
     if schedule.splits_backward:
         # From B to W only factors are left; recomputed, they are more than what forward has kept.
-        factors = sum(factors_per_token(model_config, dtype, layout, i) for i in share.layers)
+        factors = sum(factors_per_token(*shape, layout, i, fp8[i]) for i in share.layers)
         few = min(workload.num_micro_batches, 4 * layout.pp)  # more of them repeat what these do
         plan = schedule.plan(rank, layout.pp, few, chunks)
         live = peak_live(plan, held=factors / kept) / chunks
         losses = 1  # the last stage's B follows its F at once, and takes what the loss has kept
-    everything = [saved_per_token(model_config, dtype, "none", layout, i) for i in share.layers]
+    everything = [saved_per_token(*shape, "none", layout, i, fp8[i]) for i in share.layers]
 
     # Backward runs a part of one layer again at a time...
     again = everything if recompute == "full" else map(sub, everything, each)
@@ -238,7 +257,7 @@ def _memory_of(
     # The gradients of lm_head and of its input are made along with the loss, and kept.
     made = losses * last * E * (wide * V + BYTES[dtype] * tokens)
     return RankMemory(
-        weights=held[0] + narrow * last * V * E,
+        weights=held[0] + narrow * last * V * E + _in_fp8(share, model_config, layout, workload),
         gradients=held[1],
         optimizer_state=held[2],
         activations=math.ceil(tokens * (live * kept + losses * last * 2 * wide * E) + layer),

@@ -22,10 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from picotron_min.block_attention import SOFTMAX, choose_attention
 from picotron_min.checkpoint import parts_of_whole
+from picotron_min.collectives import Axis
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.expert_parallel import apply_expert_parallel, keep_experts
+from picotron_min.float8_linear import apply_float8
 from picotron_min.grouped_experts import apply_grouped_experts
 from picotron_min.layout import Layout, Workload
 from picotron_min.linear import (
@@ -34,7 +36,6 @@ from picotron_min.linear import (
     apply_copies,
     apply_queue,
     linears,
-    refresh_copies,
 )
 from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama, SoftmaxAttention
@@ -74,9 +75,10 @@ class ParallelModel:
         return [module for chunk in self.pipeline.chunks for module in chunk.model.modules()]
 
     @cached_property
-    def copied(self) -> list[Linear]:
-        """The linears that compute with a bfloat16 copy of their weight."""
-        return [m for m in self.modules if isinstance(m, Linear) and m.copy is not None]
+    def linears(self) -> list[Linear]:
+        """Those whose weight is not sharded."""
+        sharded = {m for unit in self.units for users in unit.modules.values() for m in users}
+        return [m for m in self.modules if isinstance(m, Linear) and m not in sharded]
 
     @cached_property
     def routers(self) -> list[Router]:
@@ -93,7 +95,8 @@ class ParallelModel:
 
     def weights_changed(self) -> None:
         """To be called after an update or a load: what is computed with is of the new weights."""
-        refresh_copies(self.copied)
+        for linear in self.linears:
+            linear.refresh()  # copies or bytes of the weights
         for unit in self.units:
             unit.forget()  # and gathered when it is used
 
@@ -180,9 +183,11 @@ def apply_layout(
     model.to(torch.promote_types(dtype, torch.float32))  # the weights are never less precise
     if not workload.compile or queue.waits:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
-    boundary = SequenceBoundary if layout.sequence_parallel else Boundary
-    boundary = RingBoundary if layout.tp_overlap else boundary
-    apply_tensor_parallel(model, boundary(axes.tp, queue))  # after the queue
+    boundary = build_boundary(layout, axes.tp, queue)
+    apply_tensor_parallel(model, boundary)  # after the queue
+    if workload.fp8:
+        in_fp8 = partial(workload.in_fp8, num_layers=model.config.num_hidden_layers)
+        apply_float8(model, boundary, in_fp8, device.type, dtype, workload.compile)
     attention, kernel = SoftmaxAttention, SOFTMAX
     if workload.flash_attention:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -206,6 +211,14 @@ def apply_layout(
     apply_offload(model, workload.offload, device.type)
     apply_sharding(uses)
     return queue
+
+
+def build_boundary(layout: Layout, axis: Axis, queue: WeightGradients) -> Boundary:
+    """What tensor-parallel ranks do between sublayers; nothing, where a rank is alone."""
+    kind = Boundary
+    if layout.sequence_parallel and axis.size > 1:
+        kind = RingBoundary if layout.tp_overlap else SequenceBoundary
+    return kind(axis, queue)
 
 
 def tie_ends(chunks: list[Chunk]) -> None:

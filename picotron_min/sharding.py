@@ -117,6 +117,8 @@ class ShardedUnit:
                 rows.copy_(inside)
             for module in self.modules[name]:
                 module._parameters["weight"] = weight
+                if isinstance(module, Linear):
+                    module.refresh()  # its bytes in FP8
         self.arriving, self.is_current = None, True
 
     def forget(self) -> None:
@@ -130,6 +132,8 @@ class ShardedUnit:
             weight.untyped_storage().resize_(0)
             for module in self.modules[name]:
                 module._parameters["weight"] = None  # an early use is an error, not a crash
+                if isinstance(module, Linear):
+                    module.refresh()
 
     # Gradients: begin, wait and scale are those of GradientBuckets.
 

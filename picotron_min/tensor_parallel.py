@@ -24,7 +24,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, 
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -37,7 +37,7 @@ from picotron_min import collectives
 from picotron_min.collectives import Axis, Conjugate
 from picotron_min.linear import Linear, WeightGradients
 from picotron_min.loss import Vocabulary, stripe_loss
-from picotron_min.model import MLP, Head, Llama
+from picotron_min.model import MLP, DecoderLayer, Head, Llama
 
 Products = Sequence[Callable[[Tensor], Tensor]]  # with the weights of several linears
 
@@ -55,6 +55,9 @@ class Boundary:
     def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:  # leave, and enter's backward
         y = y.contiguous()
         return y, collectives.start_all_reduce(y, self.axis)
+
+    def maximum(self, amax: Tensor) -> Tensor:  # of x; see float8.py
+        return amax
 
     def sum(self, y: Tensor) -> Tensor:
         y, work = self.start_sum(y)
@@ -84,6 +87,9 @@ class SequenceBoundary(Boundary):
 
     def start_sum(self, y: Tensor) -> tuple[Tensor, dist.Work]:
         return collectives.start_reduce_scatter(y, self.axis, dim=1)
+
+    def maximum(self, amax: Tensor) -> Tensor:
+        return _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX)
 
 
 def add_products(xs: Sequence[Tensor], products: Products) -> Tensor:
@@ -130,20 +136,23 @@ class _Leave(torch.autograd.Function):
 
 
 class _Save(torch.autograd.Function):
-    """x, saved for backward before _Leave, not by it.
+    """x, of which something is saved for backward before _Leave, not by it.
 
     When torch's checkpoint repeats a forward, it stops where the last tensor is saved: so it
     repeats neither the last product nor its message.
     """
 
     @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
+    def forward(ctx, x, *tensors):
+        ctx.save_for_backward(*tensors)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dx):
-        return dx
+        return dx, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+save = _Save.apply
 
 
 # torch.compile cannot look into messages and their ledger: it compiles what lies between them.
@@ -162,14 +171,10 @@ def apply_tensor_parallel(model: Llama, boundary: Boundary) -> None:
     axis = boundary.axis
     if axis.size == 1:
         return
-    for layer in model.model.layers.values():  # two sums a layer
-        attention = layer.self_attn
-        first = [attention.q_proj, attention.k_proj, attention.v_proj]
-        _put_around(attention, first, attention.o_proj, boundary)
-        # Of a mixture, only shared experts are cut over tp; others are on a grid of their own.
-        mlp = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts
-        if mlp:
-            _put_around(mlp, [mlp.gate_proj, mlp.up_proj], mlp.down_proj, boundary)
+    for layer in model.model.layers.values():
+        for sublayer, first, last in sublayers(layer):  # two sums a layer
+            linears = [getattr(sublayer, name) for name in first]
+            _put_around(sublayer, linears, getattr(sublayer, last), boundary)
     V, embedding, head = model.config.vocab_size, model.model.embed_tokens, model.lm_head
     first = axis.rank * -(-V // axis.size)  # rounded up, as in `part` of placement.py
     if isinstance(embedding, nn.Embedding):  # else another stage has it
@@ -178,11 +183,19 @@ def apply_tensor_parallel(model: Llama, boundary: Boundary) -> None:
         model.lm_head = VocabularyParallelHead(head.weight, V, first, boundary)
 
 
+def sublayers(layer: DecoderLayer) -> Iterator[tuple[nn.Module, tuple[str, ...], str]]:
+    """Attention and MLP, with the names of their first linears and of the last."""
+    yield layer.self_attn, ("q_proj", "k_proj", "v_proj"), "o_proj"
+    # Of a mixture, only shared experts are cut over tp; others are on a grid of their own.
+    if mlp := layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts:
+        yield mlp, ("gate_proj", "up_proj"), "down_proj"
+
+
 def _put_around(sublayer: nn.Module, first: list[Linear], last: Linear, boundary: Boundary) -> None:
     enter = partial(_Enter.apply, boundary, first)
 
     def leave(x: Tensor) -> Tensor:
-        return _Leave.apply(boundary, last, _Save.apply(x))
+        return _Leave.apply(boundary, last, save(x, x))
 
     # Names of parameters must not change: so no modules around them.
     sublayer.project, last.forward = torch.compiler.disable(enter), torch.compiler.disable(leave)

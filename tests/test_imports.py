@@ -24,6 +24,8 @@ COURSE = {
     "mesh": {"collectives", "layout"},
     "linear": set(),
     "offload": {"layout", "linear", "model"},
+    "float8": set(),
+    "float8_linear": {"float8", "linear", "model", "tensor_parallel"},
     "loss": {"layout"},
     "model": {"linear", "loss", "model_config"},
     "data": {"loss"},

@@ -10,7 +10,6 @@ from picotron_min.linear import (
     apply_copies,
     apply_queue,
     linears,
-    refresh_copies,
 )
 
 X, DY = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
@@ -139,5 +138,6 @@ def test_copies_follow_the_weights_when_they_are_refreshed():
     with torch.no_grad():
         model[0].weight += 1
     assert not torch.equal(model[0].copy.float(), model[0].weight.bfloat16().float())
-    refresh_copies(list(linears(model).values()))
+    for linear in linears(model).values():
+        linear.refresh()
     assert torch.equal(model[0].copy, model[0].weight.bfloat16())

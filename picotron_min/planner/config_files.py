@@ -120,6 +120,8 @@ def predicted(
     """A config on a GPU; ValueError if the GPU has no peak for its dtype."""
     layout, workload = config.layout, config.workload
     check_dtype(gpu, workload.dtype)
+    if workload.fp8:
+        raise ValueError("model.fp8=true: how fast that is, is not modelled; set it to false")
     request = Request(
         model_config,
         gpu,

@@ -77,7 +77,8 @@ class _Activations:
         for stage, number in enumerate(numbers):
             if ranks[stage] == me:
                 for layer in range(first, first + number):
-                    self._layer(self.config.has_experts(layer))
+                    fp8 = self.work.in_fp8(layer, self.config.num_hidden_layers)
+                    self._layer(self.config.has_experts(layer), fp8)
             first += number
         if ranks[0] == me:
             self._embedding()
@@ -107,10 +108,12 @@ class _Activations:
         self._gather(self.m)
         self.sent.all_reduce("tp", 3 * self.wide * self.tokens, self.m)
 
-    def _gather(self, times: int) -> None:
+    def _gather(self, times: int, fp8: bool = False) -> None:
         """Make a sublayer's input whole: enter, or leave's backward."""
         if self.layout.sequence_parallel:
-            self.sent.all_gather("tp", self.narrow * self.elements, times)
+            self.sent.all_gather("tp", (1 if fp8 else self.narrow) * self.elements, times)
+            if fp8:  # amax
+                self.sent.all_reduce("tp", BYTES["float32"], times)
 
     def _sum(self, times: int) -> None:
         """Add the ranks' parts: leave, or enter's backward."""
@@ -120,7 +123,7 @@ class _Activations:
         else:
             self.sent.all_reduce("tp", whole, times)
 
-    def _layer(self, has_experts: bool) -> None:
+    def _layer(self, has_experts: bool, fp8: bool) -> None:
         again = self.work.recompute
         # How often forwards run, in units of micro-batches: twice where they are run again.
         attention = 2 if again in ("full", "selective") else 1
@@ -129,10 +132,10 @@ class _Activations:
         has_mlp = not has_experts or self.config.n_shared_experts > 0
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
-        self._gather(self.m * (attention + 1))
+        self._gather(self.m * (attention + 1), fp8)
         self._sum(self.m * (layer + 1))
         if has_mlp:
-            self._gather(self.m * (layer + 1))
+            self._gather(self.m * (layer + 1), fp8)
             ends_layer = not has_experts  # shared experts come before the others' last linear
             self._sum(self.m * (2 if ends_layer else layer + 1))
         if has_experts:

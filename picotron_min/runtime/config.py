@@ -76,6 +76,8 @@ class Model(Section):  # a public model's shape, with any of its numbers changed
     topk_group: PositiveInt | None = None
     routed_scaling_factor: PositiveFloat | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of matmuls
+    fp8: bool = False  # layers' linears multiply in 8 bits, the rest stays in dtype
+    fp8_skip: NonNegativeInt = 0  # so many first and last layers stay in dtype, too
     weights: OptionalName = None  # a folder or hub id to start from; null: random
     use_flash_attention: bool = True
     use_fused_adam: bool = True

@@ -14,6 +14,7 @@ from picotron_min.layout import LARGEST_BETA2, Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import chunks_problem
 from picotron_min.runtime.config import KEYS, Config, ConfigError
+from picotron_min.runtime.float8_checks import fp8_problems
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.public_models import PRESETS, check_numbers, find_preset, from_hf
 from picotron_min.runtime.wording import choice, shown
@@ -196,6 +197,7 @@ def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
         if size % tp:
             yield f"tp_size={tp} does not divide {what}: use {_divisors(math.gcd(*sizes.values()))}"
     yield from _expert_problems(config, model_config)
+    yield from fp8_problems(config, model_config)
     num_heads = model_config.num_attention_heads
     if layout.cp_engine == "ulysses" and (heads := num_heads // tp) % cp:
         needs = f"num_attention_heads={num_heads} / tp_size={tp} = {heads}: use {_divisors(heads)}"

@@ -21,6 +21,8 @@ from picotron_min.runtime.metrics import check_writable
 from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
+FP8_CAPABILITY = (8, 9)  # the first GPUs with products of 8-bit numbers
+
 
 class Inputs(NamedTuple):
     """All that a rank knows before it connects to the others."""
@@ -62,6 +64,7 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     """Read and check everything; ValueError or OSError for the user's mistakes."""
     save_dir, metadata, weights, resumed = Path(config.checkpoint.save_dir), None, None, {}
     device = choose_device(launch, config.distributed.use_cpu)
+    check_fp8(config, device)
     backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
     text = open_text(config, model_config)
@@ -78,6 +81,17 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         check_writable(metrics_file=config.metrics_file, trace_file=config.logging.trace_file)
     data = (tokenizer, text, batches)
     return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
+
+
+def check_fp8(config: Config, device: torch.device) -> None:
+    """Raise ValueError if the GPU cannot multiply 8-bit numbers; a CPU can."""
+    if not config.model.fp8 or device.type == "cpu":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        needs, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        why = f"model.fp8=true needs GPUs of compute capability {needs}, and this one has {has}"
+        raise ValueError(f"{why}: set it to false, or use newer GPUs, such as L4, RTX 40 or H100")
 
 
 def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resumed: int) -> Batches:

@@ -1,0 +1,107 @@
+"""Numbers in 8 bits: GPUs multiply them twice as fast as bfloat16, and they have half the bytes.
+
+                exponent   mantissa   largest   for
+    bfloat16    8 bits     7 bits     3e38
+    E4M3        4          3          448       inputs and weights: more digits
+    E5M2        5          2          57344     gradients: a wider range
+
+Neither has the range of a tensor's numbers. So each tensor is scaled before it is rounded, by as
+much as its largest number allows, and the product of two tensors is scaled back:
+
+    amax = max |x|      scale = 448 / amax, down to a power of two      bytes = round(scale x)
+    x W^T  =  bytes_x bytes_W^T / (scale_x scale_W)
+
+This is current scaling: the scale is that of the tensor itself, not of earlier steps.
+
+Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning". In production: `torchao.float8`,
+TransformerEngine.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST_AMAX = 2.0**-100  # so zeros have a scale, too, and no scale exceeds float32's range
+
+
+class Float8(NamedTuple):
+    """A tensor in 8 bits: about its numbers times `inverse`."""
+
+    # As uint8, which messages take, and so that autograd sees no float8: it would round gradients.
+    bytes: Tensor
+    inverse: Tensor  # [], float32: 1 / scale, or NaN
+    kind: torch.dtype  # E4M3 or E5M2
+
+    @property
+    def numbers(self) -> Tensor:
+        return self.bytes.view(self.kind)
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        return self.numbers.to(dtype) * self.inverse.to(dtype)
+
+    def transposed(self) -> "Float8":
+        """[.., columns] -> [columns, rows], moved in memory: GPUs multiply rows with rows only."""
+        return self._replace(bytes=self.bytes.flatten(0, -2).T.contiguous())
+
+    def of_bytes(self, function: Callable[["Float8"], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The function for other bytes with the same scale, such as a part of the tensor."""
+        return lambda part: function(self._replace(bytes=part))
+
+
+def unchanged(amax: Tensor) -> Tensor:
+    return amax
+
+
+def quantise(
+    x: Tensor, kind: torch.dtype, maximum: Callable[[Tensor], Tensor] = unchanged
+) -> Float8:
+    """Round a tensor to 8 bits. `maximum` makes amax that of all ranks that have a part of it."""
+    amax = maximum(largest(x))
+    ratio = torch.finfo(kind).max / amax.clamp(min=SMALLEST_AMAX)
+    # With a power of two x * scale is exact: a number is rounded only once, and a second time
+    # changes nothing. Without its mantissa a number is the power of two below it, exactly, so that
+    # nothing exceeds the format; exp2(floor(log2(ratio))) can be twice as large.
+    scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
+    # A cast may turn inf into 448. With this NaN all of a product is NaN, and so is the gradient's
+    # norm: the step is skipped.
+    inverse = torch.where(amax.isinf(), math.nan, 1 / scale)
+    return Float8((x * scale.to(x.dtype)).to(kind).contiguous().view(torch.uint8), inverse, kind)
+
+
+def largest(x: Tensor) -> Tensor:
+    """max |x| as a float32; infinite if any number is inf or NaN."""
+    if not x.numel():  # a part without numbers: its rank takes part in `maximum` all the same
+        return x.new_zeros((), dtype=torch.float32)
+    amax = torch.linalg.vector_norm(x, math.inf).float()
+    return amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
+
+
+Product = Callable[[Float8, Float8, torch.dtype], Tensor]
+
+
+def choose_product(device_type: str, dtype: torch.dtype) -> Product:
+    """How to multiply a [.., k] with the transpose of b [n, k], for a result in a dtype."""
+    # torch's CPU kernel gives the same bits as products in float32, and takes far longer.
+    on_gpu = device_type == "cuda" and dtype == torch.bfloat16
+    return scaled_product if on_gpu else widened_product
+
+
+def scaled_product(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
+    """In 8 bits, with sums in float32."""
+    # With fast accumulation a GPU keeps fewer digits of sums: too few for gradients.
+    fast = a.kind == b.kind == E4M3
+    rows, inverses = a.numbers.flatten(0, -2), (a.inverse, b.inverse)
+    y = torch._scaled_mm(rows, b.numbers.T, *inverses, out_dtype=dtype, use_fast_accum=fast)
+    return y.view(*a.bytes.shape[:-1], -1)
+
+
+def widened_product(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
+    """In float32, or in float64 if the result is: then layouts can be compared to 1e-10."""
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(a.bytes.device.type, enabled=False):  # it would round sums to bfloat16
+        return F.linear(a.widened(wide), b.widened(wide)).to(dtype)

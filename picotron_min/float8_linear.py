@@ -1,0 +1,134 @@
+"""Linears in FP8: a sublayer's input is rounded once, and its linears share the bytes.
+
+    forward     x -> bytes, E4M3 --(gather)--> q, k, v; gate, up          bytes W^T
+    backward    dy of each -> bytes, E5M2 ---> dx, the ranks' sum         bytes W
+    later       dW = dy^T x, added to the gradient in float32
+
+The last linear of a sublayer, o or down, does the reverse: its dy is what is gathered. What is
+gathered is bytes, half of bfloat16's; sums travel in bfloat16, since their scale is not known
+before they are complete. Weights are rounded once a step: every micro-batch, and what runs again,
+sees the same bytes. The weights themselves stay float32, for the optimizer.
+
+Whose amax: a rank's own, where its part is all that it multiplies with. Where parts are gathered,
+they need the same scale: amax is the maximum over the ranks, 4 bytes more and their latency.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from picotron_min.float8 import E4M3, E5M2, Float8, Product, choose_product, quantise
+from picotron_min.linear import Linear
+from picotron_min.model import Llama
+from picotron_min.tensor_parallel import Boundary, save, sublayers
+
+
+class Float8Linear(Linear):
+    """A linear whose products are of bytes; `dtype` is that of the results."""
+
+    rows: Float8 | None = None  # W [out, in]
+    columns: Float8 | None = None  # W^T [in, out]
+
+    def __init__(self, weight: nn.Parameter, dtype: torch.dtype, multiply: Product) -> None:
+        with torch.device("meta"):
+            super().__init__(*reversed(weight.shape))
+        self.weight, self.dtype, self.multiply = weight, dtype, multiply
+
+    def make_copy(self, dtype: torch.dtype) -> None:
+        """It multiplies with bytes, not with a copy."""
+
+    def refresh(self) -> None:
+        if self.weight is None:  # sharded, and freed
+            self.rows = self.columns = None
+            return
+        # By way of dtype, in which sharded weights are gathered: so that the bytes are the same.
+        self.rows = quantise(self.weight.detach().to(self.dtype), E4M3)
+        self.columns = self.rows.transposed()
+
+    def product(self, x: Float8) -> Tensor:
+        return self.multiply(x, self.rows, self.dtype)
+
+    def input_gradient(self, dy: Float8) -> Tensor:
+        return self.multiply(dy, self.columns, self.dtype)
+
+    def add_weight_gradient(self, x: Float8, dy: Float8) -> None:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        self.add_gradient(self.multiply(dy.transposed(), x.transposed(), dtype))
+
+
+class _Enter(torch.autograd.Function):
+    """As in tensor_parallel.py: the linears that share a sublayer's input."""
+
+    @staticmethod
+    def forward(ctx, boundary, round8, linears, x):
+        x = round8(x, E4M3, boundary.maximum)
+        whole, ys = boundary.gather_multiply(x.bytes, [x.of_bytes(f.product) for f in linears])
+        ctx.boundary, ctx.round8, ctx.linears = boundary, round8, linears
+        ctx.save_for_backward(whole, x.inverse)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        boundary, linears, x = ctx.boundary, ctx.linears, Float8(*ctx.saved_tensors, E4M3)
+        dys = [ctx.round8(dy, E5M2) for dy in dys]
+        for linear, dy in zip(linears, dys, strict=True):
+            boundary.queue.leave(linear, x, dy)
+        pairs = zip(linears, dys, strict=True)
+        products = [dy.of_bytes(linear.input_gradient) for linear, dy in pairs]
+        dx = boundary.multiply_scatter(
+            [dy.bytes for dy in dys], products, meanwhile=boundary.queue.settle
+        )
+        return None, None, None, dx
+
+
+class _Leave(torch.autograd.Function):
+    """As in tensor_parallel.py: the last linear of a sublayer. x8 is what `save` has saved of x."""
+
+    @staticmethod
+    def forward(ctx, boundary, round8, linear, x8, x):
+        ctx.boundary, ctx.round8, ctx.linear, ctx.saved = boundary, round8, linear, x.grad_fn
+        return boundary.multiply_scatter([x8.bytes], [x8.of_bytes(linear.product)])
+
+    @staticmethod
+    def backward(ctx, dy):
+        boundary, linear = ctx.boundary, ctx.linear
+        dy = ctx.round8(dy, E5M2, boundary.maximum)
+        gradient = dy.of_bytes(linear.input_gradient)
+        whole, (dx,) = boundary.gather_multiply(dy.bytes, [gradient])
+        x = Float8(*ctx.saved.saved_tensors, E4M3)
+        boundary.queue.leave(linear, x, dy._replace(bytes=whole))
+        return None, None, None, None, dx
+
+
+def apply_float8(
+    model: Llama,
+    boundary: Boundary,
+    in_fp8: Callable[[int], bool],
+    device_type: str,
+    dtype: torch.dtype,
+    compiles: bool = False,
+) -> None:
+    """Let the linears of a model's layers, of those `in_fp8`, multiply in 8 bits, in place.
+
+    The embedding, lm_head, routers and routed experts stay as they are.
+    """
+    # torch.compile cannot look into queues and messages: it compiles this, and what lies between.
+    kind = dtype, choose_product(device_type, dtype)
+    round8 = torch.compile(quantise, dynamic=False) if compiles else quantise
+    for name, layer in model.model.layers.items():
+        for sublayer, first, last in sublayers(layer) if in_fp8(int(name)) else ():
+            for projection in (*first, last):
+                weight = getattr(sublayer, projection).weight
+                setattr(sublayer, projection, Float8Linear(weight, *kind))
+            linears = [getattr(sublayer, projection) for projection in first]
+            enter = partial(_Enter.apply, boundary, round8, linears)
+            leave = partial(_leave, boundary, round8, getattr(sublayer, last))
+            sublayer.project = torch.compiler.disable(enter)
+            getattr(sublayer, last).forward = torch.compiler.disable(leave)
+
+
+def _leave(boundary: Boundary, round8: Callable, linear: Float8Linear, x: Tensor) -> Tensor:
+    x8 = round8(x.detach(), E4M3)
+    return _Leave.apply(boundary, round8, linear, x8, save(x, x8.bytes, x8.inverse))

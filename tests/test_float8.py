@@ -1,0 +1,243 @@
+"""Numbers in 8 bits and their products, one process at a time; layouts: test_float8_layouts.py."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from picotron_min.activations import factors_per_token, saved_per_token
+from picotron_min.collectives import Ledger
+from picotron_min.float8 import (
+    E4M3,
+    E5M2,
+    choose_product,
+    quantise,
+    scaled_product,
+    widened_product,
+)
+from picotron_min.float8_linear import Float8Linear, apply_float8
+from picotron_min.layout import Layout, Routing, Workload
+from picotron_min.linear import WeightGradients, apply_copies, apply_queue, linears
+from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
+from picotron_min.moe import apply_moe
+from picotron_min.router import Tally
+from picotron_min.tensor_parallel import Boundary
+
+KINDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # errors: relative, and where scaled is 0
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def spread(*shape: int, size: float = 1.0, dtype=torch.float64) -> Tensor:
+    """Numbers of very different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    x, exponents = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in "xe")
+    return (size * x * torch.exp(3 * exponents)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-5, 1.0, 3e4, 1e30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rounding_is_as_exact_as_the_format(kind, dtype, size):
+    x = spread(2000, size=size, dtype=dtype)
+    x8 = quantise(x, kind)
+    relative, absolute = KINDS[kind]
+    bound = torch.maximum(relative * x.double().abs(), absolute * x8.inverse.double())
+    errors = (x8.widened(torch.float64) - x.double()).abs() / bound
+    assert 0.8 < errors.max() <= 1
+    # What they stand for is exact in bfloat16, too, and rounding it again changes nothing.
+    again = quantise(x8.widened(torch.bfloat16), kind)
+    assert torch.equal(again.widened(torch.float64), x8.widened(torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_scale_is_the_largest_power_of_two_that_fits(kind):
+    largest = torch.tensor(LARGEST[kind], dtype=torch.float64)
+    for amax in (largest, largest.nextafter(largest * 2), largest.float().nextafter(2 * largest)):
+        for factor in (1.0, 1 - 2**-23, 1 + 2**-23, 0.75):
+            for exponent in (-90, -3, 0, 5, 60):
+                top = (amax * factor * 2.0**exponent).double()
+                x8 = quantise(torch.stack([-top, top / 3]), kind)
+                scale = 1 / x8.inverse.double()
+                assert math.frexp(scale)[0] == 0.5, "a power of two"
+                # A float64 above the limit by less than float32 resolves is rounded down to it.
+                assert largest / 2 < top * scale <= largest * (1 + 2**-24)
+                assert x8.numbers.double().isfinite().all()
+                assert x8.widened(torch.float64)[0] == pytest.approx(-top.item(), rel=2**-3)
+
+
+def test_zeros_and_the_smallest_numbers_have_a_scale():
+    for x in (torch.zeros(3), torch.full((3,), 1e-45), torch.full((3,), -1e-38)):
+        x8 = quantise(x, E4M3)
+        assert x8.inverse.isfinite() and x8.inverse > 0
+        assert x8.widened(torch.float32).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_single_number_that_is_not_finite_makes_the_product_nan(kind, bad):
+    x, w = torch.ones(4, 16), quantise(torch.ones(16, 16), E4M3)
+    x[2, 3] = bad
+    for product in (scaled_product, widened_product):
+        for dtype in (torch.bfloat16, torch.float32):
+            assert product(quantise(x, kind), w, dtype).isnan().all()
+
+
+def test_a_rank_without_numbers_takes_part_in_the_maximum():
+    asked = []
+
+    def maximum(amax: Tensor) -> Tensor:
+        asked.append(amax.item())
+        return torch.tensor(7.0)  # another rank's
+
+    empty = quantise(torch.empty(0, 16), E4M3, maximum)
+    assert asked == [0.0] and empty.inverse == 1 / 64 and empty.bytes.shape == (0, 16)
+    assert quantise(torch.full((16,), math.nan), E4M3, maximum).inverse == 1 / 64
+    assert asked[1] == math.inf, "a maximum over ranks may lose a NaN, but no inf"
+
+
+def test_products_are_those_of_the_rounded_numbers():
+    x, w = spread(3, 5, 64), spread(48, 64, size=0.01)
+    for kind in KINDS:
+        x8, w8 = quantise(x, kind), quantise(w, E4M3)
+        wide = [t.widened(torch.float64) for t in (x8, w8)]
+        expected, sums = wide[0] @ wide[1].T, wide[0].abs() @ wide[1].abs().T
+        for product in (scaled_product, widened_product):
+            for dtype, rounding in ((torch.float32, 0), (torch.bfloat16, 2**-8)):
+                y = product(x8, w8, dtype)
+                assert y.dtype == dtype
+                bound = 64 * 2**-24 * sums + rounding * expected.abs()
+                assert ((y.double() - expected).abs() <= bound).all()
+        assert torch.equal(*(p(x8, w8, torch.bfloat16) for p in (scaled_product, widened_product)))
+        torch.testing.assert_close(
+            widened_product(x8, w8, torch.float64), expected, rtol=0, atol=1e-13
+        )
+    # autocast, which is on in backward, too, would round the sums of a weight gradient.
+    with torch.autocast("cpu", torch.bfloat16):
+        y = widened_product(x8, w8, torch.float32)
+    assert (y.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_gpus_multiply_8_bits_and_cpus_what_they_stand_for():
+    assert choose_product("cuda", torch.bfloat16) is scaled_product
+    assert choose_product("cuda", torch.float32) is widened_product
+    assert choose_product("cpu", torch.bfloat16) is widened_product
+
+
+# Linears: a model in one process.
+
+MODEL = ModelConfig(61, 160, 96, 2, 4, 2, head_dim=48)  # no matrix has the shape of an activation
+MIXTURE = ModelConfig(
+    *(61, 160, 96, 2, 4, 2),
+    head_dim=48,
+    num_local_experts=4,
+    moe_intermediate_size=112,
+    n_shared_experts=1,
+    moe_shared_expert_gate=True,
+)
+TOKENS, POSITIONS = torch.arange(128).view(2, 64) % 61, torch.arange(64)
+
+
+def build(config: ModelConfig, dtype: torch.dtype, queue=None, skip: int = 0) -> Llama:
+    torch.manual_seed(0)
+    model, queue = Llama(config), WeightGradients() if queue is None else queue
+    apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
+    alone = SimpleNamespace(size=1, share=0.0, ledger=Ledger())
+    apply_queue(model, queue)
+    workload = Workload(64, fp8=True, fp8_skip=skip)
+    in_fp8 = partial(workload.in_fp8, num_layers=config.num_hidden_layers)
+    apply_float8(model, Boundary(alone, queue), in_fp8, "cpu", dtype)
+    apply_copies(model, dtype) if dtype == torch.bfloat16 else model.to(dtype)
+    for linear in linears(model).values():
+        linear.weight.grad = torch.zeros_like(linear.weight)
+        linear.refresh()
+    return model
+
+
+def run(model: Llama, dtype: torch.dtype) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = model(TOKENS, POSITIONS, TOKENS)
+        loss.backward()
+    return loss
+
+
+def in_8_bits(model: Llama) -> list[str]:
+    return [name for name, x in linears(model).items() if isinstance(x, Float8Linear)]
+
+
+def test_only_linears_of_the_middle_layers_are_in_8_bits():
+    names = in_8_bits(build(MODEL.override(num_hidden_layers=4), torch.float32, skip=1))
+    assert {name.split(".")[2] for name in names} == {"1", "2"} and len(names) == 2 * 7
+    names = in_8_bits(build(MIXTURE, torch.float32))
+    assert [n for n in names if ".experts." in n or "gate." in n or n.endswith("_gate")] == []
+    assert len(names) == 2 * 7, "with those of the shared experts"
+
+
+def test_weights_are_rounded_once_and_copied_nowhere():
+    model = build(MODEL, torch.bfloat16)
+    with mock.patch("picotron_min.float8_linear.quantise", side_effect=AssertionError):
+        for _ in range(2):  # two micro-batches
+            run(model, torch.bfloat16)
+    for name, linear in linears(model).items():
+        assert linear.copy is None and linear.weight.dtype == torch.float32
+        rows, columns = linear.rows, linear.columns
+        assert torch.equal(rows.bytes.T, columns.bytes) and columns.bytes.is_contiguous()
+        assert torch.equal(rows.bytes, quantise(linear.weight.detach().bfloat16(), E4M3).bytes)
+        assert linear.weight.grad.dtype == torch.float32 and linear.weight.grad.any(), name
+        with torch.no_grad():
+            linear.weight *= 3
+        linear.refresh()
+        assert torch.equal(linear.rows.bytes.T, linear.columns.bytes)
+        assert linear.rows.inverse in (2 * rows.inverse, 4 * rows.inverse)
+
+
+def saved_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Bytes per token of all distinct storages that forward keeps, without weights."""
+    model, storages, alive = build(config, dtype), {}, []
+    copies = [x.copy for x in linears(model).values() if x.copy is not None]
+    ours = {t.data_ptr() for t in (*copies, *model.parameters())}
+    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}  # autocast's copies
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+        if storage.data_ptr() not in ours and not {shape, shape[::-1]} & matrices:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        model(TOKENS, POSITIONS, TOKENS)
+    return sum(storages.values()) / TOKENS.numel()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])
+def test_a_layer_keeps_as_many_bytes_as_planned(config, dtype):
+    kind = getattr(torch, dtype)
+    three = saved_bytes(config.override(num_hidden_layers=3), kind)
+    planned = saved_per_token(config, dtype, "none", Layout(), 0, fp8=True)
+    assert planned == pytest.approx(three - saved_bytes(config, kind), rel=0.01)
+
+
+@pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])
+def test_factors_of_weight_gradients_wait_in_8_bits(config):
+    left = []
+    for layers in (2, 3):
+        queue = WeightGradients()
+        queue.split = True
+        model = build(config.override(num_hidden_layers=layers), torch.bfloat16, queue)
+        run(model, torch.bfloat16)
+        factors = [t for of, *pair in queue if isinstance(of, Float8Linear) for t in pair]
+        storages = {factor.bytes.untyped_storage() for factor in factors}
+        left.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+    planned = factors_per_token(config, "bfloat16", Layout(), 0, fp8=True)
+    if config.num_local_experts:  # of the two that a token is sent to
+        planned -= 2 * 2 * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
+    assert (left[1] - left[0]) / TOKENS.numel() == planned
