@@ -34,7 +34,7 @@ class Float8(NamedTuple):
 
     # As uint8, which messages take, and so that autograd sees no float8: it would round gradients.
     bytes: Tensor
-    inverse: Tensor  # [], float32: 1 / scale, or NaN
+    inverse: Tensor  # [], float32: 1 / scale
     kind: torch.dtype  # E4M3 or E5M2
 
     @property
@@ -67,10 +67,10 @@ def quantise(
     # changes nothing. Without its mantissa a number is the power of two below it, exactly, so that
     # nothing exceeds the format; exp2(floor(log2(ratio))) can be twice as large.
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
-    # A cast may turn inf into 448. With this NaN all of a product is NaN, and so is the gradient's
-    # norm: the step is skipped.
-    inverse = torch.where(amax.isinf(), math.nan, 1 / scale)
-    return Float8((x * scale.to(x.dtype)).to(kind).contiguous().view(torch.uint8), inverse, kind)
+    # Of an infinite amax the scale is 0 and its inverse infinite. 0 times inf is NaN: so all of a
+    # product is, and the norm of the gradient, and the step is skipped. A cast may hide inf as 448.
+    bytes = (x * scale.to(x.dtype)).to(kind).contiguous().view(torch.uint8)
+    return Float8(bytes, 1 / scale, kind)
 
 
 def largest(x: Tensor) -> Tensor:

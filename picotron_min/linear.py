@@ -55,11 +55,15 @@ class Linear(nn.Linear):
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x to the weight's gradient."""
         x, dy, gradient = x.flatten(0, -2), dy.flatten(0, -2), self.gradient
-        if gradient is None or x.dtype != gradient.dtype:
-            self.add_gradient(dy.T @ x)
-        else:
-            gradient.addmm_(dy.T, x)  # one pass over the gradient, no temporary
+        # In place: one pass over the gradient, no temporary, and sums are never rounded to 16 bits.
+        if gradient is not None and x.dtype == gradient.dtype:
+            gradient.addmm_(dy.T, x)
             self.gradient_arrived()
+        elif gradient is not None and x.is_cuda:
+            torch.addmm(gradient, dy.T, x, out_dtype=gradient.dtype, out=gradient)
+            self.gradient_arrived()
+        else:  # sharded, or on a CPU, which adds no bfloat16 product to float32
+            self.add_gradient(dy.T @ x)
 
     def make_copy(self, dtype: torch.dtype) -> None:
         """Compute with a copy of the weight, unless that is sharded and gathered in `dtype`."""

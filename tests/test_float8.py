@@ -26,7 +26,13 @@ from picotron_min.linear import WeightGradients, apply_copies, apply_queue, line
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.moe import apply_moe
+from picotron_min.planner.config_files import predicted
+from picotron_min.planner.hardware import GPUS
 from picotron_min.router import Tally
+from picotron_min.runtime.config import ConfigError
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.inputs import check_fp8
 from picotron_min.tensor_parallel import Boundary
 
 KINDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # errors: relative, and where scaled is 0
@@ -128,6 +134,20 @@ def test_gpus_multiply_8_bits_and_cpus_what_they_stand_for():
     assert choose_product("cuda", torch.bfloat16) is scaled_product
     assert choose_product("cuda", torch.float32) is widened_product
     assert choose_product("cpu", torch.bfloat16) is widened_product
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_gpu_multiplies_as_a_cpu_does(kind):
+    x8, w8 = quantise(spread(4, 32, 64), kind), quantise(spread(48, 64, size=0.01), E4M3)
+    expected = widened_product(x8, w8, torch.float64)
+    sums = x8.widened(torch.float64).abs() @ w8.widened(torch.float64).abs().T
+    x8, w8 = (t._replace(bytes=t.bytes.cuda(), inverse=t.inverse.cuda()) for t in (x8, w8))
+    for dtype, rounding in ((torch.float32, 0), (torch.bfloat16, 2**-8)):
+        y = scaled_product(x8, w8, dtype).double().cpu()
+        # Accumulators of Hopper keep about 14 bits.
+        bound = 64 * 2**-13 * sums + rounding * expected.abs()
+        assert ((y - expected).abs() <= bound).all()
 
 
 # Linears: a model in one process.
@@ -241,3 +261,63 @@ def test_factors_of_weight_gradients_wait_in_8_bits(config):
     if config.num_local_experts:  # of the two that a token is sent to
         planned -= 2 * 2 * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
     assert (left[1] - left[0]) / TOKENS.numel() == planned
+
+
+def test_a_gradient_of_zero_stays_zero():
+    model = build(MODEL, torch.float32)
+    model(TOKENS, POSITIONS, torch.full_like(TOKENS, -100)).backward()  # no target counts
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+# Checks.
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"num_hidden_layers": 4, "intermediate_size": 160}
+PROBLEMS = {
+    "skip alone": ({"fp8": False, "fp8_skip": 1}, {}, {},
+        "fp8_skip=1 is for fp8=true: set that, or fp8_skip to 0"),
+    "all skipped": ({"fp8_skip": 2}, {"use_cpu": True}, {},
+        "fp8_skip=2 leaves no layer of num_hidden_layers=4 in FP8: use at most 1, or fp8=false"),
+    "narrow heads": ({"head_dim": 12, "num_key_value_heads": 1}, {}, {},
+        "fp8=true needs multiples of 16 on GPUs, and num_key_value_heads=1 x head_dim=12 / "
+        "tp_size=1 = 12: change it, or set fp8 to false"),
+    "a narrow part": ({}, {"tp_size": 2, "use_cpu": False}, {},
+        None),
+    "a narrow MLP": ({"intermediate_size": 168}, {"tp_size": 2}, {},
+        "fp8=true needs multiples of 16 on GPUs, and intermediate_size=168 / tp_size=2 = 84: "
+        "change it, or set fp8 to false"),
+    "few tokens": ({}, {"cp_size": 2}, {"micro_batch_size": 1, "seq_length": 24},
+        "fp8=true needs multiples of 16 on GPUs, and micro_batch_size=1 x seq_length=24 / "
+        "cp_size=2 = 12: change it, or set fp8 to false"),
+    "on a CPU anything": ({"intermediate_size": 168}, {"tp_size": 2, "use_cpu": True}, {},
+        None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_does_not_fit_is_refused_with_numbers_and_remedy(name):
+    model, distributed, training, problem = PROBLEMS[name]
+    raw = {"model": SIZES | {"fp8": True} | model, "distributed": distributed, "training": training}
+    if problem is None:
+        parse_config(raw)
+        return
+    with pytest.raises(ConfigError) as error:
+        parse_config(raw)
+    assert problem in error.value.problems
+
+
+def test_old_gpus_are_refused():
+    config, gpu = parse_config({"model": {"fp8": True}}), torch.device("cuda", 0)
+    with mock.patch("torch.cuda.get_device_capability") as capability:
+        capability.return_value = (8, 0)
+        with pytest.raises(ValueError, match=r"capability 8\.9 or more, not 8\.0"):
+            check_fp8(config, gpu)
+        check_fp8(config, torch.device("cpu"))
+        for capability.return_value in ((8, 9), (9, 0)):
+            check_fp8(config, gpu)
+
+
+def test_no_speed_is_predicted_for_8_bits():
+    config = parse_config({"model": {"fp8": True, "dtype": "bfloat16"}})
+    with pytest.raises(ValueError, match=r"model.fp8=true: .* set it to false"):
+        predicted(config, resolve_model(config), GPUS["H100"])

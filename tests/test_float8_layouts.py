@@ -8,17 +8,33 @@ reference rounds in blocks, and is written apart from float8.py.
 import functools
 import math
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from picotron_min.linear import Linear
+from picotron_min.float8 import quantise
+from picotron_min.float8_linear import Float8Linear
+from picotron_min.layout import Layout, Workload
+from picotron_min.linear import Linear, WeightGradients
+from picotron_min.memory import memory_per_rank
+from picotron_min.mesh import build_axes
+from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import Config
+from picotron_min.tensor_overlap import RingBoundary
+from picotron_min.tensor_parallel import SequenceBoundary
 from tests import assembled
 from tests.assembled import Run, assert_same, whole_run
-from tests.test_layouts import make_config, make_training
+from tests.test_compile import compare
+from tests.test_experts import MODELS as EXPERTS
+from tests.test_experts import make_expert_config
+from tests.test_layouts import MODELS, make_config, make_training
+from tests.test_planner_traffic import EXPERTS as EXPERT_SHAPE
+from tests.test_planner_traffic import MODEL as PLANNED
+from tests.test_planner_traffic import PADDED, SHARED, config_of, sent_in_a_step
 
 STEPS, LAYERS = 2, 3
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -126,7 +142,6 @@ def product_of(linear: Linear, is_first: bool, tp: int, cp: int, x: Tensor) -> T
 BLOCKS = {
     "one": {},
     "tensor": {"tp": 2},
-    "tensor, full": {"tp": 4, "sequence_parallel": True, "recompute": "full"},
     "sequence": {"tp": 2, "sequence_parallel": True},
     "sequence, pipeline": {
         "tp": 2,
@@ -135,8 +150,13 @@ BLOCKS = {
         "engine": "zb_h1",
         "recompute": "selective",
     },
-    "context": {"cp": 2},
-    "context, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "context, ring": {"cp": 2, "tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    "ring, full": {
+        "tp": 4,
+        "sequence_parallel": True,
+        "tp_overlap": True,
+        "recompute": "full",
+    },
 }
 
 
@@ -152,3 +172,161 @@ def reference(pool, tp: int, cp: int) -> Run:
     config = in_fp8(make_config(), fp8=False)
     train = partial(train_reference, tp=tp, cp=cp)
     return whole_run(pool, config, "untied", STEPS, train)
+
+
+def test_shared_experts_train_what_one_process_does_in_their_blocks(pool):
+    model = EXPERTS["gated"].override(num_hidden_layers=LAYERS)
+    ours = in_fp8(make_expert_config(tp=2, ep=2, sequence_parallel=True))
+    theirs = in_fp8(make_expert_config(), fp8=False)
+    train = partial(train_reference, tp=2, cp=1)
+    assert_same(whole_run(pool, ours, model, STEPS), whole_run(pool, theirs, model, STEPS, train))
+
+
+# Messages.
+
+BATCH, SEQUENCE, HIDDEN = 2, 16, 32
+
+
+class Gathered(NamedTuple):
+    bytes: Tensor
+    inverse: Tensor
+    calls: dict[str, int]
+    num_bytes: int
+    with_nan: list[float]  # the inverse where a rank has a NaN: the first, the last
+
+
+def whole_tensor() -> Tensor:
+    x = torch.randn(BATCH, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x[1, -1, 5] = 1e4  # of the last rank: all the others' amax is about 4
+    return x
+
+
+def gather(kind: type[SequenceBoundary], format: torch.dtype) -> Gathered:
+    axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
+    boundary = kind(axis, WeightGradients())
+    part = whole_tensor().chunk(axis.size, dim=1)[axis.rank]
+    x8 = quantise(part, format, boundary.maximum)
+    whole, _ = boundary.gather_multiply(x8.bytes, [])
+    calls, num_bytes = dict(axis.ledger.calls), axis.ledger.take_bytes()
+    with_nan = []
+    for rank in (0, axis.size - 1):
+        bad = part.clone()
+        bad[0, 0, 0] = math.nan if axis.rank == rank else 1.0
+        with_nan.append(quantise(bad, format, boundary.maximum).inverse.item())
+    return Gathered(whole, x8.inverse, calls, num_bytes, with_nan)
+
+
+@pytest.mark.parametrize("kind", [SequenceBoundary, RingBoundary])
+@pytest.mark.parametrize("n,format", [(2, E5M2), (4, E4M3)], ids=str)
+def test_ranks_gather_the_bytes_of_one_device(pool, n, format, kind):
+    expected = quantise(whole_tensor(), format)
+    gathers = {"all_gather": 1} if kind is SequenceBoundary else {"shift": n - 1}
+    for of_rank in pool.run(n, gather, kind, format):
+        assert torch.equal(of_rank.bytes, expected.bytes)
+        assert of_rank.inverse == expected.inverse
+        assert of_rank.calls == gathers | {"all_reduce": 1}
+        share = (n - 1) / n
+        assert of_rank.num_bytes == share * (BATCH * SEQUENCE * HIDDEN + 2 * 4)
+        assert of_rank.with_nan == [math.inf] * 2, "all ranks skip the step"
+
+
+LEDGERS = {
+    "full": ({"recompute": "full"}, {}),
+    "ring, selective": ({"tp_overlap": True, "recompute": "selective", "fp8_skip": 1}, {}),
+    "shared experts": ({"ep": 2}, EXPERT_SHAPE | SHARED | PADDED),
+}
+
+
+@pytest.mark.parametrize("name", LEDGERS)
+def test_the_ledger_is_exact(pool, name):
+    options, shape = LEDGERS[name]
+    model_options = {k: v for k, v in shape.items() if k not in PADDED}
+    model = PLANNED.override(**model_options)
+    training = {k: v for k, v in shape.items() if k in PADDED}
+    layout = {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16", "fp8": True}
+    config = config_of(model, **layout, **options, **training)
+    for rank, sent in enumerate(pool.run(2, sent_in_a_step, config, model)):
+        assert sent == planned_traffic(model, config.layout, config.workload, rank)
+
+
+def test_what_layers_gather_has_half_the_bytes_of_bfloat16():
+    def gathered(fp8: bool, layers: int) -> float:
+        workload = Workload(16, 2, 3, dtype="bfloat16", fp8=fp8)
+        layout = Layout(tp=4, sequence_parallel=True)
+        return planned_ledger(PLANNED.override(num_hidden_layers=layers), layout, workload)[
+            "tp", "all_gather"
+        ]
+
+    one_more = [gathered(fp8, 4) - gathered(fp8, 3) for fp8 in (False, True)]
+    assert one_more[1] == one_more[0] / 2 == 4 * 3 * (2 * 16 * PLANNED.hidden_size) * 3 / 4
+
+
+# What is not finite, and what is compiled.
+
+
+def skipped_step(config: Config, rank: int) -> tuple[list[bool], bool]:
+    """Whether steps are skipped: the first with an infinite weight on one rank, the second not."""
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    weights = training.parameters["model.layers.1.mlp.up_proj.weight"].data
+    before = {name: p.detach().clone() for name, p in training.parameters.items()}
+    finite = weights[0, 0].item()
+    if dist.get_rank() == rank:
+        weights[0, 0] = math.inf
+    training.model.weights_changed()
+    skipped = [training.step(0).skipped]
+    weights[0, 0] = finite
+    same = all(torch.equal(p, before[name]) for name, p in training.parameters.items())
+    training.model.weights_changed()
+    return [*skipped, training.step(0).skipped], same
+
+
+def test_a_weight_that_is_not_finite_skips_the_step(pool):
+    config = in_fp8(make_config(tp=2, sequence_parallel=True))
+    assert pool.run(2, skipped_step, config, 1) == [([True, False], True)] * 2
+
+
+def test_compiled_layers_round_alike(pool):
+    graphs, breaks = compare(pool, in_fp8(make_config(micro_batches=2)))
+    assert graphs > 6 and breaks > 0  # rounding is among them, for each shape
+
+
+# Memory.
+
+
+def bytes_to_multiply_with(config: Config) -> int:
+    """Bytes of all copies of weights, in 8 bits or not, that a step has left."""
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    training.step(0)
+    total = 0
+    for linear in (m for m in training.model.modules if isinstance(m, Linear)):
+        if isinstance(linear, Float8Linear) and linear.rows:
+            total += linear.rows.bytes.nbytes + linear.columns.bytes.nbytes
+        elif linear.copy is not None:
+            total += linear.copy.nbytes
+    return total
+
+
+@pytest.mark.parametrize(
+    "dtype,dp,sharding", [("bfloat16", 1, "none"), ("float64", 2, "optimizer")]
+)
+def test_weights_in_8_bits_need_as_much_memory_as_planned(pool, dtype, dp, sharding):
+    config = in_fp8(make_config(dp=dp, dtype=dtype), sharding=sharding, fp8_skip=1)
+    plain, model = in_fp8(config, sharding, fp8=False, fp8_skip=0), MODELS["untied"]
+    model = model.override(num_hidden_layers=LAYERS)
+    fp8, other = (
+        memory_per_rank(model, c.layout, c.workload, "cpu").weights for c in (config, plain)
+    )
+    held = pool.run(dp, bytes_to_multiply_with, config)[0]
+    copies = pool.run(dp, bytes_to_multiply_with, plain)[0]
+    assert held and fp8 - other == held - copies
+
+
+def test_with_sharded_parameters_the_bytes_are_freed_with_the_weights(pool):
+    config = in_fp8(make_config(dp=2), sharding="parameters")
+    assert pool.run(2, bytes_to_multiply_with, config) == [0, 0]
+    model = MODELS["untied"].override(num_hidden_layers=LAYERS)
+    plain = in_fp8(config, "parameters", fp8=False)
+    fp8, other = (
+        memory_per_rank(model, c.layout, c.workload, "cpu").weights for c in (config, plain)
+    )
+    assert fp8 - other == 2 * (4 * 32 * 32 + 3 * 32 * 48), "of one layer"

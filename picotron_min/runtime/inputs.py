@@ -89,9 +89,9 @@ def check_fp8(config: Config, device: torch.device) -> None:
         return
     found = torch.cuda.get_device_capability(device)
     if found < FP8_CAPABILITY:
-        needs, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
-        why = f"model.fp8=true needs GPUs of compute capability {needs}, and this one has {has}"
-        raise ValueError(f"{why}: set it to false, or use newer GPUs, such as L4, RTX 40 or H100")
+        least, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        why = f"model.fp8=true needs GPUs of compute capability {least} or more, not {has}"
+        raise ValueError(f"{why}: set it to false, or use newer ones, such as L4, RTX 40 or H100")
 
 
 def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resumed: int) -> Batches:
