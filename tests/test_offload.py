@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from picotron_min import memory, offload
+from picotron_min.activations import saved_per_token
 from picotron_min.layout import LEAST_OFFLOAD, Layout, Workload
-from picotron_min.linear import apply_copies, linears, refresh_copies
-from picotron_min.memory import saved_per_token
+from picotron_min.linear import apply_copies, linears
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.offload import HostMemory, apply_offload
@@ -94,7 +94,8 @@ def test_no_copy_of_a_weight_is_offloaded(recompute):
     """With autograd's own products, as in compiled layers, it is saved along with the input."""
     model, log = build(2), Log()
     apply_copies(model, torch.bfloat16)
-    refresh_copies(linears(model).values())
+    for linear in linears(model).values():
+        linear.refresh()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     apply_recompute(model, recompute)
