@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from picotron_min import offload
 from picotron_min.activations import factors_per_token, saved_per_token
 from picotron_min.collectives import Ledger
 from picotron_min.float8 import (
@@ -26,6 +27,7 @@ from picotron_min.linear import WeightGradients, apply_copies, apply_queue, line
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.moe import apply_moe
+from picotron_min.offload import HostMemory
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.hardware import GPUS
 from picotron_min.router import Tally
@@ -261,6 +263,26 @@ def test_factors_of_weight_gradients_wait_in_8_bits(config):
     if config.num_local_experts:  # of the two that a token is sent to
         planned -= 2 * 2 * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
     assert (left[1] - left[0]) / TOKENS.numel() == planned
+
+
+def test_offloaded_bytes_come_back_as_they_were():
+    expected, model, moved = (*(build(MODEL, torch.bfloat16) for _ in range(2)), [])
+    start_out = HostMemory.start_out
+
+    def watched(memory: HostMemory, blocks) -> None:
+        moved.extend(block.on_device.nbytes for block in blocks)
+        start_out(memory, blocks)
+
+    with (
+        mock.patch.object(offload, "LEAST_OFFLOAD", 64),  # also what is small, but no scale
+        mock.patch.object(HostMemory, "start_out", watched),
+    ):
+        offload.apply_offload(model, 1, "cpu")
+        assert torch.equal(run(model, torch.bfloat16), run(expected, torch.bfloat16))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    planned = TOKENS.numel() * saved_per_token(MODEL, "bfloat16", "none", Layout(), 0, fp8=True)
+    assert sum(moved) == pytest.approx(planned, rel=0.02), "activations, and no weight"
 
 
 def test_a_gradient_of_zero_stays_zero():
