@@ -32,7 +32,7 @@ class Float8Linear(Linear):
     columns: Float8 | None = None  # W^T [in, out]
 
     def __init__(self, weight: nn.Parameter, dtype: torch.dtype, multiply: Product) -> None:
-        with torch.device("meta"):
+        with torch.device("meta"):  # the weight is there already, and perhaps cut
             super().__init__(*reversed(weight.shape))
         self.weight, self.dtype, self.multiply = weight, dtype, multiply
 
@@ -54,6 +54,7 @@ class Float8Linear(Linear):
         return self.multiply(dy, self.columns, self.dtype)
 
     def add_weight_gradient(self, x: Float8, dy: Float8) -> None:
+        # Unlike other products, one of 8-bit numbers cannot be added to the gradient in place.
         dtype = torch.promote_types(self.dtype, torch.float32)
         self.add_gradient(self.multiply(dy.transposed(), x.transposed(), dtype))
 
@@ -63,24 +64,22 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, boundary, round8, linears, x):
-        x = round8(x, E4M3, boundary.maximum)
+        x = round8(x, E4M3, boundary.maximum)  # before it travels
         whole, ys = boundary.gather_multiply(x.bytes, [x.of_bytes(f.product) for f in linears])
         ctx.boundary, ctx.round8, ctx.linears = boundary, round8, linears
-        ctx.save_for_backward(whole, x.inverse)
+        ctx.save_for_backward(whole, x.inverse)  # once for all linears; the scale is never gathered
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *dys):
         boundary, linears, x = ctx.boundary, ctx.linears, Float8(*ctx.saved_tensors, E4M3)
-        dys = [ctx.round8(dy, E5M2) for dy in dys]
+        dys = [ctx.round8(dy, E5M2) for dy in dys]  # of this rank's heads: no other has a part
+        products = []
         for linear, dy in zip(linears, dys, strict=True):
             boundary.queue.leave(linear, x, dy)
-        pairs = zip(linears, dys, strict=True)
-        products = [dy.of_bytes(linear.input_gradient) for linear, dy in pairs]
-        dx = boundary.multiply_scatter(
-            [dy.bytes for dy in dys], products, meanwhile=boundary.queue.settle
-        )
-        return None, None, None, dx
+            products.append(dy.of_bytes(linear.input_gradient))
+        bytes, settle = [dy.bytes for dy in dys], boundary.queue.settle
+        return None, None, None, boundary.multiply_scatter(bytes, products, meanwhile=settle)
 
 
 class _Leave(torch.autograd.Function):
@@ -95,8 +94,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx, dy):
         boundary, linear = ctx.boundary, ctx.linear
         dy = ctx.round8(dy, E5M2, boundary.maximum)
-        gradient = dy.of_bytes(linear.input_gradient)
-        whole, (dx,) = boundary.gather_multiply(dy.bytes, [gradient])
+        whole, (dx,) = boundary.gather_multiply(dy.bytes, [dy.of_bytes(linear.input_gradient)])
         x = Float8(*ctx.saved.saved_tensors, E4M3)
         boundary.queue.leave(linear, x, dy._replace(bytes=whole))
         return None, None, None, None, dx
@@ -114,10 +112,11 @@ def apply_float8(
 
     The embedding, lm_head, routers and routed experts stay as they are.
     """
-    # torch.compile cannot look into queues and messages: it compiles this, and what lies between.
     kind = dtype, choose_product(device_type, dtype)
+    # Five passes over a tensor, which torch.compile makes two: amax must be known before the rest.
+    # It cannot look into queues and messages, and compiles what lies between them.
     round8 = torch.compile(quantise, dynamic=False) if compiles else quantise
-    for name, layer in model.model.layers.items():
+    for name, layer in model.model.layers.items():  # by its number in the whole model
         for sublayer, first, last in sublayers(layer) if in_fp8(int(name)) else ():
             for projection in (*first, last):
                 weight = getattr(sublayer, projection).weight
@@ -130,5 +129,5 @@ def apply_float8(
 
 
 def _leave(boundary: Boundary, round8: Callable, linear: Float8Linear, x: Tensor) -> Tensor:
-    x8 = round8(x.detach(), E4M3)
+    x8 = round8(x.detach(), E4M3)  # here, so that a repeated forward can stop after `save`
     return _Leave.apply(boundary, round8, linear, x8, save(x, x8.bytes, x8.inverse))
