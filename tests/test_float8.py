@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
 from picotron_min import offload
@@ -166,7 +167,9 @@ MIXTURE = ModelConfig(
 TOKENS, POSITIONS = torch.arange(128).view(2, 64) % 61, torch.arange(64)
 
 
-def build(config: ModelConfig, dtype: torch.dtype, queue=None, skip: int = 0) -> Llama:
+def build(
+    config: ModelConfig, dtype: torch.dtype, queue=None, skip: int = 0, compiles: bool = False
+) -> Llama:
     torch.manual_seed(0)
     model, queue = Llama(config), WeightGradients() if queue is None else queue
     apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
@@ -174,7 +177,7 @@ def build(config: ModelConfig, dtype: torch.dtype, queue=None, skip: int = 0) ->
     apply_queue(model, queue)
     workload = Workload(64, fp8=True, fp8_skip=skip)
     in_fp8 = partial(workload.in_fp8, num_layers=config.num_hidden_layers)
-    apply_float8(model, Boundary(alone, queue), in_fp8, "cpu", dtype)
+    apply_float8(model, Boundary(alone, queue), in_fp8, "cpu", dtype, compiles)
     apply_copies(model, dtype) if dtype == torch.bfloat16 else model.to(dtype)
     for linear in linears(model).values():
         linear.weight.grad = torch.zeros_like(linear.weight)
@@ -283,6 +286,18 @@ def test_offloaded_bytes_come_back_as_they_were():
         assert torch.equal(ours.grad, theirs.grad)
     planned = TOKENS.numel() * saved_per_token(MODEL, "bfloat16", "none", Layout(), 0, fp8=True)
     assert sum(moved) == pytest.approx(planned, rel=0.02), "activations, and no weight"
+
+
+def test_compiled_layers_round_alike():
+    expected, on_torch = build(MODEL, torch.float64), partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(torch, "compile", on_torch):
+        model = build(MODEL, torch.float64, compiles=True)
+        assert torch.equal(run(model, torch.float64), run(expected, torch.float64))
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 0, "rounding is compiled"
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
 def test_a_gradient_of_zero_stays_zero():
