@@ -218,7 +218,8 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
         for layers in (m.offload, 0)
     )
     tokens = t.micro_batch_size * t.seq_length // layout.cp
-    saved = tokens * saved_per_token(model_config, m.dtype, m.recompute, layout, 0)
+    fp8 = config.workload.in_fp8(0, model_config.num_hidden_layers)
+    saved = tokens * saved_per_token(model_config, m.dtype, m.recompute, layout, 0, fp8)
     flops = tokens * sum(layer_flops(model_config, t.seq_length, 0).values()) / layout.tp
     copy, forward = saved / HOST_LINK, flops / (gpu.matmul_share * gpu.peaks[m.dtype])
     print(f"offload          {(without - here) / 1e9:.3f} GB fewer activations on the GPU")

@@ -1,6 +1,7 @@
 """create_config.py as it is run: what it writes, prints and refuses to do."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -100,6 +101,9 @@ def test_it_prints_what_offload_saves_and_whether_copies_are_hidden(create):
     assert f"offload          {30 * 4 * E * S / 1e9:.3f} GB fewer activations" in out
     _, out, _ = create(f"{of.replace('full', 'none')} --offload 3", exp_name="none")
     assert " waits 1" in out and "hidden" not in out
+    _, in_8_bits, _ = create(f"{of.replace('full', 'none')} --offload 3 --fp8", exp_name="fp8")
+    copied = [float(re.search(r"of a layer (\S+) MB", text)[1]) for text in (out, in_8_bits)]
+    assert copied[1] < 0.95 * copied[0]
     _, out, _ = create(f"{of} --offload 30 --use_cpu", exp_name="cpu")
     assert "offload          saves nothing on a CPU: the copies are in the same memory\n" in out
 
