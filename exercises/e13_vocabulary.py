@@ -42,7 +42,8 @@ def cases(dice: random.Random) -> list[Case]:
 
 def data(case: Case) -> tuple["Tensor", "Tensor", "Tensor"]:
     x = draw(case, "x", shape=(case.tokens, 3))
-    weight = draw(case, "weight", shape=(case.vocab, 3)) * case.scores
+    weight = draw(case, "weight", shape=(case.vocab, 3))
+    x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores  # all logits are around this number
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
     targets[1::3] = -100  # these do not count
     return x, weight, targets
