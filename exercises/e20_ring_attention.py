@@ -147,8 +147,7 @@ def order(case: Case, records) -> str:
             return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
         for hop in range(case.ranks - 1):
             if hop < len(sends) and sends[hop] > blocks[hop]:
-                when = "has attended to its own block" if hop == 0 else f"has attended at hop {hop}"
-                return f"rank {rank} sends for hop {hop + 1} only after it {when}"
+                return f"rank {rank} sends for hop {hop + 1} after it has attended at hop {hop}"
     return ""
 
 
@@ -164,8 +163,8 @@ def picture(runs) -> str:
             whose = "own" if hop == 0 else f"rank {source}'s"
             cells.append(f"{sign} {whose} {event.what.replace(' causal', '')}")
         lines.append(f"rank {rank}  " + "".join(f"{cell:22}" for cell in cells).rstrip())
-    legend = "◣ the causal triangle    ▌ all queries, early keys    ▄ late queries, all keys"
-    return "\n".join([*lines, "", legend])
+    lines += ["", "◣ the causal triangle    ▌ all queries, early keys    ▄ late queries, all keys"]
+    return "\n".join(lines)
 
 
 LOOP = "for is_own, rows, _, k, v in visible_blocks(kv, axis):"

@@ -255,13 +255,6 @@ EXERCISE = Exercise(
             "pass",
         ),
         Wrong(
-            "copies_not_sent",
-            "With etp only one rank of an expert gets its rows: each has a part of the expert, and"
-            " needs all of them.",
-            "x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))",
-            "x = there.start(pairs.spread(x))",
-        ),
-        Wrong(
             "copies_one_after_the_other",
             "All rows are repeated as a whole, a b a b: each rank's copy must lie beside the other,"
             " a a b b.",
