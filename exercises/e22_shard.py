@@ -41,7 +41,6 @@ def cases(dice: random.Random) -> list[Case]:
     rows = [dice.randint(4, 7) for _ in range(3)]
     rows.append(5)  # two ranks have 3 and 2, three have 2, 2 and 1
     sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
-    sizes.append(("optimizer", 2, 1, 1))
     keys = "sharding", "ranks", "micro_batches", "units"
     return [Case(rows=rows, **dict(zip(keys, values, strict=True))) for values in sizes]
 

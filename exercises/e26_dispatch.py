@@ -45,7 +45,6 @@ def cases(dice: random.Random) -> list[Case]:
     return [
         Case(2, ep=2, etp=1, experts=4, k=2, tokens=tokens(2), capacity=None),
         Case(3, ep=3, etp=1, experts=6, k=2, tokens=tokens(3), capacity=None),
-        Case(3, ep=3, etp=1, experts=3, k=1, tokens=tokens(3), capacity=None),
         Case(4, ep=2, etp=2, experts=4, k=2, tokens=tokens(4), capacity=None),
         Case(2, ep=2, etp=1, experts=4, k=2, tokens=[4, 4], capacity=2.0),
     ]
