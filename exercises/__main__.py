@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -153,6 +154,8 @@ def design(given: argparse.Namespace) -> int:
 
 
 def grade_all(given: argparse.Namespace) -> int:
+    # So that it ends what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     grade(given.folder, given.csv, given.seed, given.wrap, given.jobs, given.exercises)
     print(*summary(given.csv), sep="\n")
     return 0

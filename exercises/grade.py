@@ -31,13 +31,17 @@ def grade(folder: Path, table: Path, seed: int, wrap: str, jobs: int, numbers: l
     with table.open("w", newline="") as stream, ThreadPoolExecutor(jobs) as pool:
         writer = csv.DictWriter(stream, COLUMNS)
         writer.writeheader()
-        for done, row in enumerate(pool.map(line, tasks), 1):  # in the order of the tasks
-            writer.writerow(row)
-            stream.flush()  # what is done stays, if this is ended
-            what = "passed" if row["passed"] else row["mistake"]
-            print(
-                f"{done} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}", flush=True
-            )
+        try:
+            for done, row in enumerate(pool.map(line, tasks), 1):  # in the order of the tasks
+                writer.writerow(row)
+                stream.flush()  # what is done stays, if this is ended
+                what = "passed" if row["passed"] else row["mistake"]
+                where = f"{row['student']}  {row['exercise']}"
+                print(f"{done} of {len(tasks)}  {where}  {what}", flush=True)
+        except BaseException:  # Ctrl-C and SIGTERM, too: leave nothing running
+            pool.shutdown(wait=False, cancel_futures=True)
+            sandbox.end()
+            raise
 
 
 def line_of(sandbox: Sandbox, student: Path, number: int, seed: int) -> dict:

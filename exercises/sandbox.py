@@ -85,6 +85,13 @@ class Sandbox:
                 self._end_left_behind()
         return process.returncode
 
+    def end(self) -> None:
+        """Kill the checks that run: whoever waits for them continues."""
+        with self.lock:
+            for pid in self.running:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
     def _end_left_behind(self) -> None:
         """Kill what checks have left behind; the children of each then become ours, and so on."""
         while self.adopts and (left := _children() - self.running):
