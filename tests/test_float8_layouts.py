@@ -337,7 +337,8 @@ def bytes_to_multiply_with(config: Config) -> int:
 
 
 @pytest.mark.parametrize(
-    "dtype,dp,sharding", [("bfloat16", 1, "none"), ("float64", 2, "optimizer")]
+    "dtype,dp,sharding",
+    [("bfloat16", 1, "none"), ("float64", 1, "none"), ("float64", 2, "optimizer")],
 )
 def test_weights_in_8_bits_need_as_much_memory_as_planned(pool, dtype, dp, sharding):
     config = in_fp8(make_config(dp=dp, dtype=dtype), sharding=sharding, fp8_skip=1)
