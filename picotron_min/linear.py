@@ -17,11 +17,23 @@ Training", section 3.1). In production: Megatron-LM's `gradient_accumulation_fus
 """
 
 import weakref
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+@cache
+def adds_to_float32(device: torch.device) -> bool:
+    """Whether torch adds bfloat16 products to a float32 matrix, in place: a CPU does not."""
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    sums = torch.ones(16, 16, device=device)
+    try:  # and correctly: how much of this a GPU can do differs between versions of torch
+        torch.addmm(sums, ones, ones, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((sums == 17).all())
 
 
 class Linear(nn.Linear):
@@ -59,10 +71,10 @@ class Linear(nn.Linear):
         if gradient is not None and x.dtype == gradient.dtype:
             gradient.addmm_(dy.T, x)
             self.gradient_arrived()
-        elif gradient is not None and x.is_cuda:
-            torch.addmm(gradient, dy.T, x, out_dtype=gradient.dtype, out=gradient)
+        elif gradient is not None and adds_to_float32(x.device):
+            torch.addmm(gradient, dy.T, x, out_dtype=torch.float32, out=gradient)
             self.gradient_arrived()
-        else:  # sharded, or on a CPU, which adds no bfloat16 product to float32
+        else:  # sharded, or on a CPU
             self.add_gradient(dy.T @ x)
 
     def make_copy(self, dtype: torch.dtype) -> None:
