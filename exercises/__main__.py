@@ -13,7 +13,7 @@ from exercises import progress
 from exercises.exercise import FOLDER, GATES, Exercise
 from exercises.grade import default_jobs, grade, summary
 from exercises.pictures import WIDTH
-from exercises.sandbox import Sandbox
+from exercises.sandbox import Sandbox, adopt_orphans
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,4 +173,5 @@ COMMANDS = [
 ]
 
 if __name__ == "__main__":
+    adopt_orphans()  # not in main: tests call it from processes with other children
     sys.exit(main(sys.argv[1:]))

@@ -29,11 +29,28 @@ KILL_SECONDS = 30  # then it is killed
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
 MORE_PROCESSES = 100  # and threads, than there are on the machine
 LARGEST_VERDICT = 200_000  # bytes
-PR_SET_CHILD_SUBREAPER = 36  # of Linux
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of Linux
 WARNING = """\
 Not isolated: a student's code runs as you. It can read what you can read, use the network, signal
 your other processes, and forge its own verdict, since it runs beside the checker. For strangers'
 code use a container or a machine of its own; --wrap "COMMAND" puts one before each check."""
+
+
+def adopt_orphans() -> None:
+    """Let what checks leave behind, also in other sessions, become a child of this process.
+
+    A Sandbox then ends all children that it has not started: to be called by a command, not by a
+    process that has children of its own. Only Linux can do this.
+    """
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _adopts_orphans() -> bool:
+    prctl, answer = getattr(ctypes.CDLL(None), "prctl", None), ctypes.c_int(0)
+    if prctl:
+        prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
+    return bool(answer.value)
 
 
 class Sandbox:
@@ -43,9 +60,7 @@ class Sandbox:
         """`wrap`: a command that each check's command is put behind, for example a container's."""
         self.wrap = shlex.split(wrap)
         self.lock, self.running = threading.Lock(), set()
-        # What a check leaves behind in other sessions becomes a child of this process.
-        prctl = getattr(ctypes.CDLL(None), "prctl", None)
-        self.adopts = prctl is not None and prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+        self.adopts = _adopts_orphans()
 
     def check(self, number: int | str, file: Path | str, seed: int = 0) -> dict:
         """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`."""

@@ -235,7 +235,7 @@ CONTEXT_VARIANTS = [
 ]
 
 
-@pytest.mark.turns(3, 5)
+@pytest.mark.turns(2, 5)
 @pytest.mark.parametrize(
     "layout,variant", list(zip(CONTEXTS, itertools.cycle(CONTEXT_VARIANTS), strict=False)), ids=str
 )
