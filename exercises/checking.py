@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.compare import equal, first_difference, pattern
-from exercises.exercise import Case, Exercise, Wrong
+from exercises.exercise import Case, Exercise, Sent, Wrong
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
 from exercises.source import BadFile, solution
 from exercises.world import Deadlock
 
+NONE = Sent(0, 0.0)
 UNKNOWN = "I do not know this mistake."
 
 
@@ -103,15 +104,34 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
 
 def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> str:
     for rank, (record, right) in enumerate(zip(records, exercise.traffic(case), strict=True)):
-        for what in {**right, **record.sent}:
-            got, expected = record.sent.get(what, (0, 0)), right.get(what, (0, 0))
-            if got[0] != expected[0] or abs(got[1] - expected[1]) > 1e-6:
-                numbers = [f"{calls} x {what}, {size:g} bytes" for calls, size in (got, expected)]
-                return f"rank {rank} sends {numbers[0]}; it should be {numbers[1]}"
-        sent = sum(size for _, size in record.sent.values())
-        if abs(record.ledger - sent) > 1e-6:
-            return f"rank {rank} sends {sent:g} bytes, but its ledger has {record.ledger:g}"
+        travels, counted = {}, {}  # "send as shift": what travels, and how it counts
+        for names, sent in right.items():
+            operation, _, name = names.partition(" as ")
+            for where, key in ((travels, operation), (counted, name or operation)):
+                where[key] = Sent(*map(sum, zip(where.get(key, NONE), sent, strict=True)))
+        if problem := _count_problem(record.sent, travels):
+            return f"rank {rank} sends {problem}"
+        counted = {name: sent for name, sent in counted.items() if sent.bytes}
+        if problem := _count_problem(record.ledger, counted):
+            return f"the ledger of rank {rank} has {problem}"
     return ""
+
+
+def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
+    """All operations whose calls or bytes differ: what they are, and what they should be."""
+    differ = []
+    for what in {**right, **found}:
+        got, expected = found.get(what, NONE), right.get(what, NONE)
+        if got.calls != expected.calls or abs(got.bytes - expected.bytes) > 1e-6:
+            differ.append(what)
+    if not differ:
+        return ""
+    texts = []
+    for counts in (found, right):
+        there = [(what, counts[what]) for what in differ if what in counts]
+        words = [f"{sent.calls} x {what}, {sent.bytes:g} bytes" for what, sent in there]
+        texts.append(" and ".join(words) or "nothing")
+    return f"{texts[0]}; it should be {texts[1]}"
 
 
 def failure_of(error: BaseException, path: Path) -> Failure:

@@ -29,7 +29,9 @@ HINTS = (
 
 def cases(dice: random.Random) -> list[Case]:
     sizes = (2, 1), (3, 1), (4, 1), (4, 3)
-    return [Case(ranks, rows=dice.randint(2, 4), columns=3, distance=d) for ranks, d in sizes]
+    some = [Case(n, dp=1, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
+    # Two axes, of ranks 0 and 1 and of ranks 2 and 3: places on an axis are not ranks of the world.
+    return [*some, Case(4, dp=2, rows=2, columns=3, distance=1)]
 
 
 def tensor_of(case: Case, rank: int):
@@ -38,20 +40,27 @@ def tensor_of(case: Case, rank: int):
 
 def on_rank(rank, case: Case) -> dict:
     tensor = tensor_of(case, rank.number)
-    shift = rank.course.collectives.Shift(tensor, rank.axis("cp"), case.distance)
+    axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.ranks // case.dp))
+    shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
     rank.mark("Shift returns")
-    return {"what wait() returns": shift.wait(), "the tensor that was sent": tensor}
+    kept = getattr(shift, "sent", None)
+    arrived = shift.wait()
+    return {"what wait() returns": arrived, "the tensor that was sent": tensor, "self.sent": kept}
 
 
 def expected(case: Case) -> list[dict]:
-    names = "what wait() returns", "the tensor that was sent"
-    tensors = [tensor_of(case, rank) for rank in range(case.ranks)]
-    pairs = [(tensors[rank - case.distance], tensors[rank]) for rank in range(case.ranks)]
-    return [dict(zip(names, pair, strict=True)) for pair in pairs]
+    results, size = [], case.ranks // case.dp
+    for first in range(0, case.ranks, size):  # of each axis
+        tensors = [tensor_of(case, first + place) for place in range(size)]
+        for place, own in enumerate(tensors):
+            arrives = tensors[place - case.distance]
+            names = "what wait() returns", "the tensor that was sent", "self.sent"
+            results.append(dict(zip(names, (arrives, own, own), strict=True)))
+    return results
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    return [{"send": Sent(1, 8 * case.rows * case.columns)}] * case.ranks
+    return [{"send as shift": Sent(1, 8 * case.rows * case.columns)}] * case.ranks
 
 
 def order(case: Case, records) -> str:
@@ -63,11 +72,12 @@ def order(case: Case, records) -> str:
 
 
 def picture(runs) -> str:
-    return messages(runs[-1][1])
+    return f"4 ranks, distance 1\n{messages(runs[2][1])}"
 
 
 SEND = "send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)"
-RECEIVE_PEER = "self.arriving, group=axis.group, group_peer=source)"
+RECEIVE = "dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)"
+RECORD = 'axis.ledger.record("shift", tensor)'
 BATCH = "self.works = dist.batch_isend_irecv([send, receive])"
 
 EXERCISE = Exercise(
@@ -128,7 +138,35 @@ EXERCISE = Exercise(
         Wrong(
             "not_in_the_ledger",
             "The bytes are sent, but the ledger does not count them.",
-            'axis.ledger.record("shift", tensor)',
+            RECORD,
+            "pass",
+        ),
+        Wrong(
+            "another_operation",
+            "The ledger counts it as a send: record it as a shift.",
+            RECORD,
+            RECORD.replace("shift", "send"),
+        ),
+        Wrong(
+            "share_in_the_ledger",
+            "The ledger counts (n-1)/n of the tensor, as of a collective: a message has all of it.",
+            RECORD,
+            RECORD.replace("tensor)", "tensor, axis.share)"),
+        ),
+        Wrong(
+            "ranks_of_the_world",
+            "dst, src and peer are ranks of the world. In an axis use group_dst, group_src and"
+            " group_peer.",
+            SEND,
+            SEND.replace("group_peer", "peer"),
+            RECEIVE,
+            RECEIVE.replace("group_peer", "peer"),
+        ),
+        Wrong(
+            "not_kept",
+            "The tensor that is sent is not kept in self.sent: if its owner drops it, its memory"
+            " can be used again while it travels.",
+            "self.sent = tensor",
             "pass",
         ),
         Wrong(

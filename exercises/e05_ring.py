@@ -46,7 +46,7 @@ def expected(case: Case) -> list[dict]:
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     hops = case.ranks - 1
-    return [{"send": Sent(hops, hops * 8 * case.numbers)} if hops else {}] * case.ranks
+    return [{"send as shift": Sent(hops, hops * 8 * case.numbers)} if hops else {}] * case.ranks
 
 
 def order(case: Case, records) -> str:

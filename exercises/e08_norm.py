@@ -38,9 +38,14 @@ LAYOUTS = (
 
 def cases(dice: random.Random) -> list[Case]:
     sizes = {"vocab": 4 * dice.randint(2, 4) + 1, "hidden": 4 * dice.randint(1, 3)}
-    return [
-        Case(4 if "sharding" not in layout else 3, layout=layout, zeros=i != 1, **sizes)
+    some = [
+        Case(4 if "sharding" not in layout else 3, layout=layout, zeros=i != 1, **sizes, spike=0)
         for i, layout in enumerate(LAYOUTS)
+    ]
+    # The square of an odd number from 4097 to 5791 has 25 bits: one more than float32 has.
+    return [
+        *some,
+        Case(2, layout={"tp": 2}, zeros=True, **sizes, spike=4097 + 2 * dice.randint(0, 800)),
     ]
 
 
@@ -56,7 +61,12 @@ def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
 
 
 def gradient(case: Case, name: str) -> "Tensor":
-    """Of the whole parameter, with some zeros."""
+    """Of the whole parameter, with some zeros; a spike: float32 with one number on each rank."""
+    if case.spike:
+        numbers = draw(case, name, shape=shapes(case)[name]).float().zero_()
+        if name.endswith("layers.0.mlp.gate_proj.weight"):  # rank 0 has its first row, 1 the last
+            numbers[0, 0] = numbers[-1, -1] = case.spike
+        return numbers
     numbers = draw(case, name, shape=shapes(case)[name])
     return numbers.where(numbers.abs() > 0.2, 0)
 
@@ -81,7 +91,7 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     import torch
 
-    whole = torch.cat([gradient(case, name).flatten() for name in shapes(case)])
+    whole = torch.cat([gradient(case, name).flatten().double() for name in shapes(case)])
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()
     return [{"[squares, zeros] of all ranks": total}] * case.ranks
@@ -197,6 +207,13 @@ EXERCISE = Exercise(
             "The numbers are float32, which has seven digits: their sum over many ranks has fewer.",
             "torch.float64",
             "torch.float32",
+        ),
+        Wrong(
+            "squared_in_float32",
+            "Where the gradient is float32, it is squared in float32, and loses digits before"
+            " anything is float64: convert first.",
+            TOTAL,
+            "torch.nn.utils.get_total_norm(counted).square().to(device, torch.float64)",
         ),
     ),
     also_right=(

@@ -133,10 +133,11 @@ def expected(case: Case) -> list[dict]:
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    hops, itemsize = case.ranks - 1, 2 if case.dtype == "bfloat16" else 8
+    itemsize = 2 if case.dtype == "bfloat16" else 8
     k = case.key_heads * 2 * case.half * D * itemsize
     times = 3 if hasattr(case, "backward") else 1  # backward: keys, values, and their gradients
-    return [{"send": Sent(times * hops, times * hops * 2 * k)} if hops else {}] * case.ranks
+    hops = times * (case.ranks - 1)
+    return [{"send as shift": Sent(hops, hops * 2 * k)} if hops else {}] * case.ranks
 
 
 def order(case: Case, records) -> str:

@@ -146,9 +146,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
         arrive = sum(moves[other][rank] for other in others)
         # There: x, weights, and the gradient of what comes back. Back: results, two gradients.
         size = 8 * (leave * (E + 1 + E) + arrive * (E + E + 1))
-        calls = 6 if case.capacity else 7
-        counts = 0 if case.capacity else 8 * each * (case.ranks - 1)
-        sent.append({"all_to_all": Sent(calls, size + counts)})
+        counts = {} if case.capacity else {"all_to_all": Sent(1, 8 * each * (case.ranks - 1))}
+        sent.append({"all_to_all as exchange": Sent(6, size)} | counts)
     return sent
 
 

@@ -48,7 +48,7 @@ class Record:
 
     values: dict[str, Any]  # what on_rank returned
     events: list[Event]
-    ledger: float  # bytes, by the ledgers of its axes
+    ledger: dict[str, Sent]  # calls and bytes, by the ledgers of its axes
 
     @property
     def sent(self) -> dict[str, Sent]:
@@ -84,7 +84,12 @@ def run_case(
 
     world = World(case.ranks, student)
     threads = world.run(run)
-    return [
-        Record(t.result, t.events, sum(axis.ledger.bytes.total() for axis in used[t.rank]))
-        for t in threads
-    ]
+    return [Record(t.result, t.events, _in_ledgers(used[t.rank])) for t in threads]
+
+
+def _in_ledgers(axes: list["Axis"]) -> dict[str, Sent]:
+    """Of several axes together, by the course's names: a shift, an exchange, ..."""
+    axes = [axis for axis in axes if axis.size > 1]  # one rank may count calls, of 0 bytes
+    calls = sum((axis.ledger.calls for axis in axes), Counter())
+    size = sum((axis.ledger.bytes for axis in axes), Counter())
+    return {what: Sent(calls[what], size[what]) for what in calls}

@@ -168,12 +168,19 @@ def _check_size(what: str, whole: Tensor, expected: int) -> None:
 
 def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
     group = group or world_group()
-    return network.send(tensor, group, group_dst if dst is None else group.ranks.index(dst))
+    return network.send(tensor, group, group_dst if dst is None else _place_in(group, dst))
 
 
 def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
     group = group or world_group()
-    return network.receive(tensor, group, group_src if src is None else group.ranks.index(src))
+    return network.receive(tensor, group, group_src if src is None else _place_in(group, src))
+
+
+def _place_in(group: Group, rank: int) -> int:
+    """The place in a group of a rank of the world."""
+    if rank not in group.ranks:  # torch answers in the same way
+        raise ValueError(f"Global rank {rank} is not part of group {list(group.ranks)}")
+    return group.ranks.index(rank)
 
 
 class _P2POp:
