@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.compare import equal, first_difference, pattern
-from exercises.exercise import Case, Exercise, Sent, Wrong
+from exercises.exercise import Case, Exercise, Sent, Wrong, WrongType
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -142,6 +142,8 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     if isinstance(error, Deadlock):
         lines = "\n".join(f"    {line}" for line in getattr(error, "lines", []))
         return Failure("deadlock", str(error), f"Deadlock: {error}.\n{lines}".rstrip())
+    if isinstance(error, WrongType):
+        return Failure("exception", str(error), f"Your version cannot be used: {error}.")
     if isinstance(error, BadFile):
         return Failure("file", str(error), f"Your file cannot be used: {error}.")
     frames = traceback.extract_tb(error.__traceback__)
@@ -199,13 +201,30 @@ def verdict_on(
     failure = next((result.failure for result in failed if result.failure), None)
     if failure and failure.kind in ("not written", "file"):
         return Verdict(False, gates, failure.kind.replace(" ", "_"), failure.text, "")
-    wrong = known_mistake(exercise, outcome, seed, {} if others is None else others)
-    message = f"{failure.text}\n" if failure else ""
-    if wrong:
-        return Verdict(False, gates, wrong.name, message + wrong.sentence, "")
-    if failure:
-        return Verdict(False, gates, failure.kind, message.rstrip(), "")
-    return Verdict(False, gates, *_unknown(exercise, failed), "")
+    others = {} if others is None else others
+    crash = next((f"With {r.case}:\n{r.failure.text}" for r in failed if r.failure), "")
+    if wrong := known_mistake(exercise, outcome, seed, others):
+        return Verdict(False, gates, wrong.name, f"{crash}\n{wrong.sentence}".lstrip(), "")
+    mistake, sentence = _partly_known(exercise, outcome, others)
+    if failed[0].failure:
+        return Verdict(False, gates, failure.kind, f"{crash}\n{sentence}".rstrip(), "")
+    if not sentence:
+        mistake, sentence = _unknown(exercise, [result for result in failed if not result.failure])
+    return Verdict(False, gates, mistake, f"{sentence}\n{crash}".rstrip(), "")
+
+
+def _partly_known(
+    exercise: Exercise, outcome: Outcome, others: dict[str, Outcome]
+) -> tuple[str, str]:
+    """The known mistake that does the same in the first case that fails, but not in all others.
+
+    Only if there is one such sentence. A version may be wrong twice, or the mistake in more cases.
+    """
+    first = next(i for i, result in enumerate(outcome) if result.failure or result.problems)
+    same = [w for w in exercise.wrong if outcome[first].same_as(others[w.name][first])]
+    if len({wrong.sentence for wrong in same}) != 1:
+        return "", ""
+    return same[0].name, f"With {outcome[first].case}: {same[0].sentence}"
 
 
 def _unknown(exercise: Exercise, failed: Outcome) -> tuple[str, str]:
@@ -216,6 +235,4 @@ def _unknown(exercise: Exercise, failed: Outcome) -> tuple[str, str]:
         patterns.append(pattern(exercise, result.case, got, result.expected))
     if all(patterns) and len({found.kind for found in patterns}) == 1:
         return "pattern", patterns[0].sentence
-    first = failed[0]
-    gate = next(iter(first.problems))
-    return "unknown", f"{UNKNOWN} The first difference, with {first.case}: {first.problems[gate]}."
+    return "unknown", UNKNOWN

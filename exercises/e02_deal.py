@@ -6,7 +6,7 @@ its number alone. With the same global batch, any number of ranks trains on the 
 
 import random
 
-from exercises.exercise import Case, Exercise, Wrong
+from exercises.exercise import Case, Exercise, Wrong, wanted
 
 TASK = """
 Return the places in the global batch whose sequences this rank takes in a micro-batch, in order, as
@@ -41,7 +41,8 @@ def on_rank(rank, case: Case) -> dict:
             dp_rank=dp_rank,
             dp_size=case.dp,
         )
-        return [(batches._places(i) + 0).tolist() for i in range(case.micro_batches)]
+        found = [batches._places(i) for i in range(case.micro_batches)]
+        return [wanted(places, np.ndarray, "a numpy array").tolist() for places in found]
 
     return {f"places of dp rank {r} by micro-batch": places(r) for r in range(case.dp)}
 
@@ -118,6 +119,12 @@ EXERCISE = Exercise(
             " batch is laid out micro-batch by micro-batch, and then rank by rank.",
             FIRST,
             "(self.dp_rank * self.num_micro_batches + micro_batch) * self.micro_batch_size",
+        ),
+        Wrong(
+            "turns_not_places",
+            "These are turns of a rank, and each of them has micro_batch_size places: multiply.",
+            FIRST,
+            "micro_batch * self.dp_size + self.dp_rank",
         ),
         Wrong(
             "one_too_few",

@@ -88,6 +88,7 @@ EXERCISE = Exercise(
     cases=cases,
     on_rank=on_rank,
     expected=expected,
+    factors=lambda case: {"the number of ranks of the axis": case.ranks // case.dp},
     layout={"cp_size": 2, "tp_size": 1},
     traffic=traffic,
     order=order,

@@ -36,14 +36,17 @@ HINTS = (
 def cases(dice: random.Random) -> list[Case]:
     rest = dice.randint(1, 3)  # of the last slice, the others have more
     vocab = {1: 5, 2: 4 + rest, 3: 10 + dice.randint(0, 1), 4: 13}
-    some = [Case(n, vocab=vocab[n], tokens=dice.randint(5, 8), scores=1) for n in (1, 2, 3, 4)]
-    return [*some, Case(2, vocab=7, tokens=4, scores=1000)]
+    some = [
+        Case(n, vocab=vocab[n], tokens=dice.randint(5, 8), scores_around=1) for n in (1, 2, 3, 4)
+    ]
+    return [*some, Case(2, vocab=7, tokens=4, scores_around=1000)]
 
 
 def data(case: Case) -> tuple["Tensor", "Tensor", "Tensor"]:
     x = draw(case, "x", shape=(case.tokens, 3))
     weight = draw(case, "weight", shape=(case.vocab, 3))
-    x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores  # all logits are around this number
+    # All logits are around this number.
+    x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores_around
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
     targets[1::3] = -100  # these do not count
     return x, weight, targets

@@ -29,14 +29,15 @@ SHAPE = 1, 2, 3, 4  # B, Q, S, D
 
 def cases(dice: random.Random) -> list[Case]:
     lengths = [[dice.randint(1, 6) for _ in range(n)] for n in (1, 2, 3, 5)]
-    some = [Case(1, keys=keys, scores=1) for keys in lengths]
-    return [*some, Case(1, keys=lengths[2], scores=1000)]
+    some = [Case(1, keys=keys, scores_around=0) for keys in lengths]
+    return [*some, Case(1, keys=lengths[2], scores_around=1000)]
 
 
 def scores_and_values(case: Case):
     B, Q, S, D = SHAPE
-    scores = draw(case, "scores", shape=(B, Q, S, sum(case.keys))) * (1 if case.scores == 1 else 10)
-    scores += 0 if case.scores == 1 else case.scores
+    scores = draw(case, "scores", shape=(B, Q, S, sum(case.keys)))
+    if case.scores_around:
+        scores = 10 * scores + case.scores_around
     return scores, draw(case, "values", shape=(B, Q, sum(case.keys), D))
 
 
@@ -96,6 +97,20 @@ EXERCISE = Exercise(
             " merge the first two count as one.",
             WHOLE,
             WHOLE.removesuffix("lse") + "lse_1",
+        ),
+        Wrong(
+            "sum_of_lse",
+            "The lse that is returned is the sum of both. They are logarithms: their exponentials"
+            " must be added. Two blocks merge right, and the next merge does not.",
+            WHOLE,
+            WHOLE.removesuffix("lse") + "lse_1 + lse_2",
+        ),
+        Wrong(
+            "maximum_of_lse",
+            "The lse that is returned is the larger one: two blocks merge right, but in the next"
+            " merge the smaller one does not count.",
+            WHOLE,
+            WHOLE.removesuffix("lse") + "torch.maximum(lse_1, lse_2)",
         ),
         Wrong(
             "weights_swapped",

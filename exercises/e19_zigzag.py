@@ -6,13 +6,14 @@ work, and the slowest rank decides how long all wait.
 
 import random
 
-from exercises.exercise import Case, Exercise, Wrong
+from exercises.exercise import Case, Exercise, Wrong, wanted
 
 TASK = """
 Return where in the sequence the tokens of a rank are, int64 [S/n]. Cut the positions 0 .. S-1 into
 2n equal pieces. Every rank gets an early and a late one, so that all have the same work in causal
 attention: rank 0 the first and the last, rank 1 the second and the last but one, ... The early
-piece comes first; within a piece positions rise. One rank has any length whole.
+piece comes first; within a piece positions rise. With one rank nothing is cut: return arange(S),
+also if 2 does not divide S.
 Read: context_parallel.py.
 """
 
@@ -30,8 +31,11 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
+    from torch import Tensor
+
     zigzag = rank.course.context_parallel.zigzag_positions
     parts = [zigzag(r, case.cp, case.length) for r in range(case.cp)]
+    parts = [wanted(part, Tensor, "a tensor") for part in parts]
     whole = sorted(position for part in parts for position in part.tolist())
     return {
         "all ranks' positions, sorted": whole,
@@ -76,8 +80,10 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
+PIECES = "pieces = torch.arange(seq_length).tensor_split(2 * size)"
 BOTH = "torch.cat((pieces[rank], pieces[-1 - rank]))"
 LATE = "pieces[-1 - rank]"
+LATE_FIRST = "torch.cat((pieces[-1 - rank], pieces[rank]))"
 
 EXERCISE = Exercise(
     __name__,
@@ -131,7 +137,34 @@ EXERCISE = Exercise(
             "The late piece comes before the early one: the ring takes the first half of a rank's"
             " tokens for the early ones.",
             BOTH,
-            "torch.cat((pieces[-1 - rank], pieces[rank]))",
+            LATE_FIRST,
+        ),
+        Wrong(
+            "late_first_of_many",  # with one rank right
+            "The late piece comes before the early one: the ring takes the first half of a rank's"
+            " tokens for the early ones.",
+            BOTH,
+            f"{LATE_FIRST} if size > 1 else torch.arange(seq_length)",
+        ),
+        Wrong(
+            "one_rank_cut",
+            "With one rank nothing is cut. If 2 does not divide S, two pieces of S // 2 lack the"
+            " last position.",
+            PIECES,
+            "pieces = torch.arange(seq_length // (2 * size) * 2 * size).tensor_split(2 * size)",
+        ),
+        Wrong(
+            "one_rank_cut_inside",  # the late piece is counted from the end
+            "With one rank nothing is cut. If 2 does not divide S, an early and a late piece of"
+            " S // 2 lack the position between them.",
+            BOTH,
+            "torch.cat((pieces[rank][: seq_length // (2 * size)], pieces[-1 - rank]))",
+        ),
+        Wrong(
+            "one_rank_refused",
+            "With one rank an odd length is refused: nothing is cut there, so any length is right.",
+            "or size == 1",
+            "or False",
         ),
         Wrong(
             "n_pieces",

@@ -31,10 +31,14 @@ class Case(SimpleNamespace):
     def __str__(self) -> str:
         """The sizes that a reader can use: "2 ranks, length=6"."""
         sizes = [f"{key}={value}" for key, value in vars(self).items() if key not in HIDDEN]
-        return ", ".join([f"{self.ranks} rank{'s' * (self.ranks > 1)}", *sizes])
+        ranks = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
+        if self.ranks == 1 and AXES & vars(self).keys():  # a function that is called for each rank
+            ranks = []
+        return ", ".join([*ranks, *sizes])
 
 
 HIDDEN = ("ranks", "seed")
+AXES = {"dp", "pp", "cp", "tp", "ep", "stages"}
 
 
 class Sent(NamedTuple):
@@ -114,6 +118,18 @@ class Exercise:
         for case in cases:
             case.seed = seed
         return cases
+
+
+class WrongType(TypeError):
+    """A result of a student's version cannot be used."""
+
+
+def wanted(result: Any, kind: type, name: str) -> Any:
+    """A result of a student's version; WrongType in plain words if it is not of this kind."""
+    if not isinstance(result, kind):
+        got = "nothing" if result is None else f"a {type(result).__name__}"
+        raise WrongType(f"it returned {got}; {name} is wanted")
+    return result
 
 
 def draw(case: Case, *key: object, shape: Sequence[int]) -> "Tensor":

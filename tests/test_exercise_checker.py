@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import re
 import subprocess
 import sys
 import time
@@ -23,8 +24,9 @@ from exercises.source import find, solution, starter
 
 ROOT = Path(__file__).parents[1]
 
-SHIFT, OVERLAP, MERGE = (catalogue.load(n) for n in (4, 7, 18))
+SHIFT, OVERLAP, MERGE, ZIGZAG = (catalogue.load(n) for n in (4, 7, 18, 19))
 TENSOR = "isend, tensor"
+FIRST_AXIS = "0 in dist.get_process_group_ranks(axis.group)"
 BODY = "self.sent = tensor  # may not be changed before `wait`"
 LINE = f"line {solution(SHIFT)[: solution(SHIFT).index(BODY)].count(chr(10)) + 1}"
 
@@ -59,7 +61,7 @@ def answer(exercise, *edits: str):
             "do not know this mistake",
         ),
         (SHIFT, (TENSOR, "isend, 2 * tensor"), "unknown", "do not know this mistake"),
-        (SHIFT, (TENSOR, "isend, tensor * (to == 0)"), "pattern", "right on rank 0 only"),
+        (SHIFT, (TENSOR, f"isend, tensor * (to == 0 and {FIRST_AXIS})"), "pattern", "rank 0 only"),
         (
             OVERLAP,
             ("(bucket.gradients,", "(bucket.gradients.clone(),"),
@@ -70,7 +72,7 @@ def answer(exercise, *edits: str):
             SHIFT,
             (BODY, "tensor = tensor * (1 + axis.rank)\n    self.sent = tensor"),
             "unknown",
-            "do not know this mistake. The first difference, with 2 ranks",
+            "do not know this mistake.",
         ),
         (MERGE, ("torch.logaddexp", "torch.log_add_exp"), "exception", "AttributeError"),
         (SHIFT, (BODY, "raise SystemExit(3)"), "exception", "on rank 0: SystemExit: 3"),
@@ -99,6 +101,37 @@ def test_other_mistakes_get_an_honest_answer(exercise, edits, mistake, message):
     verdict = answer(exercise, *edits)
     assert not verdict.passed and verdict.mistake == mistake, verdict
     assert message in verdict.message
+
+
+LATE = "torch.cat((pieces[-1 - rank], pieces[rank]))"
+IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
+
+
+@pytest.mark.parametrize(
+    ("edits", "mistake", "message"),
+    [
+        (  # a known mistake, and a crash in another case
+            (IN_ORDER, f"{LATE} if size > 1 else 1 / 0"),
+            "late_first",
+            r"With cp=2, length=\d+: The late piece comes before(.|\n)*"
+            r"With cp=1, length=7:\nYour version fails on rank 0: ZeroDivisionError",
+        ),
+        (
+            (IN_ORDER, "torch.arange(len(pieces)) if size > 1 else 1 / 0"),
+            "unknown",
+            r"^I do not know this mistake\.\nWith cp=1, length=7:\nYour version fails",
+        ),
+        (
+            (IN_ORDER, f"{IN_ORDER}.tolist()"),
+            "exception",
+            "it returned a list; a tensor is wanted",
+        ),
+    ],
+)
+def test_the_first_failure_is_explained_and_the_case_of_a_crash_named(edits, mistake, message):
+    verdict = answer(ZIGZAG, *edits)
+    assert not verdict.passed and verdict.mistake == mistake, verdict
+    assert re.search(message, verdict.message), verdict.message
 
 
 def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised():
