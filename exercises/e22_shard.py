@@ -7,8 +7,9 @@ autograd would give them. Rows that n does not divide make the last rank's part 
 import random
 from dataclasses import replace
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.exercise import Case, Exercise, Sent, Wrong
 from exercises.pictures import timeline
+from exercises.sharded_units import COLUMNS, NAMES, NAMES_OF_UNITS, STEPS, build, gradient_of
 
 TASK = """
 A weight of a sharded unit has a gradient, the whole matrix, in self.weights[name].grad. Copy or add
@@ -34,8 +35,6 @@ HINTS = (
     " buffer is sent if buffers are summed each time, or if this was the last backward.",
 )
 
-COLUMNS = 2
-
 
 def cases(dice: random.Random) -> list[Case]:
     rows = [dice.randint(4, 7) for _ in range(3)]
@@ -43,35 +42,6 @@ def cases(dice: random.Random) -> list[Case]:
     sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
     keys = "sharding", "ranks", "micro_batches", "units"
     return [Case(rows=rows, **dict(zip(keys, values, strict=True))) for values in sizes]
-
-
-NAMES = "abcd"  # of all matrices, and of those in each unit
-NAMES_OF_UNITS = {1: ("abcd",), 2: ("ab", "cd")}
-STEPS = 2
-
-
-def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
-    rows = case.rows[NAMES.index(name)]
-    return draw(case, "gradient", rank, step, micro_batch, name, shape=(rows, COLUMNS))
-
-
-def build(rank, case: Case) -> list:
-    import torch
-    from torch import nn
-
-    course, travelling, units = rank.course, [], []
-    shard = course.placement.Cut("dp_cp", 0)
-    placement = course.placement.Placement((), shard, copies=(), sums=("dp_cp",))
-    axes, device = rank.axes(course.layout.Layout(dp=case.ranks)), torch.device("cpu")
-    for names in NAMES_OF_UNITS[case.units]:
-        modules = {}
-        for name in names:
-            rows = case.rows[NAMES.index(name)]
-            modules[name] = [nn.Embedding(rows, COLUMNS, device="meta", dtype=torch.float64)]
-        table = dict.fromkeys(names, placement)
-        args = axes, torch.float64, device, case.sharding, travelling
-        units.append(course.sharding.ShardedUnit(modules, table, *args))
-    return units
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -168,7 +138,15 @@ def picture(runs) -> str:
 FIRST = "self.reduces_each or not self.arrivals[name]"
 PUT = "inside.copy_(gradient) if is_first else inside.add_(gradient)"
 SEND_IF = "if self.reduces_each or self.num_complete == self.num_backwards:"
+FINISH_IF, FINISH = "if self.reduces_each:  #", "self._finish_reductions()"
+FORGET_IF = "if self.reduces_each:\n                self.buffer = None"
+APPEND = "self.travelling.append((self, self.buffer, reduction))"
 START = "reduction = start_reduce_scatter_(self.buffer, self.axis)"
+
+SENT_EACH_TIME = (
+    "The buffer is summed after every backward, also where it keeps whole gradients: what has been"
+    " summed is summed again."
+)
 
 EXERCISE = Exercise(
     __name__,
@@ -189,10 +167,46 @@ EXERCISE = Exercise(
     wrong=(
         Wrong(
             "sent_each_time",
-            "The buffer is summed after every backward, also where it keeps whole gradients: what"
-            " has been summed is summed again.",
+            SENT_EACH_TIME,
             SEND_IF,
             "if True:",
+        ),
+        Wrong(
+            "new_one_each_time",
+            "The buffer is summed after every backward and let go, also where there is one buffer"
+            " for ever: a step sends m times as much.",
+            *(SEND_IF, "if True:", FINISH_IF, "if True:  #", FIRST, "True"),
+            *(FORGET_IF, FORGET_IF.replace("self.reduces_each", "True")),
+        ),
+        Wrong(
+            "sent_and_ended_each_time",
+            SENT_EACH_TIME,
+            *(SEND_IF, "if True:", FINISH_IF, "if True:  #"),
+        ),
+        Wrong(
+            "added_to_new_memory",
+            "Where each backward has a new buffer, gradients are added to memory that nothing has"
+            " set: the first ones must replace it.",
+            FIRST,
+            "not self.arrivals[name]",
+        ),
+        Wrong(
+            "always_added",
+            "All gradients are added, also the first ones, to what a new buffer or the step before"
+            " has there.",
+            PUT,
+            "inside.add_(gradient)",
+        ),
+        Wrong(
+            "own_one_ended",
+            "It is put in self.travelling before the others are ended, and is ended with them:"
+            " backward stands still while the buffer travels.",
+            *(
+                FINISH,
+                "pass",
+                APPEND,
+                f"{APPEND}\n            if self.reduces_each:\n                {FINISH}",
+            ),
         ),
         Wrong(
             "sent_once",
@@ -238,19 +252,18 @@ EXERCISE = Exercise(
             "earlier_ones_not_ended",
             "Reductions that travel are not ended before the next one: all buffers of a step are"
             " alive at the same time.",
-            "self._finish_reductions()",
+            FINISH,
             "pass",
         ),
         Wrong(
             "awaited_at_once",
             "It waits for the reduction at once: backward stands still while the buffer travels.",
-            START,
-            f"{START}\n            reduction.wait()",
+            *(START, f"{START}\n            reduction.wait()"),
         ),
         Wrong(
             "not_travelling",
             "The reduction is begun, but not put in self.travelling: it is never ended.",
-            "self.travelling.append((self, self.buffer, reduction))",
+            APPEND,
             "pass",
         ),
         Wrong(

@@ -1,0 +1,31 @@
+"""The sharded units of exercise 22: four matrices in one unit, or in two, and their gradients."""
+
+from exercises.exercise import Case, draw
+
+COLUMNS, STEPS = 2, 2
+NAMES = "abcd"  # of all matrices, and of those in each unit
+NAMES_OF_UNITS = {1: ("abcd",), 2: ("ab", "cd")}
+
+
+def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
+    rows = case.rows[NAMES.index(name)]
+    return draw(case, "gradient", rank, step, micro_batch, name, shape=(rows, COLUMNS))
+
+
+def build(rank, case: Case) -> list:
+    import torch
+    from torch import nn
+
+    course, travelling, units = rank.course, [], []
+    shard = course.placement.Cut("dp_cp", 0)
+    placement = course.placement.Placement((), shard, copies=(), sums=("dp_cp",))
+    axes, device = rank.axes(course.layout.Layout(dp=case.ranks)), torch.device("cpu")
+    for names in NAMES_OF_UNITS[case.units]:
+        modules = {}
+        for name in names:
+            rows = case.rows[NAMES.index(name)]
+            modules[name] = [nn.Embedding(rows, COLUMNS, device="meta", dtype=torch.float64)]
+        table = dict.fromkeys(names, placement)
+        args = axes, torch.float64, device, case.sharding, travelling
+        units.append(course.sharding.ShardedUnit(modules, table, *args))
+    return units
