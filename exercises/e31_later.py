@@ -1,0 +1,231 @@
+"""31 later: a weight gradient is computed when there is time for it
+
+Two linears leave (layer, x, dy) in a queue in each backward. Who waits is chosen beforehand: with
+hold, until settle; with split, until the pipeline's W. W runs micro-batches in another order.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import timeline
+
+TASK = """
+A queue of (layer, x, dy), whose weight gradients dy^T x are still to be computed. `leave` adds one,
+and runs the queue at once unless it waits. With `hold` it waits until `settle`, with `split` (or
+with both) until what was left is taken and run: then `settle` does nothing. `take` returns what is
+here as a queue of its own, and leaves none here. `run` computes all that is here, once:
+layer.add_weight_gradient(x, dy). Gradients must have no graph, wherever `run` is called.
+Read: linear.py.
+"""
+
+HINTS = (
+    "leave puts it in; settle and leave run the queue, unless something waits; run empties it.",
+    "self.append, self.pop or self.clear, torch.no_grad, layer.add_weight_gradient.",
+    "`waits` is hold or split. leave appends, and runs if it does not wait; settle runs if there is"
+    " no split. take copies the list into a new WeightGradients, and clears this one. run takes"
+    " one after the other out of the list, without gradients.",
+)
+
+BATCHES = 2
+
+
+def cases(dice: random.Random) -> list[Case]:
+    kinds = ((False, False), (True, False), (False, True), (True, True))
+    rows, width = dice.randint(2, 5), dice.randint(3, 6)
+    return [Case(1, hold=hold, split=split, rows=rows, width=width) for hold, split in kinds]
+
+
+def inputs(case: Case, i: int):
+    return [draw(case, name, i, shape=(case.rows, case.width)) for name in ("x", "dy")]
+
+
+def weight(case: Case, name: str):
+    return draw(case, name, shape=(case.width, case.width))
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    linear = rank.course.linear
+    layers = {name: linear.Linear(case.width, case.width).double() for name in "ab"}
+    queue, taken, dxs = linear.WeightGradients(), [], []
+    queue.hold, queue.split = case.hold, case.split
+    for name, layer in layers.items():
+        layer.weight.data = weight(case, name)
+        layer.gradient_arrived = lambda name=name: rank.mark(f"d{name}")
+    model = torch.nn.Sequential(layers["a"], torch.nn.Tanh(), layers["b"])
+    linear.apply_queue(model, queue)
+    for i in range(BATCHES):
+        x, dy = inputs(case, i)
+        rank.mark(f"B{i}")
+        model(x.requires_grad_()).backward(dy)
+        dxs.append(x.grad)
+        if case.hold:
+            rank.mark(f"settle{i}")
+            queue.settle()
+        if case.split:
+            taken.append(queue.take())
+    for i in reversed(range(len(taken))):
+        rank.mark(f"W{i}")
+        taken[i].run()
+    gradients = [layer.weight.grad for layer in layers.values()]
+    graph = any(g is not None and g.requires_grad for g in gradients)
+    return {"gradients": gradients, "dx": dxs, "gradients have a graph": graph}
+
+
+def expected(case: Case) -> list[dict]:
+    a, b = (weight(case, name).requires_grad_() for name in "ab")
+    dxs = []
+    for i in range(BATCHES):
+        x, dy = inputs(case, i)
+        ((x.requires_grad_() @ a.T).tanh() @ b.T).backward(dy)
+        dxs.append(x.grad)
+    return [{"gradients": [a.grad, b.grad], "dx": dxs, "gradients have a graph": False}]
+
+
+def order(case: Case, records) -> str:
+    waits_for = "W" if case.split else "settle" if case.hold else "B"
+    part, computed = "", {}  # in each part of the step, by its mark
+    for event in records[0].events:
+        if event.what in ("da", "db"):
+            computed.setdefault(part, []).append(event.what)
+        else:
+            part = event.what
+    for part, names in computed.items():
+        if not part.startswith(waits_for) or sorted(names) != ["da", "db"]:
+            right = f"each {waits_for} should compute da and db"
+            return f"weight gradients in {part}: {', '.join(sorted(names))}; {right}, nothing else"
+    return ""
+
+
+def picture(runs) -> str:
+    lines = ["da, db: the weight gradients of both layers"]
+    for case, records in runs:
+        lines.append(f"hold {case.hold!s:5}  split {case.split!s:5}   {timeline(records)[8:]}")
+    return "\n".join(lines)
+
+
+AT_ONCE = "if not self.waits:"
+SETTLE = "if not self.split:\n            self.run()"
+TAKE = "taken = WeightGradients(self)\n        self.clear()"
+POP = "while self:\n            linear, x, dy = self.pop(0)"
+WITHOUT = "@torch.no_grad()  # autograd has switched it off in a backward, but not after one"
+
+EXERCISE = Exercise(
+    __name__,
+    target="linear:WeightGradients",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    order=order,
+    picture=picture,
+    layout={"tp_size": 2},
+    remember="1/3 of a linear's products, that of the weight gradient, may be computed at any time"
+    " before the optimizer's step. In production: Megatron-LM's `WeightGradStore`.",
+    wrong=(
+        Wrong(
+            "never_waits",
+            "Weight gradients are computed at once, also where they should wait: no message and no"
+            " bubble is filled with them.",
+            AT_ONCE,
+            "if True:",
+        ),
+        Wrong(
+            "always_waits",
+            "They wait also where neither hold nor split is set: nothing settles the queue there.",
+            AT_ONCE,
+            "if False:",
+        ),
+        Wrong(
+            "split_does_not_wait",
+            "Only hold makes them wait: with split alone they are computed in B, not in W.",
+            "self.hold or self.split",
+            "self.hold",
+        ),
+        Wrong(
+            "hold_does_not_wait",
+            "Only split makes them wait: with hold alone they are computed before the message of"
+            " their backward begins.",
+            "self.hold or self.split",
+            "self.split",
+        ),
+        Wrong(
+            "settled_in_split",
+            "settle runs the queue also with split: nothing is left for W.",
+            "if not self.split:",
+            "if True:",
+        ),
+        Wrong(
+            "never_settled",
+            "settle does not run the queue: with hold, no weight gradient is computed.",
+            SETTLE,
+            "pass",
+        ),
+        Wrong(
+            "taken_and_kept",
+            "take leaves in the queue what it returns: the next micro-batch takes it again, and it"
+            " counts twice.",
+            TAKE,
+            "taken = WeightGradients(self)",
+        ),
+        Wrong(
+            "took_itself",
+            "take returns the queue itself: the first W computes all micro-batches, and the others"
+            " nothing.",
+            TAKE,
+            "taken = self",
+        ),
+        Wrong(
+            "cleared_what_was_taken",
+            "take clears the very list that it returns: nothing is left to compute in W.",
+            TAKE,
+            "taken = self\n        self.clear()",
+        ),
+        Wrong(
+            "not_removed",
+            "run leaves what it has computed in the queue: the next run computes it again.",
+            POP,
+            "for linear, x, dy in list(self):",
+        ),
+        Wrong(
+            "with_a_graph",
+            "Gradients have a graph where run is called outside a backward: it keeps activations"
+            " alive.",
+            WITHOUT,
+            "",
+        ),
+    ),
+    also_right=(
+        """
+class WeightGradients(list):
+    hold = False
+    split = False
+
+    @property
+    def waits(self):
+        return any((self.hold, self.split))
+
+    def leave(self, layer, x, dy):
+        self.append((layer, x.detach(), dy.detach()))
+        if not self.hold:
+            self.settle()
+
+    def settle(self):
+        if self.split:
+            return
+        self.run()
+
+    def take(self):
+        other = WeightGradients()
+        other[:], self[:] = self[:], []
+        return other
+
+    def run(self):
+        jobs, self[:] = self[::-1], []
+        for layer, *factors in jobs:
+            layer.add_weight_gradient(*factors)
+""",
+    ),
+)
