@@ -1,0 +1,232 @@
+"""32 eight bits: round once, with a scale that all ranks share
+
+Tensors of any range, also zeros and infinite ones, or of which two ranks have a part each. The
+reference compares each number with all 256 that the format has.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Round x to 8 bits of the format `kind`, and return Float8(bytes, inverse, kind): bytes as uint8, one
+after the other in memory; inverse as a float32 of shape []. The scale is the largest power of two
+with which no number exceeds the format, and inverse is 1 / scale. `maximum` turns this rank's
+largest(x) into that of all ranks. An amax below SMALLEST_AMAX counts as SMALLEST_AMAX. If it is
+infinite, the scale is 0: then all of a product is NaN, and the step is skipped.
+Read: float8.py.
+"""
+
+HINTS = (
+    "amax over all ranks; the ratio of the format's largest number to it; down to a power of two;"
+    " multiply, round, view as bytes.",
+    "maximum(largest(x)), torch.finfo(kind).max, clamp, view(torch.int32), to(kind), contiguous,"
+    " view(torch.uint8).",
+    "A float32 has 1 bit for the sign, 8 for the exponent and 23 for the mantissa: set the last 23"
+    " to 0. log2 cannot replace that: just below a power of two it is rounded up.",
+)
+
+# The largest number of x, in units of the format's; just above 2^-20 the scale is below 2^20.
+RANGES = {"small": 1e-9, "large": 1e9, "edge": 2.0**-20 * (1 + 2**-23)}
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # of each format
+
+
+def cases(dice: random.Random) -> list[Case]:
+    e4, e5 = LARGEST
+    kinds = [(1, e4, "small"), (1, e5, "large"), (1, e4, "edge"), (1, e4, "zeros")]
+    kinds += [(2, e4, "small"), (2, e5, "infinite")]
+    rows, columns = dice.randint(3, 5), dice.randint(6, 9)
+    return [Case(n, kind=k, range=r, rows=rows, columns=columns) for n, k, r in kinds]
+
+
+def part(case: Case, rank: int):
+    """x of a rank, transposed in memory. Its largest number is negative, and that of the last."""
+    import torch
+
+    x = draw(case, "x", rank, shape=(case.columns, case.rows)).float()
+    x *= 100.0 ** -torch.arange(case.rows) / 4  # rows of smaller and smaller numbers
+    x[0, 0] = -x.abs().max() * (1 + rank)
+    if case.range in RANGES:
+        largest = RANGES[case.range] * LARGEST[case.kind] / (case.ranks - rank)
+        x = (x / x.abs().max() * largest).clamp(-largest, largest)
+        x[0, 0] = -largest
+    elif case.range == "zeros":
+        x.zero_()
+    elif rank == 0:
+        x[1, 1] = float("inf")
+    return x.T
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+    import torch.distributed as dist
+
+    course, axis = rank.course, rank.axis("tp")
+
+    def maximum(amax):
+        return course.collectives.all_reduce(amax, axis, op=dist.ReduceOp.MAX)
+
+    x, kind = part(case, rank.number), getattr(torch, case.kind)
+    shared = {"maximum": maximum} if case.ranks > 1 else {}
+    result = course.float8.quantise(x, kind, **shared)
+    numbers = result.numbers.double()
+    wide = x.double()
+    errors = ((numbers * result.inverse.double() - wide).abs() / wide.abs()).mean(1)
+    return {
+        "numbers": numbers,
+        "inverse": result.inverse,
+        "the product with 1": result.widened(torch.float64),
+        "bytes and inverse are": f"{result.bytes.dtype}, {result.inverse.dtype}",
+        "bytes are contiguous": result.bytes.is_contiguous(),
+        "kind": str(result.kind),
+        "relative error of each row": errors,
+    }
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    kind = getattr(torch, case.kind)
+    table = torch.arange(256, dtype=torch.uint8).view(kind).double()  # all numbers of the format
+    parts = [part(case, rank).double() for rank in range(case.ranks)]
+    amax = max(float(x.abs().max()) for x in parts)
+    exponent = 108  # of the scale of zeros: 448 is between 2^8 and 2^9, SMALLEST_AMAX is 2^-100
+    while amax * 2.0**exponent > LARGEST[case.kind]:
+        exponent -= 1
+        if exponent < -200:
+            break
+    scale = 2.0**exponent if exponent >= -200 else 0.0
+    results = []
+    for x in parts:
+        distance = (x[..., None] * scale - table).abs().nan_to_num(nan=float("inf"))
+        # Of two that are as near, the one whose last bit is 0.
+        odd = torch.arange(256) % 2 * 1e-300
+        numbers = table[(distance + odd).argmin(-1)]
+        numbers = torch.where((x * scale).isnan(), float("nan"), numbers)
+        inverse = torch.tensor(1 / scale if scale else float("inf"))
+        result = {"numbers": numbers, "inverse": inverse, "kind": str(kind)}
+        result["the product with 1"] = numbers * inverse.double()
+        result |= {"bytes and inverse are": "torch.uint8, torch.float32"}
+        results.append(result | {"bytes are contiguous": True})
+    return results
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    if case.ranks == 1:
+        return [{}]
+    return [{"all_reduce": Sent(1, 2 * (case.ranks - 1) / case.ranks * 4)}] * case.ranks
+
+
+def picture(runs) -> str:
+    rows = {}
+    for case, records in runs[:2]:
+        for i, error in enumerate(records[0].values["relative error of each row"].tolist()):
+            rows[f"{case.kind.removeprefix('float8_')}, about amax / {100**i:.0e}"] = 100 * error
+    return "mean relative error of numbers of a tensor, in %\n" + bars(rows, "{:5.1f}")
+
+
+AMAX = "maximum(largest(x))"
+SCALE = "scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)"
+CLAMP = ".clamp(min=SMALLEST_AMAX)"
+RETURN = "return Float8(bytes, 1 / scale, kind)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="float8:quantise",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    picture=picture,
+    factors=lambda case: {"the scale": 2},
+    remember="1 byte a number, and E4M3 changes each by up to 6%, E5M2 by up to 12%, unless it is"
+    " far below the largest one. In production: `torchao.float8`.",
+    wrong=(
+        Wrong(
+            "any_scale",
+            "The scale is no power of two: numbers are rounded when they are multiplied, and again"
+            " in 8 bits.",
+            SCALE,
+            "scale = ratio",
+        ),
+        Wrong(
+            "power_above",
+            "The power of two is the next one above: the largest numbers exceed the format.",
+            SCALE,
+            f"{SCALE} * 2",
+        ),
+        Wrong(
+            "by_log2",
+            "The exponent is computed with log2, which rounds up just below a power of two: there"
+            " the scale is twice as large.",
+            SCALE,
+            "scale = torch.where(ratio > 0, torch.exp2(torch.floor(torch.log2(ratio))), ratio)",
+        ),
+        Wrong(
+            "own_maximum",
+            "Each rank scales by its own largest number: parts of one tensor need one scale.",
+            AMAX,
+            "largest(x)",
+        ),
+        Wrong(
+            "one_format",
+            "Every format is scaled to 448: that is the largest number of E4M3, and E5M2 goes"
+            " to 57344.",
+            "torch.finfo(kind).max",
+            "448.0",
+        ),
+        Wrong(
+            "no_sign",
+            "The largest number is taken, not the largest absolute value: negative ones exceed the"
+            " format.",
+            AMAX,
+            "maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))",
+        ),
+        Wrong(
+            "zeros_divided",
+            "amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.",
+            CLAMP,
+            "",
+        ),
+        Wrong(
+            "infinity_hidden",
+            "An infinite amax gets a scale like any other: the numbers become finite or 0, and the"
+            " step is not skipped.",
+            CLAMP,
+            ".clamp(SMALLEST_AMAX, 3e38)",
+        ),
+        Wrong(
+            "scale_returned",
+            "The scale is returned: what undoes it is 1 / scale.",
+            RETURN,
+            RETURN.replace("1 / scale", "scale"),
+        ),
+        Wrong(
+            "not_scaled",
+            "x is rounded without the scale: numbers that are too small become 0.",
+            "(x * scale.to(x.dtype))",
+            "x",
+        ),
+        Wrong(
+            "not_contiguous",
+            "The bytes lie in memory as x does, here by columns: products and messages need them"
+            " row by row.",
+            ".contiguous()",
+            "",
+        ),
+    ),
+    also_right=(
+        """
+def quantise(x, kind, maximum=unchanged):
+    amax = maximum(largest(x)).clamp(min=SMALLEST_AMAX)
+    _, exponent = torch.frexp(torch.finfo(kind).max / amax)
+    scale = torch.ldexp(torch.ones_like(amax), exponent - 1)
+    scale = torch.where(amax.isinf(), torch.zeros_like(scale), scale)
+    rounded = (x.contiguous() * scale.to(x.dtype)).to(kind)
+    return Float8(rounded.view(torch.uint8), scale.reciprocal(), kind)
+""",
+    ),
+)
