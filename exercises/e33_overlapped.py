@@ -1,0 +1,234 @@
+"""33 overlapped: rows are sent while the next ones are multiplied
+
+The end of a sublayer with sequence parallelism: products of several inputs, added up over the
+ranks, of which each rank keeps its rows. The products are given, and are noted.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import timeline
+
+TASK = """
+Each rank has xs, some [B, S, ..], and a product for each of them. Sum what add_products makes of
+them over all ranks, and return this rank's rows of the sum, [B, S/n, ..]: of rank r's rows the r-th
+of n chunks of S. Nothing is computed for all S at once. Multiply the rows of another rank, begin to
+send them straight to it (a Shift over some distance), and multiply the next rank's meanwhile; this
+rank's own rows last. Call meanwhile(), and only then wait.
+Add what has arrived in the order of ranks, 0 first, and in float32 (`wide`), for the same sum
+everywhere; return it in the dtype of the products.
+Read: tensor_overlap.py, collectives.py.
+"""
+
+HINTS = (
+    "n-1 times multiply and send, then the own rows, meanwhile(), and the sum of all that arrived.",
+    "x.chunk(n, dim=1), add_products, Shift(tensor, axis, distance), shift.wait, wide.",
+    "For distances 1 to n-1, the rows are those of rank + distance, and what arrives by that Shift"
+    " is of rank - distance. Collect the Shifts in a list, and wait for all of them at the end.",
+)
+
+B, E, LENGTH = 2, 3, 2  # LENGTH: of each rank's rows
+
+
+def cases(dice: random.Random) -> list[Case]:
+    kinds = ((1, "float64"), (2, "float64"), (3, "float64"), (4, "float64"), (3, "bfloat16"))
+    return [Case(ranks, inputs=dice.randint(2, 3), dtype=dtype) for ranks, dtype in kinds]
+
+
+def parts(case: Case, rank: int):
+    """What a rank contributes to all rows, a tensor for each input, and these inputs."""
+    import torch
+
+    dtype, shape = getattr(torch, case.dtype), (B, case.ranks * LENGTH, E)
+    xs = [draw(case, "x", rank, i, shape=shape).to(dtype) for i in range(case.inputs)]
+    weights = [draw(case, "w", rank, i, shape=(E,)).to(dtype) for i in range(case.inputs)]
+    return xs, weights
+
+
+def on_rank(rank, case: Case) -> dict:
+    course, rows = rank.course, []
+    xs, weights = parts(case, rank.number)
+
+    def product(i: int):  # small enough to be the same for some rows as for all
+        def multiply(x):
+            if i == 0:
+                rank.mark("multiply")
+                rows.append(x.shape[1])
+            return x * weights[i]
+
+        return multiply
+
+    queue = course.linear.WeightGradients()
+    boundary = course.tensor_overlap.RingBoundary(rank.axis("tp"), queue)
+    products = [product(i) for i in range(case.inputs)]
+    y = boundary.multiply_scatter(xs, products, lambda: rank.mark("meanwhile"))
+    return {"y": y, "dtype": str(y.dtype), "rows of each product": rows}
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    wholes, dtype = [], getattr(torch, case.dtype)
+    for rank in range(case.ranks):
+        xs, weights = parts(case, rank)
+        whole = xs[0] * weights[0]
+        for x, weight in zip(xs[1:], weights[1:], strict=True):
+            whole = whole + x * weight  # each sum rounded to the dtype, as a linear's result is
+        wholes.append(whole.to(torch.promote_types(dtype, torch.float32)))
+    total = wholes[0]
+    for whole in wholes[1:]:
+        total = total + whole
+    results = {"dtype": str(dtype), "rows of each product": [LENGTH] * case.ranks}
+    places = [slice(r * LENGTH, (r + 1) * LENGTH) for r in range(case.ranks)]
+    return [{"y": total[:, place].to(dtype)} | results for place in places]
+
+
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    others, size = case.ranks - 1, B * LENGTH * E * (8 if case.dtype == "float64" else 2)
+    return [{"send": Sent(others, others * size)} if others else {}] * case.ranks
+
+
+def order(case: Case, records) -> str:
+    for rank, record in enumerate(records):
+        if record.count("mark", "meanwhile") != 1:
+            return f"rank {rank} calls meanwhile() {record.count('mark', 'meanwhile')} times, not 1"
+        if case.ranks == 1:
+            continue
+        n, last = case.ranks - 1, record.place("mark", "multiply", case.ranks - 1)
+        if late := sum(record.place("start", "send", i) > last for i in range(n)):
+            return f"rank {rank} begins {late} of its {n} messages after its last product"
+        wait = min(record.place("wait", what) for what in ("send", "receive"))
+        if wait < last:
+            return f"rank {rank} waits for a message before its last product"
+        if wait < record.place("mark", "meanwhile"):
+            return f"rank {rank} waits for a message before it calls meanwhile()"
+    return ""
+
+
+def picture(runs) -> str:
+    records = runs[2][1]
+    names = {"send": "s", "receive": "r", "multiply": "xW"}
+    about = "xW: one rank's rows are multiplied; (s0: they begin to travel; s0): that is awaited"
+    return f"{about}\n{timeline(records, names)}"
+
+
+SEND = "shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))"
+OWN = "own = part(axis.rank)  # last, because it does not travel: it hides the message before it"
+MEANWHILE = "    meanwhile()\n"
+ARRIVED = "arrived = [*(shift.wait() for shift in shifts), own]"
+ORDER = "(axis.rank - rank - 1) % n"
+
+EXERCISE = Exercise(
+    __name__,
+    target="tensor_overlap:RingBoundary.multiply_scatter",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    traffic=traffic,
+    order=order,
+    picture=picture,
+    layout={"tp_size": 2, "sequence_parallel": True, "tp_overlap": True},
+    remember="n-1 messages, each behind the next one's product, have the bytes of 1 reduce-scatter."
+    " In production: `torch.ops.symm_mem.fused_matmul_reduce_scatter`.",
+    wrong=(
+        Wrong(
+            "own_first",
+            "This rank's own rows are multiplied first: then nothing hides the last message.",
+            "shifts = []",
+            "shifts, own = [], part(axis.rank)",
+            OWN,
+            "",
+        ),
+        Wrong(
+            "sent_at_the_end",
+            "All rows are multiplied before the first is sent: nothing hides any message.",
+            SEND,
+            "shifts.append((part((axis.rank + distance) % n), axis, distance))",
+            OWN,
+            "own = part(axis.rank)\n    shifts = [Shift(*one) for one in shifts]",
+        ),
+        Wrong(
+            "awaited_at_once",
+            "Each message is awaited before the next rows are multiplied: nothing hides it.",
+            SEND,
+            f"{SEND}\n        shifts[-1].wait()",
+        ),
+        Wrong(
+            "meanwhile_last",
+            "meanwhile() is called when all has arrived: it could hide the last message.",
+            MEANWHILE,
+            "",
+            ARRIVED,
+            f"{ARRIVED}\n    meanwhile()",
+        ),
+        Wrong(
+            "never_meanwhile",
+            "meanwhile() is never called: weight gradients are not computed there.",
+            MEANWHILE,
+            "",
+        ),
+        Wrong(
+            "rows_of_another",
+            "The rows that are sent are not those of the rank that gets them, but of the rank as far"
+            " on the other side.",
+            "(axis.rank + distance) % n",
+            "(axis.rank - distance) % n",
+        ),
+        Wrong(
+            "one_hop",
+            "Every message goes to the next rank: rows must go straight to the rank they are of.",
+            ", axis, distance)",
+            ", axis)",
+        ),
+        Wrong(
+            "own_left_out",
+            "This rank's own contribution is left out of the sum.",
+            ARRIVED,
+            "arrived = [*(shift.wait() for shift in shifts), own * 0]",
+        ),
+        Wrong(
+            "along_the_batch",
+            "The inputs are cut along the batch: rows are positions of the sequence, dim 1.",
+            "dim=1",
+            "dim=0",
+        ),
+        Wrong(
+            "added_in_bfloat16",
+            "What has arrived is added in the dtype of the products: each addition is rounded.",
+            "map(wide, in_order)",
+            "in_order",
+        ),
+        Wrong(
+            "wide_result",
+            "The result stays in float32: callers, and backward, expect the dtype of the products.",
+            ".to(own.dtype)",
+            "",
+        ),
+        Wrong(
+            "all_rows_each_time",
+            "All rows are multiplied each time, and then cut: n times the work.",
+            "add_products([x.chunk(n, dim=1)[rank] for x in xs], products)",
+            "add_products(xs, products).chunk(n, dim=1)[rank].contiguous()",
+        ),
+    ),
+    also_right=(
+        """
+def multiply_scatter(self, xs, products, meanwhile=lambda: None):
+    me, n = self.axis.rank, self.axis.size
+    cut = [x.chunk(n, dim=1) for x in xs]
+    to_wait, of_ranks = [], {}
+    for other in [*range(me + 1, n), *range(me)]:
+        y = add_products([chunks[other] for chunks in cut], products)
+        to_wait.append(((2 * me - other) % n, Shift(y, self.axis, (other - me) % n)))
+    of_ranks[me] = add_products([chunks[me] for chunks in cut], products)
+    meanwhile()
+    of_ranks.update({source: shift.wait() for source, shift in to_wait})
+    total = wide(of_ranks[0]).clone()
+    for source in range(1, n):
+        total += of_ranks[source]
+    return total.to(of_ranks[me].dtype)
+""",
+    ),
+)
