@@ -1,0 +1,234 @@
+"""34 mixture: rows are sorted by expert, and find their tokens again
+
+Tokens with some experts each, of which some are dropped, and experts with a fixed number of rows.
+The experts are given; the reference goes from token to token.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+
+TASK = """
+Make rows for experts from tokens, and sums for tokens from what experts return. `experts` [n, k]
+has k experts of each of n tokens; num_experts, which is larger than all others, marks a dropped
+pair (token, expert). spread(x) returns num_rows rows of x [n, E]: those of expert 0, in the order
+of tokens, those of expert 1, and so on, and none for dropped pairs. sort(weights) brings [n, k]
+into the same order. collect(y) adds for each token the rows y of its pairs: [n, E].
+With rows_each every expert has so many rows, and num_rows is rows_each times num_experts: its pairs
+come first, and the others are zeros, also in sort. Gradients flow back through all three.
+Read: moe.py.
+"""
+
+HINTS = (
+    "A stable sort by expert, and its inverse. Gather rows by one of them, and sums by the other.",
+    "argsort(stable=True), scatter_ or a second argsort, first_places, F.pad, Conjugate, // k.",
+    "The place of each pair is where it comes in the sort; with rows_each, the expert's number"
+    " times rows_each, plus its place within the expert's. Order is the inverse: the pair of each"
+    " place, or a number behind the last pair. Token of a pair: the pair // k. Where something may be"
+    " behind the last one, append a row of zeros.",
+)
+
+E, X = 3, 4
+
+
+def cases(dice: random.Random) -> list[Case]:
+    def sizes() -> dict[str, int]:
+        return {"tokens": dice.randint(5, 7)}
+
+    return [
+        Case(1, k=2, dropped=0, rows_each=None, **sizes()),
+        Case(1, k=1, dropped=0, rows_each=None, **sizes()),
+        Case(1, k=2, dropped=3, rows_each=None, **sizes()),
+        Case(1, k=2, dropped=2, rows_each=6, **sizes()),
+    ]
+
+
+def inputs(case: Case):
+    """x, weights and experts of tokens, the gradient of the result; experts get 6 pairs at most."""
+    x, gradient = (draw(case, name, shape=(case.tokens, E)) for name in ("x", "gradient"))
+    weights = draw(case, "weights", shape=(case.tokens, case.k)).exp()
+    experts = draw(case, "experts", shape=(case.tokens, X)).argsort(-1)[:, : case.k].clone()
+    for pair in draw(case, "dropped", shape=(experts.numel(),)).argsort()[: case.dropped].tolist():
+        experts.view(-1)[pair] = X
+    if case.rows_each:
+        experts[case.rows_each :] = experts[case.rows_each :].clamp(min=X)  # no expert has more
+    return x, weights, experts, gradient
+
+
+def sizes_of(case: Case) -> list[int]:
+    """How many rows each expert has."""
+    experts = inputs(case)[2].flatten().tolist()
+    return [case.rows_each or experts.count(e) for e in range(X)]
+
+
+def run(case: Case, e: int, x):
+    """What an expert makes of rows: a shift, so that rows of zeros are not zeros afterwards."""
+    return (x + e + 1).tanh()
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    x, weights, experts, gradient = inputs(case)
+    x.requires_grad_(), weights.requires_grad_()
+    sizes = sizes_of(case)
+    pairs = rank.course.moe.Pairs(experts, sum(sizes), case.rows_each)
+    rows, sorted_weights = pairs.spread(x), pairs.sort(weights)
+    y = torch.cat([run(case, e, part) for e, part in enumerate(rows.split(sizes))])
+    out = pairs.collect(y * sorted_weights[:, None])
+    if out.requires_grad and out.shape == gradient.shape:
+        out.backward(gradient)
+    grads = {f"gradient of {n}": t.grad for n, t in (("x", x), ("weights", weights))}
+    shown = {"rows": rows.detach(), "weights of rows": sorted_weights.detach()}
+    return shown | {"out": out.detach()} | grads
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    x, weights, experts, gradient = inputs(case)
+    x.requires_grad_(), weights.requires_grad_()
+    rows, sorted_weights = [], []
+    out = [torch.zeros(E, dtype=torch.float64) for _ in range(case.tokens)]
+    for e, size in enumerate(sizes_of(case)):
+        own = (experts == e).nonzero().tolist()
+        for t, j in own:
+            rows.append(x[t])
+            sorted_weights.append(weights[t, j])
+            out[t] = out[t] + weights[t, j] * run(case, e, x[t])
+        rows += [torch.zeros(E, dtype=torch.float64)] * (size - len(own))
+        sorted_weights += [torch.zeros((), dtype=torch.float64)] * (size - len(own))
+    out = torch.stack(out)
+    out.backward(gradient)
+    result = {"rows": torch.stack(rows).detach(), "out": out.detach()}
+    result["weights of rows"] = torch.stack(sorted_weights).detach()
+    return [result | {"gradient of x": x.grad, "gradient of weights": weights.grad}]
+
+
+def picture(runs) -> str:
+    lines = []  # of a case with dropped pairs, and of one that fills up
+    for case, _ in (runs[2], runs[3]):
+        experts, name = inputs(case)[2], f"rows_each {case.rows_each}"
+        lines.append(f"{name}: the token of each row, expert by expert (-: dropped, .: zeros)")
+        for t, chosen in enumerate(experts.tolist()):
+            names = " ".join("-" if e == X else str(e) for e in chosen)
+            lines.append(f"    token {t} chooses {names}")
+        for e, size in enumerate(sizes_of(case)):
+            own = [str(t) for t in (experts == e).any(1).nonzero().flatten().tolist()]
+            lines.append(f"    expert {e}  | " + " ".join([*own, *"." * (size - len(own))]))
+    return "\n".join(lines)
+
+
+PLACES = "places = torch.empty_like(numbers).scatter_(0, order, numbers)  # the row of each pair"
+GAPS = "places += flat * rows_each - first_places(flat, num_rows // rows_each)"
+COLLECT = "return y.view(len(y) // self.k, self.k, -1).sum(1) if self.k > 1 else y"
+SORT = "return (F.pad(weights, (0, 1)) if self.fills else weights)[self.order]"
+
+EXERCISE = Exercise(
+    __name__,
+    target="moe:Pairs",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    factors=lambda case: {"k": case.k},
+    remember="k rows for each token, and 2 gathers, there and back; no row is added atomically, so"
+    " that results repeat. In production: Megatron-LM's `permute` and `unpermute`.",
+    wrong=(
+        Wrong(
+            "not_sorted",
+            "Rows are in the order of tokens: experts need theirs one after the other.",
+            "flat.argsort(stable=True)",
+            "numbers.clone()",
+        ),
+        Wrong(
+            "order_for_places",
+            "What tells which pair is in a row is used as what tells in which row a pair is: one is"
+            " the inverse of the other.",
+            PLACES,
+            "places = order.clone()",
+        ),
+        Wrong(
+            "token_of_pair",
+            "The number of a pair is taken modulo n for that of its token: a token's k pairs lie"
+            " side by side, so it is the number // k.",
+            "[self.order // self.k]",
+            "[self.order % (len(self.places) // self.k)"
+            ".where(self.order < len(self.places), x.new_tensor(len(x)).long())]",
+        ),
+        Wrong(
+            "mean_of_pairs",
+            "A token gets the mean of its rows: they are weighted already, and must be added.",
+            COLLECT,
+            COLLECT.replace("sum(1)", "mean(1)"),
+        ),
+        Wrong(
+            "one_pair_only",
+            "A token gets the row of its first expert only.",
+            COLLECT,
+            COLLECT.replace("sum(1)", "select(1, 0)"),
+        ),
+        Wrong(
+            "weights_not_sorted",
+            "The weights are in the order of tokens: rows get the weights of others.",
+            SORT,
+            "return F.pad(weights, (0, len(self.order)))[: len(self.order)]",
+        ),
+        Wrong(
+            "dropped_get_a_row",
+            "Dropped pairs get the last row, which is of another pair: they must get nothing.",
+            "places.clamp(max=num_rows)",
+            "places.clamp(max=num_rows - 1)",
+        ),
+        Wrong(
+            "no_gaps",
+            "With rows_each the pairs of all experts lie one after the other: an expert's begin at"
+            " its number times rows_each.",
+            GAPS,
+            "pass",
+        ),
+        Wrong(
+            "filled_with_a_token",
+            "Rows that are left over are the first token's, and it gets gradients from them: they"
+            " must be zeros.",
+            "numbers.new_full((num_rows + 1,), len(flat))",
+            "numbers.new_zeros(num_rows + 1)",
+        ),
+        Wrong(
+            "gradient_of_first_pair",
+            "In backward a token gets the gradient of one of its rows: x is in k rows.",
+            "return Conjugate.apply(self._spread, self._collect, x)",
+            "return Conjugate.apply(self._spread,"
+            " lambda dy: F.pad(dy, (0, 0, 0, 1))[self.places][:: self.k], x)",
+        ),
+    ),
+    also_right=(
+        """
+class Pairs:
+    def __init__(self, experts, num_rows, rows_each=None):
+        of_experts = [[] for _ in range(num_rows + 1)]
+        for pair, e in enumerate(experts.flatten().tolist()):
+            of_experts[e].append(pair)
+        rows, n = [], num_rows // rows_each if rows_each else None
+        if rows_each:
+            for own in of_experts[:n]:
+                rows += own + [experts.numel()] * (rows_each - len(own))
+        else:
+            rows = sum(of_experts, [])[:num_rows]
+        self.rows, self.shape = torch.tensor(rows, dtype=torch.int64), experts.shape
+
+    def spread(self, x):
+        every = x.repeat_interleave(self.shape[1], 0)
+        return torch.cat([every, torch.zeros_like(every[:1])])[self.rows]
+
+    def collect(self, y):
+        zeros = y.new_zeros(self.shape[0] * self.shape[1] + 1, y.shape[1])
+        return zeros.index_add(0, self.rows, y)[:-1].unflatten(0, self.shape).sum(1)
+
+    def sort(self, weights):
+        return torch.cat([weights.flatten(), weights.new_zeros(1)])[self.rows]
+""",
+    ),
+)
