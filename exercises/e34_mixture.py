@@ -24,8 +24,8 @@ HINTS = (
     "argsort(stable=True), scatter_ or a second argsort, first_places, F.pad, Conjugate, // k.",
     "The place of each pair is where it comes in the sort; with rows_each, the expert's number"
     " times rows_each, plus its place within the expert's. Order is the inverse: the pair of each"
-    " place, or a number behind the last pair. Token of a pair: the pair // k. Where something may be"
-    " behind the last one, append a row of zeros.",
+    " place, or a number behind the last pair. Token of a pair: the pair // k. Where something may"
+    " be behind the last one, append a row of zeros.",
 )
 
 E, X = 3, 4
