@@ -1,0 +1,226 @@
+"""35 grid: which ranks are one axis
+
+Layouts of 4 and of 8 ranks. The reference compares the coordinates of all ranks.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong
+
+TASK = """
+Build all axes of a layout, each with the row of ranks that this rank is in. Ranks are numbered row
+by row over (pp, dp, cp, tp), tp varies fastest; experts lie on another grid over the same ranks,
+(pp, edp, ep, etp), also row by row. An axis has the ranks that differ in its coordinate only, a
+joint axis those that differ in some, and `ends` the first and the last stage; what lies between
+needs a group, too. All ranks must make all groups in the same order:
+dist.new_subgroups_by_enumeration(lists of ranks) gives back the group that this rank is in. Where
+two axes have the same ranks, they share a group.
+Read: mesh.py, layout.py.
+"""
+
+HINTS = (
+    "Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.",
+    "torch.arange, view(layout.sizes), movedim, reshape, tolist, a dict of groups by members.",
+    "Move the dims of an axis to the end, in their order, and reshape to [-1, their size]: each row"
+    " is a group. ends: of each row along pp the first and the last rank, which are one rank if pp"
+    " is 1; and a group of its own for each rank between.",
+)
+
+SHAPES = ((4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "cp": 2}))
+SHAPES += ((8, {"pp": 2, "dp": 2, "tp": 2, "ep": 2}), (8, {"dp": 2, "cp": 2, "tp": 2, "etp": 2}))
+SHAPES += ((8, {"dp": 4, "tp": 2, "ep": 2, "etp": 2}),)
+GRID, EXPERT_GRID = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
+VARY = {name: (name,) for name in GRID} | {"dp_cp": ("dp", "cp"), "cp_tp": ("cp", "tp")}
+VARY |= {"dp_cp_tp": GRID[1:], "world": GRID}
+EXPERTS_VARY = {name: (name,) for name in EXPERT_GRID[1:]} | {"ep_etp": ("ep", "etp")}
+
+
+def cases(dice: random.Random) -> list[Case]:
+    pp = dice.choice((3, 4))
+    return [Case(ranks, sizes=sizes) for ranks, sizes in (*SHAPES, (pp, {"pp": pp}))]
+
+
+def on_rank(rank, case: Case) -> dict:
+    axes = rank.axes(rank.course.layout.Layout(**case.sizes))
+    groups = {id(axis.group) for axis in axes}
+    members = {axis.name: list(axis.group.ranks) for axis in axes}
+    fields = dict(zip(axes._fields, [axis.name for axis in axes], strict=True))
+    return {"members": members, "names": fields, "groups": len(groups)}
+
+
+def coordinates(case: Case, rank: int, names: tuple[str, ...]) -> dict[str, int]:
+    sizes = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | case.sizes
+    sizes["edp"] = case.ranks // (sizes["pp"] * sizes["ep"] * sizes["etp"])
+    found = {}
+    for name in reversed(names):  # the last one varies fastest
+        rank, found[name] = divmod(rank, sizes[name])
+    return found
+
+
+def expected(case: Case) -> list[dict]:
+    results = []
+    for me in range(case.ranks):
+        members = {}
+        for names, axes in ((GRID, VARY), (EXPERT_GRID, EXPERTS_VARY)):
+            mine = coordinates(case, me, names)
+            for axis, vary in axes.items():
+                fixed = [name for name in names if name not in vary]
+                members[axis] = [
+                    other
+                    for other in range(case.ranks)
+                    if all(coordinates(case, other, names)[n] == mine[n] for n in fixed)
+                ]
+        stages = members["pp"]
+        ends = sorted({stages[0], stages[-1]})
+        members["ends"] = ends if me in ends else [me]
+        results.append({"members": members, "names": {name: name for name in members}})
+    return results
+
+
+def memory(case: Case, records) -> str:
+    # Axes along which all ranks have the same members.
+    of_ranks = [record.values["members"] for record in records]
+    names = of_ranks[0].keys()
+    fewest = len({str([members[name] for members in of_ranks]) for name in names})
+    for rank, record in enumerate(records):
+        if (groups := record.values["groups"]) > fewest:
+            what = f"rank {rank} is in {groups} groups; {fewest} are enough for {len(names)} axes"
+            return f"{what}, and each needs memory of its own with NCCL"
+    return ""
+
+
+def picture(runs) -> str:
+    case, records = runs[2]
+    lines = [f"axes of rank 5 of {', '.join(f'{k} {v}' for k, v in case.sizes.items())}"]
+    for name, members in records[5].values["members"].items():
+        row = "".join(f"{r:3}" if r in members else "  ." for r in range(case.ranks))
+        lines.append(f"{name:9}{row}")
+    return "\n".join([*lines, f"groups: {records[5].values['groups']}"])
+
+
+ROWS = "grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size)"
+VIEW = "torch.arange(dist.get_world_size()).view(layout.sizes)"
+
+EXERCISE = Exercise(
+    __name__,
+    target="mesh:build_axes",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    memory=memory,
+    picture=picture,
+    layout={"dp_size": 2, "tp_size": 2},
+    remember="13 axes of 1 numbering: tensor-parallel ranks are neighbours, on one node. In"
+    " production: `torch.distributed.device_mesh.init_device_mesh`.",
+    wrong=(
+        Wrong(
+            "pp_fastest",
+            "The first coordinate varies fastest: then tensor-parallel ranks, which communicate"
+            " most, are far apart.",
+            VIEW,
+            "torch.arange(dist.get_world_size()).view(tuple(layout.sizes)[::-1])"
+            ".permute(3, 2, 1, 0).contiguous()",
+        ),
+        Wrong(
+            "neighbours_always",
+            "Every axis gets ranks that are neighbours: those of an outer axis are as far apart as"
+            " the inner sizes multiply to.",
+            ROWS,
+            "grid.reshape(-1, size)",
+        ),
+        Wrong(
+            "a_group_each",
+            "Every axis makes a group of its own, also where another axis has the same ranks.",
+            "if key not in groups:",
+            "if True:",
+        ),
+        Wrong(
+            "one_end",
+            "ends has the first stage only: the gradient of a tied embedding is not summed.",
+            "sorted({ranks[0], ranks[-1]})",
+            "[ranks[0]]",
+            "ranks[1:-1]",
+            "ranks[1:]",
+        ),
+        Wrong(
+            "all_stages",
+            "ends has all stages: those between have no embedding.",
+            "sorted({ranks[0], ranks[-1]})",
+            "ranks",
+            "ranks[1:-1]",
+            "[]",
+        ),
+        Wrong(
+            "between_left_out",
+            "The ranks of the stages between are in no group of ends: all ranks must be in one.",
+            "ends + between",
+            "ends",
+        ),
+        Wrong(
+            "cp_left_out",
+            "dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.",
+            'axis("dp_cp", groups_of(1, 2))',
+            'axis("dp_cp", groups_of(1))',
+        ),
+        Wrong(
+            "world_of_a_stage",
+            "world has the ranks of one stage: it must have all, also along pp.",
+            "groups_of(0, 1, 2, 3)",
+            "groups_of(1, 2, 3)",
+        ),
+        Wrong(
+            "one_grid",
+            "edp is taken from the grid (pp, dp, cp, tp), along dp: experts lie on another one.",
+            "groups_of(1, grid=expert_grid)",
+            "groups_of(1)",
+        ),
+        Wrong(
+            "ep_and_etp_swapped",
+            "ep and etp are swapped in the grid of experts: etp must vary fastest.",
+            "view(layout.pp, -1, layout.ep, layout.etp)",
+            "view(layout.pp, -1, layout.etp, layout.ep).transpose(2, 3).contiguous()",
+        ),
+        Wrong(
+            "edp_fastest",
+            "edp varies fastest in the grid of experts: then those of a layer are far apart.",
+            "view(layout.pp, -1, layout.ep, layout.etp)",
+            "view(layout.pp, layout.ep, layout.etp, -1).permute(0, 3, 1, 2).contiguous()",
+        ),
+    ),
+    also_right=(
+        """
+def build_axes(device, layout, timeout_seconds=60.0):
+    n, groups = dist.get_world_size(), {}
+    places = [tuple(layout.coordinates(rank)) for rank in range(n)]
+    inner = layout.ep * layout.etp
+    each = n // layout.pp
+    expert_places = [
+        (r // each, r % each // inner, r % inner // layout.etp, r % layout.etp) for r in range(n)
+    ]
+
+    def rows(dims, of):
+        found = {}
+        for rank, place in enumerate(of):
+            fixed = tuple(p for dim, p in enumerate(place) if dim not in dims)
+            found.setdefault(fixed, []).append(rank)
+        return list(found.values())
+
+    def axis(name, members):
+        key = tuple(map(tuple, sorted(members)))
+        if key not in groups:
+            groups[key] = dist.new_subgroups_by_enumeration(members)[0]
+        return Axis(name, groups[key], device)
+
+    members = {"pp": [0], "dp": [1], "cp": [2], "tp": [3], "dp_cp": [1, 2]}
+    members |= {"dp_cp_tp": [1, 2, 3], "world": [0, 1, 2, 3], "cp_tp": [2, 3]}
+    axes = {name: axis(name, rows(dims, places)) for name, dims in members.items()}
+    members = {"ep": [2], "etp": [3], "edp": [1], "ep_etp": [2, 3]}
+    axes |= {name: axis(name, rows(dims, expert_places)) for name, dims in members.items()}
+    ends = [[row[0], row[-1]][: len(row)] for row in rows([0], places)]
+    alone = [[r] for r in range(n) if r not in sum(ends, [])]
+    return Axes(**axes, ends=axis("ends", ends + alone))
+""",
+    ),
+)
