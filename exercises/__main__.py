@@ -31,8 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("check", "grade"):
         added[name].add_argument("--seed", type=int, default=0, help="for other sizes and data")
     added["check"].add_argument("--solution", action="store_true", help="check the course's own")
-    added["train"].add_argument("--config", type=Path, default=FOLDER.parent / "config.json")
-    added["train"].add_argument("--steps", type=int, default=10)
+    option, config = added["train"].add_argument, FOLDER.parent / "config.json"
+    option("--config", type=Path, default=config, help="of the run; default: config.json")
+    option("--steps", type=int, default=10, help="at most so many; default: 10")
     added["hunt"].add_argument("--run", help="measure this layout: dp=1,cp=2,optimizer=adamw")
     added["hunt"].add_argument("--answer", metavar="FILE:LINE", help="where the mistake is")
     option = added["grade"].add_argument
@@ -47,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # what ran has ended: see Sandbox and training.py
+        print("\nstopped", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def show_list(given: argparse.Namespace) -> int:

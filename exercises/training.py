@@ -5,10 +5,14 @@ numbers are computed in the same order, losses are the same to the last digit.
 """
 
 import ast
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -21,12 +25,16 @@ ROUNDING = 1e-5  # of a float32 loss, after some steps of sums in another order
 
 def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
     """Train twice, print both losses of each step, and whether all are equal."""
-    with tempfile.TemporaryDirectory() as folder:
+    steps = min(steps, config["training"].get("total_train_steps", steps))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         print(f"{steps} steps with the course's {exercise.qualified_name} ...", flush=True)
         right = _losses(exercise, "solution", config, steps, Path(folder, "course"), quiet=True)
+        if not right:
+            print("The run with the course's own function fails, too: the config is at fault.")
+            return False
         print(f"{steps} steps with yours ...\n", flush=True)
         mine = _losses(exercise, str(file), config, steps, Path(folder, "yours"), quiet=False)
-    if not mine or not right:
+    if not mine:
         return False
     print("\nstep  the course's loss     yours")
     for step, (a, b) in enumerate(zip(right, mine, strict=True), 1):
@@ -61,16 +69,51 @@ def short_config(config: dict, steps: int, folder: Path) -> dict:
 def _losses(
     exercise: Exercise, file: str, config: dict, steps: int, folder: Path, quiet: bool
 ) -> list[float]:
-    """Of each step; empty if the run fails, whose output is then shown."""
+    """Of each step; empty if the run fails, whose output is shown, also if it is quiet."""
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(short_config(config, steps, folder)))
     command = [sys.executable, "-m", "exercises.training", str(exercise.number), file, str(path)]
-    result = subprocess.run(command, cwd=FOLDER.parent, capture_output=quiet, text=True)
-    if result.returncode:
-        print(result.stdout or "", result.stderr or "", sep="\n")
+    lines = []
+    with _started(command) as process:
+        for line in lines_to_show(process.stdout, str(folder.parent)):
+            lines.append(line)
+            if not quiet:
+                print(line, end="", flush=True)
+    if process.returncode:
+        print("".join(lines if quiet else []), end="")
         return []
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
+
+
+@contextlib.contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen]:
+    """A run, all of whose processes end here, also after Ctrl-C."""
+    process = subprocess.Popen(
+        command,
+        cwd=FOLDER.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, which gets no Ctrl-C: it would print errors
+    )
+    with process:
+        try:
+            yield process
+            process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def lines_to_show(lines: Iterable[str], folder: str) -> Iterator[str]:
+    """The output of a run, without lines about files in a folder that is deleted after it."""
+    is_hidden = False
+    for line in lines:
+        # How to use the model is a block of indented lines.
+        is_hidden = line.startswith("Use the model") or (is_hidden and line.startswith("  "))
+        if not is_hidden and folder not in line:
+            yield line
 
 
 def main(number: str, file: str, config: str) -> None:

@@ -3,10 +3,14 @@
 import importlib
 import inspect
 import json
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from exercises import __main__ as commands
 from exercises import exercise as catalogue
 from exercises import training
 from exercises.loading import fresh_modules, imported_with
@@ -40,6 +44,45 @@ def test_the_config_of_train_is_valid(number, tmp_path):
     parsed = parse_config(short)
     assert parsed.training.max_tokens == 3 * parsed.tokens_per_step
     assert parsed.world_size <= 8 and "max_tokens" not in CONFIG["training"]
+
+
+def test_lines_about_a_deleted_folder_are_not_shown():
+    lines = ["Done", "  speed  9", "  report  /tmp/x/yours", "Use the model:", "  import it", "end"]
+    assert list(training.lines_to_show(lines, "/tmp/x")) == ["Done", "  speed  9", "end"]
+
+
+def test_a_config_that_is_at_fault_ends_the_comparison(monkeypatch, capsys):
+    runs = []
+
+    def fail(*args, **options):
+        runs.append(args[3])
+        return []
+
+    monkeypatch.setattr(training, "_losses", fail)
+    config = {"training": {"total_train_steps": 4}}
+    assert not training.compare(catalogue.load(4), Path("mine.py"), config, 10)
+    assert runs == [4] and "the config is at fault" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_run_and_prints_no_traceback(monkeypatch, capsys):
+    sleeps = "import os, time; pid = os.fork(); pid and print(pid, flush=True); time.sleep(100)"
+    with pytest.raises(KeyboardInterrupt), training._started([sys.executable, "-c", sleeps]) as run:
+        state = Path(f"/proc/{int(run.stdout.readline())}/stat")  # of its child
+        raise KeyboardInterrupt
+    assert run.returncode == -signal.SIGKILL
+    for _ in range(100):  # until init has its exit code
+        if not state.exists() or ") Z " in state.read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a process of the run is left")
+
+    def interrupted(number):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalogue, "load", interrupted)
+    assert commands.main(["train", "4"]) == 130
+    assert capsys.readouterr().err.strip() == "stopped"
 
 
 @pytest.mark.parametrize(
