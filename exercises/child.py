@@ -17,7 +17,7 @@ from types import FrameType
 
 from exercises.sandbox import LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 
-PRINTED = 4000  # characters of what a student prints that are kept
+PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
 
 
 def main(number: str, file: str, seed: str, verdict_path: str) -> None:
@@ -76,10 +76,14 @@ class Printed:
     """What a student prints: the first of it is shown, and no more is kept."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text, self.is_cut = "", False
 
     def write(self, text: str) -> int:
-        self.text += text[: max(0, PRINTED - len(self.text))]
+        if not self.is_cut:
+            whole = self.text + text
+            self.text = "".join(whole.splitlines(keepends=True)[:PRINTED_LINES])[:PRINTED]
+            if self.text != whole:
+                self.text, self.is_cut = f"{self.text.rstrip()}\n... cut\n", True
         return len(text)
 
     def flush(self) -> None:
@@ -100,14 +104,16 @@ class Finisher:
 
 def _watch(student: Path, finish: Finisher, has_ended: threading.Event) -> None:
     """End a check that computes or sleeps for too long, with the student's line."""
-    start = active = time.monotonic()
+    active = time.monotonic()
     first = last = time.process_time()
     while not has_ended.wait(0.2):
         now, cpu = time.monotonic(), time.process_time()
         if cpu - last > 0.1:  # on a busy machine it may get little, but not nothing
             active, last = now, cpu
-        if cpu - first > STUCK_CPU_SECONDS or now - active > STUCK_SECONDS:
-            message = f"Stopped after {now - start:.0f} s: it has not ended."
+        is_computing = cpu - first > STUCK_CPU_SECONDS
+        if is_computing or now - active > STUCK_SECONDS:
+            cpu_limit, limit = f"{STUCK_CPU_SECONDS} s of computing", f"{STUCK_SECONDS} s of sleep"
+            message = f"Stopped after {cpu_limit if is_computing else limit}: it has not ended."
             if where := _student_line(student):
                 message += f"\n    it was at {where}"
             empty = {"passed": False, "gates": {}, "picture": ""}

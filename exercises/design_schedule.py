@@ -5,7 +5,7 @@ from collections.abc import Callable
 from exercises.marks import Marks
 from picotron_min.pipeline_action import Action, Kind
 from picotron_min.pipeline_schedule import peak_live
-from picotron_min.pipeline_simulator import simulate
+from picotron_min.pipeline_simulator import Timeline, simulate
 from picotron_min.runtime.draw import draw
 
 RANKS, MICRO_BATCHES, MOST_CHUNKS, MOST_ALIVE = 4, 8, 2, 4.0
@@ -15,7 +15,8 @@ TASK = '''\
 
 Marks by the bubble: at most 27.3% (as of 1F1B), 20%, 15.8%. At most 4.0 micro-batches' activations
 may be alive on any rank; with two chunks, one in a chunk counts half. Chunk c of rank r is stage
-r + 4 c. Bonus: with messages that take a fifth of a chunk's forward, and 5.5 alive, at most 19.7%.
+r + 4 c. A backward takes twice as long as a forward. Bonus: with messages that take a fifth of a
+chunk's forward, and 5.5 alive, at most 19.7%.
 """
 
 CHUNKS = 1  # of a rank: 1 or 2
@@ -49,12 +50,25 @@ def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
         lines.append("bonus: these messages are hidden")
     if alive > MOST_ALIVE:
         lines.append(f"no marks: more than {MOST_ALIVE} alive")
-        return Marks(0, "\n".join(lines), draw(timeline))
+        return Marks(0, "\n".join(lines), picture(timeline, chunks))
     marks = sum(bubble <= limit + 5e-4 for limit in BUBBLES)
-    if marks == 3:
+    if marks < 3:
+        lines.append(f"the next mark: a bubble of at most {BUBBLES[marks]:.1%}")
+    else:
         lines.append("best known: 15.8%, interleaved with one warm-up forward, not two, for each")
         lines.append("rank behind. Our `interleaved` needs 5.5 alive, and hides messages for it.")
-    return Marks(marks, "\n".join(lines), draw(timeline))
+    return Marks(marks, "\n".join(lines), picture(timeline, chunks))
+
+
+def picture(timeline: Timeline, chunks: int) -> str:
+    """Two chunks have no room for numbers: F and B, in lower case of the second one."""
+    if chunks == 1:
+        return draw(timeline)
+    rows = [["·"] * round(timeline.makespan) for _ in range(RANKS)]
+    for rank, action, start, end in timeline.spans:
+        letter = action.kind.value.lower() if action.chunk else action.kind.value
+        rows[rank][round(start) : round(end)] = letter.ljust(round(end - start), "═")
+    return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in enumerate(rows))
 
 
 def parse_action(text: str) -> Action:

@@ -19,9 +19,11 @@ COLUMNS = ["student", "exercise", "passed", *GATES, "mistake", "seconds"]
 
 def grade(folder: Path, table: Path, seed: int, wrap: str, jobs: int, numbers: list[int]) -> None:
     """Check the files of all students, and write one line for each student and exercise."""
-    students = sorted(path for path in folder.iterdir() if path.is_dir())
+    there = folder.iterdir() if folder.is_dir() else ()
+    students = sorted(path for path in there if path.is_dir())
     if not students:
-        raise ValueError(f"{folder} has no folders: it must have one for each student")
+        problem = "has no folders" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {problem}: name one that has a folder for each student")
     print(WARNING)
     sandbox, tasks = Sandbox(wrap), [(s, n) for s in students for n in numbers or files()]
 
@@ -35,9 +37,10 @@ def grade(folder: Path, table: Path, seed: int, wrap: str, jobs: int, numbers: l
             for done, row in enumerate(pool.map(line, tasks), 1):  # in the order of the tasks
                 writer.writerow(row)
                 stream.flush()  # what is done stays, if this is ended
-                what = "passed" if row["passed"] else row["mistake"]
-                where = f"{row['student']}  {row['exercise']}"
-                print(f"{done} of {len(tasks)}  {where}  {what}", flush=True)
+                if row["mistake"] != "missing":  # these are in the summary
+                    what = "passed" if row["passed"] else row["mistake"]
+                    where = f"{row['student']}  {row['exercise']}"
+                    print(f"{done} of {len(tasks)}  {where}  {what}", flush=True)
         except BaseException:  # Ctrl-C and SIGTERM, too: leave nothing running
             pool.shutdown(wait=False, cancel_futures=True)
             sandbox.end()
@@ -69,9 +72,12 @@ def default_jobs() -> int:
 
 
 def summary(table: Path) -> Iterator[str]:
-    """How many exercises each student has passed."""
+    """How many exercises each student has passed, and which files are missing."""
     with table.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     for student in dict.fromkeys(row["student"] for row in rows):
         own = [row for row in rows if row["student"] == student]
         yield f"{student}: {sum(row['passed'] == '1' for row in own)} of {len(own)}"
+        missing = [row["exercise"] for row in own if row["mistake"] == "missing"]
+        if missing:
+            yield f"    missing: {', '.join(missing)}"

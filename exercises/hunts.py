@@ -189,11 +189,15 @@ def command(number: int, run: str | None, answer: str | None) -> int:
     if number not in HUNTS:
         raise ValueError(f"there is no hunt {number}: use one of {', '.join(map(str, HUNTS))}")
     if answer is None:
+        for text in (run,) if run else ():
+            parse_run(text)  # which may refuse it
         print(HUNTS[number].story + "\n")
+        print("It trains now, which takes up to half a minute.\n", flush=True)
         for line in table(number, (run,) if run else HUNTS[number].runs):
             print(line, flush=True)
         print(f"\nMeasure others:  python -m exercises hunt {number} --run dp=2,tp=2")
         print(f"Answer:  python -m exercises hunt {number} --answer picotron_min/FILE.py:LINE")
+        print("(a wrong answer counts as a hint, which it prints)")
         return 0
     return _take_answer(number, answer)
 
@@ -217,12 +221,13 @@ def table(number: int | None, runs: tuple[str, ...]) -> Iterator[str]:
     shown = [1, 2, STEPS]
     head = "  ".join(f"{f'loss {step}':>9}" for step in shown)
     width = max(map(len, runs))
-    yield f"{'run':{width}}  {head}  grad_norm 1  weights apart  bytes rank 0 sends in step 1"
+    yield f"{'run':{width}}  {head}  grad_norm 1  ranks differ  bytes rank 0 sends in step 1"
     for text in runs:
         found = measure(number, text)
         losses = "  ".join(f"{found.losses[step - 1]:9.6f}" for step in shown)
         sent = ", ".join(f"{axis} {size}" for axis, size in found.sent.items()) or "none"
-        yield f"{text:{width}}  {losses}  {found.norm:11.6f}  {found.apart:13.2g}  {sent}"
+        yield f"{text:{width}}  {losses}  {found.norm:11.6f}  {found.apart:12.2g}  {sent}"
+    yield "\nranks differ: the largest difference between weights that should be equal on all ranks"
 
 
 def judge(number: int, answer: str) -> str:

@@ -19,6 +19,7 @@ REFUSED_MODULES |= {"importlib", "builtins", "multiprocessing", "threading", "pi
 REFUSED_MODULES |= {"exercises", "inspect", "gc", "io", "tempfile", "urllib", "http", "asyncio"}
 REFUSED_NAMES = {"open", "exec", "eval", "compile", "__import__", "globals", "locals", "vars"}
 REFUSED_NAMES |= {"input", "breakpoint", "exit", "quit", "__builtins__", "__loader__"}
+REFUSED_ATTRIBUTES = {"os", "sys", "subprocess", "shutil", "ctypes", "importlib"}  # torch.os
 ALLOWED_DUNDERS = {"__init__", "__name__", "__len__", "__getitem__", "__call__", "__class__"}
 ALLOWED_DUNDERS |= {"__iter__", "__post_init__"}
 
@@ -171,6 +172,8 @@ def _refused(node: ast.AST) -> str:
         return f"import {bad[0]}" if bad else ""
     if isinstance(node, ast.Name) and node.id in REFUSED_NAMES:
         return node.id
+    if isinstance(node, ast.Attribute) and node.attr in REFUSED_ATTRIBUTES:
+        return f".{node.attr}"
     if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
         return "" if node.attr in ALLOWED_DUNDERS else f".{node.attr}"
     return ""

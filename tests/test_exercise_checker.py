@@ -18,7 +18,9 @@ from exercises import __main__ as commands
 from exercises import exercise as catalogue
 from exercises import progress
 from exercises.checking import check
+from exercises.child import Printed
 from exercises.compare import pattern
+from exercises.grade import summary
 from exercises.sandbox import Sandbox
 from exercises.source import find, solution, starter
 
@@ -84,6 +86,7 @@ def answer(exercise, *edits: str):
             "rank 0 waits to receive from rank 1, which waits to receive from rank 0",
         ),
         (SHIFT, (BODY, "import os"), "file", "import os is refused"),
+        (SHIFT, (BODY, "torch.os.fork()"), "file", ".os is refused"),
         (SHIFT, (BODY, "open('x')"), "file", "open is refused"),
         (SHIFT, (BODY, "tensor.__dict__"), "file", ".__dict__ is refused"),
         (SHIFT, (BODY, "def ="), "file", f"{LINE} is not Python"),
@@ -232,9 +235,10 @@ def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monk
 
 
 FORKS = """
-    if torch.os.fork() == 0:
-        torch.os.setsid()
-        if torch.os.fork() == 0:
+    system = getattr(torch, "os")
+    if system.fork() == 0:
+        system.setsid()
+        if system.fork() == 0:
             import time
             time.sleep(1000)
     self.sent = tensor
@@ -284,8 +288,31 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
         assert rows[student]["exercise"] == "04"
         assert {key: rows[student][key] for key in expected} == expected, student
     assert float(rows["carol"]["seconds"]) < 30 and time.monotonic() - began < 120
-    assert "Not isolated" in graded.stdout
+    out = graded.stdout
+    assert (
+        "Not isolated" in out and "bob  04  unknown" in out and "frank" not in out.split("bob: ")[0]
+    )
+    lines = list(summary(table))
+    assert lines[0] == "bob: 0 of 1" and lines[-2:] == ["frank: 0 of 1", "    missing: 04"]
     assert not [line for line in commands_that_run() if str(tmp_path) in line]
+
+
+def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path, capsys):
+    assert commands.main(["grade", str(tmp_path / "none")]) == 2
+    assert "is no folder: name one that has a folder for each" in capsys.readouterr().err
+
+
+def test_what_is_printed_is_cut_after_some_lines_and_characters():
+    printed = Printed()
+    for i in range(1000):
+        print(i, file=printed)
+    assert printed.text.splitlines() == [*map(str, range(20)), "... cut"]
+    printed = Printed()
+    printed.write("x" * 10**5)
+    assert printed.text == "x" * 4000 + "\n... cut\n"
+    printed = Printed()
+    print("whole", file=printed)
+    assert printed.text == "whole\n"
 
 
 def test_a_verdict_of_another_form_is_none(tmp_path):

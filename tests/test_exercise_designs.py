@@ -26,8 +26,11 @@ def test_schedules_get_marks_by_their_bubble():
     exec(TASK, names)
     start = measure_schedule(names["schedule"], names["CHUNKS"])
     assert start.marks == 0 and "8 micro-batches alive" in start.text  # AFAB
-    assert measure_schedule(from_plans(pipeline_schedule.one_f_one_b), 1).marks == 1
+    one = measure_schedule(from_plans(pipeline_schedule.one_f_one_b), 1)
+    assert one.marks == 1
     best = measure_schedule(from_plans(early), 2)
+    assert "rank 3  ···FFFF" in best.picture and "FFFFffff" in best.picture
+    assert "next mark: a bubble of at most 20.0%" in one.text
     assert best.marks == 3 and "bubble 15.8%, at most 4 " in best.text and "best known" in best.text
     ours = measure_schedule(from_plans(pipeline_schedule.interleaved), 2)
     assert ours.marks == 0 and "5.5 micro-batches" in ours.text and "bonus" in ours.text

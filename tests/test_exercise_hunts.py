@@ -83,6 +83,9 @@ def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
         ("dp=2,micro_batches=4", "must divide 4"),
     ],
 )
-def test_a_run_that_cannot_be_measured_is_refused_with_the_numbers(run, message):
+def test_a_run_that_cannot_be_measured_is_refused_with_the_numbers(run, message, capsys):
+    assert commands.main(["hunt", "1", "--run", run]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and message in shown.err
     with pytest.raises(ValueError, match=message):
         parse_run(run)
