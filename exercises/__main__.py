@@ -106,7 +106,8 @@ def check(given: argparse.Namespace) -> int:
 def show(exercise: Exercise, verdict: dict) -> str:
     """What the checker answers."""
     where = f"{exercise.qualified_name} in {exercise.source_module.rpartition('.')[2]}.py"
-    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict['seconds']} s", ""]
+    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict['seconds']} s"]
+    lines += [""] if verdict["gates"] else []  # a check that was stopped has none
     for gate, problem in verdict["gates"].items():
         result = "passed" if not problem else problem if problem == "not checked" else "failed"
         lines.append(f"  {gate} {GATES[gate]:8}{result}")

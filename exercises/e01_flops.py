@@ -18,7 +18,7 @@ Read: costs.py, model_config.py.
 """
 
 HINTS = (
-    "Three times the forward: all parts of all layers, and the head.",
+    "Which products happen once a layer, which once a model? How many does backward add?",
     "sum, _all_layers(model_config, seq_length), model_config.vocab_size, hidden_size.",
     "Add up the values of each layer's dict, over the layers. Add 2 V E for lm_head. Times 3.",
 )
