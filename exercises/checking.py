@@ -205,9 +205,9 @@ def verdict_on(
     crash = next((f"With {r.case}:\n{r.failure.text}" for r in failed if r.failure), "")
     if wrong := known_mistake(exercise, outcome, seed, others):
         return Verdict(False, gates, wrong.name, f"{crash}\n{wrong.sentence}".lstrip(), "")
+    if failed[0].failure:  # versions may crash in the same way for different reasons
+        return Verdict(False, gates, failure.kind, crash, "")
     mistake, sentence = _partly_known(exercise, outcome, others)
-    if failed[0].failure:
-        return Verdict(False, gates, failure.kind, f"{crash}\n{sentence}".rstrip(), "")
     if not sentence:
         mistake, sentence = _unknown(exercise, [result for result in failed if not result.failure])
     return Verdict(False, gates, mistake, f"{sentence}\n{crash}".rstrip(), "")

@@ -26,7 +26,8 @@ from exercises.source import find, solution, starter
 
 ROOT = Path(__file__).parents[1]
 
-SHIFT, OVERLAP, MERGE, ZIGZAG = (catalogue.load(n) for n in (4, 7, 18, 19))
+SHIFT, OVERLAP, MERGE, ZIGZAG, NORM = (catalogue.load(n) for n in (4, 7, 18, 19, 8))
+NORM_TOTAL = "torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()"
 TENSOR = "isend, tensor"
 FIRST_AXIS = "0 in dist.get_process_group_ranks(axis.group)"
 BODY = "self.sent = tensor  # may not be changed before `wait`"
@@ -85,6 +86,7 @@ def answer(exercise, *edits: str):
             "deadlock",
             "rank 0 waits to receive from rank 1, which waits to receive from rank 0",
         ),
+        (NORM, (NORM_TOTAL, "sum([]).to(device)"), "exception", "no attribute 'to'"),
         (SHIFT, (BODY, "import os"), "file", "import os is refused"),
         (SHIFT, (BODY, "torch.os.fork()"), "file", ".os is refused"),
         (SHIFT, (BODY, "open('x')"), "file", "open is refused"),
@@ -104,6 +106,8 @@ def test_other_mistakes_get_an_honest_answer(exercise, edits, mistake, message):
     verdict = answer(exercise, *edits)
     assert not verdict.passed and verdict.mistake == mistake, verdict
     assert message in verdict.message
+    if mistake == "exception":  # another mistake may crash in the same way in one case
+        assert not any(wrong.sentence in verdict.message for wrong in exercise.wrong)
 
 
 LATE = "torch.cat((pieces[-1 - rank], pieces[rank]))"
