@@ -1,0 +1,227 @@
+"""36 moments: round what is kept, and nothing else
+
+Some steps of AdamW whose moments are stored in bfloat16, with gradients that become small. The
+reference takes one element at a time.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+Write the step of AdamW. For each parameter of each group: count the step; m <- b1 m + (1 - b1) g,
+v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both moments, which rounds
+them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
+an average of t steps from the first on. Reduce the parameter by its lr * weight_decay-th part, and
+by lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
+Read: adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
+"""
+
+HINTS = (
+    "Count, read both moments wide, change them, store them, decay, update.",
+    'self.param_groups, group["params"], ["lr"], ["betas"], ["weight_decay"]; lerp_, addcmul_,'
+    " copy_, addcdiv_.",
+    "moment.to(gradient.dtype) is a wide copy, and moment.copy_(wide) rounds it. The mean's"
+    " correction, 1 - b1^t, divides the rate; the other one, under its root, divides sqrt(v).",
+)
+
+STEPS = 6
+
+
+def cases(dice: random.Random) -> list[Case]:
+    def sizes() -> dict:
+        return {"rows": dice.randint(2, 3), "lr": dice.randint(2, 9) / 100}
+
+    return [
+        Case(1, betas=(0.9, 0.95), falls=1.0, **sizes()),
+        Case(1, betas=(0.8, 0.99), falls=0.1, **sizes()),
+        Case(1, betas=(0.9, 0.95), falls=1e-4, **sizes()),
+    ]
+
+
+DECAYS = 0.0, 0.5  # of the groups
+
+
+def gradient(case: Case, group: int, step: int):
+    return draw(case, "gradient", group, step, shape=(case.rows, 2)) * case.falls**step
+
+
+def on_rank(rank, case: Case) -> dict:
+    import torch
+
+    weights = [torch.nn.Parameter(draw(case, "w", g, shape=(case.rows, 2))) for g in (0, 1)]
+    groups = [{"params": [w], "weight_decay": d} for w, d in zip(weights, DECAYS, strict=True)]
+    optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
+    history, squares = [], []
+    for step in range(STEPS):
+        for g, weight in enumerate(weights):
+            weight.grad = gradient(case, g, step)
+            optimizer.param_groups[g]["lr"] = case.lr * (1 + g)
+        optimizer.step()
+        history.append([weight.detach().clone() for weight in weights])
+        squares.append(float(optimizer.state[weights[0]]["exp_avg_sq"].double()[0, 0]))
+    states = [optimizer.state[weight] for weight in weights]
+    moments = [[s["exp_avg"].double(), s["exp_avg_sq"].double()] for s in states]
+    dtypes = [str(s[name].dtype) for s in states for name in ("exp_avg", "exp_avg_sq")]
+    result = {"weights after each step": history, "moments": moments, "dtypes": dtypes}
+    return result | {"gradients": [weight.grad for weight in weights], "v": squares}
+
+
+def narrow(number: float) -> float:
+    import torch
+
+    return float(torch.tensor(number, dtype=torch.float64).bfloat16())
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    beta1, beta2 = case.betas
+    weights = [draw(case, "w", g, shape=(case.rows, 2)) for g in (0, 1)]
+    moments = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]
+    history = []
+    for step in range(STEPS):
+        for g, weight in enumerate(weights):
+            lr, new = case.lr * (1 + g), gradient(case, g, step)
+            for place in [(i, j) for i in range(case.rows) for j in range(2)]:
+                mean = beta1 * float(moments[g][0][place]) + (1 - beta1) * float(new[place])
+                square = beta2 * float(moments[g][1][place]) + (1 - beta2) * float(new[place]) ** 2
+                moments[g][0][place], moments[g][1][place] = narrow(mean), narrow(square)
+                mean /= 1 - beta1 ** (step + 1)
+                square /= 1 - beta2 ** (step + 1)
+                weight[place] -= lr * DECAYS[g] * weight[place]
+                weight[place] -= lr * mean / (square**0.5 + 1e-8)
+        history.append([weight.clone() for weight in weights])
+    result = {"weights after each step": history, "moments": moments}
+    result["gradients"] = [gradient(case, g, STEPS - 1) for g in (0, 1)]  # unchanged
+    return [result | {"dtypes": ["torch.bfloat16"] * 4}]
+
+
+def picture(runs) -> str:
+    case, records = runs[1]
+    squares = records[0].values["v"]
+    rows = {f"step {step}": v / squares[0] for step, v in enumerate(squares)}
+    about = f"v of one weight, b2 = {case.betas[1]}, with gradients a tenth as large each step"
+    return f"{about}\n{bars(rows, '{:.4f}')}"
+
+
+MEAN = 'mean = state["exp_avg"].to(gradient.dtype)'
+SQUARE = 'square = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2)'
+SPREAD = "spread = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(1e-8)"
+DECAY = 'parameter.mul_(1 - lr * group["weight_decay"])'
+COUNT = 'state["step"] += 1\n            steps = state["step"].item()'
+
+EXERCISE = Exercise(
+    __name__,
+    target="adamw:NarrowAdamW.step",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="4 bytes a parameter for both moments instead of 8; with b2 = 0.999 a stored v would"
+    " never fall. In production: torchao's `AdamW8bit`.",
+    wrong=(
+        Wrong(
+            "mean_not_corrected",
+            "The mean is not divided by 1 - b1^t: the first updates are far too small.",
+            "value=-lr / (1 - beta1**steps)",
+            "value=-lr",
+        ),
+        Wrong(
+            "square_not_corrected",
+            "v is not divided by 1 - b2^t: the first updates are too large.",
+            ".div_(math.sqrt(1 - beta2**steps))",
+            "",
+        ),
+        Wrong(
+            "steps_from_zero",
+            "The step is read before it is counted: the first correction divides by 1 - b^0 = 0.",
+            COUNT,
+            "\n            ".join(reversed(COUNT.split("\n            "))),
+        ),
+        Wrong(
+            "decay_in_gradient",
+            "The decay is added to the gradient, as in Adam with L2: AdamW takes it off the weight,"
+            " so that v does not divide it.",
+            MEAN,
+            f'gradient = gradient + group["weight_decay"] * parameter\n            {MEAN}',
+            DECAY,
+            "pass",
+        ),
+        Wrong(
+            "decay_without_rate",
+            "The weight loses its weight_decay-th part in each step: it must be times lr.",
+            'lr * group["weight_decay"]',
+            'group["weight_decay"]',
+        ),
+        Wrong(
+            "no_decay",
+            "Weights do not decay.",
+            DECAY,
+            "pass",
+        ),
+        Wrong(
+            "eps_in_root",
+            "1e-8 is added to v, under the root: it counts 10^4 times as much where v is small.",
+            SPREAD,
+            "spread = square.div_(1 - beta2**steps).add_(1e-8).sqrt()",
+        ),
+        Wrong(
+            "rounded_before_use",
+            "The update uses v as it is stored, in three digits: round only what is kept.",
+            "spread = square.sqrt()",
+            'spread = state["exp_avg_sq"].to(gradient.dtype).sqrt()',
+        ),
+        Wrong(
+            "rounded_twice",
+            "v is multiplied by b2 in bfloat16, and rounded there, before anything is added.",
+            SQUARE,
+            'square = (state["exp_avg_sq"] * beta2).to(gradient.dtype)',
+        ),
+        Wrong(
+            "square_not_stored",
+            "v is not stored: each step begins with that of the first, which is 0.",
+            'state["exp_avg_sq"].copy_(square)',
+            "pass",
+        ),
+        Wrong(
+            "stored_wide",
+            "The moments are stored in the gradient's dtype: they need as much memory as ever.",
+            'state["exp_avg_sq"].copy_(square)',
+            'state["exp_avg"], state["exp_avg_sq"] = mean.clone(), square.clone()',
+        ),
+        Wrong(
+            "betas_swapped",
+            "The betas are swapped: b1 is for the mean, b2 for the square.",
+            "(beta1, beta2)",
+            "(beta2, beta1)",
+        ),
+        Wrong(
+            "not_squared",
+            "v is a mean of gradients, not of their squares: its root may be NaN.",
+            "square.addcmul_(gradient, gradient, value=1 - beta2)",
+            "square.add_(gradient, alpha=1 - beta2)",
+        ),
+        Wrong("uphill", "The update is added: the loss grows.", "value=-lr", "value=lr"),
+    ),
+    also_right=(
+        """
+@torch.no_grad()
+def step(self):
+    for group in self.param_groups:
+        b1, b2 = group["betas"]
+        for p in group["params"]:
+            state = self.state[p]
+            state["step"] += 1
+            t, g = float(state["step"]), p.grad
+            m = b1 * state["exp_avg"].to(g.dtype) + (1 - b1) * g
+            v = b2 * state["exp_avg_sq"].to(g.dtype) + (1 - b2) * g**2
+            state["exp_avg"], state["exp_avg_sq"] = m.bfloat16(), v.bfloat16()
+            update = m / (1 - b1**t) / ((v / (1 - b2**t)) ** 0.5 + 1e-8)
+            p -= group["lr"] * (group["weight_decay"] * p + update)
+""",
+    ),
+)
