@@ -1,0 +1,228 @@
+"""37 host: a memory that is saved three times moves once
+
+A small layer saves an input several times, parts of a buffer, its weights and some small tensors.
+All that is packed leaves for the host, comes back into other memory, and backward must be right.
+"""
+
+import random
+import weakref
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.pictures import bars
+
+TASK = """
+autograd saves a tensor: return what it keeps in its place. A tensor whose storage has fewer than
+LEAST_OFFLOAD bytes, or whose storage's address is in `stays`, stays: return it, but detached, since
+what a node keeps must not keep that node alive. All others leave with their whole storage, and each
+storage once: `blocks` has the Block of each address. Return a Saved, with the block, the dtype, and
+the tensor's place in it: offset, size and stride.
+Read: offload.py.
+"""
+
+HINTS = (
+    "Decide by storage whether it stays; else find or make the block of its address.",
+    "tensor.untyped_storage() with nbytes() and data_ptr(), tensor.detach(), blocks.setdefault,"
+    " Block(tensor), Saved, storage_offset(), size(), stride().",
+    "Views of one storage have one address, so a dict by address has each storage once. A view is"
+    " described by three things: where it begins, its size, and its stride.",
+)
+
+LEAST = 100  # bytes, in place of LEAST_OFFLOAD
+
+
+def cases(dice: random.Random) -> list[Case]:
+    return [Case(1, rows=dice.randint(6, 9), width=2 * dice.randint(3, 5)) for _ in range(2)]
+
+
+def inputs(case: Case):
+    """x, and weights for two products of x and for one of the result."""
+    x = draw(case, "x", shape=(case.rows, case.width))
+    weights = [draw(case, "w", 0, shape=(case.width, 2 * case.width)) / 3]
+    weights.append(draw(case, "w", 1, shape=(case.width, case.rows)) / 3)
+    return x, weights
+
+
+def layer(x, weights):
+    """A loss; the comments have what autograd saves for its backward."""
+    a, b = (x @ weights[0]).chunk(2, -1)  # one storage; both are saved, for the product of both
+    mixed = (a * b).T @ x  # a transposed view, and x once more
+    scores = (mixed @ weights[1]).softmax(-1)  # its result
+    narrow = scores.float().sin()  # another dtype
+    few = narrow[:2].square()  # a small view of a large storage
+    small = x.mean(1).exp()  # of so few bytes that it stays
+    return few.double().sum() + (narrow.double() ** 2).sum() + small.sum()
+
+
+def leaves_of(x, weights):
+    return [x.requires_grad_(), *(w.requires_grad_() for w in weights)]
+
+
+def on_rank(rank, case: Case) -> dict:
+    from torch.autograd.graph import saved_tensors_hooks
+
+    offload = rank.course.offload
+    offload.LEAST_OFFLOAD = LEAST
+    x, weights = inputs(case)
+    leaves, blocks = leaves_of(x, weights), {}
+    stays, sizes, kept = {w.data_ptr() for w in weights}, [], []
+
+    def pack(tensor):
+        packed = offload._pack(blocks, stays, tensor)
+        (kept if hasattr(packed, "detach") else sizes).append(tensor.nbytes)
+        return packed
+
+    with saved_tensors_hooks(pack, offload._unpack):
+        loss = layer(x, weights)
+    memory, moved = offload.HostMemory(), list(blocks.values())
+    memory.start_out(moved)
+    bytes_moved = sum(block.on_host.nbytes for block in moved)
+    for block in moved:
+        block.on_device.fill_(255)  # NaN, as other tensors would write into this memory
+    for block in moved:
+        block.on_device = None
+    memory.start_in(moved)
+    loss.backward()
+    result = {"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}
+    result |= {"saved tensors that leave": len(sizes), "storages that leave": len(moved)}
+    result |= {"bytes of these tensors": sum(sizes), "bytes that leave": bytes_moved}
+    is_alive = alive(lambda tensor: offload._pack({}, set(), tensor), case)
+    return result | {"bytes that stay": sum(kept), "alive without backward": is_alive}
+
+
+def alive(pack, case: Case) -> bool:
+    """Whether a forward without a backward leaves its tensors behind when nobody has them."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    x, weights = inputs(case)
+    x, w = x[:2].clone().requires_grad_(), weights[1][:, :2]  # so few bytes that all stay
+    with saved_tensors_hooks(pack, lambda packed: packed):
+        scores = (x @ w).softmax(-1)
+    reference = weakref.ref(scores)
+    del scores
+    return reference() is not None
+
+
+def expected(case: Case) -> list[dict]:
+    x, weights = inputs(case)
+    leaves = leaves_of(x, weights)
+    loss = layer(x, weights)
+    loss.backward()
+    return [{"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}]
+
+
+def memory(case: Case, records) -> str:
+    values, R, W = records[0].values, case.rows, case.width
+    # x, both parts, their product, mixed, scores, and these as float, sin, and double again.
+    right = 8 * R * W + 16 * R * W + 8 * R * W + 8 * W * W + (8 + 4 + 4 + 8) * R * W
+    moved, what = values["bytes that leave"], f"{values['storages that leave']} storages"
+    if moved != right:
+        return f"{what} of {moved} bytes leave; it should be 8 of {right} bytes"
+    if values["alive without backward"]:
+        return "the result of a forward that has no backward is alive for ever"
+    return ""
+
+
+def picture(runs) -> str:
+    values = runs[0][1][0].values
+    names = "bytes of these tensors", "bytes that leave", "bytes that stay"
+    about = f"{values['saved tensors that leave']} saved tensors that leave, in"
+    about += f" {values['storages that leave']} storages; weights and small tensors stay"
+    return f"{about}\n{bars({name: values[name] for name in names})}"
+
+
+STAYS = "if storage.nbytes() < LEAST_OFFLOAD or address in stays:"
+BLOCK = "block = blocks.setdefault(address, Block(tensor))"
+PLACE = "(tensor.storage_offset(), tensor.size(), tensor.stride())"
+
+EXERCISE = Exercise(
+    __name__,
+    target="offload:_pack",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    memory=memory,
+    picture=picture,
+    remember="1 copy of the input of q, k and v leaves, though each of the 3 saves it. In"
+    " production: Transformer Engine's `get_cpu_offload_context`.",
+    wrong=(
+        Wrong(
+            "each_tensor_by_itself",
+            "Each saved tensor gets a block of its own: what is saved several times leaves several"
+            " times.",
+            BLOCK,
+            BLOCK.replace("address", "len(blocks)"),
+        ),
+        Wrong(
+            "by_address_of_view",
+            "Blocks are found by where a tensor begins, not its storage: parts of one storage leave"
+            " with the whole of it each.",
+            BLOCK,
+            BLOCK.replace("address", "tensor.data_ptr()"),
+        ),
+        Wrong(
+            "weights_leave",
+            "Weights leave, too: they are needed all the time, and that frees nothing.",
+            STAYS,
+            "if storage.nbytes() < LEAST_OFFLOAD:",
+        ),
+        Wrong(
+            "small_ones_leave",
+            "Small tensors leave, too: to start a copy of them takes longer than to make it.",
+            STAYS,
+            "if address in stays:",
+        ),
+        Wrong(
+            "size_of_view",
+            "A small view of a large storage stays, and keeps all of that in memory: what counts is"
+            " the storage.",
+            "storage.nbytes() <",
+            "tensor.nbytes <",
+        ),
+        Wrong(
+            "not_detached",
+            "A tensor that stays is not detached: it refers to its node, which refers to it, so"
+            " that both live for ever.",
+            "return tensor.detach()",
+            "return tensor",
+        ),
+        Wrong(
+            "never_leaves",
+            "The block is not put into blocks: only what is there leaves.",
+            BLOCK,
+            BLOCK.replace("setdefault", "get"),
+        ),
+        Wrong(
+            "offset_forgotten",
+            "The tensor comes back from the beginning of its storage: a part has an offset.",
+            PLACE,
+            "(0, tensor.size(), tensor.stride())",
+        ),
+        Wrong(
+            "stride_forgotten",
+            "The tensor comes back as if it were contiguous: a transposed one, or a part of wider"
+            " rows, has other strides.",
+            PLACE,
+            "(tensor.storage_offset(), tensor.size(), torch.empty(tensor.shape).stride())",
+        ),
+        Wrong(
+            "one_dtype",
+            "The tensor comes back in float64: others are saved, too.",
+            "tensor.dtype",
+            "torch.float64",
+        ),
+    ),
+    also_right=(
+        """
+def _pack(blocks, stays, tensor):
+    where = tensor.untyped_storage().data_ptr()
+    if where in stays or len(tensor.untyped_storage()) < LEAST_OFFLOAD:
+        return tensor.data
+    if where not in blocks:
+        blocks[where] = Block(tensor.detach())
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return Saved(block=blocks[where], dtype=tensor.dtype, place=place)
+""",
+    ),
+)
