@@ -1,0 +1,193 @@
+"""38 grouped: the gradients of all experts as one tensor
+
+Gradients lie in one buffer, or in several, or at uneven distances. Something is added to the one
+tensor, and must reach each of them.
+"""
+
+import random
+
+from exercises.exercise import Case, Exercise, Wrong, draw
+
+TASK = """
+Return one tensor [X, ...] that has the memory of X tensors of one shape and one stride, or None
+where there is no such tensor: if one of them is None; if they lie in several storages; if the
+distances from each to the next are not equal, or go backwards; and of a single one, which needs no
+group. Nothing is copied: what is added to the result must arrive in the tensors.
+Read: grouped_experts.py.
+"""
+
+HINTS = (
+    "Refuse what cannot be; else a view of the first one with one more dim, the distance.",
+    "untyped_storage().data_ptr(), storage_offset(), pairwise, as_strided(size, stride).",
+    "The new dim comes first; its stride is the distance from one tensor to the next, in elements."
+    " All others are as in the first tensor, and so is where it begins.",
+)
+
+# Where each tensor begins in its buffer, in sizes of a tensor; None: it has none.
+PLACES = {
+    "side by side": [0, 1, 2],
+    "with gaps": [1, 3, 5, 7],
+    "uneven": [0, 1, 3],
+    "backwards": [4, 2, 0],
+    "alone": [1],
+    "one is missing": [0, None, 2],
+    "two buffers": [0, 1, 2],
+    "all are missing": [None, None],
+    "transposed": [0, 2, 4],
+}
+
+
+def cases(dice: random.Random) -> list[Case]:
+    rows, columns = dice.randint(2, 3), dice.randint(4, 5)
+    return [Case(1, lies=lies, rows=rows, columns=columns) for lies in PLACES]
+
+
+def tensors_of(case: Case) -> list:
+    """The tensors, in their buffers; the last of two buffers begins as the first one does."""
+    size, stride = (case.rows, case.columns), (case.columns, 1)
+    stride = (1, case.rows) if case.lies == "transposed" else stride
+    numel, tensors = case.rows * case.columns, []
+    buffers = [draw(case, "buffer", i, shape=(9 * numel,)) for i in (0, 1)]
+    for i, place in enumerate(PLACES[case.lies]):
+        buffer = buffers[case.lies == "two buffers" and i == 2]
+        tensors.append(None if place is None else buffer.as_strided(size, stride, place * numel))
+    return tensors
+
+
+def addend(case: Case):
+    shape = len(PLACES[case.lies]), case.rows, case.columns
+    return draw(case, "addend", shape=shape)
+
+
+def on_rank(rank, case: Case) -> dict:
+    tensors = tensors_of(case)
+    joined = rank.course.grouped_experts.joined_view(tensors)
+    before = None if joined is None else joined.clone()
+    if joined is not None:
+        joined += addend(case)
+    return {"joined": before, "tensors, after something is added to it": tensors}
+
+
+def expected(case: Case) -> list[dict]:
+    import torch
+
+    tensors, before = tensors_of(case), None
+    if case.lies in ("side by side", "with gaps", "transposed"):
+        before = torch.stack(tensors)
+        tensors = list(before + addend(case))
+    return [{"joined": before, "tensors, after something is added to it": tensors}]
+
+
+def picture(runs) -> str:
+    lines = ["where tensors lie in a buffer, and whether they are one tensor"]
+    for case, records in runs:
+        row = ["."] * 9
+        for i, place in enumerate(PLACES[case.lies]):
+            if place is not None:
+                row[place] = "abcd"[i]
+        verdict = "no" if records[0].values["joined"] is None else "yes"
+        more = "    c in another buffer" if case.lies == "two buffers" else ""
+        lines.append(f"{case.lies:16} {' '.join(row)}   {verdict}{more}")
+    return "\n".join(lines)
+
+
+CHECK = "if len(tensors) < 2 or len(buffers) > 1 or None in buffers:"
+DISTANCES = "if len(distances) > 1 or min(distances) < 0:"
+RETURN = "first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))"
+
+EXERCISE = Exercise(
+    __name__,
+    target="grouped_experts:joined_view",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    remember="1 addition for the gradients of all experts, in place of X kernels. In production:"
+    " `torch.nn.functional.grouped_mm`; Megatron-LM's `GroupedMLP`.",
+    wrong=(
+        Wrong(
+            "copied",
+            "The tensors are stacked: that is a copy, and what is added to it does not reach them.",
+            RETURN,
+            "torch.stack(tensors)",
+        ),
+        Wrong(
+            "side_by_side_always",
+            "The next tensor is taken to begin where one ends: others may lie between.",
+            RETURN,
+            RETURN.replace("*distances", "first.numel()"),
+        ),
+        Wrong(
+            "from_the_beginning",
+            "The result begins where the buffer does: it must begin at the first tensor.",
+            RETURN,
+            RETURN.removesuffix(")") + ", 0)",
+        ),
+        Wrong(
+            "contiguous_always",
+            "Each tensor is taken to be contiguous: it has strides of its own.",
+            RETURN,
+            "first.as_strided((len(tensors), *first.shape), (*distances, first.shape[1], 1))",
+        ),
+        Wrong(
+            "several_buffers",
+            "Tensors of several storages are joined by their offsets: some of what comes out is"
+            " other memory of the first storage.",
+            " or len(buffers) > 1",
+            "",
+        ),
+        Wrong(
+            "uneven_distances",
+            "The first distance is taken for all: uneven ones cannot be one stride.",
+            DISTANCES,
+            "distances = [places[1] - places[0]]\n    if min(distances) < 0:",
+        ),
+        Wrong(
+            "backwards",
+            "Tensors that lie backwards are not refused: torch has no negative strides.",
+            DISTANCES,
+            "if len(distances) > 1:",
+        ),
+        Wrong(
+            "missing_left_out",
+            "Missing tensors are left out, and the others joined: the result has too few.",
+            "buffers = {",
+            "tensors = [t for t in tensors if t is not None]\n    buffers = {",
+        ),
+        Wrong(
+            "missing_not_refused",
+            "That all are missing is not noticed: None has no offset.",
+            " or None in buffers",
+            "",
+        ),
+        Wrong(
+            "one_alone",
+            "A single tensor is not refused: it has no distance to a next one.",
+            "len(tensors) < 2 or ",
+            "",
+        ),
+        Wrong(
+            "never_joined",
+            "There never is a joined view: every expert's gradient is added by itself.",
+            CHECK,
+            "if True:",
+        ),
+    ),
+    also_right=(
+        """
+def joined_view(tensors):
+    if len(tensors) < 2 or any(t is None for t in tensors):
+        return None
+    first, second = tensors[:2]
+    step = (second.data_ptr() - first.data_ptr()) // first.element_size()
+    for i, tensor in enumerate(tensors):
+        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        if step < 0 or tensor.storage_offset() != first.storage_offset() + i * step:
+            return None
+    return first.as_strided([len(tensors), *first.shape], [step, *first.stride()])
+""",
+    ),
+)
