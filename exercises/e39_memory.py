@@ -1,0 +1,255 @@
+"""39 memory: what is kept until the weights' gradients are computed
+
+The reference runs backward without weight gradients, and measures what the queue of linear.py then
+holds: the memory of each tensor once. Of a tensor-parallel rank the model is narrower.
+"""
+
+import random
+from functools import cache
+from typing import TYPE_CHECKING
+
+from exercises.exercise import Case, Exercise, Wrong
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from picotron_min.model_config import ModelConfig
+
+TASK = """
+Return how many bytes a layer keeps per token from B until W: x and dy of each of its linears, where
+linears with the same input keep it once. Norms and routers are not among them. Attention has q, k,
+v and o. An MLP has gate, up and down; in a layer with experts, instead, each of a token's k experts
+has them for a row of this token, and shared experts are one MLP of n_shared_experts times
+moe_intermediate_size. With tp, what is between the first and the last linear of a sublayer is
+divided, and what is around them is whole. The rows of experts: each tp rank has only some tokens,
+E / tp a token, but etp ranks get copies, and F is divided by tp in all.
+A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
+Read: activations.py, linear.py, model.py.
+"""
+
+HINTS = (
+    "Write down x and dy of each linear, and cross out what is the same tensor.",
+    "c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.intermediate_size,"
+    " c.has_experts(layer), c.num_experts_per_tok, c.moe_intermediate_size, _factor(dtype, fp8).",
+    "Attention: E before q, k, v; their gradients Q D and 2 K D; o's input Q D; E behind o. An MLP"
+    " of M: E before, gradients of gate and up, down's input, E behind. A row of an expert has the"
+    " same with F.",
+)
+
+TOKENS = 6
+
+
+def cases(dice: random.Random) -> list[Case]:
+    sizes = {"hidden": dice.choice((12, 20)), "inner": 2 * dice.randint(5, 9), "k": 2}
+    common = sizes | {"shared": 0, "tp": 1, "etp": 1, "fp8": False, "experts": 0}
+    return [
+        Case(1, **common | {"dtype": "float64"}),
+        Case(1, **common | {"dtype": "bfloat16", "tp": 2}),
+        Case(1, **common | {"dtype": "bfloat16", "fp8": True}),
+        Case(1, **common | {"dtype": "float32", "experts": 4}),
+        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "tp": 2}),
+        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "tp": 2, "etp": 2, "shared": 2}),
+        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "shared": 2, "fp8": True}),
+    ]
+
+
+def config_of(case: Case, tp: int = 1, etp: int = 1):
+    """The model, or what a rank has of it."""
+    from picotron_min.model_config import ModelConfig
+
+    options = {"head_dim": 4, "scoring_func": "sigmoid"}
+    if case.experts:
+        options |= {"num_local_experts": case.experts, "num_experts_per_tok": case.k}
+        options |= {"moe_intermediate_size": case.inner // etp, "n_shared_experts": case.shared}
+    heads, keys = 4 // tp, 2 // tp
+    return ModelConfig(7, case.hidden, case.inner // tp, 1, heads, keys, **options)
+
+
+def on_rank(rank, case: Case) -> dict:
+    layout = rank.course.layout.Layout(tp=case.tp, etp=case.etp)
+    bytes_of = rank.course.activations.factors_per_token
+    args = config_of(case), case.dtype, layout, 0
+    saved = rank.course.activations.saved_per_token
+    plain = saved(*args[:2], "none", layout, 0, case.fp8)
+    return {"bytes per token": float(bytes_of(*args, case.fp8)), "kept until B": plain}
+
+
+def expected(case: Case) -> list[dict]:
+    from picotron_min.activations import BYTES
+
+    experts, others = elements_per_token(config_of(case, case.tp, case.etp))
+    width = BYTES[case.dtype]
+    each_rank = case.etp / case.tp  # of the tokens whose rows a rank gets
+    size = experts * each_rank * width + others * (1 if case.fp8 else width)
+    return [{"bytes per token": size}]
+
+
+@cache  # a check runs each case for all known mistakes
+def elements_per_token(config: "ModelConfig") -> tuple[float, float]:
+    """The factors of experts, and of all other linears of the layer, as backward leaves them."""
+    import torch
+
+    from picotron_min.layout import Routing
+    from picotron_min.linear import WeightGradients, apply_queue
+    from picotron_min.model import Llama
+    from picotron_min.moe import apply_moe
+    from picotron_min.router import Tally
+
+    model, queue = Llama(config), WeightGradients()
+    apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
+    model.double()
+    queue.split = True
+    apply_queue(model, queue)
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.nn.init.normal_(tensor)
+    tokens = torch.arange(TOKENS)[None] % 7
+    model(tokens, torch.arange(TOKENS), tokens).backward()
+    layer = model.model.layers["0"]
+    of_experts = {id(m) for m in getattr(layer.mlp, "experts", torch.nn.Module()).modules()}
+    of_layer = {id(m) for m in layer.modules()}
+    sizes = [0, 0]
+    for group, is_expert in enumerate((True, False)):
+        storages = {}
+        for linear, *factors in queue:
+            if id(linear) in of_layer and (id(linear) in of_experts) is is_expert:
+                for factor in factors:
+                    storage = factor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        sizes[group] = sum(storages.values()) / 8 / TOKENS
+    return sizes[0], sizes[1]
+
+
+def picture(runs) -> str:
+    rows = {}
+    for case, records in runs[:4]:
+        kind = f"{case.experts} experts" if case.experts else "an MLP"
+        name = f"{case.dtype}{', fp8' * case.fp8}, tp {case.tp}, {kind}"
+        rows[f"{name}: until B"] = records[0].values["kept until B"]
+        rows[f"{name}: until W"] = records[0].values["bytes per token"]
+    return "bytes of a layer per token\n" + bars(rows)
+
+
+HEADS = "heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads)"
+ROWS = "c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp"
+MLP = "mlp = 2 * E + 3 * inner / tp if inner else 0"
+RETURN = "return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts"
+
+EXERCISE = Exercise(
+    __name__,
+    target="activations:factors_per_token",
+    task=TASK,
+    hints=HINTS,
+    cases=cases,
+    on_rank=on_rank,
+    expected=expected,
+    picture=picture,
+    factors=lambda case: {"tp": case.tp, "the bytes of a float64": 8, "two": 2},
+    remember="76 KB a token and layer wait for W in Llama-3.2-1B, 65% of what forward has kept. In"
+    " production: `torch.distributed.pipelining.ScheduleZBVZeroBubble`.",
+    wrong=(
+        Wrong(
+            "input_for_each",
+            "The input of q, k and v is counted three times: it is one tensor.",
+            "(2 * E + heads",
+            "(4 * E + heads",
+        ),
+        Wrong(
+            "outputs_gradients_forgotten",
+            "dy of o and of down is left out: a linear needs x and dy.",
+            "(2 * E + heads",
+            "(E + heads",
+            MLP,
+            "mlp = E + 3 * inner / tp if inner else 0",
+        ),
+        Wrong(
+            "keys_as_queries",
+            "As many key heads as query heads are counted: there may be fewer.",
+            HEADS,
+            "heads = 4 * D * c.num_attention_heads",
+        ),
+        Wrong(
+            "o_forgotten",
+            "The input of o is left out: attention's output is not among the gradients of q, k, v.",
+            HEADS,
+            "heads = D * (c.num_attention_heads + 2 * c.num_key_value_heads)",
+        ),
+        Wrong(
+            "heads_whole",
+            "All heads are counted: with tp a rank has only some.",
+            "heads / tp",
+            "heads",
+        ),
+        Wrong(
+            "all_divided",
+            "All of an MLP is divided by tp: its input and the gradient of its output are whole.",
+            "2 * E + 3 * inner / tp if",
+            "(2 * E + 3 * inner) / tp if",
+        ),
+        Wrong(
+            "as_forward",
+            "Four tensors of M are counted, as forward keeps them: W needs the gradients of gate"
+            " and up, and the input of down.",
+            "3 * inner / tp",
+            "4 * inner / tp",
+        ),
+        Wrong(
+            "one_row",
+            "One row is counted for a token: it has one for each of its k experts.",
+            "c.num_experts_per_tok * (",
+            "(",
+        ),
+        Wrong(
+            "all_experts",
+            "A row is counted for every expert: a token has rows for those it chooses.",
+            "c.num_experts_per_tok",
+            "c.num_local_experts",
+        ),
+        Wrong(
+            "etp_forgotten",
+            "The copies that etp ranks get are left out: their rows are whole.",
+            "2 * layout.etp * E",
+            "2 * E",
+        ),
+        Wrong(
+            "shared_forgotten",
+            "Shared experts are left out: they are an MLP beside the others.",
+            "c.n_shared_experts * c.moe_intermediate_size",
+            "0",
+        ),
+        Wrong(
+            "one_shared",
+            "One shared expert is counted: there are n_shared_experts, as one wider MLP.",
+            "c.n_shared_experts * c.moe_intermediate_size",
+            "bool(c.n_shared_experts) * c.moe_intermediate_size",
+        ),
+        Wrong(
+            "experts_in_8_bits",
+            "The factors of experts are counted in 8 bits: only other linears multiply in them.",
+            "BYTES[dtype] * experts",
+            "_factor(dtype, fp8) * experts",
+        ),
+        Wrong(
+            "always_float32",
+            "Every number has 4 bytes: factors are in the dtype that products are computed in.",
+            RETURN,
+            RETURN.replace("_factor(dtype, fp8)", "4").replace("BYTES[dtype]", "4"),
+        ),
+    ),
+    also_right=(
+        """
+def factors_per_token(model_config, dtype, layout, layer, fp8=False):
+    c, tp, width = model_config, layout.tp, BYTES[dtype]
+    E, D, F = c.hidden_size, c.head_dim, c.moe_intermediate_size
+    q, k = c.num_attention_heads * D / tp, c.num_key_value_heads * D / tp
+    numbers = [E, q, k, k, q, E]
+    if not c.has_experts(layer):
+        numbers += [E, *[c.intermediate_size / tp] * 3, E]
+    elif c.n_shared_experts:
+        numbers += [E, *[c.n_shared_experts * F / tp] * 3, E]
+    total = (1 if fp8 else width) * sum(numbers)
+    if c.has_experts(layer):
+        copies = layout.etp / tp
+        total += width * c.num_experts_per_tok * sum([copies * E, *[F / tp] * 3, copies * E])
+    return total
+""",
+    ),
+)
