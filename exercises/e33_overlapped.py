@@ -85,7 +85,7 @@ def expected(case: Case) -> list[dict]:
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     others, size = case.ranks - 1, B * LENGTH * E * (8 if case.dtype == "float64" else 2)
-    return [{"send": Sent(others, others * size)} if others else {}] * case.ranks
+    return [{"send as shift": Sent(others, others * size)} if others else {}] * case.ranks
 
 
 def order(case: Case, records) -> str:
