@@ -45,8 +45,7 @@ def cases(dice: random.Random) -> list[Case]:
         Case(1, **common | {"dtype": "float64"}),
         Case(1, **common | {"dtype": "bfloat16", "tp": 2}),
         Case(1, **common | {"dtype": "bfloat16", "fp8": True}),
-        Case(1, **common | {"dtype": "float32", "experts": 4}),
-        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "tp": 2}),
+        Case(1, **common | {"dtype": "float32", "experts": 4, "tp": 2}),
         Case(1, **common | {"dtype": "bfloat16", "experts": 4, "tp": 2, "etp": 2, "shared": 2}),
         Case(1, **common | {"dtype": "bfloat16", "experts": 4, "shared": 2, "fp8": True}),
     ]
