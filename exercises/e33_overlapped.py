@@ -171,7 +171,7 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "rows_of_another",
-            "The rows that are sent are not those of the rank that gets them, but of the rank as far"
+            "The rows that are sent are not those of the rank that gets them, but of the one as far"
             " on the other side.",
             "(axis.rank + distance) % n",
             "(axis.rank - distance) % n",

@@ -51,22 +51,27 @@ def cases(dice: random.Random) -> list[Case]:
     ]
 
 
-def config_of(case: Case, tp: int = 1, etp: int = 1):
+def sizes_of(case: Case) -> tuple[int, ...]:
+    return case.hidden, case.inner, case.k, case.experts, case.shared
+
+
+def config_of(
+    hidden: int, inner: int, k: int, experts: int, shared: int, tp: int = 1, etp: int = 1
+) -> "ModelConfig":
     """The model, or what a rank has of it."""
     from picotron_min.model_config import ModelConfig
 
     options = {"head_dim": 4, "scoring_func": "sigmoid"}
-    if case.experts:
-        options |= {"num_local_experts": case.experts, "num_experts_per_tok": case.k}
-        options |= {"moe_intermediate_size": case.inner // etp, "n_shared_experts": case.shared}
-    heads, keys = 4 // tp, 2 // tp
-    return ModelConfig(7, case.hidden, case.inner // tp, 1, heads, keys, **options)
+    if experts:
+        options |= {"num_local_experts": experts, "num_experts_per_tok": k}
+        options |= {"moe_intermediate_size": inner // etp, "n_shared_experts": shared}
+    return ModelConfig(7, hidden, inner // tp, 1, 4 // tp, 2 // tp, **options)
 
 
 def on_rank(rank, case: Case) -> dict:
     layout = rank.course.layout.Layout(tp=case.tp, etp=case.etp)
     bytes_of = rank.course.activations.factors_per_token
-    args = config_of(case), case.dtype, layout, 0
+    args = config_of(*sizes_of(case)), case.dtype, layout, 0
     saved = rank.course.activations.saved_per_token
     plain = saved(*args[:2], "none", layout, 0, case.fp8)
     return {"bytes per token": float(bytes_of(*args, case.fp8)), "kept until B": plain}
@@ -75,15 +80,15 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     from picotron_min.activations import BYTES
 
-    experts, others = elements_per_token(config_of(case, case.tp, case.etp))
+    experts, others = elements_per_token(*sizes_of(case), case.tp, case.etp)
     width = BYTES[case.dtype]
     each_rank = case.etp / case.tp  # of the tokens whose rows a rank gets
     size = experts * each_rank * width + others * (1 if case.fp8 else width)
     return [{"bytes per token": size}]
 
 
-@cache  # a check runs each case for all known mistakes
-def elements_per_token(config: "ModelConfig") -> tuple[float, float]:
+@cache  # a check compares each case with all known mistakes
+def elements_per_token(*sizes: int) -> tuple[float, float]:
     """The factors of experts, and of all other linears of the layer, as backward leaves them."""
     import torch
 
@@ -93,6 +98,7 @@ def elements_per_token(config: "ModelConfig") -> tuple[float, float]:
     from picotron_min.moe import apply_moe
     from picotron_min.router import Tally
 
+    config = config_of(*sizes)
     model, queue = Llama(config), WeightGradients()
     apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
     model.double()
