@@ -113,6 +113,7 @@ EXERCISE = Exercise(
     on_rank=on_rank,
     expected=expected,
     picture=picture,
+    settings={"training": {"optimizer": "muon"}},
     remember="15 products of matrices bring singular values from 0.002 .. 1 to 0.7 .. 1.2. In"
     " production: `torch.optim.Muon`.",
     wrong=(

@@ -148,6 +148,7 @@ EXERCISE = Exercise(
     on_rank=on_rank,
     expected=expected,
     picture=picture,
+    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
     remember="In DeepSeek-V3 each token uses 8 of 256 experts, from at most 4 of 8 groups, so from"
     " few nodes. In production: Megatron-LM's `TopKRouter`.",
     factors=lambda case: {"routed_scaling_factor": case.scaling, "k": case.k},

@@ -155,6 +155,7 @@ EXERCISE = Exercise(
     expected=expected,
     traffic=traffic,
     picture=picture,
+    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
     remember="X sum_i f_i s_i is 1 where experts are used alike, and X / k where always the same k"
     " are chosen. In production: Megatron-LM's `TopKRouter`.",
     factors=lambda case: {"X": case.experts, "k": case.k, "dp": case.dp, "cp": case.cp},

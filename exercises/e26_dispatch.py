@@ -193,6 +193,8 @@ EXERCISE = Exercise(
     traffic=traffic,
     order=order,
     picture=picture,
+    layout={"ep_size": 2},
+    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
     remember="2 r b + r w bytes forward for r rows that leave, and as much in backward. In"
     " production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.",
     factors=lambda case: {"etp": case.etp, "k": case.k, "ep": case.ep},

@@ -142,6 +142,7 @@ EXERCISE = Exercise(
     traffic=traffic,
     picture=picture,
     factors=lambda case: {"the scale": 2},
+    settings={"model": {"dtype": "bfloat16", "fp8": True}},
     remember="1 byte a number, and E4M3 changes each by up to 6%, E5M2 by up to 12%, unless it is"
     " far below the largest one. In production: `torchao.float8`.",
     wrong=(

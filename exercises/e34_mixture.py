@@ -134,6 +134,7 @@ EXERCISE = Exercise(
     expected=expected,
     picture=picture,
     factors=lambda case: {"k": case.k},
+    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
     remember="k rows for each token, and 2 gathers, there and back; no row is added atomically, so"
     " that results repeat. In production: Megatron-LM's `permute` and `unpermute`.",
     wrong=(

@@ -121,6 +121,7 @@ EXERCISE = Exercise(
     on_rank=on_rank,
     expected=expected,
     picture=picture,
+    settings={"training": {"moments": "bfloat16"}},
     remember="4 bytes a parameter for both moments instead of 8; with b2 = 0.999 a stored v would"
     " never fall. In production: torchao's `AdamW8bit`.",
     wrong=(

@@ -90,6 +90,7 @@ class Exercise:
     )
     # What `train` changes in the "distributed" section, so that the function is used.
     layout: dict[str, int | str | bool] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # and in other sections
     also_right: tuple[str, ...] = ()  # the function written in other ways, which must pass
 
     @property
@@ -112,6 +113,11 @@ class Exercise:
     def gates(self) -> list[str]:
         optional = {"B": self.traffic, "M": self.memory, "O": self.order}
         return ["V", *(gate for gate, check in optional.items() if check)]
+
+    def changed(self, config: dict[str, dict]) -> dict[str, dict]:
+        """A training config with what this exercise needs, so that its function is used."""
+        changes = self.settings | {"distributed": self.layout}
+        return config | {name: config.get(name, {}) | new for name, new in changes.items()}
 
     def seeded_cases(self, seed: int) -> list[Case]:
         cases = self.cases(random.Random(f"{seed} {self.module}"))

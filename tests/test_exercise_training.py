@@ -39,8 +39,7 @@ def test_train_runs_the_function_of_the_student(number, tmp_path):
 @pytest.mark.parametrize("number", catalogue.files())
 def test_the_config_of_train_is_valid(number, tmp_path):
     exercise = catalogue.load(number)
-    config = CONFIG | {"distributed": CONFIG["distributed"] | exercise.layout}
-    short = training.short_config(config, 3, tmp_path)
+    short = training.short_config(exercise.changed(CONFIG), 3, tmp_path)
     parsed = parse_config(short)
     assert parsed.training.max_tokens == 3 * parsed.tokens_per_step
     assert parsed.world_size <= 8 and "max_tokens" not in CONFIG["training"]
