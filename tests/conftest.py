@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         waiting = those_that_wait(items)
         items[:] = [item for item in items if item not in waiting]
         config.hook.pytest_deselected(items=waiting)
-    for item in quick_tenth(items):
+    for item in quick_sample(items):
         item.add_marker(pytest.mark.quick)
 
 
@@ -91,16 +91,16 @@ def those_that_wait(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return waiting
 
 
-def quick_tenth(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Every eleventh case of each file, beginning with the first; none that is slow or for a GPU.
+def quick_sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Every thirteenth case of each file, beginning with the first; none that is slow or for a GPU.
 
-    Eleven, because parameters repeat after 2, 3, 5, 6 or 10 cases: all their values are met.
+    Thirteen, because parameters repeat after 2, 3, 5, 6 or 10 cases: all their values are met.
     """
     files = defaultdict(list)
     for item in items:
         if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
             files[item.path].append(item)
-    return [item for cases in files.values() for item in cases[::11]]
+    return [item for cases in files.values() for item in cases[::13]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -47,6 +47,7 @@ def compare(pool, config, *model: str) -> tuple[int, int]:
     return graphs, breaks
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_a_layer_of_one_process_is_one_graph(pool, recompute):
     graphs, breaks = compare(pool, make_config(recompute=recompute, micro_batches=2))
@@ -66,6 +67,7 @@ LAYOUTS = {  # each with the graphs that a layer has at least
 }
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_between_messages_a_layer_is_compiled(pool, layout):
     expected_graphs, sizes = LAYOUTS[layout]
@@ -74,8 +76,9 @@ def test_between_messages_a_layer_is_compiled(pool, layout):
     assert expected_graphs <= graphs < LAYERS * expected_graphs and breaks > 0
 
 
+@pytest.mark.turns(1, 3)
 @pytest.mark.parametrize(
-    "layout,graphs", [({"dp": 2, "recompute": "full"}, 4), ({"tp": 2}, 8)], ids=["dp", "tp"]
+    "layout,graphs", [({"tp": 2}, 8), ({"dp": 2, "recompute": "full"}, 4)], ids=["tp", "dp"]
 )
 def test_layers_with_experts_are_compiled_around_the_dispatch(pool, layout, graphs):
     config = make_expert_config("global", ep=2, **layout)

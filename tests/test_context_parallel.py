@@ -369,6 +369,7 @@ def peak_bytes_of_a_step(cp: int, cp_engine: str) -> int:
 
 
 # The ring has two blocks on their way, if not at the worst moment; Ulysses keeps the output twice.
+@pytest.mark.turns(1, 3)
 @pytest.mark.parametrize("engine,more", [("ring", 1.05), ("ulysses", 1.3)])
 def test_memory_does_not_grow_with_the_ranks_at_fixed_tokens_a_rank(pool, engine, more):
     one, two, four = (max(pool.run(cp, peak_bytes_of_a_step, cp, engine)) for cp in (1, 2, 4))

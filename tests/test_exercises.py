@@ -52,6 +52,7 @@ def test_the_source_passes_with_two_seeds_and_always_the_same(number):
     assert first.picture and max(map(len, first.picture.splitlines())) <= 100
 
 
+@pytest.mark.slow  # the first of an exercise runs all of its mistakes
 @pytest.mark.parametrize(("number", "name"), MISTAKES)
 def test_a_known_mistake_is_recognised_and_no_other(number, name):
     exercise, known = catalogue.load(number), outcomes_of_mistakes(number)

@@ -145,6 +145,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("model", [{}, GATED], ids=["routed", "gated"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):

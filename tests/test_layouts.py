@@ -260,6 +260,7 @@ def test_context_parallel_layouts_train_the_same_model(pool, layout, variant):
     assert_trains_the_same(pool, config, model)
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("engine", ["afab", "1f1b"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])

@@ -251,6 +251,7 @@ def results_and_weights(config: Config, steps: int) -> tuple[list[float], Parts,
 BITS = [*itertools.product(MODES, [1]), ("optimizer", 3), ("layerwise", 3)]
 
 
+@pytest.mark.turns(3, 5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sharding,micro_batches", BITS)
 def test_two_ranks_train_to_the_same_bits_as_without_sharding(pool, sharding, dtype, micro_batches):

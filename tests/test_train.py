@@ -121,6 +121,7 @@ def test_python_train_py_trains_and_reports(workplace, first_run):
     assert records[0]["loss"] > 5.4 and records[-1]["loss"] < 4.5
 
 
+@pytest.mark.turns(1, 3)
 @pytest.mark.parametrize("cp_engine", ["ring", "ulysses"])
 def test_the_four_axes_together_train_the_same_model(workplace, first_run, cp_engine):
     layout = {"dp_size": 1, "pp_size": 2, "cp_size": 2, "tp_size": 2, "cp_engine": cp_engine}
