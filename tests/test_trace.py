@@ -168,5 +168,5 @@ def test_on_a_cpu_actions_are_timed_by_the_host(tmp_path):
     assert 20_000 <= forward["dur"] <= elapsed * 1e6
     assert forward["ts"] + forward["dur"] <= backward["ts"] + 1
     assert abs(forward["ts"] - began * 1e6) < 50_000
-    engine, step, timeline = read_trace(tmp_path / "trace.json")
+    engine, step, timeline, _ = read_trace(tmp_path / "trace.json")
     assert (engine, step, len(timeline.spans)) == ("afab", 1, 2)

@@ -318,7 +318,7 @@ def traced_step(path: Path) -> list[str]:
 
 def test_a_measured_trace_has_the_spans_of_the_plan(pool, tmp_path, capsys):
     plans = pool.run(2, traced_step, path := tmp_path / "t.json")
-    engine, _, timeline = draw.read_trace(str(path))
+    engine, _, timeline, _ = draw.read_trace(str(path))
     assert engine == "zb_v"
     for rank, plan in enumerate(plans):
         assert [str(s.action) for s in timeline.spans if s.rank == rank] == plan

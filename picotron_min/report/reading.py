@@ -17,19 +17,12 @@ from typing import NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_simulator import Timeline
 from picotron_min.report.rank_traffic import VARY
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.draw import read_trace
+from picotron_min.runtime.draw import MeasuredStep, read_trace
 from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, SaveRecord, StepRecord
 from picotron_min.runtime.run_log import EVENTS, Ranks, Start
 from picotron_min.runtime.wording import counted
-
-
-class Trace(NamedTuple):
-    engine: str
-    step: int
-    measured: Timeline  # in microseconds
 
 
 class Run(NamedTuple):
@@ -44,7 +37,7 @@ class Run(NamedTuple):
     config: Config | None
     model: ModelConfig | None
     ranks: Ranks | None
-    trace: Trace | None
+    trace: MeasuredStep | None
     notes: list[str]
 
 
@@ -186,7 +179,7 @@ def _read_state(folder: Path, notes: list[str]) -> State | None:
 
 def _read_trace(
     folder: Path, config: Config, starts: list[Start], notes: list[str]
-) -> Trace | None:
+) -> MeasuredStep | None:
     """The trace that the config names, if it is of this run's pipeline."""
     name = config.logging.trace_file
     path = _find(name, folder)
@@ -195,7 +188,7 @@ def _read_trace(
             notes.append(f"logging.trace_file={name} does not exist: it is written at the end")
         return None
     try:
-        trace = Trace(*read_trace(str(path)))
+        trace = read_trace(str(path))
     except (ValueError, OSError) as error:
         notes.append(str(error))
         return None
@@ -207,9 +200,8 @@ def _read_trace(
         notes.append(f"{path} is of another run: of {of}, not of {wanted}; it is left out")
         return None
     # A file of this name may be left from an earlier run, or have been replaced by a later one.
-    began = json.loads(path.read_text()).get("otherData", {}).get("run_began")
-    if starts and began not in {start.at.isoformat() for start in starts}:
-        of = f"that began {began}" if began else "of an older version"
+    if starts and trace.run_began not in {start.at.isoformat() for start in starts}:
+        of = f"that began {trace.run_began}" if trace.run_began else "of an older version"
         notes.append(f"{path} is of another run, {of}; it is left out")
         return None
     return trace

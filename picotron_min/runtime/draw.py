@@ -17,6 +17,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from picotron_min import pipeline_simulator
 from picotron_min.pipeline_action import Action, Kind
@@ -126,7 +127,7 @@ def print_needed_width(timeline: Timeline, width: int, makespan: float = 0.0) ->
 
 def show_trace(width: int, path: str) -> None:
     """Draw a measured step under its plan, and explain the difference between the two."""
-    engine, step, measured = read_trace(path)
+    engine, step, measured, _ = read_trace(path)
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
     plans = pipeline_simulator.insert_communication(plans, place)
@@ -172,11 +173,21 @@ def mean_times(measured: Timeline, same: int) -> Callable[[int, Action], float]:
     return lambda rank, action: means[key(rank, action)]
 
 
-def read_trace(path: str) -> tuple[str, int, Timeline]:
-    """The last step in a trace by runtime/trace.py: its engine, its number, its timeline in us."""
+class MeasuredStep(NamedTuple):
+    """One step of a trace by runtime/trace.py."""
+
+    engine: str
+    step: int
+    measured: Timeline  # in microseconds
+    run_began: str | None  # what the report recognises its run by
+
+
+def read_trace(path: str) -> MeasuredStep:
+    """The last step in a trace; ValueError if the file is not one."""
     try:
         trace = json.loads(Path(path).read_text())
-        engine = trace.get("otherData", {}).get("pp_engine", "1f1b")
+        about = trace.get("otherData", {})
+        engine, run_began = about.get("pp_engine", "1f1b"), about.get("run_began")
         SCHEDULES[engine]  # a KeyError names an unknown engine
         events = [e for e in trace["traceEvents"] if "micro_batch" in e.get("args", {})]
         step, spans = max((e["args"]["step"] for e in events), default=None), []
@@ -191,7 +202,7 @@ def read_trace(path: str) -> tuple[str, int, Timeline]:
     if ranks != list(range(max(1, len(ranks)))):
         need = "it must have those of all the ranks of one pipeline, counted from 0"
         raise ValueError(f"{path} has forwards and backwards of ranks {ranks}: {need}")
-    return engine, step, Timeline(len(ranks), spans)
+    return MeasuredStep(engine, step, Timeline(len(ranks), spans), run_began)
 
 
 if __name__ == "__main__":
