@@ -7,7 +7,7 @@ found before it happens: actions that need each other in a circle.
 import random
 
 from exercises.exercise import Case, Exercise, Wrong
-from exercises.world import Deadlock
+from exercises.plans import played
 
 TASK = """
 Return the plan of a rank: all its forwards and backwards, in an order in which forwards and
@@ -30,16 +30,13 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    schedules = rank.course.pipeline_schedule
     p, m = case.stages, case.micro_batches
     plans = [schedules.one_f_one_b(r, p, m) for r in range(p)]
     names = [[str(action) for action in plan] for plan in plans]
-    try:
-        timeline = simulator.simulate(plans)
-    except ValueError as error:
-        if "deadlock" in str(error):
-            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
-        return {"problem": str(error), "plans": names}
+    timeline, problem = played(rank, plans)
+    if problem:
+        return {"problem": problem, "plans": names}
     return {
         "problem": "",
         "plans": names,

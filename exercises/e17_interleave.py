@@ -7,7 +7,7 @@ messages that take a fifth of a chunk's forward.
 import random
 
 from exercises.exercise import Case, Exercise, Wrong
-from exercises.world import Deadlock
+from exercises.plans import played
 
 TASK = """
 Return the plan of a rank that has several chunks. Micro-batches take turns in groups: the forwards
@@ -39,12 +39,9 @@ def on_rank(rank, case: Case) -> dict:
     schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
     p, m, v = case.stages, case.micro_batches, case.chunks
     plans = [schedules.interleaved(r, p, m, v) for r in range(p)]
-    try:
-        timeline = simulator.simulate(plans)
-    except ValueError as error:
-        if "deadlock" in str(error):
-            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
-        return {"problem": str(error)}
+    timeline, problem = played(rank, plans)
+    if problem:
+        return {"problem": problem}
     draw = rank.course.module("runtime.draw").draw
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
     simple = [schedules.one_f_one_b(r, p, m) for r in range(p)]

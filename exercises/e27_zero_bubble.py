@@ -6,7 +6,7 @@ Plans are played on paper by pipeline_simulator.py, with F, B and W of equal len
 import random
 
 from exercises.exercise import Case, Exercise, Wrong
-from exercises.world import Deadlock
+from exercises.plans import played
 
 TASK = """
 Return the plan of a rank in ZB-H1. Backward is cut in two: B, for which the stage before waits, and
@@ -32,22 +32,19 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    peak_live = rank.course.pipeline_schedule.peak_live
     p, m = case.stages, case.micro_batches
     plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
     names = [[str(action) for action in plan] for plan in plans]
-    try:
-        timeline = simulator.simulate(plans)
-    except ValueError as error:
-        if "deadlock" in str(error):
-            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
-        return {"problem": str(error), "plans": names}
+    timeline, problem = played(rank, plans)
+    if problem:
+        return {"problem": problem, "plans": names}
     return {
         "problem": "",
         "plans": names,
         "time": timeline.makespan,
         f"micro-batches alive above {min(m, p)}": [
-            max(0, schedules.peak_live(plan) - min(m, p)) for plan in plans
+            max(0, peak_live(plan) - min(m, p)) for plan in plans
         ],
         "F, B and W in the order of micro-batches": [in_order(plan) for plan in names],
         "drawing": rank.course.module("runtime.draw").draw(timeline),

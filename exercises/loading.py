@@ -67,14 +67,20 @@ def _take_modules() -> dict[str, ModuleType]:
 
 
 @contextlib.contextmanager
-def imported_with(exercise: Exercise, tree: ast.Module, path: Path) -> Iterator[None]:
-    """Within, an import of the target's module gets the definition in the student's tree."""
-    finder = Finder(exercise, tree, path)
+def asked_first(finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
+    """Within, imports ask this finder before all others."""
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+
+
+def imported_with(
+    exercise: Exercise, tree: ast.Module, path: Path
+) -> contextlib.AbstractContextManager[None]:
+    """Within, an import of the target's module gets the definition in the student's tree."""
+    return asked_first(Finder(exercise, tree, path))
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -159,15 +165,9 @@ def _run(nodes: list[ast.stmt], path: Path, names: dict, into: dict) -> None:
     exec(compile(module, str(path), "exec"), names, into)
 
 
-@contextlib.contextmanager
-def edited(changes: dict[str, tuple[str, str]]) -> Iterator[None]:
+def edited(changes: dict[str, tuple[str, str]]) -> contextlib.AbstractContextManager[None]:
     """Within, files are imported with a text, which each has once, replaced: {file: (old, new)}."""
-    finder = EditedFinder(changes)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
+    return asked_first(EditedFinder(changes))
 
 
 class EditedFinder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,20 @@
+"""Plans of a student's schedule, played by the course's simulator: for exercises 14, 17, 27."""
+
+from typing import TYPE_CHECKING
+
+from exercises.world import Deadlock
+
+if TYPE_CHECKING:
+    from exercises.ranks import Rank
+    from picotron_min.pipeline_action import Plan
+    from picotron_min.pipeline_simulator import Timeline
+
+
+def played(rank: "Rank", plans: list["Plan"]) -> tuple["Timeline | None", str]:
+    """The timeline, or None and what is wrong with the plans; Deadlock has the circle of ranks."""
+    try:
+        return rank.course.pipeline_simulator.simulate(plans), ""
+    except ValueError as error:
+        if "deadlock" in str(error):
+            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
+        return None, str(error)
