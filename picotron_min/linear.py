@@ -24,18 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@cache
-def adds_to_float32(device: torch.device) -> bool:
-    """Whether torch adds bfloat16 products to a float32 matrix, in place: a CPU does not."""
-    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    sums = torch.ones(16, 16, device=device)
-    try:  # and correctly: how much of this a GPU can do differs between versions of torch
-        torch.addmm(sums, ones, ones, out_dtype=torch.float32, out=sums)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((sums == 17).all())
-
-
 class Linear(nn.Linear):
     """y = x W^T, without a bias: x [..., in], W [out, in] -> y [..., out]."""
 
@@ -102,6 +90,18 @@ class Linear(nn.Linear):
         """Move the gradient that autograd has left at the copy."""
         self.add_gradient(copy.grad)
         copy.grad = None
+
+
+@cache
+def adds_to_float32(device: torch.device) -> bool:
+    """Whether torch adds bfloat16 products to a float32 matrix, in place: a CPU does not."""
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    sums = torch.ones(16, 16, device=device)
+    try:  # and correctly: how much of this a GPU can do differs between versions of torch
+        torch.addmm(sums, ones, ones, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((sums == 17).all())
 
 
 class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):

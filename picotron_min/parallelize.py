@@ -1,7 +1,8 @@
 """Build one rank's model: from a plain Llama, in the order in which the parallelisms must come.
 
     on the meta device, without memory:
-        Llama -> keep my stage -> narrow matrices -> tensor parallel -> context parallel -> shard
+        Llama -> keep my stage -> narrow matrices -> queue of weight gradients -> tensor parallel
+        -> FP8 -> context parallel -> shard
     then:
         allocate -> bfloat16 copies -> recompute, compile, offload -> gradient buckets -> pipeline
 

@@ -156,8 +156,8 @@ save = _Save.apply
 
 
 # torch.compile cannot look into messages and their ledger: it compiles what lies between them.
-_gather = torch.compiler.disable(lambda x, of: Conjugate.apply(of.whole, of.sum, x))
-_sum = torch.compiler.disable(lambda y, of: Conjugate.apply(of.sum, of.whole, y))
+_gather = torch.compiler.disable(lambda x, ends: Conjugate.apply(ends.whole, ends.sum, x))
+_sum = torch.compiler.disable(lambda y, ends: Conjugate.apply(ends.sum, ends.whole, y))
 _all_reduce = torch.compiler.disable(collectives.all_reduce)
 
 
