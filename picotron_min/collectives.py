@@ -52,6 +52,8 @@ class Axis:
         self.rank, self.size = group.rank(), group.size()  # rank: the place within the row
         self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.share = (self.size - 1) / self.size  # (n-1)/n: all parts of a tensor but one
+        # Its library has neither of the two collectives in place; torch makes them with copies.
+        self.is_gloo = dist.get_backend(group) == "gloo"
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> dist.Work:
@@ -92,13 +94,26 @@ def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def start_all_gather_(rows: Tensor, axis: Axis) -> dist.Work:
     """Begin to fill rows [n, R], of which each rank has made its own, in place."""
     axis.ledger.record("all_gather", rows, axis.share)
+    if axis.is_gloo:
+        options = {"group": axis.group, "async_op": True}
+        return Works(dist.broadcast(row, group_src=i, **options) for i, row in enumerate(rows))
     return _all_gather(rows.flatten(), rows[axis.rank], group=axis.group, async_op=True)
 
 
 def start_reduce_scatter_(rows: Tensor, axis: Axis) -> dist.Work:
     """Begin to sum rows [n, R], in place: a rank's own row is the sum, the others hold anything."""
     axis.ledger.record("reduce_scatter", rows, axis.share)
+    if axis.is_gloo:
+        return dist.all_reduce(rows, group=axis.group, async_op=True)
     return _reduce_scatter(rows[axis.rank], rows.flatten(), group=axis.group, async_op=True)
+
+
+class Works(list[dist.Work]):
+    """What travels at the same time."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> Tensor:
@@ -181,12 +196,11 @@ class Shift:
         send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
         receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
         # Together: NCCL would do one after the other, and all ranks would wait for a receiver.
-        self.works = dist.batch_isend_irecv([send, receive])
+        self.works = Works(dist.batch_isend_irecv([send, receive]))
 
     def wait(self) -> Tensor:
         """The tensor of the rank `distance` before this one."""
-        for work in self.works:
-            work.wait()
+        self.works.wait()
         return self.arriving
 
 

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from picotron_min import collectives
 
 # Under the names by which collectives.py calls them: it binds some when it is imported.
-COLLECTIVES = [(dist, "all_reduce"), (dist, "all_to_all_single")]
+COLLECTIVES = [(dist, "all_reduce"), (dist, "broadcast"), (dist, "all_to_all_single")]
 COLLECTIVES += [(collectives, "_all_gather"), (collectives, "_reduce_scatter")]
 
 
