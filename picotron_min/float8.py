@@ -5,13 +5,13 @@
     E4M3        4          3          448       inputs and weights: more digits
     E5M2        5          2          57344     gradients: a wider range
 
-Neither has the range of a tensor's numbers. So each tensor is scaled before it is rounded, by as
-much as its largest number allows, and the product of two tensors is scaled back:
+A tensor's numbers may lie outside of both ranges. So it is scaled before it is rounded, by as much
+as its largest number allows, and the product of two tensors is scaled back:
 
     amax = max |x|      scale = 448 / amax, down to a power of two      bytes = round(scale x)
     x W^T  =  bytes_x bytes_W^T / (scale_x scale_W)
 
-This is current scaling: the scale is that of the tensor itself, not of earlier steps.
+This is current scaling: amax is that of the tensor itself, not of earlier steps.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning". In production: `torchao.float8`,
 TransformerEngine.
@@ -30,9 +30,9 @@ SMALLEST_AMAX = 2.0**-100  # so zeros have a scale, too, and no scale exceeds fl
 
 
 class Float8(NamedTuple):
-    """A tensor in 8 bits: about its numbers times `inverse`."""
+    """A tensor in 8 bits. Its values are about `numbers` times `inverse`."""
 
-    # As uint8, which messages take, and so that autograd sees no float8: it would round gradients.
+    # uint8, because messages take it, and because autograd would round gradients of a float8.
     bytes: Tensor
     inverse: Tensor  # [], float32: 1 / scale
     kind: torch.dtype  # E4M3 or E5M2
@@ -41,15 +41,15 @@ class Float8(NamedTuple):
     def numbers(self) -> Tensor:
         return self.bytes.view(self.kind)
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
+    def widened(self, dtype: torch.dtype) -> Tensor:  # the values, scaled back
         return self.numbers.to(dtype) * self.inverse.to(dtype)
 
     def transposed(self) -> "Float8":
-        """[.., columns] -> [columns, rows], moved in memory: GPUs multiply rows with rows only."""
+        """[.., columns] -> [columns, rows], moved in memory: GPUs multiply only rows with rows."""
         return self._replace(bytes=self.bytes.flatten(0, -2).T.contiguous())
 
     def of_bytes(self, function: Callable[["Float8"], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function for other bytes with the same scale, such as a part of the tensor."""
+        """A function of a Float8, as one of bytes that have this scale, such as a part of these."""
         return lambda part: function(self._replace(bytes=part))
 
 
@@ -60,22 +60,22 @@ def unchanged(amax: Tensor) -> Tensor:
 def quantise(
     x: Tensor, kind: torch.dtype, maximum: Callable[[Tensor], Tensor] = unchanged
 ) -> Float8:
-    """Round a tensor to 8 bits. `maximum` makes amax that of all ranks that have a part of it."""
+    """Round x to 8 bits. `maximum` makes amax that of all ranks which have a part of x."""
     amax = maximum(largest(x))
     ratio = torch.finfo(kind).max / amax.clamp(min=SMALLEST_AMAX)
-    # With a power of two x * scale is exact: a number is rounded only once, and a second time
-    # changes nothing. Without its mantissa a number is the power of two below it, exactly, so that
-    # nothing exceeds the format; exp2(floor(log2(ratio))) can be twice as large.
+    # With a power of two x * scale is exact: a number is rounded only once, and rounding the result
+    # again changes nothing. The bits of the exponent alone, without the mantissa, are the power of
+    # two below a float32, exactly; exp2(floor(log2(ratio))) can be twice as large, too much.
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
-    # Of an infinite amax the scale is 0 and its inverse infinite. 0 times inf is NaN: so all of a
-    # product is, and the norm of the gradient, and the step is skipped. A cast may hide inf as 448.
+    # An infinite amax has scale 0 and an infinite inverse. 0 times inf is NaN: so is the product,
+    # then the gradient's norm, and the step is skipped. The cast alone may turn inf into 448.
     bytes = (x * scale.to(x.dtype)).to(kind).contiguous().view(torch.uint8)
     return Float8(bytes, 1 / scale, kind)
 
 
 def largest(x: Tensor) -> Tensor:
-    """max |x| as a float32; infinite if any number is inf or NaN."""
-    if not x.numel():  # a part without numbers: its rank takes part in `maximum` all the same
+    """amax = max |x|, [] in float32; infinite if any number is inf or NaN."""
+    if not x.numel():  # a part without numbers: its rank calls `maximum` all the same
         return x.new_zeros((), dtype=torch.float32)
     amax = torch.linalg.vector_norm(x, math.inf).float()
     return amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
@@ -85,15 +85,15 @@ Product = Callable[[Float8, Float8, torch.dtype], Tensor]
 
 
 def choose_product(device_type: str, dtype: torch.dtype) -> Product:
-    """How to multiply a [.., k] with the transpose of b [n, k], for a result in a dtype."""
-    # torch's CPU kernel gives the same bits as products in float32, and takes far longer.
+    """How to multiply: a [.., k], b [n, k] -> a b^T [.., n] in a dtype."""
+    # torch's CPU kernel for 8 bits gives the same bits as a product in float32, and is far slower.
     on_gpu = device_type == "cuda" and dtype == torch.bfloat16
     return scaled_product if on_gpu else widened_product
 
 
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """In 8 bits, with sums in float32."""
-    # With fast accumulation a GPU keeps fewer digits of sums: too few for gradients.
+    """a b^T in 8 bits, with sums in float32."""
+    # With fast accumulation a GPU keeps fewer digits of sums: too few for gradients (E5M2).
     fast = a.kind == b.kind == E4M3
     rows, inverses = a.numbers.flatten(0, -2), (a.inverse, b.inverse)
     y = torch._scaled_mm(rows, b.numbers.T, *inverses, out_dtype=dtype, use_fast_accum=fast)
@@ -101,7 +101,7 @@ def scaled_product(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
 
 
 def widened_product(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """In float32, or in float64 if the result is: then layouts can be compared to 1e-10."""
+    """a b^T in float32, or in float64 if the result is: so layouts can be compared to 1e-10."""
     wide = torch.promote_types(dtype, torch.float32)
     with torch.autocast(a.bytes.device.type, enabled=False):  # it would round sums to bfloat16
         return F.linear(a.widened(wide), b.widened(wide)).to(dtype)
