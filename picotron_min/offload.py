@@ -1,8 +1,8 @@
 """Offload: what layers save for backward waits in the host's memory, which is larger than a GPU's.
 
-A layer's activations lie idle from its forward to its backward. Those of the first layers, which
-are idle for longest, are copied to the host while the next layer computes, and back while the layer
-after computes its backward. With 4 layers, of which the first 3 are offloaded:
+A layer's activations are idle from its forward to its backward. Those of the first layers, which
+are idle longest, are copied out while the next layer runs forward, and back in while the next layer
+runs backward. With 4 layers, of which the first 3 are offloaded:
 
     compute   F0 | F1    | F2    | F3    | B3   | B2   | B1   | B0
     copies         0 out   1 out   2 out   2 in   1 in   0 in
@@ -31,8 +31,8 @@ from picotron_min.model import DecoderLayer, Llama
 def apply_offload(model: Llama, num_layers: int, device_type: str) -> None:
     """Offload what the first layers of a stage save, in place; at least one other must follow.
 
-    To be called after recompute and compile, which decide what is saved, and before sharded weights
-    are gathered around each layer: they must be known as weights when it runs.
+    To be called after recompute and compile, which decide what is saved, and before apply_sharding:
+    a layer's weights must be gathered when `run` begins, which has to tell them from activations.
     """
     if not num_layers:
         return
@@ -40,7 +40,7 @@ def apply_offload(model: Llama, num_layers: int, device_type: str) -> None:
     # A stage's input stays with the pipeline, which needs its gradient, and then its memory.
     keeps_input = isinstance(model.model.embed_tokens, nn.Identity)
     offload = Offload(memory, num_layers, keeps_input)
-    # And the layer after them: while it runs, the last one's copies leave and arrive.
+    # And the next layer, which is not offloaded: while it runs, the last copies leave and return.
     for i, layer in enumerate([*model.model.layers.values()][: num_layers + 1]):
         layer.forward = partial(offload.run, i, layer, layer.forward)
 
@@ -62,7 +62,7 @@ class Saved(NamedTuple):
 
 
 def _at(tensor: Tensor, dtype: torch.dtype, *place) -> Tensor:
-    """All of the tensor's memory, or a place in it, as another tensor."""
+    """All memory of a tensor's storage, or a place in it, as another tensor without a copy."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)
 
 
@@ -75,8 +75,8 @@ class Offload:
     def run(self, i: int, layer: DecoderLayer, forward, x: Tensor, rotary: tuple) -> Tensor:
         """The i-th layer's forward of a micro-batch."""
         if i == 0:
-            # One list for each forward: in a pipeline, several wait for their backward at once.
-            self.tape: list[dict[int, Block]] = []  # of each layer, by address
+            # One for each forward: in a pipeline, several micro-batches wait for their backward.
+            self.tape: list[dict[int, Block]] = []  # the blocks of each layer, by address
         tape, blocks = self.tape, {}
         if i < self.num_layers:
             stays = addresses(layer, *rotary, *[x] * (self.keeps_input and i == 0))
@@ -84,7 +84,7 @@ class Offload:
                 out = forward(x, rotary)
         else:
             out = forward(x, rotary)
-        self.memory.finish()  # the copies of the layer before have left, while this one computed
+        self.memory.finish()  # the layer before: its copies left while this one computed
         for block in tape[-1].values() if tape else ():
             block.on_device = None
         self.memory.start_out(blocks.values())
@@ -94,17 +94,17 @@ class Offload:
         return out
 
     def backward_begins(self, tape: list[dict[int, Block]], i: int, _: Tensor) -> None:
-        """Backward of a micro-batch has come to the i-th layer."""
-        self.memory.finish()  # what this layer has saved has arrived, while the one after computed
+        """The backward of a micro-batch is about to enter the i-th layer."""
+        self.memory.finish()  # this layer's blocks arrived while the next one ran backward
         tape.pop()  # from now on its blocks live as long as autograd needs them
         if i > 0:
             self.memory.start_in(tape[-1].values())
 
 
 def addresses(layer: DecoderLayer, *others: Tensor) -> set[int]:
-    """Where the weights of a layer are, those it computes with too, and some other tensors."""
+    """The addresses of tensors that stay: a layer's weights, their copies, and the others given."""
     # By address, since a view or a detached weight is another tensor. To offload weights would be
-    # useless, and a gradient for what comes back would not be the weight's.
+    # useless, and a gradient of the tensor that comes back would not reach the weight.
     operands = (linear.operand for linear in linears(layer).values())
     tensors = [*layer.parameters(), *operands, *others]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -114,7 +114,7 @@ def _pack(blocks: dict[int, Block], stays: set[int], tensor: Tensor) -> Tensor |
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     if storage.nbytes() < LEAST_OFFLOAD or address in stays:
-        return tensor.detach()  # itself would keep the node that saves it alive, for ever
+        return tensor.detach()  # not itself: with the node that saves it, it would never be freed
     # The input of q, k and v is saved three times and moves once. Its block keeps it alive until
     # the layer's end, so that no other tensor gets its address.
     block = blocks.setdefault(address, Block(tensor))
@@ -128,7 +128,7 @@ def _unpack(saved: Tensor | Saved) -> Tensor:
 
 
 class HostMemory:
-    """Copies on a CPU, at once and in the same memory: to test and to look at, saves nothing."""
+    """Copies on a CPU, at once and in the same memory: for tests and for reading; saves nothing."""
 
     def start_out(self, blocks) -> None:
         """Begin to copy blocks from the device; until `finish` they must stay there."""
@@ -151,24 +151,24 @@ class PinnedMemory(HostMemory):
         self.stream = torch.cuda.Stream()
 
     def start_out(self, blocks) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())  # until they are computed
+        self.stream.wait_stream(torch.cuda.current_stream())  # until the blocks are computed
         with torch.cuda.stream(self.stream):
             for block in blocks:
-                # Pinned: the GPU copies by itself, while the host continues. torch keeps such
-                # memory, which is slow to get, and gives it to the next blocks.
+                # Pinned: the GPU copies by itself, while the host continues. Such memory is slow
+                # to get, so torch keeps it for the next blocks.
                 block.on_host = torch.empty_like(block.on_device, device="cpu", pin_memory=True)
                 block.on_host.copy_(block.on_device, non_blocking=True)
 
     def start_in(self, blocks) -> None:
-        for block in blocks:  # memory of the stream that computes, which also frees it
+        for block in blocks:  # allocated on the stream that computes, since it is freed there
             block.on_device = torch.empty_like(block.on_host, device=self.stream.device)
-        self.stream.wait_stream(torch.cuda.current_stream())  # until its last use is over
+        self.stream.wait_stream(torch.cuda.current_stream())  # until earlier uses of it are over
         with torch.cuda.stream(self.stream):
             for block in blocks:
                 block.on_device.copy_(block.on_host, non_blocking=True)
                 block.on_host = None
 
     def finish(self) -> None:
-        # A wait of the GPU, not of the host. What is freed or used after it needs no
-        # `record_stream`, with which a host that is layers ahead would find memory still in use.
+        # The GPU waits, not the host. What is freed or used after this needs no `record_stream`,
+        # with which a host that is some layers ahead could not use freed memory again yet.
         torch.cuda.current_stream().wait_stream(self.stream)
