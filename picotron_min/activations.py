@@ -24,17 +24,17 @@ def saved_per_token(
     """Bytes that the forward of a layer keeps for backward, per token.
 
     recompute   wide (float32, or float64)          in the compute dtype
-    none        4 E: 2 x a norm's input, and it     2 E norms' outputs + 2 Q D q, attention's output
-                normalised (fused on a GPU: 2 E)    + 2 K D k, v + 4 M gate, up, silu, product
+    none        4 E: of 2 norms each the input,     2 E norms' outputs + 2 Q D q, attention's output
+                plain and normalised (GPU: 2 E)     + 2 K D k, v + 4 M gate, up, silu, product
     selective   4 E                                 2 E + 4 M
     full        1 E: the layer's input              nothing
 
-    Linears in FP8 keep their inputs in one byte: norms' outputs, the product, and attention's
-    output, which attention itself keeps as well.
+    Linears in FP8 keep their inputs in one byte a number: norms' outputs, the product, and
+    attention's output, which attention itself keeps in the compute dtype, too.
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
     wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
-    split = tp if layout.sequence_parallel else 1  # of what is wide
+    split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
     if recompute == "full":
         return wide * E / split
     # Norms' outputs are whole: a projection keeps its input as the all-gather has made it. What is
@@ -63,7 +63,7 @@ def _saved_by_mlp(E: int, inner: float, dtype: str, fp8: bool) -> float:
 def factors_per_token(
     model_config: ModelConfig, dtype: str, layout: Layout, layer: int, fp8: bool = False
 ) -> float:
-    """Bytes of x and dy of a layer's linears, which are kept until its W, per token.
+    """Bytes of x and dy of a layer's linears, which are kept from B until W, per token.
 
     attention   2 E its input, o's gradient       2 Q D + 2 K D gradients of q, k, v; o's input
     MLP         2 E its input, down's gradient    3 M gradients of gate, up; down's input
@@ -79,9 +79,11 @@ def factors_per_token(
 
 
 def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> float:
-    """The same of a mixture, with the MLP's input. As many tokens come from other ranks as leave.
+    """Bytes that a mixture's forward keeps, its input too, per token.
 
-    router    E its input, in wide; X scores
+    As many rows are taken to come from other ranks as leave for them.
+
+    router    E its input, in wide; X scores, in wide
     experts   a row for each of a token's k, on every etp rank: E its input, 4 F as in an MLP, and
               the product once more, weighted; the weighting is in wide
     shared    E their input, 4 F each as in an MLP; E their output, if it is gated
