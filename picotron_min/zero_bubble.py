@@ -7,18 +7,18 @@ two: B computes the first, W the second, and W fills gaps (linear.py has the que
     rank 0  F0F1····B0══F2B1══F3B2══··B3══      1F1B: B is the whole backward
     rank 1  ··F0B0══F1B1══F2B2══F3B3══····
 
-    rank 0  F0F1··B0W0F2B1W1F3B2W2B3W3          ZB-H1: the last rank sends its B earlier, and has
-    rank 1  ··F0B0F1B1W0F2B2W1F3B3W2W3            its W left when the others still have a B
+    rank 0  F0F1··B0W0F2B1W1F3B2W2B3W3          ZB-H1: the last rank sends each B earlier, and
+    rank 1  ··F0B0F1B1W0F2B2W1F3B3W2W3            fills the end, where it would be idle, with W
 
     rank 0  F0F1F2f0b0w0f1b1w1F3B0W0f2b2w2B1W1f3b3w3B2W2B3W3··      ZB-V: stages 0 1 1 0; the
     rank 1  ··F0f0F1f1b0w0F2B0W0f2b1w1F3B1W1f3b2w2B2b3B3W2w3W3        way back is in lower case
 
-Time that a rank is idle, where F, B and W are the times of a stage, in ZB-V half as long:
+Time that a rank is idle, where F, B and W are the times of a stage, of half a stage in ZB-V:
 
     1F1B  (p-1) (F + B + W)      ZB-H1  (p-1) (F + B - W)      ZB-V  (p-1) max(B, 2 (B - W))
 
 Cost: from B to W a linear keeps its input and its output's gradient, about two thirds of what
-forward has kept: every rank has p such activations, where only the first one has in 1F1B.
+forward has kept. Every rank keeps up to p activations, as in 1F1B only the first one does.
 Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sections 2 and 6. In production:
 `torch.distributed.pipelining.ScheduleZBVZeroBubble`, whose order that of ZB-V is.
 """
@@ -31,8 +31,8 @@ from picotron_min.pipeline_action import Action, Kind, Plan
 def zb_h1(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """The order of 1F1B; behind B_i comes W_(i - rank), and what is left of W at the end."""
     m, letters = num_micro_batches, "F" * (ranks - rank - 1)
-    # Each rank starts its F one later and ends its B one earlier than the one before: it saves as
-    # many W for the end. With more of them it would need more memory than the first rank.
+    # Rank r ends its last B about r W earlier than rank 0 does: so it saves r of them for the end.
+    # With more it would need more memory than rank 0.
     letters += "FB" * rank + "FBW" * (m - rank) + "W" * rank
     return _plan(letters, m)
 
@@ -40,11 +40,11 @@ def zb_h1(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Pla
 def zb_v(rank: int, ranks: int, num_micro_batches: int, chunks: int = 2) -> Plan:
     """Two chunks a rank, in a V: the first rank has both ends of the model."""
     m, behind = num_micro_batches, ranks - rank  # ranks from here to the turn of the V
-    letters = "F" * (2 * behind - 1)  # until micro-batch 0 has been there and is back
+    letters = "F" * (2 * behind - 1)  # until micro-batch 0 has been at the turn and is back
     letters += "fF" * rank  # until it has been at the end of the model, and its gradient is here
-    letters += "fbw" * behind  # until that has been at the turn and is back
-    letters += "FBWfbw" * (max(m, 2 * ranks - 1) - ranks)  # all that there is
-    letters += "Bb" * rank  # no F is left. Others wait for these gradients, so W can wait
+    letters += "fbw" * behind  # until that gradient has been at the turn and is back
+    letters += "FBWfbw" * (max(m, 2 * ranks - 1) - ranks)  # the steady state, until no F is left
+    letters += "Bb" * rank  # gradients that other ranks wait for; W waits
     letters += "BW" * behind + "w" * rank + "W" * rank
     return _plan(letters, m)
 
@@ -55,7 +55,7 @@ def _plan(letters: str, num_micro_batches: int) -> Plan:
     for letter in letters:
         plan.append(Action(Kind(letter.upper()), taken[letter], chunk=int(letter.islower())))
         taken[letter] += 1
-    # Patterns repeat beyond the last micro-batch, at their ends or where there are few.
+    # With few micro-batches, and at its end, a pattern has more letters than micro-batches.
     return [action for action in plan if action.micro_batch < num_micro_batches]
 
 
@@ -64,8 +64,8 @@ def vee(stage: int, ranks: int) -> tuple[int, int]:
     return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
 
 
-# Bubbles where F, B and W take equally long, of ranks, micro-batches and chunks. Few micro-batches
-# leave gaps for which there is no W: hence the maximum.
+# Bubbles if F, B and W take equally long; `idle` is in units of these. With few micro-batches there
+# is not enough W for all gaps: hence the maximum.
 
 
 def bubble_h1(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
