@@ -74,9 +74,9 @@ def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
 
 
 def peak_live(plan: Plan, held: float = 1.0) -> float:
-    """The most activations, each of one micro-batch in one chunk, alive at once: backward frees.
+    """The most activations, each of one micro-batch in one chunk, that are alive at once.
 
-    Where backward is cut in two, B leaves the part `held` of an activation, and W frees that.
+    Backward frees one. Where it is cut in two, B keeps the part `held` of it, which W frees.
     """
     left = held if splits_backward(plan) else 0.0
     change = {Kind.FORWARD: 1, Kind.BACKWARD: left - 1, Kind.WEIGHT: -left}
@@ -84,19 +84,20 @@ def peak_live(plan: Plan, held: float = 1.0) -> float:
 
 
 def bubble(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
-    """Without W the same for all: (p - 1) / (m v + p - 1), but larger if m < p and v > 1."""
-    # The last rank starts p - 1 forwards late, the first one's gradients come p - 1 backwards late.
+    """Of a schedule without W: (p - 1) / (m v + p - 1), but larger if m < p and v > 1."""
+    # The last rank waits p - 1 forwards for its first input, rank 0 p - 1 backwards for the last
+    # gradient.
     slots = max(num_micro_batches, ranks) * chunks + min(num_micro_batches, ranks) - 1
     return 1 - num_micro_batches * chunks / slots
 
 
 def loop(stage: int, ranks: int) -> tuple[int, int]:
-    """The rank and chunk of a stage, dealt round the ranks: 0 1 0 1 for 2 ranks with 2 chunks."""
+    """The rank and chunk of a stage, in turn over the ranks: 0 1 0 1 for 2 ranks with 2 chunks."""
     return stage % ranks, stage // ranks
 
 
 class Schedule(NamedTuple):
-    """An entry in SCHEDULES is all that a schedule needs to be drawn, tested and trained with."""
+    """All that is needed to draw a schedule, to test it and to train with it."""
 
     # Both of rank, ranks, micro-batches, chunks. A stage runs its backwards in the order of the
     # micro-batches: so all schedules add up the same gradients in the same order.
