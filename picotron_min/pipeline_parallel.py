@@ -14,9 +14,9 @@ a send runs in the background until the next one of its kind.
 Cost: per micro-batch and boundary between stages one activation [B, S/cp, E] in the dtype of the
 residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back.
 
-Tied embeddings: the first and the last stage have a copy each, which start equal, get the same sum
-of both gradients once the plan has ended, and so stay equal to the last bit (placement.py, `ends`).
-In a V both are on one rank, which has the embedding once.
+Tied embeddings: the first and the last stage each have a copy. The copies start equal, get the same
+sum of both gradients at the end of the plan, and so stay equal to the last bit (placement.py,
+`ends`). In a V both stages are on one rank, which has the embedding once.
 
 Source: Huang et al. 2019, "GPipe". In production: `torch.distributed.pipelining`.
 """
@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
 
     stage: Stage
     model: nn.Module
-    queue: WeightGradients  # of its linears; B leaves them there for W, if the plan has any
+    queue: WeightGradients  # of its linears: what B leaves for W, if the plan has W
 
 
 def my_stages(num_layers: list[int], engine: str, axis: Axis) -> list[Stage]:
@@ -88,14 +88,14 @@ class Pipeline:
     def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
         """Run the plan's actions in order; gradients are added to `p.grad`.
 
-        read(i) gives micro-batch i, to the first and the last stage. What computes runs within
-        `watch(action)`, without the wait for what it needs. Returns [summed loss, number of
-        targets] in float64, zero but on the last stage: nothing here waits for the device.
+        read(i) gives micro-batch i, to the first and the last stage. Compute actions run within
+        `watch(action)`, which excludes waiting for their input. Returns [summed loss, number of
+        targets] in float64, on the device, without waiting for it; zeros but on the last stage.
         """
         self.read, self.watch = read, watch or nullcontext
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.positions.device)
         self.live: dict[tuple, tuple] = {}  # micro-batch, chunk -> its input and the graph's end
-        self.owed: dict[tuple, tuple] = {}  # micro-batch, chunk -> what W computes, and needs
+        self.owed: dict[tuple, tuple] = {}  # micro-batch, chunk -> W's queue, output's gradient
         self.arriving: dict[tuple, tuple] = {}  # kind, micro-batch, chunk -> buffer, its receive
         self.leaving: dict[tuple, Tensor] = {}  # kind, micro-batch, chunk -> what is to be sent
         self.sending: dict[tuple, dist.Work] = {}  # kind, chunk -> the latest send
@@ -149,10 +149,10 @@ class Pipeline:
             self._finish(action.micro_batch, action.chunk)
 
     def _finish(self, i: int, c: int) -> None:
-        """Compute the weight gradients that B has left, if any; then nothing needs its input."""
+        """Compute the weight gradients that B has left, if any, and free the buffer they needed."""
         left, gradient = self.owed.pop((i, c))
         left.run()
-        # Not before: what arrived is, unchanged, the output's gradient of the last linear, too.
+        # Only now: the gradient that arrived is also dy of the stage's last linear, unchanged.
         if gradient is not None:
             self.free.append(gradient)
 
@@ -175,8 +175,8 @@ class Pipeline:
             buffer, work = self.arriving.pop((kind, i, c))
             work.wait()  # on a GPU its stream waits, not this process
             return buffer
-        # In a V, the stage that it comes from may be the next chunk of this same rank. Copied, so
-        # that `free` gets back as many tensors as are taken from it.
+        # At the turn of a V it comes from another chunk of this rank, and no message brings it. It
+        # is copied, so that `free` gets back as many tensors as are taken from it.
         ways = {Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, i, c - 1)}
         ways[Kind.RECEIVE_GRADIENT] = Kind.SEND_GRADIENT, i, c + 1
         return self._buffer().copy_(self.leaving.pop(ways[kind]))
