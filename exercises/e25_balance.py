@@ -142,7 +142,7 @@ def picture(runs) -> str:
     return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
 
 
-STEP = "step += self.sum_over_batch(counts.sum(0))"
+STEP = "so_far += self.sum_over_batch(counts.sum(0))"
 F = "(X * scope / scope.sum(-1, keepdim=True))"
 
 EXERCISE = Exercise(
@@ -171,13 +171,13 @@ EXERCISE = Exercise(
             "step_forgotten",
             "The global loss counts this micro-batch alone, not what the step has seen before.",
             STEP,
-            "step = self.sum_over_batch(counts.sum(0))",
+            "so_far = self.sum_over_batch(counts.sum(0))",
         ),
         Wrong(
             "own_batch_only",
             "The global loss counts this rank's sequences alone, not those of other ranks.",
             STEP,
-            "step += counts.sum(0)",
+            "so_far += counts.sum(0)",
         ),
         Wrong(
             "sequence_for_batch",

@@ -4,21 +4,21 @@
     rank 1   experts 2 3                                    | to rank 0 | to rank 1 |
                                  all-to-all, experts compute, all-to-all back, weighted sums
 
-The ranks are the same that hold the rest of the stage, (dp, cp, tp), on a grid of their own, (edp,
-ep, etp): see mesh.py. Every rank brings tokens of its own. So an expert's gradient is complete once
-the edp ranks, which hold the same part of it, have summed theirs. etp ranks have parts of the same
-experts, as in tensor parallelism: a token goes to all of them, and its sender adds what comes back.
+Experts lie on a second grid over the ranks of a stage: not (dp, cp, tp) but (edp, ep, etp), see
+mesh.py. ep ranks have different experts; etp ranks have parts of the same ones, as in tensor
+parallelism: a token goes to all of them, and its sender adds what comes back. edp ranks hold the
+same parts. Each rank brings tokens of its own, so an expert's gradient is the sum over edp.
 
-Bytes of a layer and micro-batch over ep_etp, b those of a row, w of a weight (4 or 8), added over
-the ranks; r rows leave theirs, about n k etp (1 - 1/(ep etp)) of each rank's n tokens:
+Bytes that all ranks of ep_etp together send for a layer and a micro-batch. A row has b bytes, its
+weight w (4 or 8); r rows leave their rank, of n tokens about n k etp (1 - 1/(ep etp)):
 
-    alltoall     forward 2 r b + r w, backward the same; counts of rows, 8 bytes each, on top
-    allgather    forward 2 (ep etp - 1) (b + k w / 2) and the choices, 8 k (ep etp - 1), for each
-                 rank's n tokens, backward the first again: more, unless k is at least about ep,
+    alltoall     forward 2 r b + r w, backward the same; and counts of rows, 8 bytes each
+    allgather    forward for each token 2 (ep etp - 1) (b + k w / 2) and its choices,
+                 8 k (ep etp - 1), backward the first again: more, unless k is at least about ep,
                  but all messages have one size
 
-Recomputation sends the first messages of forward again. Without sequence parallelism a part of the
-sequence goes to each tp rank, which sends (tp-1)/tp of the whole's bytes forward, and backward.
+Recomputation sends the first messages of forward again. Without sequence parallelism each tp rank
+routes its part of the sequence, and sends (tp-1)/tp of the whole's bytes forward, and backward.
 Source: Lepikhin et al. 2020, "GShard"; Liu et al. 2025, "MoE Parallel Folding", for the two grids.
 In production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.
 """
@@ -40,7 +40,7 @@ from picotron_min.collectives import (
 )
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
-from picotron_min.moe import Dispatch, Limit, Pairs, Run, mixtures, on_device, sizes_of
+from picotron_min.moe import Dispatch, Limit, Pairs, Run, mixtures, on_device, run_sorted
 from picotron_min.router import count
 
 
@@ -60,28 +60,17 @@ def apply_expert_parallel(model: Llama, axes: Axes, engine: str, sequence_parall
             kind = {"alltoall": AllToAllDispatch, "allgather": GatherDispatch}[engine]
             moe.dispatch = kind(moe.limit, axes)
         if axes.tp.size > 1 and not sequence_parallel:  # else each rank has its own tokens already
-            moe.split, moe.join = (partial(f, axes.tp) for f in (_split, _join))
+            own, whole = partial(_own, axes.tp), partial(all_gather, axis=axes.tp, dim=1)
+            # What is whole, and its gradient, are the same on all ranks: so backward sums nothing.
+            # torch.compile cannot look into messages.
+            moe.split = torch.compiler.disable(partial(Conjugate.apply, own, whole))
+            moe.join = torch.compiler.disable(partial(Conjugate.apply, whole, own))
         moe.gate.sum_over_sequences = partial(all_reduce, axis=axes.cp_tp)
         moe.gate.sum_over_batch = partial(all_reduce, axis=axes.dp)
 
 
-def _whole(axis: Axis, x: Tensor) -> Tensor:  # [B, S/n, E] -> [B, S, E]
-    return all_gather(x, axis, dim=1)
-
-
 def _own(axis: Axis, x: Tensor) -> Tensor:  # [B, S, E] -> [B, S/n, E]
     return x.chunk(axis.size, dim=1)[axis.rank].contiguous()
-
-
-# What is whole, and its gradient, are the same on all ranks: so backward sums nothing.
-@torch.compiler.disable  # torch.compile cannot look into messages
-def _split(axis: Axis, x: Tensor) -> Tensor:
-    return Conjugate.apply(partial(_own, axis), partial(_whole, axis), x)
-
-
-@torch.compiler.disable
-def _join(axis: Axis, x: Tensor) -> Tensor:
-    return Conjugate.apply(partial(_whole, axis), partial(_own, axis), x)
 
 
 class AllToAllDispatch(Dispatch):
@@ -108,13 +97,14 @@ class AllToAllDispatch(Dispatch):
 
         lengths = to_each[:: self.etp]  # of chunks, one for each rank of ep
         pairs = Pairs(experts, sum(lengths), rows_each)
+        # Of rows and of their weights, which differ in dtype and width.
         there, there_too = (Exchange(self.axis, to_each, from_each) for _ in range(2))
         x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
         weights = there_too.start(repeat_chunks(pairs.sort(weights), lengths, self.etp))
         shared = meanwhile()  # computed while the rows travel
         x, weights = there.wait(x), there_too.wait(weights)
 
-        # Rows arrive rank by rank, and from each rank expert by expert.
+        # Rows arrive rank by rank, and from each rank expert by expert: so they are sorted again.
         numbers = torch.arange(len(sizes), device=x.device).repeat(self.axis.size)
         repeats = on_device(arriving, x.device).flatten()
         arrived = numbers.repeat_interleave(repeats, output_size=sum(sizes))
@@ -141,49 +131,39 @@ def add_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
 
 
 class Exchange:
-    """Rows that travel between `start` and `wait`; their gradients travel between the two, too."""
+    """Rows that travel between `start` and `wait`; in backward their gradients travel back.
+
+    Backward begins at `wait` what it ends at `start`: autograd runs what lies between meanwhile.
+    """
 
     def __init__(self, axis: Axis, to_each: list[int], from_each: list[int]) -> None:
-        self.axis, self.to_each, self.from_each = axis, to_each, from_each
+        self.axis, self.there, self.back = axis, (to_each, from_each), (from_each, to_each)
 
     def start(self, rows: Tensor) -> Tensor:
-        return _Start.apply(rows, self)
+        """[rows that leave, ..] -> [rows that arrive, ..], which must not be read before `wait`"""
+        return Conjugate.apply(partial(self._begin, self.there), self._end_back, rows)
 
-    def wait(self, rows: Tensor) -> Tensor:
-        return _Wait.apply(rows, self)
+    def wait(self, arriving: Tensor) -> Tensor:
+        return Conjugate.apply(self._end, self._begin_back, arriving)
 
+    def _begin(self, sizes: tuple[list[int], list[int]], rows: Tensor) -> Tensor:
+        self.sent = rows.contiguous()  # alive until it has left
+        arriving, self.work = start_exchange(self.sent, *sizes, self.axis)
+        return arriving
 
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, exchange):
-        ctx.exchange, exchange.sent = exchange, rows.contiguous()  # alive until it has left
-        sizes = exchange.to_each, exchange.from_each
-        received, exchange.work = start_exchange(exchange.sent, *sizes, exchange.axis)
-        return received
+    def _end(self, arriving: Tensor) -> Tensor:
+        self.work.wait()
+        del self.sent
+        return arriving.view_as(arriving)
 
-    @staticmethod
-    def backward(ctx, placeholder):
-        ctx.exchange.work.wait()
-        return ctx.exchange.received, None
+    def _begin_back(self, gradient: Tensor) -> Tensor:
+        # autograd checks the shape of what is returned here. What comes back has another shape: it
+        # is kept for `_end_back`, and the gradient that has left only stands in for it.
+        self.arriving_back = self._begin(self.back, gradient)
+        return gradient
 
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, received, exchange):
-        ctx.exchange = exchange
-        exchange.work.wait()
-        del exchange.sent
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx, dy):
-        # autograd runs what lies between the two while the gradients travel. It expects a gradient
-        # of the shape of `received` here; what arrives has another, so _Start returns it.
-        exchange = ctx.exchange
-        exchange.sent = dy.contiguous()
-        sizes = exchange.from_each, exchange.to_each
-        exchange.received, exchange.work = start_exchange(exchange.sent, *sizes, exchange.axis)
-        return dy, None
+    def _end_back(self, stand_in: Tensor) -> Tensor:
+        return self._end(self.arriving_back)
 
 
 class GatherDispatch(Dispatch):
@@ -204,8 +184,6 @@ class GatherDispatch(Dispatch):
         x, weights = Conjugate.apply(gather, add, x), Conjugate.apply(gather, add, weights)
         mine = gather(experts) - self.first
         mine = mine.where((mine >= 0) & (mine < self.each), self.each)  # others are as if dropped
-        sizes = sizes_of(mine, self.each, rows_each)
-        pairs = Pairs(mine, sum(sizes), rows_each)
         shared = meanwhile()
-        out = pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights)))
+        out = run_sorted(run, x, weights, mine, self.each, rows_each)
         return Conjugate.apply(add, gather, out), shared

@@ -27,7 +27,7 @@ from picotron_min.model import MLP, Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.router import Router, Tally, count
 
-Run = Callable[[Tensor, list[int], Tensor], Tensor]  # rows, how many for each expert, weights
+Run = Callable[[Tensor, list[int], Tensor], Tensor]  # MoE.run: rows, rows of each expert, weights
 
 
 def apply_moe(model: Llama, routing: Routing, tally: Tally) -> None:
@@ -56,7 +56,7 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(E, 1)
         self.limit = Limit(X, config.num_experts_per_tok, routing)
         self.dispatch = Dispatch(self.limit)
-        self.split = self.join = lambda x: x  # over tp, see expert_parallel.py
+        self.split = self.join = lambda x: x  # the sequence, over tp: see expert_parallel.py
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, E]"""
@@ -69,7 +69,7 @@ class MoE(nn.Module):
     def mix(
         self, x: Tensor, tokens: Tensor, weights: Tensor, experts: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the chosen experts [B, S, k] of tokens [B, S, E], and shared ones of x."""
+        """Run the experts [B, S, k] chosen for tokens [B, S, E], and shared ones on x."""
         weights, experts = weights.flatten(0, 1), experts.flatten(0, 1)  # [n, k]
         experts = self.limit(weights, experts)
         self.gate.tally.count(self.gate.layer, experts)
@@ -83,7 +83,7 @@ class MoE(nn.Module):
         # An expert without tokens runs, too: its gradient, which is zero, must arrive.
         return torch.cat([expert(x, w) for expert, x, w in parts])
 
-    def shared(self, x: Tensor) -> Tensor | None:
+    def shared(self, x: Tensor) -> Tensor | None:  # of all tokens, gated for each one
         if self.shared_experts is None:
             return None
         out = self.shared_experts(x)
@@ -93,7 +93,8 @@ class MoE(nn.Module):
 class Expert(MLP):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """x [r, E], weights [r] -> [r, E], weighted"""
-        # Before the last product, which is linear: so backward needs no output of an expert.
+        # Weighted before the last product, which is linear: afterwards, backward would need to keep
+        # the expert's output.
         gate, up = self.project(x)
         inner = wide(F.silu(gate) * up) * weights[:, None]
         return self.down_proj(inner.to(x.dtype))
@@ -117,22 +118,22 @@ class Limit:
 
     @torch.no_grad()
     def __call__(self, weights: Tensor, experts: Tensor) -> Tensor:
-        """[n, k] each -> experts, with X where an expert is full."""
+        """weights and experts [n, k] -> experts [n, k], with X where an expert is full."""
         capacity = self.capacity(len(experts))
         if capacity == len(experts):
             return experts
         flat, numbers = experts.flatten(), torch.arange(experts.numel(), device=experts.device)
-        first = numbers  # an expert keeps the first tokens, or those with the largest weights
+        first = numbers  # an expert keeps its first tokens, or those with the largest weights
         if self.routing.moe_token_drop_policy == "probs":
             first = weights.flatten().argsort(descending=True, stable=True)
         order = first[flat[first].argsort(stable=True)]  # by expert, then by preference
         place = torch.empty_like(numbers).scatter_(0, order, numbers)
-        place -= first_places(flat, self.num_experts)  # within the expert's
+        place -= first_places(flat, self.num_experts)  # among the pairs of its own expert
         return flat.where(place < capacity, self.num_experts).view_as(experts)
 
 
 def first_places(experts: Tensor, num_experts: int) -> Tensor:
-    """For each pair [n k] how many pairs are of experts before its own."""
+    """For each pair [n k]: how many pairs have an expert before its own."""
     counts = count(experts, num_experts)
     return (counts.cumsum(0) - counts)[experts]
 
@@ -147,18 +148,21 @@ class Dispatch:
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
         """x [n, E], weights and experts [n, k] -> the weighted sum [n, E], and `meanwhile()`."""
-        rows_each = self.limit.rows_each(len(x))
-        sizes = sizes_of(experts, self.num_experts, rows_each)
-        pairs = Pairs(experts, sum(sizes), rows_each)
         # First, because torch's checkpoint ends a repeated forward at the last tensor that it
         # needs, the experts' last input. Shared experts after it would make all run again.
         shared = meanwhile()
-        return pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights))), shared
+        rows_each = self.limit.rows_each(len(x))
+        return run_sorted(run, x, weights, experts, self.num_experts, rows_each), shared
 
 
-def sizes_of(experts: Tensor, num_experts: int, rows_each: int | None) -> list[int]:
-    """The rows of each expert. If they are not given, the host waits for a GPU here."""
-    return [rows_each] * num_experts if rows_each else count(experts, num_experts)[:-1].tolist()
+def run_sorted(
+    run: Run, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, rows_each: int | None
+) -> Tensor:
+    """Run experts that are all on this rank: sort by expert, run, sum by token; [n, E] -> [n, E]"""
+    # Without padding the host waits for a GPU here, to learn the numbers of rows.
+    sizes = [rows_each] * num_experts if rows_each else count(experts, num_experts)[:-1].tolist()
+    pairs = Pairs(experts, sum(sizes), rows_each)
+    return pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights)))
 
 
 def on_device(numbers: Sequence, device: torch.device) -> Tensor:
@@ -168,12 +172,11 @@ def on_device(numbers: Sequence, device: torch.device) -> Tensor:
 
 
 class Pairs:
-    """The pairs (token, one of its experts), sorted by expert.
+    """The pairs (token, one of its experts) [n k], and the rows [r] that have them by expert.
 
-    Dropped pairs, whose expert is num_experts, are left out. With `rows_each` every expert has so
-    many rows, and the last ones of those that have fewer pairs are zero: no shape depends on what
-    the router chose. Sums are over the k pairs of a token, in their order, without atomic
-    additions: so results repeat.
+    Dropped pairs, whose expert is num_experts, have no row. With `rows_each` every expert has so
+    many rows, the last ones zero if it has fewer pairs: no shape depends on what the router chose.
+    A token's k rows are added in their order, without atomic additions: so results repeat.
     """
 
     def __init__(self, experts: Tensor, num_rows: int, rows_each: int | None = None) -> None:
@@ -186,6 +189,7 @@ class Pairs:
         if rows_each:
             empty = numbers.new_full((num_rows + 1,), len(flat))  # behind the last pair
             order = empty.scatter_(0, places, numbers)
+        # Of each row its pair, and of each pair its row; one past the end stands for none, a zero.
         self.order, self.places, self.k = order[:num_rows], places, experts.shape[1]
         self.fills, self.drops = bool(rows_each), num_rows < len(flat) or bool(rows_each)
 

@@ -5,13 +5,13 @@
 Left alone, a router soon chooses the same few experts for all tokens, and the others learn nothing.
 There are two remedies:
 
-    balance losses   for each token X sum_i f_i s_i, where f_i is expert i's share of all choices,
-                     and s_i of the token's scores: 1 if all experts are used alike
+    balance losses   for each token X sum_i f_i s_i; f_i is expert i's share of all choices, s_i its
+                     share of the token's scores: 1 if all experts are used alike
     a bias           is added to the scores, but only to choose; it rises where tokens are few
 
 A balance loss is a sum over tokens, as the cross entropy is, and the step divides both by the
 number of target tokens: no rank, micro-batch or pipeline stage needs a factor. It is never added to
-the loss that is reported; its gradient enters in backward, where the scores get theirs.
+the cross entropy, which is reported; only its gradient is added, to that of the scores.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; the loss, Fedus et al. 2021,
 "Switch Transformers", section 2.2; the bias, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing
@@ -42,11 +42,12 @@ class Router(nn.Module):
         bias = torch.empty(config.num_local_experts) if config.scoring_func == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", bias)  # updated once a step, see Tally
         self.config, self.routing, self.tally, self.layer = config, routing, tally, layer
-        # Over the ranks with other tokens of the same sequences, and with other sequences.
+        # Over ranks with other tokens of the same sequences, and with other sequences: replaced by
+        # apply_expert_parallel.
         self.sum_over_sequences = self.sum_over_batch = lambda counts: counts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, E] -> weights and experts of each token, [B, S, k]"""
+        """[B, S, E] -> weights and experts of each token, [B, S, k]; nothing is sent but counts."""
         logits = self.logits(x)
         weights, experts, shares = route(logits, self.config, self.e_score_correction_bias)
         if torch.is_grad_enabled():
@@ -60,34 +61,35 @@ class Router(nn.Module):
 
     @torch.compiler.disable  # compiled, its gradient would be saved, and replaced in a repeat
     def _with_losses(self, weights: Tensor, shares: Tensor, logits: Tensor) -> Tensor:
-        """The weights, unchanged: in backward the losses' gradients come in here."""
+        """The weights, unchanged; in backward the losses' gradients are added, see _Attach."""
         routing = self.routing
         if routing.moe_z_loss_coeff:
             z = logits.logsumexp(-1)
             self.tally.add(self.layer, "z", z.detach().square().sum())
             weights = _Attach.apply(weights, z, 2 * routing.moe_z_loss_coeff * z.detach())
         balances = routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff
-        gradient = shares.new_zeros(len(shares), 1, shares.shape[-1])
         # A forward that is run again, for backward, only restores tensors, and its graph is thrown
         # away: nothing to attach, to count or to send.
         if any((*balances, routing.moe_global_aux_loss_coeff)) and not self.tally.is_paused:
-            gradient = self._balance(shares)
-        return _Attach.apply(weights, shares, gradient.expand_as(shares))
+            weights = _Attach.apply(weights, shares, self._balance(shares).expand_as(shares))
+        return weights
 
     @torch.no_grad()
     def _balance(self, shares: Tensor) -> Tensor:
-        """The gradient of the balance losses, for each sequence: [B, S, X] -> [B, 1, X]."""
+        """The gradient of the balance losses by shares, [B, S, X] -> [B, 1, X]: as f has none, it
+        is the same for all tokens of a sequence.
+        """
         routing, X, tally = self.routing, shares.shape[-1], self.tally
         best = shares.topk(self.config.num_experts_per_tok).indices  # without bias and groups
         counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
         counts = self.sum_over_sequences(counts)  # [B, X], of whole sequences
-        step = tally.so_far[self.layer]
+        so_far = tally.so_far[self.layer]  # [X], of the step
         if routing.moe_global_aux_loss_coeff:
-            step += self.sum_over_batch(counts.sum(0))
+            so_far += self.sum_over_batch(counts.sum(0))
         scopes = {  # a loss, its coefficient, and the tokens among which experts are to be even
             "seq_load_balancing_loss": (routing.moe_seq_aux_loss_coeff, counts),
             "load_balancing_loss": (routing.moe_aux_loss_coeff, counts.sum(0)),
-            "global_load_balancing_loss": (routing.moe_global_aux_loss_coeff, step),
+            "global_load_balancing_loss": (routing.moe_global_aux_loss_coeff, so_far),
         }
         gradient = torch.zeros_like(counts)
         for name, (coefficient, scope) in scopes.items():
@@ -99,12 +101,12 @@ class Router(nn.Module):
 
 
 class _Attach(torch.autograd.Function):
-    """x, unchanged; backward also gives `tensor` a gradient, that of a loss which nothing adds."""
+    """x, unchanged; backward gives `tensor` a gradient, too, as if its loss were in the total."""
 
     @staticmethod
     def forward(ctx, x, tensor, gradient):
-        # Not saved for backward: a forward that is run again must not replace it, since counts over
-        # a step have grown by then.
+        # Not by save_for_backward: a forward that is run again would replace it, and the counts of
+        # the step have grown by then.
         ctx.gradient = gradient
         return x.view_as(x)
 
@@ -114,9 +116,9 @@ class _Attach(torch.autograd.Function):
 
 
 def apply_forced_balance(model: nn.Module, seq_length: int, positions: Tensor) -> None:
-    """Replace routers' choices by random ones, in place: for benchmarks, of routing that is even.
+    """Replace routers' choices by random ones, in place: benchmarks then measure an even routing.
 
-    Logits depend on the layer and the position alone; `positions` are those of this rank.
+    Logits depend on the layer and the position alone; `positions` [S/cp/tp] are this rank's.
     """
     for router in (m for m in model.modules() if isinstance(m, Router)):
         generator = torch.Generator().manual_seed(router.layer)
@@ -125,26 +127,21 @@ def apply_forced_balance(model: nn.Module, seq_length: int, positions: Tensor) -
 
 
 def _replaced(logits: Callable[[Tensor], Tensor], table: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x: _Replace.apply(logits(x), table)
+    def replaced(x: Tensor) -> Tensor:
+        own = logits(x)
+        # The table, exactly, but the gradient goes to `own`: the work of a step stays the same.
+        return own - own.detach() + table
 
-
-class _Replace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, table):
-        return table.to(logits.dtype).expand_as(logits).contiguous()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None  # as if they were the router's own: the work of a step stays the same
+    return replaced
 
 
 def route(
     logits: Tensor, config: ModelConfig, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [..., X] -> weights and experts [..., k], and each expert's share of the scores.
+    """logits [..., X] -> weights and experts [..., k], and shares of the scores [..., X].
 
-    With groups (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2) only experts of the best ones are
-    chosen; a group is as good as its two best experts.
+    With groups of experts only those of the best topk_group groups are chosen; a group is as good
+    as its two best experts (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
     """
     scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
     with torch.no_grad():
@@ -164,9 +161,9 @@ def route(
 
 
 class Tally:
-    """What the routers of a rank count in a step: one row per layer, also of layers elsewhere.
+    """What the routers of a rank count in a step: a row for each layer of the whole model.
 
-    A row has the tokens of each expert that are not dropped, then COLUMNS. Forwards that are run
+    A row has the tokens of each expert, without dropped ones, then COLUMNS. Forwards that are run
     again, for backward, are not counted: see apply_recompute in parallelize.py.
     """
 
@@ -189,7 +186,7 @@ class Tally:
             self.table[layer, self.num_experts + self.COLUMNS.index(column)] += value
 
     def count(self, layer: int, experts: Tensor) -> None:
-        """The tokens [n, k] that each expert gets, and the dropped ones, whose expert is X."""
+        """Add the tokens of each expert, and dropped ones, whose expert is X: experts [n, k]."""
         if torch.is_grad_enabled() and not self.is_paused:
             counts = count(experts, self.num_experts)  # the last, of dropped ones, is COLUMNS[0]
             self.table[layer, : self.num_experts + 1] += counts
@@ -213,6 +210,6 @@ class Tally:
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """How many are of each expert, and how many are num_experts, which are dropped: [X + 1]."""
+    """How many are of each expert; the last, num_experts, are dropped ones: [..] -> [X + 1]."""
     experts = experts.flatten()  # torch.bincount would make the host wait for a GPU
     return experts.new_zeros(num_experts + 1).scatter_add_(0, experts, torch.ones_like(experts))
