@@ -12,14 +12,14 @@ from exercises.pictures import timeline
 TASK = """
 Write the backward of _Enter: it gets the gradients of what each of its linears has computed, and
 returns the gradient of their common input, summed over the ranks: the layer below waits for it.
-Weight gradients have time. Leave each in the queue of the boundary, and let the queue settle while
+Weight gradients have time. Put each into the queue of the boundary, and let the queue settle while
 the sum travels: multiply_scatter has an argument for that.
 Read: tensor_parallel.py, linear.py.
 """
 
 HINTS = (
-    "Three things: leave what is needed for the weight gradients; begin the sum; settle the queue.",
-    "queue.leave and queue.settle of the boundary, linear.input_gradient, multiply_scatter.",
+    "Three things: put what weight gradients need into the queue; begin the sum; settle the queue.",
+    "queue.put and queue.settle of the boundary, linear.input_gradient, multiply_scatter.",
     "Put (linear, x, dy) of each linear into the queue. Then multiply and scatter all dys, with the"
     " input gradients as products and settle as `meanwhile`. Return one value for each argument"
     " of forward but ctx: boundary and linears have no gradient.",
@@ -83,7 +83,7 @@ SUM = "dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.se
 ALONE = "dx = boundary.multiply_scatter(dys, products)"
 SETTLE = "boundary.queue.settle()"
 LEAVE = """for linear, dy in zip(linears, dys, strict=True):
-        boundary.queue.leave(linear, x, dy)
+        boundary.queue.put(linear, x, dy)
 """
 RETURN = "return None, None, dx"
 
@@ -186,7 +186,7 @@ def backward(ctx, *dys):
     queue, gradients = ctx.boundary.queue, []
     for i in range(len(dys)):
         gradients.append(ctx.linears[i].input_gradient)
-        queue.leave(ctx.linears[i], saved, dys[i])
+        queue.put(ctx.linears[i], saved, dys[i])
     y, work = ctx.boundary.start_sum(add_products(dys, gradients))
     queue.settle()
     work.wait()

@@ -1,6 +1,6 @@
 """31 later: a weight gradient is computed when there is time for it
 
-Two linears leave (layer, x, dy) in a queue in each backward. Who waits is chosen beforehand: with
+Two linears put (layer, x, dy) into a queue in each backward. Who waits is chosen beforehand: with
 hold, until settle; with split, until the pipeline's W. W runs micro-batches in another order.
 """
 
@@ -10,18 +10,18 @@ from exercises.exercise import Case, Exercise, Wrong, draw
 from exercises.pictures import timeline
 
 TASK = """
-A queue of (layer, x, dy), whose weight gradients dy^T x are still to be computed. `leave` adds one,
+A queue of (layer, x, dy), whose weight gradients dy^T x are still to be computed. `put` adds one,
 and runs the queue at once unless it waits. With `hold` it waits until `settle`, with `split` (or
-with both) until what was left is taken and run: then `settle` does nothing. `take` returns what is
+with both) until what is here is taken and run: then `settle` does nothing. `take` returns what is
 here as a queue of its own, and leaves none here. `run` computes all that is here, once:
 layer.add_weight_gradient(x, dy). Gradients must have no graph, wherever `run` is called.
 Read: linear.py.
 """
 
 HINTS = (
-    "leave puts it in; settle and leave run the queue, unless something waits; run empties it.",
+    "put and settle run the queue, unless something waits; run empties it.",
     "self.append, self.pop or self.clear, torch.no_grad, layer.add_weight_gradient.",
-    "`waits` is hold or split. leave appends, and runs if it does not wait; settle runs if there is"
+    "`waits` is hold or split. put appends, and runs if it does not wait; settle runs if there is"
     " no split. take copies the list into a new WeightGradients, and clears this one. run takes"
     " one after the other out of the list, without gradients.",
 )
@@ -207,7 +207,7 @@ class WeightGradients(list):
     def waits(self):
         return any((self.hold, self.split))
 
-    def leave(self, layer, x, dy):
+    def put(self, layer, x, dy):
         self.append((layer, x.detach(), dy.detach()))
         if not self.hold:
             self.settle()

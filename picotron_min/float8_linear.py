@@ -76,7 +76,7 @@ class _Enter(torch.autograd.Function):
         dys = [ctx.round8(dy, E5M2) for dy in dys]  # of this rank's heads: no other has a part
         products = []
         for linear, dy in zip(linears, dys, strict=True):
-            boundary.queue.leave(linear, x, dy)
+            boundary.queue.put(linear, x, dy)
             products.append(dy.of_bytes(linear.input_gradient))
         bytes, settle = [dy.bytes for dy in dys], boundary.queue.settle
         return None, None, None, boundary.multiply_scatter(bytes, products, meanwhile=settle)
@@ -96,7 +96,7 @@ class _Leave(torch.autograd.Function):
         dy = ctx.round8(dy, E5M2, boundary.maximum)
         whole, (dx,) = boundary.gather_multiply(dy.bytes, [dy.of_bytes(linear.input_gradient)])
         x = Float8(*ctx.saved.saved_tensors, E4M3)
-        boundary.queue.leave(linear, x, dy._replace(bytes=whole))
+        boundary.queue.put(linear, x, dy._replace(bytes=whole))
         return None, None, None, None, dx
 
 

@@ -30,12 +30,14 @@ def apply_grouped_experts(
     """
     sizes = model.config.hidden_size, model.config.moe_intermediate_size // etp
     if dtype == torch.float64 or any(size * dtype.itemsize % 16 for size in sizes):
-        return  # torch has no such kernel: the loop remains
+        return  # torch has no kernel for these: the loop remains
     for moe in mixtures(model):
         moe.run = GroupedExperts(list(moe.experts.values()), queue)
 
 
 class GroupedExperts:
+    """In place of MoE.run: three products for all experts of a rank."""
+
     def __init__(self, experts: list[MLP], queue: WeightGradients) -> None:
         self.gate = Stack([expert.gate_proj for expert in experts], queue)
         self.up = Stack([expert.up_proj for expert in experts], queue)
@@ -50,7 +52,7 @@ class GroupedExperts:
 
 
 class Stack:
-    """The same linear of several experts: weights [X, out, in]."""
+    """The same linear of several experts: weights [X, out, in], of which theirs become views."""
 
     def __init__(self, linears: list[Linear], queue: WeightGradients) -> None:
         self.linears, self.queue, self.joined = linears, queue, None
@@ -67,9 +69,9 @@ class Stack:
             return torch.stack([linear.operand for linear in self.linears])
         return self.joined
 
-    def add_weight_gradient(self, rows: tuple[Tensor, Tensor], dy: Tensor) -> None:
-        """Add dy^T x to every expert's gradient; it is zero for an expert without rows."""
-        x, ends = rows
+    def add_weight_gradient(self, x_ends: tuple[Tensor, Tensor], dy: Tensor) -> None:
+        """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
+        x, ends = x_ends  # where each expert's rows end; one without rows gets zeros
         gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]
         joined = joined_view([linear.gradient for linear in self.linears])
         if joined is None:  # sharded, or in several buckets
@@ -94,6 +96,8 @@ def joined_view(tensors: list[Tensor | None]) -> Tensor | None:
 
 
 class _Product(torch.autograd.Function):
+    """As in linear.py, of all experts."""
+
     @staticmethod
     def forward(ctx, stack, ends, x):
         ctx.stack, ctx.ends = stack, ends
@@ -104,5 +108,5 @@ class _Product(torch.autograd.Function):
     def backward(ctx, dy):
         stack, dy = ctx.stack, dy.contiguous()  # the kernel reads no expanded tensor
         dx = F.grouped_mm(dy, stack.operand, offs=ctx.ends)
-        stack.queue.leave(stack, (*ctx.saved_tensors, ctx.ends), dy)
+        stack.queue.put(stack, (*ctx.saved_tensors, ctx.ends), dy)
         return None, None, dx

@@ -11,9 +11,11 @@ only dx, and puts (layer, x, dy) into a queue. When the queue is run, dW is adde
 place. Each product is a method, so that a subclass can compute it in another way, for example in 8
 bits.
 
-With `copy` the products are in bfloat16. The weight itself stays in float32, because most updates
-are smaller than what bfloat16's three digits can hold (Micikevicius et al. 2018, "Mixed Precision
-Training", section 3.1). In production: Megatron-LM's `gradient_accumulation_fusion`.
+A linear may have a bfloat16 copy of its weight, to compute these products with. The weight itself
+stays in float32, because most updates are smaller than what bfloat16's three digits can hold.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. In production:
+Megatron-LM's `gradient_accumulation_fusion`.
 """
 
 import weakref
@@ -27,20 +29,20 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """y = x W^T, without a bias: x [..., in], W [out, in] -> y [..., out]."""
 
-    copy: Tensor | None = None  # what the products are computed with; None: the weight itself
+    copy: Tensor | None = None  # of the weight, in bfloat16; None: products are with the weight
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def gradient_arrived(self) -> None:
-        """Called when the weight's gradient has grown; build_buckets in parallelize.py sets it."""
+        """Called whenever the weight's gradient has grown; build_buckets replaces it."""
 
     @property
-    def operand(self) -> Tensor:
+    def operand(self) -> Tensor:  # [out, in], what the products are computed with
         return self.weight if self.copy is None else self.copy
 
     @property
-    def gradient(self) -> Tensor | None:  # sharded weights may be freed before this is computed
+    def gradient(self) -> Tensor | None:  # a sharded weight may have been freed by now
         return None if self.weight is None else self.weight.grad
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ class Linear(nn.Linear):
         return dy @ self.operand
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x to the weight's gradient."""
+        """Add dy^T x to the weight's gradient: x [..., in], dy [..., out] -> [out, in]."""
         x, dy, gradient = x.flatten(0, -2), dy.flatten(0, -2), self.gradient
         # In place: one pass over the gradient, no temporary, and sums are never rounded to 16 bits.
         if gradient is not None and x.dtype == gradient.dtype:
@@ -66,8 +68,8 @@ class Linear(nn.Linear):
             self.add_gradient(dy.T @ x)
 
     def make_copy(self, dtype: torch.dtype) -> None:
-        """Compute with a copy of the weight, unless that is sharded and gathered in `dtype`."""
-        if self.weight is None:
+        """Compute with a copy of the weight from now on."""
+        if self.weight is None:  # sharded: it is gathered in `dtype` already
             return
         self.copy = self.weight.detach().to(dtype).requires_grad_()
         weak = weakref.proxy(self)  # the garbage collector sees no cycle through such a hook
@@ -75,7 +77,7 @@ class Linear(nn.Linear):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """To be called when the weight has changed: what is computed with follows it."""
+        """Copy the weight again: to be called when it has changed."""
         if self.copy is not None:
             self.copy.copy_(self.weight)
 
@@ -107,27 +109,27 @@ def adds_to_float32(device: torch.device) -> bool:
 class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
     """A queue of (layer, x, dy), whose weight gradients are still to be computed.
 
-    When they are is chosen once, while the model is built: at once, in `settle`, or after `take`.
+    It runs at once, in `settle`, or after `take`, which is chosen once, while the model is built.
     """
 
-    hold = False  # until `settle`: tensor parallelism calls it while a message travels
-    split = False  # until `take`: the pipeline's plan has W
+    hold = False  # until `settle`, which tensor parallelism calls while a message travels
+    split = False  # until `take`, even with `hold`: the plan cuts backward into B and W
 
     @property
     def waits(self) -> bool:
         return self.hold or self.split
 
-    def leave(self, layer: Linear, x: Tensor, dy: Tensor) -> None:
+    def put(self, layer: Linear, x: Tensor, dy: Tensor) -> None:
         self.append((layer, x, dy))
         if not self.waits:
             self.run()
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # a message travels: compute meanwhile, unless W will
         if not self.split:
             self.run()
 
     def take(self) -> "WeightGradients":
-        """What has been left here, as a queue of its own: that of one micro-batch."""
+        """Empty the queue; what it had, of one micro-batch, is returned as another queue."""
         taken = WeightGradients(self)
         self.clear()
         return taken
@@ -140,7 +142,7 @@ class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
 
 
 def refuse_missing(missing: dict[str, int]) -> None:
-    """Raise RuntimeError if gradients of any parameter have not arrived, so many of each."""
+    """Raise RuntimeError if gradients have not arrived; `missing`: how many, by parameter."""
     if names := ", ".join(f"{name} ({n})" for name, n in sorted(missing.items()) if n):
         why = "every parameter must take part in the loss of each micro-batch"
         raise RuntimeError(f"gradients are missing (how many) for {names}: {why}")
@@ -158,6 +160,8 @@ def apply_queue(model: nn.Module, queue: WeightGradients) -> None:
 
 
 class _Product(torch.autograd.Function):
+    """The linear's product; backward computes dx, and leaves dW to the queue."""
+
     @staticmethod
     def forward(ctx, linear, queue, x):  # no weight among them: autograd computes no dW
         ctx.linear, ctx.queue = linear, queue
@@ -167,7 +171,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dx = ctx.linear.input_gradient(dy)  # before a sharded weight may be freed
-        ctx.queue.leave(ctx.linear, *ctx.saved_tensors, dy)
+        ctx.queue.put(ctx.linear, *ctx.saved_tensors, dy)
         return None, None, dx
 
 

@@ -2,8 +2,8 @@
 
 The first matrices of a sublayer are cut by output (column-parallel: a rank has some heads, or some
 of the MLP's inner units), the last one by input (row-parallel). Between them no communication is
-needed. What comes out is a sum over ranks, [x0 x1] [W0; W1] = x0 W0 + x1 W1. So is the gradient of
-x in backward, where each rank has only what its own heads contribute:
+needed. The output is a sum over ranks, [x0 x1] [W0; W1] = x0 W0 + x1 W1. So is the gradient of x in
+backward, to which each rank contributes that of its own heads:
 
                       enter                                        leave
     x, on all ranks  ------>  [ q k v | heads | o ]  of rank 0  --+
@@ -16,9 +16,9 @@ parallelism norms and residuals between sublayers are cut along the sequence, to
     plain         nothing                           all-reduce
     sequence      all-gather                        reduce-scatter
 
-Cost: both send 4 x 2 (n-1)/n b a layer, and twice more for embedding (in float32) and lm_head; b is
-the bytes of [B, S, E].
-Sequence parallelism divides memory by n, but for the gathered inputs, which backward needs.
+Cost of both: four sums a layer, and one each for the embedding (in float32) and lm_head. A sum
+sends 2 (n-1)/n b, also as gather and reduce-scatter; b is the bytes of [B, S, E].
+Sequence parallelism divides activations by n, except gathered inputs, which backward needs.
 Recomputation sends the forward's messages again, except the last `leave` of the recomputed part.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing Activation
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
@@ -47,7 +47,7 @@ class Boundary:
     """Between sublayers every rank has all of x [B, S, E]."""
 
     axis: Axis
-    queue: WeightGradients  # of the linears; settled in the backward of enter
+    queue: WeightGradients  # of the linears; the backward of enter settles it
 
     def whole(self, x: Tensor) -> Tensor:  # enter, and the backward of leave
         return x
@@ -56,7 +56,7 @@ class Boundary:
         y = y.contiguous()
         return y, collectives.start_all_reduce(y, self.axis)
 
-    def maximum(self, amax: Tensor) -> Tensor:  # of x; see float8.py
+    def maximum(self, amax: Tensor) -> Tensor:  # the largest |x|, over all parts of x: for float8
         return amax
 
     def sum(self, y: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ class Boundary:
         return y
 
     def gather_multiply(self, x: Tensor, products: Products) -> tuple[Tensor, list[Tensor]]:
-        """All of x, and its products."""
+        """All of x, [B, S, E], and its products."""
         x = self.whole(x)
         return x, [product(x) for product in products]
 
     def multiply_scatter(
         self, xs: Sequence[Tensor], products: Products, meanwhile: Callable = lambda: None
     ) -> Tensor:
-        """The products of several x, added up over the ranks; `meanwhile()` while they travel."""
+        """x0 W0 + x1 W1 + ..., summed over the ranks; `meanwhile()` runs while it travels."""
         y, work = self.start_sum(add_products(xs, products))
         meanwhile()
         work.wait()  # NCCL: the stream waits, not the host
@@ -93,6 +93,7 @@ class SequenceBoundary(Boundary):
 
 
 def add_products(xs: Sequence[Tensor], products: Products) -> Tensor:
+    # In the memory of the first product, which is this function's own.
     return reduce(Tensor.add_, (product(x) for x, product in zip(xs, products, strict=True)))
 
 
@@ -110,9 +111,9 @@ class _Enter(torch.autograd.Function):
     def backward(ctx, *dys):
         boundary, linears, (x,) = ctx.boundary, ctx.linears, ctx.saved_tensors
         for linear, dy in zip(linears, dys, strict=True):
-            boundary.queue.leave(linear, x, dy)
+            boundary.queue.put(linear, x, dy)
         # The layer before waits for dx, and nothing waits for weight gradients: so they are
-        # computed while dx travels. All linears of the sublayer have put theirs here by now.
+        # computed while dx travels. All linears of the sublayer, o too, are in the queue by now.
         # In a pipeline whose plan has W, they wait for that, and nothing hides the message.
         products = [linear.input_gradient for linear in linears]
         dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.settle)
@@ -124,19 +125,20 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, boundary, linear, x):
-        ctx.boundary, ctx.linear, ctx.saved = boundary, linear, x.grad_fn  # of _Save
+        ctx.boundary, ctx.linear = boundary, linear
+        ctx.saved = x.grad_fn  # x comes from _Save, which has saved it
         return boundary.multiply_scatter([x], [linear.product])
 
     @staticmethod
     def backward(ctx, dy):
         boundary, linear = ctx.boundary, ctx.linear
         dy, (dx,) = boundary.gather_multiply(dy, [linear.input_gradient])
-        boundary.queue.leave(linear, *ctx.saved.saved_tensors, dy)
+        boundary.queue.put(linear, *ctx.saved.saved_tensors, dy)
         return None, None, dx
 
 
 class _Save(torch.autograd.Function):
-    """x, of which something is saved for backward before _Leave, not by it.
+    """x, unchanged; saves what _Leave needs of it in backward, before _Leave runs.
 
     When torch's checkpoint repeats a forward, it stops where the last tensor is saved: so it
     repeats neither the last product nor its message.
@@ -156,8 +158,8 @@ save = _Save.apply
 
 
 # torch.compile cannot look into messages and their ledger: it compiles what lies between them.
-_gather = torch.compiler.disable(lambda x, ends: Conjugate.apply(ends.whole, ends.sum, x))
-_sum = torch.compiler.disable(lambda y, ends: Conjugate.apply(ends.sum, ends.whole, y))
+_gather = torch.compiler.disable(lambda x, at: Conjugate.apply(at.whole, at.sum, x))
+_sum = torch.compiler.disable(lambda y, at: Conjugate.apply(at.sum, at.whole, y))
 _all_reduce = torch.compiler.disable(collectives.all_reduce)
 
 
@@ -165,8 +167,8 @@ def apply_tensor_parallel(model: Llama, boundary: Boundary) -> None:
     """Put the collectives around every sublayer of a model, in place.
 
     Its matrices must be this rank's parts already, see `narrow` in parallelize.py, and its linears
-    use the boundary's queue, which holds what they put there. The vocabulary need not divide by n:
-    the last ranks have fewer rows, but some.
+    must use the boundary's queue, with `hold`. The vocabulary need not divide by n: the last ranks
+    have fewer rows, at least one.
     """
     axis = boundary.axis
     if axis.size == 1:
@@ -202,7 +204,7 @@ def _put_around(sublayer: nn.Module, first: list[Linear], last: Linear, boundary
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Each rank looks up the tokens in its rows; the others are zero there, and summed."""
+    """Each rank looks up the tokens of its own rows, zeros for all others, and ranks are summed."""
 
     def __init__(self, weight: nn.Parameter, first: int, boundary: Boundary) -> None:
         super().__init__()
@@ -211,9 +213,9 @@ class VocabularyParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> [B, S, E], or [B, S/tp, E] with sequence parallelism"""
         ids = tokens - self.first
-        is_here = (ids >= 0) & (ids < len(self.weight))  # [B, S], true on one rank for each token
+        is_here = (ids >= 0) & (ids < len(self.weight))  # [B, S]; each token is on one rank
         x = F.embedding(ids.where(is_here, 0), self.weight) * is_here[..., None]
-        return _sum(x, self.boundary)  # backward adds nothing: each rank has its own rows
+        return _sum(x, self.boundary)  # its backward is no sum: each rank updates its own rows
 
 
 class VocabularyParallelHead(Head):
