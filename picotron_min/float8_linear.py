@@ -1,16 +1,18 @@
 """Linears in FP8: a sublayer's input is rounded once, and its linears share the bytes.
 
-    forward     x -> bytes, E4M3 --(gather)--> q, k, v; gate, up          bytes W^T
-    backward    dy of each -> bytes, E5M2 ---> dx, the ranks' sum         bytes W
-    later       dW = dy^T x, added to the gradient in float32
+    forward     x -> bytes, E4M3 --(gather)--> q, k, v; gate, up          x W^T
+    backward    dy of each -> bytes, E5M2 ---> dx, the ranks' sum         dy W
+    later       the same bytes ---> dW, added to the gradient in float32  dy^T x
 
-The last linear of a sublayer, o or down, does the reverse: its dy is what is gathered. What is
-gathered is bytes, half of bfloat16's; sums travel in bfloat16, since their scale is not known
-before they are complete. Weights are rounded once a step: every micro-batch, and what runs again,
-sees the same bytes. The weights themselves stay float32, for the optimizer.
+The last linear of a sublayer, o or down, does the reverse: its dy is gathered. Gathers send bytes,
+half of bfloat16's; sums travel in bfloat16, since their scale is not known before they are
+complete. Weights are rounded once a step: every micro-batch, and what runs again, uses the same
+bytes. The weights themselves stay float32, for the optimizer.
 
-Whose amax: a rank's own, where its part is all that it multiplies with. Where parts are gathered,
-they need the same scale: amax is the maximum over the ranks, 4 bytes more and their latency.
+Parts that are gathered need one scale, from the maximum of all ranks' amax: a message of 4 bytes,
+and its latency. What a rank multiplies alone has a scale of its own.
+
+tensor_parallel.py has the same two Functions without rounding, and more comments.
 """
 
 from collections.abc import Callable
@@ -26,24 +28,25 @@ from picotron_min.tensor_parallel import Boundary, save, sublayers
 
 
 class Float8Linear(Linear):
-    """A linear whose products are of bytes; `dtype` is that of the results."""
+    """A linear that multiplies in 8 bits; `dtype` is that of the results."""
 
     rows: Float8 | None = None  # W [out, in]
     columns: Float8 | None = None  # W^T [in, out]
 
     def __init__(self, weight: nn.Parameter, dtype: torch.dtype, multiply: Product) -> None:
-        with torch.device("meta"):  # the weight is there already, and perhaps cut
+        with torch.device("meta"):  # the weight exists already, and may be cut
             super().__init__(*reversed(weight.shape))
         self.weight, self.dtype, self.multiply = weight, dtype, multiply
 
     def make_copy(self, dtype: torch.dtype) -> None:
-        """It multiplies with bytes, not with a copy."""
+        """None: it multiplies with bytes."""
 
     def refresh(self) -> None:
+        """Round the weight: to be called when it has changed."""
         if self.weight is None:  # sharded, and freed
             self.rows = self.columns = None
             return
-        # By way of dtype, in which sharded weights are gathered: so that the bytes are the same.
+        # First to dtype, in which sharded weights are gathered: so that the bytes are the same.
         self.rows = quantise(self.weight.detach().to(self.dtype), E4M3)
         self.columns = self.rows.transposed()
 
@@ -54,7 +57,7 @@ class Float8Linear(Linear):
         return self.multiply(dy, self.columns, self.dtype)
 
     def add_weight_gradient(self, x: Float8, dy: Float8) -> None:
-        # Unlike other products, one of 8-bit numbers cannot be added to the gradient in place.
+        # No kernel adds a product of 8-bit numbers to a matrix in place, as Linear does.
         dtype = torch.promote_types(self.dtype, torch.float32)
         self.add_gradient(self.multiply(dy.transposed(), x.transposed(), dtype))
 
@@ -73,7 +76,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dys):
         boundary, linears, x = ctx.boundary, ctx.linears, Float8(*ctx.saved_tensors, E4M3)
-        dys = [ctx.round8(dy, E5M2) for dy in dys]  # of this rank's heads: no other has a part
+        dys = [ctx.round8(dy, E5M2) for dy in dys]  # no other rank multiplies them: own scales
         products = []
         for linear, dy in zip(linears, dys, strict=True):
             boundary.queue.put(linear, x, dy)
@@ -83,7 +86,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """As in tensor_parallel.py: the last linear of a sublayer. x8 is what `save` has saved of x."""
+    """As in tensor_parallel.py: the last linear of a sublayer. `save` has kept x8 for backward."""
 
     @staticmethod
     def forward(ctx, boundary, round8, linear, x8, x):
@@ -108,7 +111,7 @@ def apply_float8(
     dtype: torch.dtype,
     compiles: bool = False,
 ) -> None:
-    """Let the linears of a model's layers, of those `in_fp8`, multiply in 8 bits, in place.
+    """Let the linears of those layers that are `in_fp8(number)` multiply in 8 bits, in place.
 
     The embedding, lm_head, routers and routed experts stay as they are.
     """
