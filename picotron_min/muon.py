@@ -1,7 +1,7 @@
 """Muon: every update of a hidden matrix has about the same size in all directions.
 
-A gradient is mostly a few directions; AdamW scales its elements, not its directions. Muon keeps the
-directions and makes all their lengths equal:
+A few directions make up most of a gradient; AdamW scales its elements, not its directions. Muon
+keeps the directions and makes all their lengths equal:
 
     momentum  U S V^T  -- orthogonalise -->  about U V^T        (singular values 0.7 to 1.2)
                |  |  |
@@ -15,7 +15,7 @@ of Muon is scaled to the usual size of AdamW's.
 
 Cost: one state instead of AdamW's two. 5 (4 k^2 l + 2 k^3) FLOPs for a matrix of k x l, k <= l: for
 a model of 8B and a million tokens a step, 1.4% of its FLOPs if no rank repeats another's work.
-With tp a step sends (tp-1)/tp of the matrices' bytes in the compute dtype.
+With tp a step gathers updates: (tp-1)/tp of the matrices' bytes in the compute dtype.
 Source: Jordan et al. 2024, "Muon"; scaling, Liu et al. 2025, "Muon is Scalable for LLM Training",
 section 2.2. In production: `torch.optim.Muon`, which knows no tensor parallelism.
 """
@@ -43,11 +43,12 @@ class Matrix(NamedTuple):
 def hidden_matrices(
     parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], axes: Axes
 ) -> list[Matrix]:
-    """What Muon updates, of the parameters by saved name."""
+    """Those of the parameters, by saved name, that Muon updates: of attention and of MLPs."""
     matrices = []
     for name, parameter in parameters.items():
         if placements[name].is_hidden_matrix:
-            cuts = [cut for cut in placements[name].cuts if cut.owner is None]  # experts are whole
+            # An expert has an owner in ep, which has all of it: only etp may cut it.
+            cuts = [cut for cut in placements[name].cuts if cut.owner is None]
             cuts = [(getattr(axes, cut.axis), cut.dim) for cut in cuts]
             cut, *more = [(axis, dim) for axis, dim in cuts if axis.size > 1] or [None]
             assert not more, f"{name}: Muon gathers over one axis"
@@ -60,8 +61,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, matrices: Sequence[Matrix], rest: torch.optim.AdamW, recipe: Recipe) -> None:
         group = {"params": [matrix.parameter for matrix in matrices]}  # none on some ranks
-        keys = ("lr", recipe.learning_rate), ("weight_decay", recipe.weight_decay)
-        super().__init__([group], dict(keys))
+        defaults = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay}
+        super().__init__([group], defaults)
         self.matrices, self.rest, self.momentum = matrices, rest, recipe.momentum
         self.dtype = getattr(torch, recipe.dtype)
         for parameter in group["params"]:
