@@ -10,9 +10,9 @@ both are cut into n parts, which are sent one by one. Rank 1 of 4, x2 being rank
     multiply, scatter    multiply     x2 W    x3 W    x0 W    x1 W
                          send                 to 2    to 3    to 0    each straight to its owner
 
-Cost: the bytes of the two collectives, (n-1)/n b each. What remains exposed is only how much longer
-a part travels than the product of a part takes. In return, products of S/n rows use a GPU less
-well, and n partial sums are kept. docs/tensor_overlap.md has numbers.
+Cost: the bytes of the two collectives, (n-1)/n b each. A part whose product takes longer than its
+message hides it; else the difference is waited for. But products of S/n rows use a GPU less well,
+and n partial sums are kept. docs/tensor_overlap.md has numbers.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition". In
 production: `torch.ops.symm_mem.fused_all_gather_matmul`, `fused_matmul_reduce_scatter`.
@@ -29,12 +29,12 @@ from picotron_min.tensor_parallel import Products, SequenceBoundary, add_product
 
 
 class RingBoundary(SequenceBoundary):
-    """Between sublayers every rank has its part of the sequence, x [B, S/tp, E]."""
+    """A SequenceBoundary that sends parts, [B, S/tp, E] each, while it multiplies others."""
 
     def gather_multiply(self, x: Tensor, products: Products) -> tuple[Tensor, list[Tensor]]:
         n, wholes = self.axis.size, []
         for rank, part in ring(x.contiguous(), self.axis):
-            # Backward needs all of x, and attention all of each product: parts go to their rows.
+            # Backward needs all of x, and attention all of each product: parts are joined.
             parts = [part, *(product(part) for product in products)]  # [B, S/n, ..] each
             wholes = wholes or [t.new_empty(len(t), n, *t.shape[1:]) for t in parts]
             for whole, t in zip(wholes, parts, strict=True):
@@ -47,15 +47,15 @@ class RingBoundary(SequenceBoundary):
     ) -> Tensor:
         axis, n = self.axis, self.axis.size
 
-        def part(rank: int) -> Tensor:  # what this rank contributes to another's rows
+        def part(rank: int) -> Tensor:  # what this rank contributes to a rank's rows of the sum
             return add_products([x.chunk(n, dim=1)[rank] for x in xs], products)
 
         shifts = []
-        for distance in range(1, n):  # so each rank sends to another one, and receives from one
+        for distance in range(1, n):  # all ranks send equally far: each receives one part at a time
             shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
         own = part(axis.rank)  # last, because it does not travel: it hides the message before it
         meanwhile()
-        # From the ranks rank-1, rank-2, ..., and the last one from rank-n, which is this rank.
+        # From this rank - 1, from this rank - 2, ..., and its own, as if from this rank - n.
         arrived = [*(shift.wait() for shift in shifts), own]
         # Added in the order of ranks, and in float32: a reduce-scatter rounds after each addition.
         in_order = (arrived[(axis.rank - rank - 1) % n] for rank in range(n))
