@@ -9,7 +9,7 @@ bytes per parameter on each. Here each of n ranks owns some rows of every matrix
                         | q rows 24-31 | k rows 6-7 | ... |    rank 3
 
     gradients   reduce-scatter: each rank gets the sum of its row, and updates its weights
-    weights     all-gather: each rank gets all updated rows; the next layer's while one computes
+    weights     all-gather: each rank gets all updated rows, a layer's while the one before computes
 
     sharding      weights to compute with    gradients                  bytes sent (none: 2)
     optimizer     stay                       whole, sent once           1 + 1
@@ -17,7 +17,7 @@ bytes per parameter on each. Here each of n ranks owns some rows of every matrix
     gradients     stay                       own row; sent m times      m + 1
     parameters    gathered for each use      own row; sent m times      m + 2 m
 
-m: micro-batches a step. Bytes are in units of (n-1)/n of all matrices.
+m: micro-batches a step. The unit of bytes is (n-1)/n of all matrices.
 Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "FSDP". In production:
 `torch.distributed.fsdp.fully_shard`.
 """
@@ -43,28 +43,29 @@ class ShardedUnit:
     """Matrices that are gathered and reduced together: a layer's, an embedding, or lm_head.
 
     `masters` are this rank's parts: what is initialised, updated and saved. The modules' weights
-    are a cache of all ranks' masters, in the dtype to compute with; there are none before `finish`.
+    are a cache of all ranks' masters, in the dtype to compute with; they are None before `finish`.
     """
 
     def __init__(
         self,
-        modules: Mapping[str, list[nn.Module]],  # whose weight it is, by saved name
+        modules: Mapping[str, list[nn.Module]],  # by a matrix's saved name, those that use it
         table: Mapping[str, Placement],
         axes: Axes,
         dtype: torch.dtype,
         device: torch.device,
         sharding: str,
-        travelling: list[tuple["ShardedUnit", Tensor, dist.Work]],  # a chunk's reductions
+        travelling: list[tuple["ShardedUnit", Tensor, dist.Work]],  # reductions of a chunk's units
     ) -> None:
         axis, *then = (getattr(axes, name) for name in table[next(iter(modules))].sums)
         self.modules, self.axis, self.then, self.travelling = modules, axis, then, travelling
         self.uses = 1  # chunks of this rank that these matrices are in
-        self.fetches = sharding == "parameters"
-        self.reduces_each = sharding in ("gradients", "parameters")
+        self.frees = sharding == "parameters"  # the weights, after each use
+        self.reduces_each = sharding in ("gradients", "parameters")  # of the micro-batches
         shapes = {name: users[0].weight.shape for name, users in modules.items()}
         wide = next(iter(modules.values()))[0].weight.dtype
         self.pieces, R = lay_out(shapes, {name: table[name].shard for name in modules}, axis.size)
-        self.flat = torch.zeros(R, dtype=wide, device=device)  # of all masters
+        self.flat = torch.zeros(R, dtype=wide, device=device)  # all masters
+        # Gradients: of all rows while they arrive, and of this rank's row, where sums are kept.
         self.buffer = None if self.reduces_each else self.flat.new_zeros(axis.size, R)
         self.row = self.flat.new_zeros(R) if self.reduces_each else self.buffer[axis.rank]
         self.masters = {name: nn.Parameter(t) for name, t in self._mine(self.flat, shapes).items()}
@@ -73,12 +74,12 @@ class ShardedUnit:
 
         this, self.weights = weakref.proxy(self), {}  # for the garbage collector, as in buckets
         for name, users in modules.items():
-            of_linear = isinstance(users[0], Linear)  # the residual stream begins and ends wide
+            of_linear = isinstance(users[0], Linear)  # embedding and lm_head stay wide
             kind = {"dtype": dtype if of_linear else wide, "device": device}
             weight = nn.Parameter(torch.empty(shapes[name], **kind))
             self.weights[name] = weight
             weight.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
-            if of_linear:  # whose gradients may come from a queue
+            if of_linear:  # its gradients may come from a queue, not from autograd
                 users[0].add_gradient = partial(ShardedUnit.take, this, name)
         self.arriving: tuple[Tensor, dist.Work] | None = None
         self.free()
@@ -115,10 +116,7 @@ class ShardedUnit:
                 # backward would refuse as modified.
                 inside, rows = _views(piece, buffer, weight.data)
                 rows.copy_(inside)
-            for module in self.modules[name]:
-                module._parameters["weight"] = weight
-                if isinstance(module, Linear):
-                    module.refresh()  # its bytes in FP8
+            self._set(name, weight)
         self.arriving, self.is_current = None, True
 
     def forget(self) -> None:
@@ -126,31 +124,34 @@ class ShardedUnit:
         self.is_current = False
 
     def free(self) -> None:
-        """Give the weights' memory back."""
+        """Give the weights' memory back; the tensors stay, since autograd has saved them."""
         self.is_current = False
         for name, weight in self.weights.items():
             weight.untyped_storage().resize_(0)
-            for module in self.modules[name]:
-                module._parameters["weight"] = None  # an early use is an error, not a crash
-                if isinstance(module, Linear):
-                    module.refresh()
+            self._set(name, None)  # an early use is an error, not a crash
 
-    # Gradients: begin, wait and scale are those of GradientBuckets.
+    def _set(self, name: str, weight: nn.Parameter | None) -> None:
+        for module in self.modules[name]:
+            module._parameters["weight"] = weight
+            if isinstance(module, Linear):
+                module.refresh()  # its bytes in FP8
+
+    # Gradients: begin, wait and scale are called as those of GradientBuckets.
 
     def begin(self, num_backwards: int) -> None:
-        """Each matrix will receive so many gradients a use; the first replaces what is there."""
+        """Expect so many gradients of each matrix for each use; the first replaces an old sum."""
         self.num_backwards, self.num_complete = num_backwards * self.uses, 0
         self.arrivals = dict.fromkeys(self.weights, 0)
         if self.reduces_each:
             self.row.zero_()
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """A queue has computed a weight's gradient. The weight itself may have been freed."""
+        """A queue has computed a weight's gradient, perhaps after the weight was freed."""
         self.weights[name].grad = gradient
         self.arrived(name)
 
     def arrived(self, name: str) -> None:
-        """A weight has a gradient: take it. The last of a backward may start the reduction."""
+        """Move a weight's gradient to the buffer. A backward's last one may start the reduction."""
         if self.buffer is None:
             self.buffer = self.row.new_empty(self.axis.size, len(self.row))
         weight, is_first = self.weights[name], self.reduces_each or not self.arrivals[name]
@@ -190,7 +191,7 @@ class ShardedUnit:
 
 
 def _views(piece: Piece, buffer: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The piece in a buffer [n, R] and in its matrix, both [ranks, width]: to copy or to add."""
+    """A piece in the buffer [n, R] and in its matrix, as views [ranks, width] of both."""
     inside = buffer[piece.ranks, piece.start : piece.start + piece.width]
     return inside, matrix[piece.rows].view(-1, piece.width)
 
@@ -206,9 +207,9 @@ def build_units(
 ) -> list[tuple[nn.Module, list[ShardedUnit]]]:
     """Take the sharded weights out of a model on the meta device.
 
-    Returns the modules that use any, in the order of the forward, each with its units: matrices of
-    other axes, as experts are, cannot travel together. `units` has those of all chunks of this
-    rank, by the name of their first matrix; new ones are added.
+    Returns the modules that use any, in the order of the forward, each with its units: one for each
+    choice of axes that gradients are summed over, as those of experts differ. `units` has the units
+    of all chunks of this rank, by the name of their first matrix; new ones are added.
     """
     tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -217,7 +218,7 @@ def build_units(
             modules[saved_name(name, tied)].append(module)
     layers = windows([*map(int, model.model.layers)], model.config.parameter_shapes(), layout)
     groups = [[f"model.layers.{i}" for i in window] for window in layers]
-    uses, travelling = [], []
+    uses, args = [], (table, axes, dtype, device, layout.sharding, [])  # nothing travels yet
     for names in [["model.embed_tokens"], *groups, ["lm_head"]]:
         users = [model.get_submodule(name) for name in names]
         inside = {module for user in users for module in user.modules()}
@@ -227,7 +228,6 @@ def build_units(
                 by_sums[table[name].sums][name] = of
         mine = []
         for group in by_sums.values():  # none: nothing is sharded, or another stage has it
-            args = table, axes, dtype, device, layout.sharding, travelling
             key = next(iter(group))
             if key not in units:
                 units[key] = ShardedUnit(group, *args)
@@ -246,9 +246,9 @@ def apply_sharding(uses: Sequence[tuple[nn.Module, list[ShardedUnit]]]) -> None:
     To be called after apply_recompute: weights must be here before a layer runs again.
     """
     for i, (module, units) in enumerate(uses):
-        # The next others: layers that are gathered together compute one after another.
+        # The next units that are others: consecutive layers may share theirs, see `windows`.
         after = next((others for _, others in uses[i:] if others != units), units)
-        before = None  # an embedding's backward reads no weight, and lm_head's is made in forward
+        before = None  # the backward of an embedding, and of lm_head (loss.py), reads no weight
         if isinstance(module, DecoderLayer):
             before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else units
         module.forward = _gathering(module.forward, units, after, before)
@@ -263,7 +263,7 @@ def _gathering(
     before: list[ShardedUnit] | None,
 ) -> Callable:
     def gather(then: list[ShardedUnit]) -> None:
-        for unit in units + then:  # those of `then` travel while this module computes
+        for unit in units + then:  # `then` travels while this module computes
             unit.start()
         for unit in units:
             unit.finish()
@@ -274,15 +274,15 @@ def _gathering(
 
     def gathered(x, *rest):
         gather(after)
-        if not units[0].fetches:
+        if not units[0].frees:
             return forward(x, *rest)
         if before and x.requires_grad:
-            x = x.view_as(x)  # a tensor of this call alone: a stage's input is used again
-            x.register_hook(free)  # backward has left this module: no product needs a weight now
+            x = x.view_as(x)  # for this hook alone: a stage's input is a buffer that is used again
+            x.register_hook(free)  # backward is through this module: no product needs a weight now
         out = forward(x, *rest)
         free()
         if before and out.requires_grad:
-            out.register_hook(lambda _: gather(before))  # backward has come here
+            out.register_hook(lambda _: gather(before))  # backward has come to this module
         return out
 
     return gathered
