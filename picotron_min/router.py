@@ -76,9 +76,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _balance(self, shares: Tensor) -> Tensor:
-        """The gradient of the balance losses by shares, [B, S, X] -> [B, 1, X]: as f has none, it
-        is the same for all tokens of a sequence.
-        """
+        """Gradient of the balance losses, [B, S, X] -> [B, 1, X]: f, the same for all tokens."""
         routing, X, tally = self.routing, shares.shape[-1], self.tally
         best = shares.topk(self.config.num_experts_per_tok).indices  # without bias and groups
         counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
