@@ -829,13 +829,7 @@ def measure_memory(row: str, work: dict, steps: int) -> dict[str, tuple[float, f
 
 def run_ranks(row: str, work: dict, function: Callable[[Place, Row], Any]) -> list[Any]:
     """Call function(place, row) on every rank of fresh processes; returns their results."""
-    config = config_of(row, work)
-    results = multiprocessing.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        run = partial(run_rank, config, row, function, results, Path(folder))
-        start_processes(run, config.world_size)
-    by_rank = dict(results.get() for _ in range(config.world_size))
-    return [by_rank[rank] for rank in range(config.world_size)]
+    return on_ranks(config_of(row, work), partial(function, row=ROWS[row]))
 
 
 def config_of(row: str, work: dict) -> Config:
@@ -850,20 +844,35 @@ def config_of(row: str, work: dict) -> Config:
     )
 
 
+def on_ranks(
+    config: Config, function: Callable[[Place], Any], tokens: np.ndarray | None = None
+) -> list[Any]:
+    """Call function(place) on every rank of fresh processes; returns their results.
+
+    They train on `tokens`, or else on random ones.
+    """
+    results = multiprocessing.get_context("fork").SimpleQueue()
+    if tokens is None:
+        size = 50 * config.tokens_per_step + 1
+        tokens = np.random.default_rng(0).integers(resolve_model(config).vocab_size, size=size)
+    with tempfile.TemporaryDirectory() as folder:
+        run = partial(run_rank, config, tokens, function, results, Path(folder))
+        start_processes(run, config.world_size)
+    by_rank = dict(results.get() for _ in range(config.world_size))
+    return [by_rank[rank] for rank in range(config.world_size)]
+
+
 def run_rank(
-    config: Config, row: str, function: Callable, results, folder: Path, launch: Launch
+    config: Config, tokens: np.ndarray, function: Callable, results, folder: Path, launch: Launch
 ) -> None:
     torch.set_num_threads(1)
     d, model_config = config.distributed, resolve_model(config)
     store = launch.open_store(d.timeout_seconds)
     open_process_group(launch, d.backend, CPU, store, timedelta(seconds=d.timeout_seconds))
     axes = build_axes(CPU, config.layout)
-    num_tokens = 50 * config.tokens_per_step
-    tokens = np.random.default_rng(0).integers(model_config.vocab_size, size=num_tokens + 1)
-    text = TokenFile(tokens.astype(np.uint16), num_bytes=num_tokens, num_documents=1)
+    text = TokenFile(tokens.astype(np.uint16), num_bytes=len(tokens), num_documents=1)
     data = open_data(config, text, axes.dp.rank, axes.cp.rank)
-    place = Place(config, model_config, axes, data, folder)
-    results.put((launch.rank, function(place, ROWS[row])))
+    results.put((launch.rank, function(Place(config, model_config, axes, data, folder))))
     dist.barrier()
     dist.destroy_process_group()
 
