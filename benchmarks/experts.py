@@ -1,18 +1,20 @@
-"""What routing costs, how far to spread the experts of 8 ranks, and products of many experts:
+"""What uneven routing costs, how far to spread experts, and whether to multiply them together:
 
     python -m benchmarks.experts routing    the router's choices against random, even ones, 2 ranks
     python -m benchmarks.experts layouts    ep and etp on 8 ranks with tp 2
     python -m benchmarks.experts grouped    experts in one product against one after another
 
-Contenders take turns step by step; where there are fewer cores than ranks, the time that passes
-means little, so all times are those that a thread computes (CPU time).
+Where ranks share cores, the time that passes means little. So seconds are CPU time of the threads
+that compute, gloo's not counted, and contenders of "routing" and "grouped" take turns step by step.
 
-routing    on text. `experts` and `ranks`: the tokens of the fullest, to the mean of all, which are
-           means over layers. `step`: every exchange waits for the slowest rank, so a step takes, of
-           each stretch between two exchanges, the longest time of a rank; to that of even routing
-layouts    of a rank: MB by the formula and at the peak, above what it held before the model; MB
-           sent for tokens, for gradients and in all in a step; CPU seconds of all ranks
-grouped    forward and backward of a layer's experts; medians (quartiles), grouped to the loop
+routing    trains on text. `experts` and `ranks`: the tokens of the fullest one, divided by the
+           mean; averaged over layers. Every exchange waits for the slowest rank: so a step is, over
+           the stretches between exchanges, the sum of the longest time of any rank. It is divided
+           by that of the same step with even routing: medians (quartiles)
+layouts    of the fullest rank, MB by the formula, and at the peak above what it held before the
+           model. MB that a rank sends in a step for tokens, for gradients (with ZeRO also for
+           weights), and in all. CPU seconds of all ranks together
+grouped    forward and backward of a layer's experts; the ratio as above
 """
 
 import argparse
@@ -48,6 +50,7 @@ from picotron_min.moe import MoE, mixtures
 from picotron_min.runtime.balance import measure_balance
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.launch import return_freed_memory
 from train import StepResult, train_step
 
 WARM_UP = 2  # steps
@@ -63,11 +66,11 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     parser.add_argument("--rounds", type=int, help="timed steps of each contender")
     options = parser.parse_args(arguments)
     measure, rounds = {
-        "routing": (measure_routing, 60),
+        "routing": (measure_routing, 48),
         "layouts": (measure_layouts, 3),
         "grouped": (measure_grouped, 15),
     }[options.what]
-    work = work | {"model": work["model"] | EXPERTS}
+    work = work | {"model": work["model"] | EXPERTS, "training": work["training"] | ONE_BATCH}
     facts = describe_run(work)
     print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
     measure(work, options.rounds or rounds)
@@ -101,7 +104,7 @@ def measure_routing(work: dict, rounds: int) -> None:
         | {
             "distributed": {"dp_size": 2, "ep_size": 2, "use_cpu": True, "backend": "gloo"},
             "model": work["model"] | {"vocab_size": 257},
-            "training": work["training"] | ONE_BATCH | {"learning_rate": 3e-3},
+            "training": work["training"] | {"learning_rate": 3e-3},
         }
     )
     by_rank = on_ranks(config, partial(route_in_turn, rounds), library_text())
@@ -225,12 +228,11 @@ class Cost(NamedTuple):
 
 
 def measure_layouts(work: dict, rounds: int) -> None:
-    even = ONE_BATCH | {"moe_router_force_load_balancing": True}
+    training = work["training"] | {"moe_router_force_load_balancing": True}
     head = f"\n{'':14}{'formula':>9}{'peak':>7}{'tokens':>9}{'gradients':>11}{'all':>7}{'CPU s':>8}"
     print(head, flush=True)
     for name, choice in LAYOUTS.items():
         distributed = GRID | {"use_cpu": True, "backend": "gloo"} | choice
-        training = work["training"] | even
         config = parse_config(work | {"distributed": distributed, "training": training})
         shape = resolve_model(config), config.layout, config.workload
         planned = memory_per_rank(*shape, device="cpu").total / 1e6
@@ -239,6 +241,8 @@ def measure_layouts(work: dict, rounds: int) -> None:
 
 
 def cost_of_steps(rounds: int, place: Place) -> Cost:
+    if place.config.layout.sharding != "none":
+        return_freed_memory()  # as train.py does
     before, seconds = resident_peak_mb(), []
     run = our_run(place.config, place.model_config, place.axes, place.data)
     for index in range(WARM_UP + rounds):
@@ -294,13 +298,10 @@ def measure_grouped(work: dict, rounds: int) -> None:
 
 def both_products(rounds: int, place: Place) -> tuple[list[float], list[float]]:
     """CPU seconds of a layer's experts, forward and backward, together and one after another."""
-    run, t, c = (
-        our_run(place.config, place.model_config, place.axes, place.data),
-        place.config.training,
-        place.model_config,
-    )
+    run = our_run(place.config, place.model_config, place.axes, place.data)
     (moe,) = mixtures(run.model.pipeline.chunks[0].model)
-    sizes = [t.seq_length * c.num_experts_per_tok // c.num_local_experts] * c.num_local_experts
+    c, tokens = place.model_config, place.config.training.seq_length
+    sizes = [tokens * c.num_experts_per_tok // c.num_local_experts] * c.num_local_experts
     rows = torch.randn(sum(sizes), c.hidden_size, requires_grad=True)
     weights = torch.rand(len(rows))
     seconds = {moe.run: [], partial(MoE.run, moe): []}

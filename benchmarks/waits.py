@@ -205,12 +205,12 @@ def weights_over(link: Link) -> Iterator[None]:
 
 def finish(unit: ShardedUnit, link: Link, waits: Waits) -> None:
     """ShardedUnit.finish, which also notes how long it waited."""
-    arriving, before = unit.arriving, link.waited
+    before = link.waited
     ShardedUnit.finish(unit)
-    if arriving:  # else the weights are here already
-        name = next(iter(unit.modules)).removeprefix("model.").removesuffix(".weight")
-        name = ".".join(name.split(".")[:2])  # of a layer, its number
-        waits[f"{name}, backward" if name in waits else name] = link.waited - before
+    name = next(iter(unit.modules)).removeprefix("model.").removesuffix(".weight")
+    name = ".".join(name.split(".")[:2])  # of a layer, its number
+    # With one micro-batch, a second use in a step is that of backward.
+    waits[f"{name}, backward" if name in waits else name] = link.waited - before
 
 
 def table_of_weights(by_kind: dict[str, list[list[Waits]]]) -> str:

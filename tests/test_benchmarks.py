@@ -102,7 +102,7 @@ def test_the_waits_of_experts_and_of_sharded_weights_are_measured(capsys, monkey
     assert 0 < float(exposed) < float(without) <= float(travel)
 
     monkeypatch.setattr(waits, "SHARDINGS", ("parameters",))
-    waits.main(["sharding", "--rounds", "2", "--link", "1"], TINY)
+    waits.main(["sharding", "--rounds", "1", "--link", "1"], TINY)
     waited = {" ".join(names): float(ms) for *names, ms in rows_of(capsys)[-10:]}
     layers = [f"layers.{i}" for i in range(4)]
     backward = [f"{name}, backward" for name in reversed(layers)]
