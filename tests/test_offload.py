@@ -89,6 +89,24 @@ def test_what_is_small_stays():
     assert log == [("out", 2048 * (sizes - k_and_v)), ("in", 2048 * (sizes - k_and_v))]
 
 
+def test_a_graph_without_a_backward_is_freed_with_its_loss():
+    """A node that kept its own output would keep itself, and all before it, for ever."""
+    saved, pack = [], offload._pack
+
+    def remember(blocks, stays, tensor):
+        if tensor.grad_fn:
+            saved.append(weakref.ref(tensor))
+        return pack(blocks, stays, tensor)
+
+    model, tokens = build(2), torch.zeros(1, 64, dtype=torch.long)
+    with mock.patch.object(offload, "_pack", remember):
+        apply_offload(model, 1, "cpu")  # of blocks so small that all stay on the device
+        loss = model(tokens, torch.arange(64), tokens)
+    assert saved
+    del loss
+    assert not any(there() is not None for there in saved)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_no_copy_of_a_weight_is_offloaded(recompute):
     """With autograd's own products, as in compiled layers, it is saved along with the input."""
