@@ -130,7 +130,10 @@ BAD = {
     "more stages than layers": ("distributed", {"pp_size": 5},
         "pp_size=5 x pp_chunks=1 = 5 stages exceed num_hidden_layers=4: use at most 4"),
     "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
-        "pp_chunks=2 needs more than pp_size=1: use pp_chunks 1, or more ranks"),
+        'pp_engine="interleaved" with pp_chunks=2 needs more than pp_size=1: use more ranks, or '
+        "1f1b with pp_chunks 1"),
+    "a V on one rank": ("distributed", {"pp_engine": "zb_v"},  # two chunks would not do, either
+        'pp_engine="zb_v" with pp_chunks=1 needs more than pp_size=1: use more ranks, or 1f1b'),
     "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
         'pp_engine="1f1b" does not fit pp_chunks=2: 1f1b has 1 chunk a rank, not 2: use 1, or'),
     "offload of all layers": ("model", {"offload": 4},

@@ -323,7 +323,11 @@ PROBLEMS = {
     "few tokens": ({}, {"cp_size": 2}, {"micro_batch_size": 1, "seq_length": 24},
         "fp8=true needs multiples of 16 on GPUs, and micro_batch_size=1 x seq_length=24 / "
         "cp_size=2 = 12: change it, or set fp8 to false"),
-    "on a CPU anything": ({"intermediate_size": 168}, {"tp_size": 2, "use_cpu": True}, {},
+    "not bfloat16": ({"dtype": "float32"}, {}, {},
+        'fp8=true multiplies in 8 bits on GPUs only with dtype="bfloat16", not "float32": set '
+        "that, or fp8 to false, or use_cpu to true to try it"),
+    "on a CPU anything": ({"intermediate_size": 168, "dtype": "float64"},
+        {"tp_size": 2, "use_cpu": True}, {},
         None),
 }  # fmt: skip
 
@@ -331,7 +335,8 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_what_does_not_fit_is_refused_with_numbers_and_remedy(name):
     model, distributed, training, problem = PROBLEMS[name]
-    raw = {"model": SIZES | {"fp8": True} | model, "distributed": distributed, "training": training}
+    model = SIZES | {"fp8": True, "dtype": "bfloat16"} | model
+    raw = {"model": model, "distributed": distributed, "training": training}
     if problem is None:
         parse_config(raw)
         return
@@ -341,7 +346,8 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedy(name):
 
 
 def test_old_gpus_are_refused():
-    config, gpu = parse_config({"model": {"fp8": True}}), torch.device("cuda", 0)
+    config = parse_config({"model": {"fp8": True, "dtype": "bfloat16"}})
+    gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability") as capability:
         capability.return_value = (8, 0)
         with pytest.raises(ValueError, match=r"capability 8\.9 or more, not 8\.0"):

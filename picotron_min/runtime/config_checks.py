@@ -78,9 +78,10 @@ def layout_problems(config: Config) -> Iterator[str]:
         of = f"dp_size={d.dp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} = {ranks}"
         good = choice(n for n in range(1, min(ranks, 64) + 1) if ranks % n == 0)
         yield f"{made} {of}: use a product of {good}"
-    if d.pp_chunks > 1 and d.pp_size == 1:
-        yield f"pp_chunks={d.pp_chunks} needs more than pp_size=1: use pp_chunks 1, or more ranks"
-    if problem := chunks_problem(d.pp_engine, d.pp_chunks):
+    if d.pp_size == 1 and (d.pp_chunks > 1 or chunks_problem(d.pp_engine, 1)):
+        given = f'pp_engine="{d.pp_engine}" with pp_chunks={d.pp_chunks}'
+        yield f"{given} needs more than pp_size=1: use more ranks, or 1f1b with pp_chunks 1"
+    elif problem := chunks_problem(d.pp_engine, d.pp_chunks):
         yield f'pp_engine="{d.pp_engine}" does not fit pp_chunks={d.pp_chunks}: {problem}'
 
 
