@@ -230,13 +230,18 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
 
 def print_prediction(config: Config, model_config: ModelConfig, asked: str | None) -> None:
     gpu = GPUS[asked or ASSUMED_GPU]
-    if config.model.dtype not in gpu.peaks or config.model.fp8:  # not modelled
+    if config.model.fp8:
+        print("predicted step   none: how fast FP8 is, is not modelled")
+    if config.model.dtype not in gpu.peaks or config.model.fp8:
         return
     request, candidate = predicted(config, model_config, gpu)
     step, number = candidate.prediction.step, measures(request, candidate)
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     print(f"predicted step   {step:.3g} s, {speed} on {on}: see python -m picotron_min.planner")
+    chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
+    if left_out := " and ".join(key for key, value in chosen.items() if value):
+        print(f"  as without {left_out}, whose effect on the time is not modelled")
     if not asked:
         print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
 

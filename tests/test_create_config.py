@@ -108,6 +108,19 @@ def test_it_prints_what_offload_saves_and_whether_copies_are_hidden(create):
     assert "offload          saves nothing on a CPU: the copies are in the same memory\n" in out
 
 
+def test_it_names_what_the_prediction_leaves_out(create):
+    of = "--model_name Llama-2-7B --dtype bfloat16"
+    _, plain, _ = create(of, exp_name="plain")
+    assert "predicted step" in plain and "as without" not in plain
+    overlap = "--tp 2 --sequence_parallel --tp_overlap"
+    _, out, _ = create(f"{of} {overlap} --offload 3", exp_name="both")
+    assert "  as without offload and tp_overlap, whose effect on the time is not modelled\n" in out
+    _, out, _ = create(f"{of} {overlap}", exp_name="overlap")
+    assert "  as without tp_overlap, whose effect" in out
+    _, out, _ = create(f"{of} --fp8", exp_name="fp8")
+    assert "predicted step   none: how fast FP8 is, is not modelled\n" in out
+
+
 MIXTURE = "--num_local_experts 8 --moe_intermediate_size 96 --mlp_only_layers [0]"
 
 
