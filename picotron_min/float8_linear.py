@@ -119,6 +119,8 @@ def apply_float8(
     # Five passes over a tensor, which torch.compile makes two: amax must be known before the rest.
     # It cannot look into queues and messages, and compiles what lies between them.
     round8 = torch.compile(quantise, dynamic=False) if compiles else quantise
+    if compiles:  # once for each shape and format: ten times or more, and by default at most 8
+        torch._dynamo.config.recompile_limit = 64
     for name, layer in model.model.layers.items():  # by its number in the whole model
         for sublayer, first, last in sublayers(layer) if in_fp8(int(name)) else ():
             for projection in (*first, last):

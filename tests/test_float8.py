@@ -297,6 +297,20 @@ def test_rounding_is_compiled_where_layers_are():
             assert compile.call_count == compiles
 
 
+def test_rounding_is_compiled_for_every_shape():
+    """Of each linear's input and gradient, in training and evaluation; here they are ten."""
+    torch._dynamo.reset()
+    shape = MODEL.override(num_hidden_layers=1, num_attention_heads=8, head_dim=8)
+    with (
+        mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")),
+        torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True),
+    ):
+        model = build(shape, torch.float32, compiles=True)
+        run(model, torch.float32)
+        with torch.no_grad():
+            model(TOKENS, POSITIONS, TOKENS)
+
+
 def test_a_gradient_of_zero_stays_zero():
     model = build(MODEL, torch.float32)
     model(TOKENS, POSITIONS, torch.full_like(TOKENS, -100)).backward()  # no target counts
