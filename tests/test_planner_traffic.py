@@ -6,7 +6,7 @@ import pytest
 
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
-from picotron_min.planner.traffic import planned_traffic
+from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.reporter import take_bytes
@@ -34,10 +34,13 @@ def config_of(model: ModelConfig, **options) -> Config:
     return parse_config(raw)
 
 
-def sent_in_a_step(config: Config, model: ModelConfig) -> dict[str, int]:
+def sent_in_a_step(config: Config, model: ModelConfig) -> tuple[dict, dict]:
+    """Bytes by axis, and by axis and collective."""
     training = make_training(config, model)
     training.step(0)
-    return take_bytes(training.axes)
+    ledgers = {axis.name: axis.ledger.bytes.items() for axis in training.axes}
+    by_collective = {(name, kind): n for name, sent in ledgers.items() for kind, n in sent if n}
+    return take_bytes(training.axes), by_collective
 
 
 TIED, EXPERTS = {"tie_word_embeddings": True}, {"num_local_experts": 4, "moe_intermediate_size": 16}
@@ -131,5 +134,7 @@ LAYOUTS |= {
 def test_planned_traffic_is_what_a_step_sends(pool, options):
     model = MODEL.override(**options.get("model", {}))
     config = config_of(model, **{key: o for key, o in options.items() if key != "model"})
-    for rank, sent in enumerate(pool.run(config.world_size, sent_in_a_step, config, model)):
-        assert planned_traffic(model, config.layout, config.workload, rank) == sent, rank
+    sizes = model, config.layout, config.workload
+    for rank, (sent, by) in enumerate(pool.run(config.world_size, sent_in_a_step, config, model)):
+        assert planned_traffic(*sizes, rank) == sent, rank
+        assert {k: n for k, n in planned_ledger(*sizes, rank).items() if n} == pytest.approx(by)

@@ -104,24 +104,34 @@ class _Activations:
 
     def _head(self) -> None:
         """See VocabularyParallelHead: its input; and three numbers a token, of each stripe."""
-        self._sum(self.m)
-        self._gather(self.m)
+        self._sum(self.m, overlap=False)
+        self._gather(self.m, overlap=False)
         self.sent.all_reduce("tp", 3 * self.wide * self.tokens, self.m)
 
-    def _gather(self, times: int, fp8: bool = False) -> None:
+    def _gather(self, times: int, overlap: bool, fp8: bool = False) -> None:
         """Make a sublayer's input whole: enter, or leave's backward."""
-        if self.layout.sequence_parallel:
-            self.sent.all_gather("tp", (1 if fp8 else self.narrow) * self.elements, times)
-            if fp8:  # amax
-                self.sent.all_reduce("tp", BYTES["float32"], times)
+        whole = (1 if fp8 else self.narrow) * self.elements
+        if overlap:
+            self._shift(whole, times)
+        elif self.layout.sequence_parallel:
+            self.sent.all_gather("tp", whole, times)
+        if fp8 and self.layout.sequence_parallel:  # amax
+            self.sent.all_reduce("tp", BYTES["float32"], times)
 
-    def _sum(self, times: int) -> None:
+    def _sum(self, times: int, overlap: bool) -> None:
         """Add the ranks' parts: leave, or enter's backward."""
         whole = self.narrow * self.elements
-        if self.layout.sequence_parallel:
+        if overlap:
+            self._shift(whole, times)
+        elif self.layout.sequence_parallel:
             self.sent.reduce_scatter("tp", whole, times)
         else:
             self.sent.all_reduce("tp", whole, times)
+
+    def _shift(self, whole: float, times: int) -> None:
+        """Part after part: see tensor_overlap.py."""
+        tp = self.layout.tp
+        self.sent.add("tp", "shift", whole / tp, (tp - 1) * times)
 
     def _layer(self, has_experts: bool, fp8: bool) -> None:
         again = self.work.recompute
@@ -132,12 +142,13 @@ class _Activations:
         has_mlp = not has_experts or self.config.n_shared_experts > 0
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
-        self._gather(self.m * (attention + 1), fp8)
-        self._sum(self.m * (layer + 1))
+        overlap = self.layout.tp_overlap
+        self._gather(self.m * (attention + 1), overlap, fp8)
+        self._sum(self.m * (layer + 1), overlap)
         if has_mlp:
-            self._gather(self.m * (layer + 1), fp8)
+            self._gather(self.m * (layer + 1), overlap, fp8)
             ends_layer = not has_experts  # shared experts come before the others' last linear
-            self._sum(self.m * (2 if ends_layer else layer + 1))
+            self._sum(self.m * (2 if ends_layer else layer + 1), overlap)
         if has_experts:
             self._experts(layer)
 
