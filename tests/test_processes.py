@@ -90,6 +90,7 @@ def all_ranks_raise() -> None:
     at_the_third_step(None, raises(KeyError("a fault in the program")))
 
 
+TWO_SECONDS = "2 s (distributed.timeout_seconds)"
 RESUME = "\nThis was in step 3: resume from runs/{}/step-00000002 with checkpoint.load_path latest"
 
 
@@ -98,7 +99,7 @@ RESUME = "\nThis was in step 3: resume from runs/{}/step-00000002 with checkpoin
     [
         (rank_1_dies, "rank 1 was killed by SIGKILL (perhaps because memory ran out)", 0),
         (rank_1_raises, "rank 1 failed", 1),
-        (rank_1_hangs, "waited in vain for rank 1", 0),
+        (rank_1_hangs, f"vain for rank 1: hanging, or busy for more than {TWO_SECONDS}", 0),
         (rank_1_wants_too_much_memory, "larger tp_size or pp_size, or model.recompute full", 0),
         (rank_0_finds_the_disk_full, "No space left on device: 'runs/somewhere'", 0),
         (all_ranks_raise, "rank 0 failed", 1),

@@ -187,12 +187,15 @@ class RollCall:
             return "", self.rank
         many = len(named) > 1
         ranks = f"rank{'s' if many else ''} {', '.join(map(str, named))}"
+        seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
         if absent:
-            seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
             return f"{ranks} did not start within {seconds}: look at the output there", named[0]
         if dead:
             return f"lost {ranks}: killed, or hanging", named[0]
-        return f"waited in vain for {'one of ' if many else ''}{ranks}", named[0]
+        which = f"{'one of ' if many else ''}{ranks}"
+        if self.store.check([f"step {self.rank}"]):  # before the first step, waits may be longer
+            which += f": hanging, or busy for more than {seconds}"
+        return f"waited in vain for {which}", named[0]
 
 
 def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
