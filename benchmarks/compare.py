@@ -191,29 +191,6 @@ def experts_one_by_one(place: Place) -> Step:
     return step_of(run)
 
 
-def experts_alone(place: Place, grouped: bool) -> Step:
-    """Forward and backward of nothing but a layer's experts, of which all get as many tokens."""
-    run = our_run(place.config, place.model_config, place.axes, place.data)
-    (moe,) = mixtures(run.model.pipeline.chunks[0].model)
-    X, tokens = len(moe.experts), place.config.training.seq_length
-    sizes = [tokens * place.model_config.num_experts_per_tok // X] * X
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(sum(sizes), place.model_config.hidden_size, generator=generator)
-    weights = torch.rand(len(rows), generator=generator)
-    if not grouped:
-        del moe.run
-
-    def step(index: int) -> Done:
-        for buckets in run.model.buckets:
-            buckets.begin(1)
-        out = moe.run(rows.requires_grad_(), sizes, weights)
-        out.sum().backward()
-        flat = [bucket.gradients for buckets in run.model.buckets for bucket in buckets.buckets]
-        return Done(out.square().mean().item(), get_total_norm(flat).item())
-
-    return step
-
-
 def with_choice(place: Place, **choice: Any) -> Step:
     """Ours with another choice for a key of `distributed`."""
     distributed = place.config.distributed.model_copy(update=choice)
@@ -544,7 +521,6 @@ ALIKE = {
 }
 EXPERTS = {"num_hidden_layers": 4, "num_local_experts": 8, "moe_intermediate_size": 344}
 MANY = EXPERTS | {"num_local_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
-NARROW = {"num_hidden_layers": 1, "hidden_size": 32, "moe_intermediate_size": 32}
 MUON = {"optimizer": "muon", "learning_rate": 1e-2}
 
 ROWS = {
@@ -670,16 +646,6 @@ ROWS = {
         {"picotron-min": picotron_min, "loop": experts_one_by_one},
         ALIKE,
         MANY,
-    ),
-    "experts-narrow": Row(
-        "64 narrow experts alone, where a loop spends its time on starting products",
-        {},
-        {
-            "picotron-min": partial(experts_alone, grouped=True),
-            "loop": partial(experts_alone, grouped=False),
-        },
-        {"seq_length": 64, "micro_batch_size": 1},
-        MANY | NARROW,
     ),
     "experts-dispatch": Row(
         "tokens that travel to experts on two ranks against all tokens on both",
