@@ -1,7 +1,8 @@
 """33 overlapped: rows are sent while the next ones are multiplied
 
 The end of a sublayer with sequence parallelism: products of several inputs, added up over the
-ranks, of which each rank keeps its rows. The products are given, and are noted.
+ranks, of which each rank keeps its rows. The products are given, and are noted. In one case the
+contributions of ranks 0 and 1 are large and cancel: then another order gives another sum.
 """
 
 import random
@@ -11,12 +12,12 @@ from exercises.pictures import timeline
 
 TASK = """
 Each rank has xs, some [B, S, ..], and a product for each of them. Sum what add_products makes of
-them over all ranks, and return this rank's rows of the sum, [B, S/n, ..]: of rank r's rows the r-th
-of n chunks of S. Nothing is computed for all S at once. Multiply the rows of another rank, begin to
-send them straight to it (a Shift over some distance), and multiply the next rank's meanwhile; this
-rank's own rows last. Call meanwhile(), and only then wait.
-Add what has arrived in the order of ranks, 0 first, and in float32 (`wide`), for the same sum
-everywhere; return it in the dtype of the products.
+them over all ranks, and return this rank's rows of the sum, [B, S/n, ..]: rank r's rows are the
+r-th of n chunks of S. Nothing is computed for all S at once. Multiply the rows of another rank,
+begin to send the result straight to it (a Shift over some distance), and multiply the next rank's
+meanwhile; this rank's own rows last. Call meanwhile(), and only then wait.
+Add the n contributions in the order of their ranks, 0 first, whichever rank adds them, and in
+float32 (`wide`); return the sum in the dtype of the products.
 Read: tensor_overlap.py, collectives.py.
 """
 
@@ -32,7 +33,8 @@ B, E, LENGTH = 2, 3, 2  # LENGTH: of each rank's rows
 
 def cases(dice: random.Random) -> list[Case]:
     kinds = ((1, "float64"), (2, "float64"), (3, "float64"), (4, "float64"), (3, "bfloat16"))
-    return [Case(ranks, inputs=dice.randint(2, 3), dtype=dtype) for ranks, dtype in kinds]
+    some = [Case(ranks, inputs=dice.randint(2, 3), dtype=dtype) for ranks, dtype in kinds]
+    return [*some, Case(3, inputs=2, dtype="float64", cancels=True)]
 
 
 def parts(case: Case, rank: int):
@@ -42,6 +44,9 @@ def parts(case: Case, rank: int):
     dtype, shape = getattr(torch, case.dtype), (B, case.ranks * LENGTH, E)
     xs = [draw(case, "x", rank, i, shape=shape).to(dtype) for i in range(case.inputs)]
     weights = [draw(case, "w", rank, i, shape=(E,)).to(dtype) for i in range(case.inputs)]
+    if hasattr(case, "cancels") and rank < 2:
+        xs = [torch.full_like(x, (1, -1)[rank] * 2.0**60) for x in xs]
+        weights = [torch.ones_like(weight) for weight in weights]
     return xs, weights
 
 
@@ -102,13 +107,17 @@ def order(case: Case, records) -> str:
             return f"rank {rank} waits for a message before its last product"
         if wait < record.place("mark", "meanwhile"):
             return f"rank {rank} waits for a message before it calls meanwhile()"
+        for i in range(n):
+            if record.place("start", "send", i) > record.place("mark", "multiply", i + 1):
+                return f"rank {rank} begins message {i} after product {i + 1}, which could hide it"
     return ""
 
 
 def picture(runs) -> str:
     records = runs[2][1]
     names = {"send": "s", "receive": "r", "multiply": "xW"}
-    about = "xW: one rank's rows are multiplied; (s0: they begin to travel; s0): that is awaited"
+    about = "xW: one rank's rows are multiplied; (s0: they begin to travel; s0): that is awaited;"
+    about += " r: what arrives"
     return f"{about}\n{timeline(records, names)}"
 
 
@@ -117,6 +126,7 @@ OWN = "own = part(axis.rank)  # last, because it does not travel: it hides the m
 MEANWHILE = "    meanwhile()\n"
 ARRIVED = "arrived = [*(shift.wait() for shift in shifts), own]"
 ORDER = "(axis.rank - rank - 1) % n"
+PART = "add_products([x.chunk(n, dim=1)[rank] for x in xs], products)"
 
 EXERCISE = Exercise(
     __name__,
@@ -209,8 +219,46 @@ EXERCISE = Exercise(
         Wrong(
             "all_rows_each_time",
             "All rows are multiplied each time, and then cut: n times the work.",
-            "add_products([x.chunk(n, dim=1)[rank] for x in xs], products)",
+            PART,
             "add_products(xs, products).chunk(n, dim=1)[rank].contiguous()",
+        ),
+        Wrong(
+            "all_rows_at_once",
+            "All rows are multiplied at once, and then cut: no product is left to hide a message.",
+            "    def part(rank",
+            "    whole = add_products(xs, products).chunk(n, dim=1)\n\n    def part(rank",
+            PART,
+            "whole[rank].contiguous()",
+        ),
+        Wrong(
+            "sent_after_the_others",
+            "The rows of all other ranks are multiplied before the first are sent: only the"
+            " product of the own rows hides messages.",
+            SEND,
+            "shifts.append((part((axis.rank + distance) % n), axis, distance))",
+            OWN,
+            f"shifts = [Shift(*one) for one in shifts]\n    {OWN}",
+        ),
+        Wrong(
+            "every_nth_row",
+            "Every n-th row is taken. The rows of a rank lie next to each other: they are one of n"
+            " chunks.",
+            "x.chunk(n, dim=1)[rank]",
+            "x[:, rank::n]",
+        ),
+        Wrong(
+            "added_as_arrived",
+            "Contributions are added from the own one on, in the order of distances: each rank adds"
+            " in another order, and rounds differently.",
+            ORDER,
+            "rank - 1",
+        ),
+        Wrong(
+            "sources_the_wrong_way",
+            "What arrives over a distance is taken to be of rank + distance. It is of rank -"
+            " distance: so contributions are added in another order than that of ranks.",
+            ORDER,
+            "(rank - axis.rank - 1) % n",
         ),
     ),
     also_right=(
