@@ -1,7 +1,8 @@
 """13 vocabulary: three numbers a token, instead of all logits
 
 Each rank has the rows of lm_head for some of the vocabulary, the last one fewer of them. Some
-targets do not count, and in one case scores are so large that exp(score) overflows.
+targets do not count. In one case scores are so large that exp(score) overflows; of another, in
+bfloat16, only the dtypes are compared, and bytes.
 """
 
 import random
@@ -17,8 +18,9 @@ TASK = """
 Return the cross entropy of each of N tokens, and its gradient with respect to this rank's logits,
 [N, V/tp]: softmax - 1 at the target, softmax elsewhere. x is [N, E], weight [V/tp, E], this rank's
 slice of the vocabulary, from id vocabulary.first on. vocabulary.maximum and vocabulary.total reduce
-a tensor over the slices of all ranks: do not gather logits. A target IGNORE_INDEX has loss 0 and
-gradient 0.
+a tensor over the slices of all ranks: do not gather logits; two messages are enough. A target
+IGNORE_INDEX has loss 0 and gradient 0. Compute in float32 or better (`wide`), whatever the dtype of
+x is; only the gradient is in the dtype of x.
 Read: loss.py, tensor_parallel.py (the head).
 """
 
@@ -39,17 +41,23 @@ def cases(dice: random.Random) -> list[Case]:
     some = [
         Case(n, vocab=vocab[n], tokens=dice.randint(5, 8), scores_around=1) for n in (1, 2, 3, 4)
     ]
-    return [*some, Case(2, vocab=7, tokens=4, scores_around=1000)]
+    large = Case(2, vocab=7, tokens=4, scores_around=1000)
+    return [*some, large, Case(2, vocab=6, tokens=5, scores_around=1, dtype="bfloat16")]
 
 
 def data(case: Case) -> tuple["Tensor", "Tensor", "Tensor"]:
+    import torch
+
     x = draw(case, "x", shape=(case.tokens, 3))
     weight = draw(case, "weight", shape=(case.vocab, 3))
     # All logits are around this number.
     x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores_around
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
+    each = -(-case.vocab // case.ranks)
+    targets[0], targets[2] = each % case.vocab, each - 1  # on both sides of a cut
     targets[1::3] = -100  # these do not count
-    return x, weight, targets
+    dtype = getattr(torch, getattr(case, "dtype", "float64"))
+    return x.to(dtype), weight.to(dtype), targets
 
 
 def slice_of(case: Case, rank: int) -> slice:
@@ -69,12 +77,16 @@ def on_rank(rank, case: Case) -> dict:
     vocabulary = loss.Vocabulary(mine.start, lambda x: total(x, ReduceOp.MAX), total)
     x, weight, targets = data(case)
     losses, gradient = loss.stripe_loss(x, weight[mine], targets, vocabulary)
+    if hasattr(case, "dtype"):
+        return {"dtype of losses and gradient": f"{losses.dtype}, {gradient.dtype}"}
     return {"losses": losses, "gradient of the logits": gradient}
 
 
 def expected(case: Case) -> list[dict]:
     import torch.nn.functional as F
 
+    if hasattr(case, "dtype"):
+        return [{"dtype of losses and gradient": "torch.float32, torch.bfloat16"}] * case.ranks
     x, weight, targets = data(case)
     logits = (x @ weight.T).requires_grad_()
     losses = F.cross_entropy(logits, targets, reduction="none")  # ignores -100, as we do
@@ -89,7 +101,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     n = case.ranks
     if n == 1:
         return [{}]
-    return [{"all_reduce": Sent(2, 2 * (n - 1) / n * 3 * case.tokens * 8)}] * n
+    size = 3 * case.tokens * (4 if hasattr(case, "dtype") else 8)
+    return [{"all_reduce": Sent(2, 2 * (n - 1) / n * size)}] * n
 
 
 def picture(runs) -> str:
@@ -103,6 +116,8 @@ def picture(runs) -> str:
 MAXIMUM = "vocabulary.maximum(logits.amax(-1))"
 SUMS = "vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))"
 HERE = "is_here.to(scale.dtype)"
+INSIDE = "is_here = counts & (ids >= 0) & (ids < logits.shape[1])"
+TO_DTYPE = "gradient = exponentials.mul_(scale[:, None]).to(x.dtype)"
 LOGITS = "logits = wide(x @ weight.T)"
 GATHERED = """end = torch.full_like(logits[0, :1], vocabulary.first + len(weight))
     whole = logits.new_zeros(len(x), int(vocabulary.maximum(end)))
@@ -137,14 +152,23 @@ EXERCISE = Exercise(
             "No maximum is subtracted: exp() overflows for large logits, and infinity divided by"
             " infinity is NaN.",
             f"logits -= {MAXIMUM}[:, None]",
-            f"{MAXIMUM}",
+            "pass",
+        ),
+        Wrong(
+            "target_not_shifted",
+            "The target's logit is the one before the maximum was subtracted, and the sum is that"
+            " of exponentials after it: subtract the maximum from both.",
+            f"logits -= {MAXIMUM}[:, None]",
+            f"unshifted = logits\n    logits = logits - {MAXIMUM}[:, None]",
+            "at_target * is_here]",
+            "unshifted.gather(1, ids)[:, 0] * is_here]",
         ),
         Wrong(
             "own_sum",
             "Each slice divides by the sum of its own exponentials: the softmax is over the whole"
             " vocabulary.",
             SUMS,
-            "exponentials.sum(-1), vocabulary.total(torch.stack([at_target * is_here] * 2))[0]",
+            "exponentials.sum(-1), vocabulary.total(at_target * is_here)",
         ),
         Wrong(
             "target_added_by_all",
@@ -156,8 +180,7 @@ EXERCISE = Exercise(
             "target_not_summed",
             "The target's logit is not summed: the ranks that do not have it get another loss.",
             SUMS,
-            SUMS.replace("at_target * is_here", "exponentials.sum(-1)")
-            + "[0], at_target * is_here",
+            "vocabulary.total(exponentials.sum(-1)), at_target * is_here",
         ),
         Wrong(
             "one_subtracted_everywhere",
@@ -165,6 +188,21 @@ EXERCISE = Exercise(
             " must.",
             HERE,
             "counts.to(scale.dtype)",
+        ),
+        Wrong(
+            "nearest_taken",
+            "Where the target is not in a slice, the nearest logit is taken for it: such a rank must"
+            " add 0 to the loss, and subtract nothing from the gradient.",
+            INSIDE,
+            "is_here = counts",
+            "ids.where(is_here, 0)",
+            "ids.clamp(0, logits.shape[1] - 1)",
+        ),
+        Wrong(
+            "one_too_many",
+            "A slice ends before the id first + V/tp: a target with that id is in the next one.",
+            "(ids < logits.shape[1])",
+            "(ids <= logits.shape[1])",
         ),
         Wrong(
             "own_ids",
@@ -184,6 +222,34 @@ EXERCISE = Exercise(
             "A target that is to be ignored has a gradient.",
             "scale = counts / sums",
             "scale = 1 / sums",
+        ),
+        Wrong(
+            "nothing_ignored",
+            "A target that is to be ignored has a loss and a gradient.",
+            "(sums.log() - target_logits) * counts",
+            "(sums.log() - target_logits)",
+            "scale = counts / sums",
+            "scale = 1 / sums",
+        ),
+        Wrong(
+            "losses_summed",
+            "The losses are summed: one for each token is wanted, [N].",
+            "return losses, ",
+            "return losses.sum(), ",
+        ),
+        Wrong(
+            "not_wide",
+            "Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.",
+            LOGITS,
+            "logits = x @ weight.T",
+        ),
+        Wrong(
+            "wide_gradient",
+            "The gradient stays wide: it is multiplied by x and weight, in the dtype of x.",
+            TO_DTYPE,
+            TO_DTYPE.removesuffix(".to(x.dtype)"),
+            "gradient_at_target[:, None].to(x.dtype)",
+            "gradient_at_target[:, None]",
         ),
         Wrong(
             "wrong_sign",
@@ -213,7 +279,7 @@ EXERCISE = Exercise(
     also_right=(
         """
 def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
-    logits, N = x @ weight.T, len(x)
+    logits, N = wide(x @ weight.T), len(x)
     logits = logits - vocabulary.maximum(logits.max(1).values).unsqueeze(1)
     onehot = torch.zeros_like(logits)
     for row in range(N):
@@ -221,9 +287,9 @@ def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
         if targets[row] != IGNORE_INDEX and 0 <= place < len(weight):
             onehot[row, place] = 1
     both = vocabulary.total(torch.stack([logits.exp().sum(1), (logits * onehot).sum(1)], 1))
-    counts = (targets != IGNORE_INDEX).double()
+    counts = (targets != IGNORE_INDEX).to(logits.dtype)
     losses = counts * (both[:, 0].log() - both[:, 1])
-    return losses, counts[:, None] * logits.exp() / both[:, :1] - onehot
+    return losses, (counts[:, None] * logits.exp() / both[:, :1] - onehot).to(x.dtype)
 """,
     ),
 )

@@ -13,8 +13,8 @@ TASK = """
 Write the step of AdamW. For each parameter of each group: count the step; m <- b1 m + (1 - b1) g,
 v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both moments, which rounds
 them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
-an average of t steps from the first on. Reduce the parameter by its lr * weight_decay-th part, and
-by lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
+an average of t steps from the first on. Reduce the parameter first by its lr * weight_decay-th
+part, then by lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
 Read: adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
 """
 
@@ -102,7 +102,7 @@ def picture(runs) -> str:
     case, records = runs[1]
     squares = records[0].values["v"]
     rows = {f"step {step}": v / squares[0] for step, v in enumerate(squares)}
-    about = f"v of one weight, b2 = {case.betas[1]}, with gradients a tenth as large each step"
+    about = f"v of one weight, b2 = {case.betas[1]}; each gradient is a tenth of the one before"
     return f"{about}\n{bars(rows, '{:.4f}')}"
 
 
@@ -111,6 +111,9 @@ SQUARE = 'square = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2)'
 SPREAD = "spread = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(1e-8)"
 DECAY = 'parameter.mul_(1 - lr * group["weight_decay"])'
 COUNT = 'state["step"] += 1\n            steps = state["step"].item()'
+COUNTED_LATE = "\n            ".join(reversed(COUNT.split("\n            ")))
+FROM_ZERO = "The step is read before it is counted: the first correction divides by 1 - b^0 = 0."
+UPDATE = "parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))"
 
 EXERCISE = Exercise(
     __name__,
@@ -138,10 +141,27 @@ EXERCISE = Exercise(
             "",
         ),
         Wrong(
-            "steps_from_zero",
-            "The step is read before it is counted: the first correction divides by 1 - b^0 = 0.",
+            "nothing_corrected",
+            "The moments are not divided by 1 - b^t: both are averages of t steps and a 0.",
+            "value=-lr / (1 - beta1**steps)",
+            "value=-lr",
+            ".div_(math.sqrt(1 - beta2**steps))",
+            "",
+        ),
+        Wrong("steps_from_zero", FROM_ZERO, COUNT, COUNTED_LATE),
+        Wrong(
+            "steps_from_zero_in_tensors",
+            f"{FROM_ZERO} A tensor divided by 0 raises no error.",
             COUNT,
-            "\n            ".join(reversed(COUNT.split("\n            "))),
+            COUNTED_LATE,
+            UPDATE,
+            "parameter.addcdiv_(mean / (1 - beta1**steps), spread, value=-lr)",
+        ),
+        Wrong(
+            "step_not_stored",
+            'state["step"] does not grow: all corrections are those of the first step.',
+            COUNT,
+            'steps = state["step"].item() + 1',
         ),
         Wrong(
             "decay_in_gradient",
@@ -158,11 +178,29 @@ EXERCISE = Exercise(
             'lr * group["weight_decay"]',
             'group["weight_decay"]',
         ),
+        Wrong("no_decay", "Weights do not decay.", DECAY, "pass"),
         Wrong(
-            "no_decay",
-            "Weights do not decay.",
+            "decay_last",
+            "The decay comes after the update, and takes a part of that, too.",
             DECAY,
             "pass",
+            UPDATE,
+            f"{UPDATE}\n            {DECAY}",
+        ),
+        Wrong(
+            "first_group_for_all",
+            "All parameters have the settings of the first group: each group has its own lr and"
+            " weight_decay.",
+            'group["lr"]',
+            'self.param_groups[0]["lr"]',
+            'group["weight_decay"]',
+            'self.param_groups[0]["weight_decay"]',
+        ),
+        Wrong(
+            "not_in_place",
+            "The weights do not change: `p = p - ...` makes a new tensor. Change p in place.",
+            DECAY,
+            'parameter = parameter * (1 - lr * group["weight_decay"])',
         ),
         Wrong(
             "eps_in_root",
@@ -172,9 +210,12 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "rounded_before_use",
-            "The update uses v as it is stored, in three digits: round only what is kept.",
+            "The update uses the moments as they are stored, in three digits: round only what is"
+            " kept.",
             "spread = square.sqrt()",
             'spread = state["exp_avg_sq"].to(gradient.dtype).sqrt()',
+            "parameter.addcdiv_(mean,",
+            'parameter.addcdiv_(state["exp_avg"].to(gradient.dtype),',
         ),
         Wrong(
             "rounded_twice",
