@@ -15,8 +15,8 @@ TASK = '''\
 
 Marks by the bubble: at most 27.3% (as of 1F1B), 20%, 15.8%. At most 4.0 micro-batches' activations
 may be alive on any rank; with two chunks, one in a chunk counts half. Chunk c of rank r is stage
-r + 4 c. A backward takes twice as long as a forward. Bonus: with messages that take a fifth of a
-chunk's forward, and 5.5 alive, at most 19.7%.
+r + 4 c. A backward takes twice as long as a forward. Bonus, for another schedule, which may have
+5.5 alive and then has no marks: with messages of a fifth of a chunk's forward, at most 19.7%.
 """
 
 CHUNKS = 1  # of a rank: 1 or 2
@@ -49,7 +49,7 @@ def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
     if alive <= 5.5 and late <= 0.1974 and chunks > 1:
         lines.append("bonus: these messages are hidden")
     if alive > MOST_ALIVE:
-        lines.append(f"no marks: more than {MOST_ALIVE} alive")
+        lines.append(f"no marks for the bubble: more than {MOST_ALIVE} alive")
         return Marks(0, "\n".join(lines), picture(timeline, chunks))
     marks = sum(bubble <= limit + 5e-4 for limit in BUBBLES)
     if marks < 3:

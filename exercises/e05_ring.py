@@ -51,6 +51,9 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 
 def order(case: Case, records) -> str:
     for rank, record in enumerate(records):
+        for event in record.events:
+            if event.what == "send" and event.peer not in (None, (rank + 1) % case.ranks):
+                return f"rank {rank} sends to rank {event.peer}, which is not the next one"
         for hop in range(case.ranks - 1):
             use = record.place("mark", "compute", hop)
             if record.place("start", "send", hop) > use:
@@ -67,9 +70,8 @@ def picture(runs) -> str:
         where = "      ".join(str(source) for source in record.values["sources"])
         lines.append(f"rank {rank}                         {where}")
     names = {"send": "s", "receive": "r"}
-    return "\n".join(
-        [*lines, "", "(s0: a send begins; s0): it is awaited", timeline(records, names)]
-    )
+    about = "(s0: a send begins; s0): it is awaited; r: a receive"
+    return "\n".join([*lines, "", about, timeline(records, names)])
 
 
 SHIFT = "        shift = Shift(tensor, axis)  # the next one travels while this one is in use"
@@ -116,6 +118,15 @@ EXERCISE = Exercise(
             "yield axis.previous,",
         ),
         Wrong(
+            "sources_below_0",
+            "There is no rank below 0: before rank 0 comes the last one. Take sources modulo"
+            " axis.size.",
+            "(axis.rank - hop) % axis.size",
+            "axis.rank - hop",
+            "yield axis.next,",
+            "yield axis.rank - axis.size + 1,",
+        ),
+        Wrong(
             "not_awaited",
             "A tensor is yielded before it has arrived: its buffer holds anything.",
             "tensor = shift.wait()",
@@ -135,6 +146,14 @@ EXERCISE = Exercise(
             "Every hop sends this rank's own tensor again: what has arrived must be passed on.",
             SHIFT,
             "        mine = tensor if hop == 0 else mine\n        shift = Shift(mine, axis)\n",
+        ),
+        Wrong(
+            "straight_from_its_owner",
+            "Each tensor is sent straight from its owner: between ranks that are far apart it"
+            " crosses several links. Pass on to the next rank what has arrived.",
+            SHIFT,
+            "        mine = tensor if hop == 0 else mine\n"
+            "        shift = Shift(mine, axis, hop + 1)\n",
         ),
         Wrong(
             "awaited_at_once",

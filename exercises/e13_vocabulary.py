@@ -191,8 +191,8 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "nearest_taken",
-            "Where the target is not in a slice, the nearest logit is taken for it: such a rank must"
-            " add 0 to the loss, and subtract nothing from the gradient.",
+            "Where the target is not in a slice, the nearest logit is taken for it: such a rank"
+            " must add 0 to the loss, and subtract nothing from the gradient.",
             INSIDE,
             "is_here = counts",
             "ids.where(is_here, 0)",

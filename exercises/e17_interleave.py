@@ -14,7 +14,8 @@ Return the plan of a rank that has several chunks. Micro-batches take turns in g
 of a group run through all chunks, the first one first, before those of the next group; so do the
 backwards, the last chunk first. A rank starts as many forwards as its first group needs to reach
 the last chunk, and two more for each rank behind it; then a forward and a backward take turns.
-group_sizes and _alternating help. Bubble: (p - 1) / (m v + p - 1) for v chunks and m >= p.
+group_sizes (the largest comes first) and _alternating help. Bubble: (p - 1) / (m v + p - 1) for v
+chunks and m >= p.
 Read: pipeline_action.py, pipeline_schedule.py.
 """
 
@@ -48,6 +49,7 @@ def on_rank(rank, case: Case) -> dict:
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
     return {
         "problem": "",
+        "forwards of each rank": [sum(str(a).startswith("F") for a in plan) for plan in plans],
         "time": timeline.makespan,
         "bubble of each rank": [timeline.bubble(r) for r in range(p)],
         "most chunks alive": [schedules.peak_live(plan) for plan in plans],
@@ -63,6 +65,7 @@ def expected(case: Case) -> list[dict]:
     return [
         {
             "problem": "",
+            "forwards of each rank": [m * v] * p,
             "time": 3.0 * slots,
             "bubble of each rank": [1 - m * v / slots] * p,
             "most chunks alive": [min(m * v, (v - 1) * first + 2 * (p - r) - 1) for r in range(p)],
@@ -83,7 +86,7 @@ def order(case: Case, records) -> str:
 def picture(runs) -> str:
     case, records = next((c, r) for c, r in runs if (c.stages, c.micro_batches) == (4, 4))
     simple, mine = records[0].values["drawings"]
-    title = f"4 ranks, 4 micro-batches: 1F1B, and with {case.chunks} chunks; f0: of the second one"
+    title = f"4 ranks, 4 micro-batches: 1F1B, and with {case.chunks} chunks; f0: F0 of chunk 1"
     return f"{title}\n{simple}\n\n{mine}"
 
 
@@ -133,6 +136,15 @@ EXERCISE = Exercise(
             SHORT_LAST,
         ),
         Wrong(
+            "exactly_ranks",
+            "Every group has exactly as many micro-batches as there are ranks: those that are left"
+            " over are never trained on.",
+            GROUPS,
+            "sizes = [ranks] * (num_micro_batches // ranks)",
+            FIRST_GROUP,
+            "warmup += (chunks - 1) * ranks",
+        ),
+        Wrong(
             "largest_group_last",
             "The largest group comes last: the warm-up, counted for the first one, is too short"
             " for it.",
@@ -152,6 +164,28 @@ EXERCISE = Exercise(
             " gradient that needs forwards of its own.",
             FIRST_GROUP,
             "",
+        ),
+        Wrong(
+            "all_of_1f1b",
+            "The warm-up is that of 1F1B: here the first group must have reached the last chunk,"
+            " and messages are hidden by two forwards for each rank behind.",
+            WARMUP,
+            "warmup = ranks - rank - 1",
+            FIRST_GROUP,
+            "",
+        ),
+        Wrong(
+            "size_of_the_last_group",
+            "The warm-up is counted for the last group: the first one may be larger, and must have"
+            " reached the last chunk.",
+            FIRST_GROUP,
+            FIRST_GROUP.replace("[0]", "[-1]"),
+        ),
+        Wrong(
+            "rank_counts_itself",
+            "The warm-up has two forwards more than needed: a rank is not behind itself.",
+            WARMUP,
+            "warmup = 2 * (ranks - rank)",
         ),
         Wrong(
             "same_warmup",

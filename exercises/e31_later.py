@@ -152,6 +152,12 @@ EXERCISE = Exercise(
             "self.split",
         ),
         Wrong(
+            "one_is_not_enough",
+            "They wait only where hold and split are both set: one of them is enough.",
+            "self.hold or self.split",
+            "self.hold and self.split",
+        ),
+        Wrong(
             "settled_in_split",
             "settle runs the queue also with split: nothing is left for W.",
             "if not self.split:",

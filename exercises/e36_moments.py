@@ -142,7 +142,7 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "nothing_corrected",
-            "The moments are not divided by 1 - b^t: both are averages of t steps and a 0.",
+            "The moments are not divided by 1 - b^t: they begin at 0, and are too small at first.",
             "value=-lr / (1 - beta1**steps)",
             "value=-lr",
             ".div_(math.sqrt(1 - beta2**steps))",

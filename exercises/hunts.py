@@ -23,13 +23,17 @@ class Hunt(NamedTuple):
     """A change of one statement, and runs that show it."""
 
     file: str
-    old: str  # once in the file
+    old: str  # once in the file; any of its lines is the answer
     new: str
     story: str
     runs: tuple[str, ...]  # the first one is right
     hints: tuple[str, ...]
     found: str  # the explanation, once it is found
 
+
+# Each of these statements could be the wrong one: from the symptoms alone none stands out.
+WHOLE = "whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time\n        "
+MINE = "mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)\n        "
 
 HUNTS = {
     1: Hunt(
@@ -85,7 +89,7 @@ HUNTS = {
     ),
     4: Hunt(
         "picotron_min/initialise.py",
-        "parameter.data.copy_(whole[mine])",
+        WHOLE + MINE + "parameter.data.copy_(whole[mine])",
         "parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))",
         "With tensor parallelism the loss is another one from the first step on. Pipelines train"
         " exactly.",
@@ -207,7 +211,8 @@ def _take_answer(number: int, answer: str) -> int:
     before = progress.read(key)
     if near == "right":
         progress.update(key, passed=True)
-        print(f"Right, after {before['hints']} hints. {hunt.found}")
+        hints = before["hints"]
+        print(f"Right, after {hints} hint{'s' * (hints != 1)}. {hunt.found}")
         return 0
     hints = min(len(hunt.hints), before["hints"] + 1)
     progress.update(key, tries=before["tries"] + 1, hints=hints)
@@ -236,6 +241,8 @@ def judge(number: int, answer: str) -> str:
     file, _, line = answer.rpartition(":")
     if not line.isdecimal() or not (ROOT / file).is_file():
         raise ValueError(f"{answer} is no line: answer as picotron_min/mesh.py:12")
+    if not 1 <= int(line) <= (length := len((ROOT / file).read_text().splitlines())):
+        raise ValueError(f"{answer} is no line: {file} has {length}")
     if Path(file) != Path(hunt.file):
         return "wrong"
     source = (ROOT / hunt.file).read_text()
@@ -244,10 +251,10 @@ def judge(number: int, answer: str) -> str:
     around = [n for n in ast.walk(ast.parse(source)) if _is_around(n, first)]
     statement = min((n for n in around if not hasattr(n, "body")), key=_length)
     function = min((n for n in around if isinstance(n, ast.FunctionDef)), key=_length)
-    for node, result in ((statement, "right"), (function, "function")):
-        if node.lineno <= int(line) <= node.end_lineno:
-            return result
-    return "file"
+    last = max(statement.end_lineno, first + hunt.old.count("\n"))
+    if statement.lineno <= int(line) <= last:
+        return "right"
+    return "function" if function.lineno <= int(line) <= function.end_lineno else "file"
 
 
 def _is_around(node: ast.AST, line: int) -> bool:

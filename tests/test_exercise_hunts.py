@@ -54,13 +54,16 @@ def test_an_answer_is_judged_by_its_distance(number):
     hunt = HUNTS[number]
     lines = (hunts.ROOT / hunt.file).read_text().splitlines()
     (line,) = (i for i, text in enumerate(lines, 1) if hunt.old.splitlines()[0] in text)
-    assert judge(number, f"{hunt.file}:{line}") == "right"
+    for place in range(line, line + len(hunt.old.splitlines())):
+        assert judge(number, f"{hunt.file}:{place}") == "right"
     start = max(i for i in range(1, line) if lines[i - 1].startswith(("def ", "class ")))
     assert judge(number, f"{hunt.file}:{start}") == "function"
     assert judge(number, f"{hunt.file}:1") == "file"
     assert judge(number, "picotron_min/mesh.py:1") == "wrong"
     with pytest.raises(ValueError, match="is no line"):
         judge(number, "nowhere.py:1")
+    with pytest.raises(ValueError, match=f"{hunt.file} has {len(lines)}"):
+        judge(number, f"{hunt.file}:{len(lines) + 1}")
 
 
 def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
