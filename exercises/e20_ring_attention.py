@@ -58,73 +58,46 @@ def whole_tensors(case: Case):
 def on_rank(rank, case: Case) -> dict:
     import torch
 
-    attention, blocks = rank.course.context_parallel, rank.course.block_attention
+    from exercises.attention import merge_of_rounded
+
+    attention, kernels = rank.course.context_parallel, rank.course.block_attention
     dtype = getattr(torch, case.dtype)
 
     def attend(q, k, v, is_causal):
         rank.mark(f"{q.shape[2]} x {k.shape[2]}{' causal' if is_causal else ''}")
-        out, lse = blocks.attend_block(q.double(), k.double(), v.double(), is_causal)
+        out, lse = kernels.attend_block(q.double(), k.double(), v.double(), is_causal)
         return out.to(dtype), lse  # rounded, as kernels on GPUs do
 
-    kernel = blocks.Kernel(attend, blocks.attend_block_backward)
+    kernel = kernels.Kernel(attend, kernels.attend_block_backward)
     *qkv, d_out = (x[:, :, positions(case, rank.number)].to(dtype) for x in whole_tensors(case))
     for tensor in qkv:
-        tensor.requires_grad_(hasattr(case, "backward"))
+        tensor.requires_grad_(hasattr(case, "backward") or case.dtype == "bfloat16")
     out = attention.RingAttention(rank.axis("cp"), kernel)(*qkv)
     if case.dtype == "bfloat16":  # between two numbers there are 2^-7 to 2^-8 of their size
-        exact = exact_merge(case)[:, :, positions(case, rank.number)]
+        blocks = [positions(case, other) for other in range(case.ranks)]
+        exact = merge_of_rounded(*whole_tensors(case)[:3], blocks)[:, :, blocks[rank.number]]
         off = (out.double() - exact).abs() > 2**-8 * 1.001 * exact.abs()
-        return {"dtype": str(out.dtype), "numbers that were rounded more than once": int(off.sum())}
+        saved = out.grad_fn.saved_tensors[2:3]  # of q, kv, out, lse
+        dtypes = ", saved as ".join(str(x.dtype) for x in (out, *saved))
+        return {"dtype": dtypes, "numbers that were rounded more than once": int(off.sum())}
     if not hasattr(case, "backward"):
         return {"out": out}
     gradients = torch.autograd.grad(out, qkv, d_out)
     return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
-def full_attention(q, k, v, seen):
-    """Of every query head by itself; `seen` [S, S]: which keys a query sees."""
-    import torch
-
-    each, heads = q.shape[1] // k.shape[1], []
-    for h in range(q.shape[1]):
-        scores = q[:, h] @ k[:, h // each].mT / D**0.5
-        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, h // each])
-    return torch.stack(heads, 1)
-
-
-def causal(length: int):
-    import torch
-
-    return torch.ones(length, length, dtype=torch.bool).tril()
-
-
-def exact_merge(case: Case):
-    """What rounded means of blocks, one for the keys of each rank, merge to without rounding."""
-    import torch
-
-    q, k, v, _ = whole_tensors(case)
-    total, each = torch.zeros_like(q), case.query_heads // case.key_heads
-    k = k.repeat_interleave(each, 1)
-    weights = (q @ k.mT / D**0.5).masked_fill(~causal(q.shape[2]), -torch.inf).softmax(-1)
-    for other in range(case.ranks):
-        block = torch.zeros_like(weights[0, 0], dtype=torch.bool)
-        block[:, positions(case, other)] = True
-        share = (weights * block).sum(-1, keepdim=True)
-        mean = (weights * block) @ v.repeat_interleave(each, 1) / share.clamp(min=1e-300)
-        total += share * mean.to(torch.bfloat16).double()
-    return total
-
-
 def expected(case: Case) -> list[dict]:
     import torch
 
+    from exercises.attention import full_attention
+
     parts = [positions(case, rank) for rank in range(case.ranks)]
     if case.dtype == "bfloat16":
-        right = {"dtype": "torch.bfloat16", "numbers that were rounded more than once": 0}
-        return [right] * case.ranks
+        dtype = "torch.bfloat16, saved as torch.bfloat16"
+        return [{"dtype": dtype, "numbers that were rounded more than once": 0}] * case.ranks
     *qkv, d_out = whole_tensors(case)
     qkv = [tensor.requires_grad_() for tensor in qkv]
-    out = full_attention(*qkv, causal(d_out.shape[2]))
+    out = full_attention(*qkv)
     results = {"out": out.detach()}
     if hasattr(case, "backward"):
         gradients = torch.autograd.grad(out, qkv, d_out)
@@ -207,6 +180,28 @@ EXERCISE = Exercise(
             "Blocks are merged as a plain mean: a block with more weight must count more.",
             MERGED,
             "merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])",
+        ),
+        Wrong(
+            "blocks_added",
+            "The outs of blocks are added: each is a mean, and must count by its share of the"
+            " weight. merge_blocks does that.",
+            MERGED,
+            "merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])",
+        ),
+        Wrong(
+            "merged_into_zeros",
+            "The first block is merged into an out of zeros with lse 0: that is a block with weight"
+            " exp(0) = 1. Begin with the first block itself, or with lse -inf.",
+            FIRST,
+            "zero = torch.zeros_like(wide(q)), wide(q.new_zeros(q.shape[:3]))\n"
+            "            out, lse = merge_blocks(*zero, *block)",
+        ),
+        Wrong(
+            "all_queries_each_time",
+            "All queries attend to every block. Keys of later ranks are behind the early queries:"
+            " only the rows that visible_blocks gives may see them.",
+            LOOP,
+            "for is_own, _, _, k, v in visible_blocks(kv, axis):\n        rows = slice(None)",
         ),
         Wrong(
             "lse_not_updated",
