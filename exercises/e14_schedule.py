@@ -36,9 +36,9 @@ def on_rank(rank, case: Case) -> dict:
     names = [[str(action) for action in plan] for plan in plans]
     timeline, problem = played(rank, plans)
     if problem:
-        return {"problem": problem, "plans": names}
+        return {"what is wrong with the plans": problem, "plans": names}
     return {
-        "problem": "",
+        "what is wrong with the plans": "nothing",
         "plans": names,
         "time": timeline.makespan,
         "bubble of each rank": [timeline.bubble(r) for r in range(p)],
@@ -51,7 +51,7 @@ def expected(case: Case) -> list[dict]:
     p, m = case.stages, case.micro_batches
     return [
         {
-            "problem": "",
+            "what is wrong with the plans": "nothing",
             "bubble of each rank": [(p - 1) / (m + p - 1)] * p,
             "most micro-batches alive": [min(m, p - rank) for rank in range(p)],
             "time": 3.0 * (m + p - 1),  # F takes 1 and B takes 2

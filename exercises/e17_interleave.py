@@ -42,13 +42,13 @@ def on_rank(rank, case: Case) -> dict:
     plans = [schedules.interleaved(r, p, m, v) for r in range(p)]
     timeline, problem = played(rank, plans)
     if problem:
-        return {"problem": problem}
+        return {"what is wrong with the plans": problem}
     draw = rank.course.module("runtime.draw").draw
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
     simple = [schedules.one_f_one_b(r, p, m) for r in range(p)]
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
     return {
-        "problem": "",
+        "what is wrong with the plans": "nothing",
         "forwards of each rank": [sum(str(a).startswith("F") for a in plan) for plan in plans],
         "time": timeline.makespan,
         "bubble of each rank": [timeline.bubble(r) for r in range(p)],
@@ -64,7 +64,7 @@ def expected(case: Case) -> list[dict]:
     first = -(-m // max(1, m // p))  # the size of the first group: others are as large, or smaller
     return [
         {
-            "problem": "",
+            "what is wrong with the plans": "nothing",
             "forwards of each rank": [m * v] * p,
             "time": 3.0 * slots,
             "bubble of each rank": [1 - m * v / slots] * p,

@@ -7,6 +7,7 @@ each other; some pairs of token and expert are dropped.
 import random
 
 from exercises.exercise import Case, Exercise, Sent, Wrong, draw
+from exercises.pictures import squares
 
 TASK = """
 Each pair (token, chosen expert) travels to the rank that has the expert. Get x [n, E], weights and
@@ -39,13 +40,11 @@ E, INNER = 3, 4
 
 
 def cases(dice: random.Random) -> list[Case]:
-    def tokens(ranks: int) -> list[int]:
-        return [dice.randint(3, 6) for _ in range(ranks)]
-
+    tokens = {ranks: [dice.randint(3, 6) for _ in range(ranks)] for ranks in (2, 3, 4)}
     return [
-        Case(2, ep=2, etp=1, experts=4, k=2, tokens=tokens(2), capacity=None),
-        Case(3, ep=3, etp=1, experts=6, k=2, tokens=tokens(3), capacity=None),
-        Case(4, ep=2, etp=2, experts=4, k=2, tokens=tokens(4), capacity=None),
+        Case(2, ep=2, etp=1, experts=4, k=2, tokens=tokens[2], capacity=None),
+        Case(3, ep=3, etp=1, experts=6, k=2, tokens=tokens[3], capacity=None),
+        Case(4, ep=2, etp=2, experts=4, k=2, tokens=tokens[4], capacity=None),
         Case(2, ep=2, etp=1, experts=4, k=2, tokens=[4, 4], capacity=2.0),
     ]
 
@@ -58,7 +57,7 @@ def inputs(case: Case, rank: int):
     order = draw(case, "experts", rank, shape=(n, case.experts)).argsort(-1)
     experts = order[:, : case.k].contiguous()
     experts[0, 0] = case.experts  # dropped
-    return x, weights, experts, d_out
+    return x.requires_grad_(), weights.requires_grad_(), experts, d_out
 
 
 def expert(case: Case, number: int, x, part: slice = slice(None)):
@@ -81,10 +80,9 @@ def on_rank(rank, case: Case) -> dict:
 
     def run(rows, sizes, weights):
         ran.append(sum(sizes))
-        outs = [
-            w[:, None] * expert(case, axes.ep.rank * each + i, r, part)
-            for i, (r, w) in enumerate(zip(rows.split(sizes), weights.split(sizes), strict=True))
-        ]
+        parts = zip(rows.split(sizes), weights.split(sizes), strict=True)
+        first = axes.ep.rank * each  # of this rank's experts
+        outs = [w[:, None] * expert(case, first + i, r, part) for i, (r, w) in enumerate(parts)]
         return torch.cat(outs)
 
     def meanwhile():
@@ -92,7 +90,6 @@ def on_rank(rank, case: Case) -> dict:
         return "shared"
 
     x, weights, experts, d_out = inputs(case, rank.number)
-    x.requires_grad_(), weights.requires_grad_()
     dispatch = course.expert_parallel.AllToAllDispatch(limit, axes)
     out, shared = dispatch(x, weights, experts, run, meanwhile)
     rank.mark(f"{ran[0]} rows")
@@ -110,7 +107,6 @@ def expected(case: Case) -> list[dict]:
     results = []
     for rank in range(case.ranks):
         x, weights, experts, d_out = inputs(case, rank)
-        x.requires_grad_(), weights.requires_grad_()
         rows = []
         for t, chosen in enumerate(experts.tolist()):
             row = torch.zeros_like(x[t])
@@ -126,8 +122,6 @@ def expected(case: Case) -> list[dict]:
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    import math
-
     each, sent = case.experts // case.ep, []
     moves = [[0] * case.ranks for _ in range(case.ranks)]  # rows from a rank to another
     for rank in range(case.ranks):
@@ -137,13 +131,10 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
                 for other in range(first, first + case.etp):
                     moves[rank][other] += 1
         if case.capacity:
-            even = case.tokens[rank] * case.k / case.experts
-            rows = min(case.tokens[rank], math.ceil(case.capacity * even))
-            moves[rank] = [each * rows] * case.ranks
+            moves[rank] = [each * case.tokens[rank]] * case.ranks  # that is its capacity
     for rank in range(case.ranks):
-        others = [other for other in range(case.ranks) if other != rank]
-        leave = sum(moves[rank][other] for other in others)
-        arrive = sum(moves[other][rank] for other in others)
+        leave, arrive = sum(moves[rank]), sum(row[rank] for row in moves)
+        leave, arrive = (rows - moves[rank][rank] for rows in (leave, arrive))
         # There: x, weights, and the gradient of what comes back. Back: results, two gradients.
         size = 8 * (leave * (E + 1 + E) + arrive * (E + E + 1))
         counts = {} if case.capacity else {"all_to_all": Sent(1, 8 * each * (case.ranks - 1))}
@@ -154,10 +145,10 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 def order(case: Case, records) -> str:
     for rank, record in enumerate(records):
         now = record.place("mark", "shared")
-        begun = [e.number for e in record.events[:now] if e.kind == "start"]
-        ended = [e.number for e in record.events[:now] if e.kind == "wait"]
-        if len(begun) == len(ended):
-            counts = f"{len(begun)} messages have begun and {len(ended)} have ended"
+        kinds = [event.kind for event in record.events[:now]]
+        begun, ended = kinds.count("start"), kinds.count("wait")
+        if begun == ended:
+            counts = f"{begun} messages have begun and {ended} have ended"
             return f"rank {rank} calls meanwhile() when {counts}: none travels beside it"
     return ""
 
@@ -165,16 +156,12 @@ def order(case: Case, records) -> str:
 def picture(runs) -> str:
     case, records = runs[1]
     each = case.experts // case.ep
-    lines = ["pairs of token and expert, from each rank (row) to each rank (column)"]
-    lines.append(
-        "        " + "".join(f"to rank {other:<3}" for other in range(case.ranks)).rstrip()
-    )
-    for rank in range(case.ranks):
-        chosen = inputs(case, rank)[2].flatten().tolist()
-        numbers = [sum(n // each == other for n in chosen) for other in range(case.ranks)]
-        lines.append(f"rank {rank}  " + "".join(f"{'■' * n:11}" for n in numbers).rstrip())
+    ranks = range(case.ranks)
+    chosen = [inputs(case, rank)[2].flatten().tolist() for rank in ranks]
+    table = squares([[sum(n // each == other for n in row) for other in ranks] for row in chosen])
+    about = "pairs of token and expert, from each rank (row) to each rank (column)"
     marks = [next(e.what for e in r.events if e.what.endswith(" rows")) for r in records]
-    return "\n".join([*lines, "", "rows that experts get: " + ", ".join(marks)])
+    return "\n".join([about, table, "", "rows that experts get: " + ", ".join(marks)])
 
 
 EXCHANGED = "all_to_all(counts, self.axis, 0, 0).view_as(counts)"
@@ -226,10 +213,24 @@ EXERCISE = Exercise(
             "out = run(by_expert.spread(x), sizes, by_expert.sort(weights))",
         ),
         Wrong(
+            "sorted_twice",
+            "On the way back the order of experts is applied once more: undo it, by its inverse.",
+            RUN,
+            "out = by_expert.spread(run(by_expert.spread(x), sizes, by_expert.sort(weights)))",
+        ),
+        Wrong(
             "weights_not_sorted",
             "Rows are sorted by expert, and their weights are not: rows get the weights of others.",
             RUN,
             RUN.replace("by_expert.sort(weights)", "weights"),
+        ),
+        Wrong(
+            "weighted_twice",
+            "Results are multiplied by the weights once more: run has done that.",
+            "x = there.start",
+            "mine = weights\n    x = there.start",
+            "add_chunks(out, lengths, self.etp))",
+            "add_chunks(out, lengths, self.etp) * pairs.sort(mine)[:, None])",
         ),
         Wrong(
             "back_as_there",
@@ -283,8 +284,7 @@ def __call__(self, x, weights, experts, run, meanwhile):
     to_each, from_each = counts.sum(1).tolist(), arriving.sum(1).tolist()
     lengths = to_each[:: self.etp]
     pairs = Pairs(experts, sum(lengths), rows_each)
-    first = Exchange(self.axis, to_each, from_each)
-    second = Exchange(self.axis, to_each, from_each)
+    first, second = (Exchange(self.axis, to_each, from_each) for _ in range(2))
     rows = first.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
     w = second.start(repeat_chunks(pairs.sort(weights), lengths, self.etp))
     shared = meanwhile()

@@ -38,9 +38,9 @@ def on_rank(rank, case: Case) -> dict:
     names = [[str(action) for action in plan] for plan in plans]
     timeline, problem = played(rank, plans)
     if problem:
-        return {"problem": problem, "plans": names}
+        return {"what is wrong with the plans": problem, "plans": names}
     return {
-        "problem": "",
+        "what is wrong with the plans": "nothing",
         "plans": names,
         "time": timeline.makespan,
         f"micro-batches alive above {min(m, p)}": [
@@ -66,7 +66,7 @@ def expected(case: Case) -> list[dict]:
     time = 3.0 * m + max(p - 1, 2 * p - 1 - m)
     return [
         {
-            "problem": "",
+            "what is wrong with the plans": "nothing",
             "time": time,
             f"micro-batches alive above {min(m, p)}": [0] * p,
             "F, B and W in the order of micro-batches": [True] * p,
