@@ -72,8 +72,10 @@ class Sandbox:
             work.mkdir()
             with errors.open("wb") as stream:
                 code = self._run([*self.wrap, *command, str(verdict)], work, stream)
-            found = _read(verdict) or _no_verdict(code, errors)
-        return found | {"seconds": round(time.monotonic() - began, 1)}
+            seconds = time.monotonic() - began
+            was_late = seconds >= KILL_SECONDS
+            found = _read(verdict) or (_too_late() if was_late else _no_verdict(code, errors))
+        return found | {"seconds": round(seconds, 1)}
 
     def _run(self, command: list[str], work: Path, errors: BinaryIO) -> int:
         """Run a command for at most KILL_SECONDS: its exit code, negative where it was killed."""
@@ -144,4 +146,10 @@ def _no_verdict(code: int, errors: Path) -> dict:
     lines = errors.read_text(errors="replace").splitlines()[-5:]
     message = "\n    ".join([f"The check's process {how} and left no verdict.", *lines])
     parts = {"mistake": "crash", "message": message, "picture": "", "printed": ""}
+    return {"passed": False, "gates": {}, **parts}
+
+
+def _too_late() -> dict:
+    message = f"The check was killed after {KILL_SECONDS:g} s: if the machine is busy, try again."
+    parts = {"mistake": "timeout", "message": message, "picture": "", "printed": ""}
     return {"passed": False, "gates": {}, **parts}

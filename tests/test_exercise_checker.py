@@ -306,6 +306,12 @@ def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path, capsys)
     assert "is no folder: name one that has a folder for each" in capsys.readouterr().err
 
 
+def test_a_check_that_takes_too_long_is_killed_and_the_message_has_the_limit(monkeypatch):
+    monkeypatch.setattr("exercises.sandbox.KILL_SECONDS", 0.2)
+    verdict = Sandbox(wrap='python3 -c "import time; time.sleep(60)"').check(4, "solution")
+    assert verdict["mistake"] == "timeout" and "killed after 0.2 s" in verdict["message"]
+
+
 def test_what_is_printed_is_cut_after_some_lines_and_characters():
     printed = Printed()
     for i in range(1000):
