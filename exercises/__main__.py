@@ -141,6 +141,8 @@ def train(given: argparse.Namespace) -> int:
     from exercises.training import compare
 
     exercise = catalogue.load(given.number)
+    if exercise.no_training:
+        raise ValueError(f"exercise {given.number:02} is not for train: {exercise.no_training}")
     path, config = written(exercise), json.loads(given.config.read_text())
     return 0 if compare(exercise, path, exercise.changed(config), given.steps) else 1
 

@@ -117,6 +117,7 @@ EXERCISE = Exercise(
     on_rank=on_rank,
     expected=expected,
     picture=picture,
+    settings={"checkpoint": {"load_path": "latest"}},
     remember="With AdamW in float32 a checkpoint has 12 bytes a parameter: the weight and 2"
     " moments. In production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.",
     wrong=(

@@ -144,6 +144,7 @@ EXERCISE = Exercise(
     expected=expected,
     memory=memory,
     picture=picture,
+    settings={"model": {"offload": 2}},
     remember="1 copy of the input of q, k and v leaves, though each of the 3 saves it. In"
     " production: Transformer Engine's `get_cpu_offload_context`.",
     wrong=(

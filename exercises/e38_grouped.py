@@ -104,6 +104,7 @@ EXERCISE = Exercise(
     on_rank=on_rank,
     expected=expected,
     picture=picture,
+    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
     remember="1 addition for the gradients of all experts, in place of X kernels. In production:"
     " `torch.nn.functional.grouped_mm`; Megatron-LM's `GroupedMLP`.",
     wrong=(

@@ -147,6 +147,7 @@ EXERCISE = Exercise(
     on_rank=on_rank,
     expected=expected,
     picture=picture,
+    no_training="the planner calls the function; no step of training does",
     factors=lambda case: {"tp": case.tp, "the bytes of a float64": 8, "two": 2},
     remember="76 KB a token and layer wait for W in Llama-3.2-1B, 65% of what forward has kept. In"
     " production: `torch.distributed.pipelining.ScheduleZBVZeroBubble`.",

@@ -91,6 +91,7 @@ class Exercise:
     # What `train` changes in the "distributed" section, so that the function is used.
     layout: dict[str, int | str | bool] = field(default_factory=dict)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # and in other sections
+    no_training: str = ""  # why there is nothing to train, where no step calls the function
     also_right: tuple[str, ...] = ()  # the function written in other ways, which must pass
 
     @property

@@ -28,12 +28,15 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
     steps = min(steps, config["training"].get("total_train_steps", steps))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         print(f"{steps} steps with the course's {exercise.qualified_name} ...", flush=True)
-        right = _losses(exercise, "solution", config, steps, Path(folder, "course"), quiet=True)
+        course, yours = Path(folder, "course"), Path(folder, "yours")
+        right = _losses(exercise, "solution", config, [steps], course, quiet=True)
         if not right:
             print("The run with the course's own function fails, too: the config is at fault.")
             return False
-        print(f"{steps} steps with yours ...\n", flush=True)
-        mine = _losses(exercise, str(file), config, steps, Path(folder, "yours"), quiet=False)
+        stops = stops_of(config, steps)
+        halt = f", stopped and resumed after {stops[0]}" if len(stops) > 1 else ""
+        print(f"{steps} steps with yours{halt} ...\n", flush=True)
+        mine = _losses(exercise, str(file), config, stops, yours, quiet=False)
     if not mine:
         return False
     print("\nstep  the course's loss     yours")
@@ -54,6 +57,12 @@ def judge(right: list[float], mine: list[float]) -> tuple[str, bool]:
     return f"they differ by up to {furthest:.1e} of the loss, which is more than rounding", False
 
 
+def stops_of(config: dict, steps: int) -> list[int]:
+    """After how many steps the student's run ends: it is stopped once, where it can resume."""
+    resumes = config.get("checkpoint", {}).get("load_path") == "latest"
+    return [steps // 2, steps] if resumes and steps > 1 else [steps]
+
+
 def short_config(config: dict, steps: int, folder: Path) -> dict:
     """The config for its first steps alone, in another folder; what it learns stays the same."""
     config = deepcopy(config)
@@ -61,29 +70,39 @@ def short_config(config: dict, steps: int, folder: Path) -> dict:
     sequences = sizes.get("dp_size", 1) * training.get("gradient_accumulation_steps", 1)
     sequences *= training.get("micro_batch_size", 1)
     training["max_tokens"] = steps * sequences * training["seq_length"]
-    config["checkpoint"] = {"save_dir": str(folder)}
+    # The folder is new: what a run resumes from is its own checkpoint.
+    config["checkpoint"] = {"save_dir": str(folder), "load_path": "latest"}
     config["logging"] = {}
     return config
 
 
 def _losses(
-    exercise: Exercise, file: str, config: dict, steps: int, folder: Path, quiet: bool
+    exercise: Exercise, file: str, config: dict, stops: list[int], folder: Path, quiet: bool
 ) -> list[float]:
-    """Of each step; empty if the run fails, whose output is shown, also if it is quiet."""
+    """Of each step; empty if a run fails, whose output is shown, also if it is quiet.
+
+    The first run ends after `stops[0]` steps; each of the others continues from its checkpoint.
+    """
     path = folder.with_suffix(".json")
-    path.write_text(json.dumps(short_config(config, steps, folder)))
     command = [sys.executable, "-m", "exercises.training", str(exercise.number), file, str(path)]
+    for steps in stops:
+        path.write_text(json.dumps(short_config(config, steps, folder)))
+        if not _succeeds(command, str(folder.parent), quiet):
+            return []
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def _succeeds(command: list[str], folder: str, quiet: bool) -> bool:
     lines = []
     with _started(command) as process:
-        for line in lines_to_show(process.stdout, str(folder.parent)):
+        for line in lines_to_show(process.stdout, folder):
             lines.append(line)
             if not quiet:
                 print(line, end="", flush=True)
-    if process.returncode:
-        print("".join(lines if quiet else []), end="")
-        return []
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "loss" in record]
+    if process.returncode and quiet:
+        print("".join(lines), end="")
+    return not process.returncode
 
 
 @contextlib.contextmanager

@@ -45,6 +45,11 @@ def test_the_config_of_train_is_valid(number, tmp_path):
     assert parsed.world_size <= 8 and "max_tokens" not in CONFIG["training"]
 
 
+def test_a_function_that_no_step_calls_is_not_trained_with(capsys):
+    assert commands.main(["train", "39"]) == 2
+    assert "39 is not for train: the planner calls the function" in capsys.readouterr().err
+
+
 def test_lines_about_a_deleted_folder_are_not_shown():
     lines = ["Done", "  speed  9", "  report  /tmp/x/yours", "Use the model:", "  import it", "end"]
     assert list(training.lines_to_show(lines, "/tmp/x")) == ["Done", "  speed  9", "end"]
@@ -60,7 +65,30 @@ def test_a_config_that_is_at_fault_ends_the_comparison(monkeypatch, capsys):
     monkeypatch.setattr(training, "_losses", fail)
     config = {"training": {"total_train_steps": 4}}
     assert not training.compare(catalogue.load(4), Path("mine.py"), config, 10)
-    assert runs == [4] and "the config is at fault" in capsys.readouterr().out
+    assert runs == [[4]] and "the config is at fault" in capsys.readouterr().out
+
+
+def test_a_run_that_loads_a_checkpoint_is_stopped_and_resumed(monkeypatch, capsys):
+    configs = []
+
+    def run(command, folder, quiet):
+        configs.append(json.loads(Path(command[-1]).read_text()))
+        metrics = Path(configs[-1]["checkpoint"]["save_dir"], "metrics.jsonl")
+        metrics.parent.mkdir(exist_ok=True)
+        with metrics.open("a") as stream:
+            stream.write('{"loss": 5.5}\n' * (5, 2, 3)[len(configs) - 1])
+        return True
+
+    monkeypatch.setattr(training, "_succeeds", run)
+    resumes = catalogue.load(30)
+    assert training.compare(resumes, Path("mine.py"), resumes.changed(CONFIG), 5)
+    each_step = parse_config(configs[0]).tokens_per_step
+    steps = [config["training"]["max_tokens"] / each_step for config in configs]
+    folders = [config["checkpoint"]["save_dir"] for config in configs]
+    assert steps == [5, 2, 5] and folders[0] != folders[1] == folders[2]
+    assert {config["checkpoint"]["load_path"] for config in configs} == {"latest"}
+    assert "5 steps with yours, stopped and resumed after 2" in capsys.readouterr().out
+    assert training.stops_of(CONFIG, 5) == [5] == training.stops_of(resumes.changed(CONFIG), 5)[1:]
 
 
 def test_ctrl_c_ends_the_run_and_prints_no_traceback(monkeypatch, capsys):
