@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.compare import equal, first_difference, pattern
-from exercises.exercise import Case, Exercise, Sent, Wrong, WrongType
+from exercises.exercise import Case, Exercise, Sent, Wrong
+from exercises.forms import Call, Calls, form_problem
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -41,6 +42,7 @@ class CaseResult:
     failure: Failure | None = None
     problems: dict[str, str] = field(default_factory=dict)  # by gate that failed
     expected: list[dict] = field(default_factory=list)
+    calls: dict[int | None, list[Call]] = field(default_factory=dict)  # by rank
 
     def same_as(self, other: "CaseResult") -> bool:
         """Whether both did the same, as far as gates can see."""
@@ -69,11 +71,14 @@ class Verdict(NamedTuple):
 
 def outcome_of(exercise: Exercise, text: str, path: Path, seed: int = 0) -> Outcome:
     """Run all cases with the definition in a student's text."""
-    cases = exercise.seeded_cases(seed)
+    cases, calls, results = exercise.seeded_cases(seed), Calls(), []
     with simulated():
         try:
-            with course_with(exercise, text, path) as course:
-                return [_result_of(exercise, case, course, path) for case in cases]
+            with course_with(exercise, text, path, calls.watch) as course:
+                for case in cases:
+                    results.append(_result_of(exercise, case, course, path))
+                    results[-1].calls = calls.take()
+                return results
         except Exception as error:  # raised while the student's file was imported
             if not isinstance(error, BadFile) and not _lines_of(path, error):
                 raise  # an error of this checker
@@ -142,8 +147,6 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     if isinstance(error, Deadlock):
         lines = "\n".join(f"    {line}" for line in getattr(error, "lines", []))
         return Failure("deadlock", str(error), f"Deadlock: {error}.\n{lines}".rstrip())
-    if isinstance(error, WrongType):
-        return Failure("exception", str(error), f"Your version cannot be used: {error}.")
     if isinstance(error, BadFile):
         return Failure("file", str(error), f"Your file cannot be used: {error}.")
     frames = traceback.extract_tb(error.__traceback__)
@@ -205,34 +208,55 @@ def verdict_on(
     crash = next((f"With {r.case}:\n{r.failure.text}" for r in failed if r.failure), "")
     if wrong := known_mistake(exercise, outcome, seed, others):
         return Verdict(False, gates, wrong.name, f"{crash}\n{wrong.sentence}".lstrip(), "")
-    if failed[0].failure:  # versions may crash in the same way for different reasons
-        return Verdict(False, gates, failure.kind, crash, "")
-    mistake, sentence = _partly_known(exercise, outcome, others)
-    if not sentence:
-        mistake, sentence = _unknown(exercise, [result for result in failed if not result.failure])
-    return Verdict(False, gates, mistake, f"{sentence}\n{crash}".rstrip(), "")
+    mistake, sentence = _explanation(exercise, outcome, seed, others)
+    return Verdict(False, gates, mistake, f"{sentence}\n{crash}".strip(), "")
+
+
+def _explanation(
+    exercise: Exercise, outcome: Outcome, seed: int, others: dict[str, Outcome]
+) -> tuple[str, str]:
+    """What explains the first case that fails: a mistake's name, and its sentence, if any."""
+    first = next(i for i, result in enumerate(outcome) if result.failure or result.problems)
+    failure = outcome[first].failure
+    if not failure:  # versions may crash in the same way for different reasons
+        if wrong := _partly_known(exercise, outcome, first, others):
+            return wrong.name, f"With {outcome[first].case}: {wrong.sentence}"
+        if sentence := _common_pattern(exercise, outcome):
+            return "pattern", sentence
+    explains = not failure or failure.kind == "exception"
+    if explains and (sentence := _wrong_type(exercise, outcome, seed)):
+        return "wrong_type", sentence
+    return (failure.kind, "") if failure else ("unknown", UNKNOWN)
+
+
+def _wrong_type(exercise: Exercise, outcome: Outcome, seed: int) -> str:
+    """Where the function returned what has another type or shape, in a sentence; or ""."""
+    rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
+    for mine, right in zip(outcome, rights, strict=True):
+        is_wrong = mine.failure or mine.problems
+        if is_wrong and (sentence := form_problem(mine.calls, right.calls)):
+            # The text of a crash begins with its case.
+            return sentence if mine.failure else f"With {mine.case}: {sentence}"
+    return ""
 
 
 def _partly_known(
-    exercise: Exercise, outcome: Outcome, others: dict[str, Outcome]
-) -> tuple[str, str]:
+    exercise: Exercise, outcome: Outcome, first: int, others: dict[str, Outcome]
+) -> Wrong | None:
     """The known mistake that does the same in the first case that fails, but not in all others.
 
     Only if there is one such sentence. A version may be wrong twice, or the mistake in more cases.
     """
-    first = next(i for i, result in enumerate(outcome) if result.failure or result.problems)
     same = [w for w in exercise.wrong if outcome[first].same_as(others[w.name][first])]
-    if len({wrong.sentence for wrong in same}) != 1:
-        return "", ""
-    return same[0].name, f"With {outcome[first].case}: {same[0].sentence}"
+    return same[0] if len({wrong.sentence for wrong in same}) == 1 else None
 
 
-def _unknown(exercise: Exercise, failed: Outcome) -> tuple[str, str]:
-    """A pattern in the wrong values of all cases that failed, or the honest sentence."""
+def _common_pattern(exercise: Exercise, outcome: Outcome) -> str:
+    """What the wrong values of all cases have in common that fail without a crash."""
     patterns = []
-    for result in failed:
-        got = [record.values for record in result.records]
-        patterns.append(pattern(exercise, result.case, got, result.expected))
-    if all(patterns) and len({found.kind for found in patterns}) == 1:
-        return "pattern", patterns[0].sentence
-    return "unknown", UNKNOWN
+    for result in outcome:
+        if result.problems:
+            got = [record.values for record in result.records]
+            patterns.append(pattern(exercise, result.case, got, result.expected))
+    is_common = all(patterns) and len({found.kind for found in patterns}) == 1
+    return patterns[0].sentence if is_common else ""

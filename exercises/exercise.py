@@ -127,18 +127,6 @@ class Exercise:
         return cases
 
 
-class WrongType(TypeError):
-    """A result of a student's version cannot be used."""
-
-
-def wanted(result: Any, kind: type, name: str) -> Any:
-    """A result of a student's version; WrongType in plain words if it is not of this kind."""
-    if not isinstance(result, kind):
-        got = "nothing" if result is None else f"a {type(result).__name__}"
-        raise WrongType(f"it returned {got}; {name} is wanted")
-    return result
-
-
 def draw(case: Case, *key: object, shape: Sequence[int]) -> "Tensor":
     """Normal numbers in float64 that depend on the case's seed and on the key, and nothing else."""
     import torch

@@ -24,6 +24,7 @@ from exercises import source
 from exercises.exercise import Exercise
 
 FUNCTION = "_replacement"  # what the changed module calls to get the student's definition
+Watch = Callable[[Any], Any]  # a definition -> one that does the same, and is watched
 
 
 class Course:
@@ -39,13 +40,13 @@ class Course:
 
 
 @contextlib.contextmanager
-def course_with(exercise: Exercise, text: str, path: Path) -> Iterator[Course]:
+def course_with(exercise: Exercise, text: str, path: Path, watch: Watch) -> Iterator[Course]:
     """Within, the course is imported anew, with the definition that a student's file has.
 
     BadFile where the file cannot be used; whatever its own code raises when it is imported.
     """
     tree = source.parse(exercise, text)
-    with fresh_modules(), imported_with(exercise, tree, path):
+    with fresh_modules(), imported_with(exercise, tree, path, watch):
         importlib.import_module(exercise.source_module)
         yield Course()
 
@@ -77,32 +78,32 @@ def asked_first(finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
 
 
 def imported_with(
-    exercise: Exercise, tree: ast.Module, path: Path
+    exercise: Exercise, tree: ast.Module, path: Path, watch: Watch = lambda definition: definition
 ) -> contextlib.AbstractContextManager[None]:
     """Within, an import of the target's module gets the definition in the student's tree."""
-    return asked_first(Finder(exercise, tree, path))
+    return asked_first(Finder(exercise, tree, path, watch))
 
 
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the one module that is to be changed; all others are found as usual."""
 
-    def __init__(self, exercise: Exercise, tree: ast.Module, path: Path) -> None:
-        self.exercise, self.tree, self.path = exercise, tree, path
+    def __init__(self, exercise: Exercise, tree: ast.Module, path: Path, watch: Watch) -> None:
+        self.exercise, self.student = exercise, (tree, path, watch)
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         # A module that is run as a script (python -m) is not found by this way, and has no target.
         if name != self.exercise.source_module:
             return None
-        changed = Loader(self.exercise, self.tree, self.path)
+        changed = Loader(self.exercise, *self.student)
         return importlib.util.spec_from_file_location(
             name, source.course_file(self.exercise), loader=changed
         )
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, exercise: Exercise, tree: ast.Module, path: Path) -> None:
+    def __init__(self, exercise: Exercise, tree: ast.Module, path: Path, watch: Watch) -> None:
         super().__init__(exercise.source_module, str(source.course_file(exercise)))
-        self.exercise, self.tree, self.student = exercise, tree, path
+        self.exercise, self.tree, self.student, self.watch = exercise, tree, path, watch
 
     def get_code(self, fullname: str) -> Any:  # not from a cache of bytecode, and not into one
         tree = ast.parse(self.get_data(self.path))
@@ -115,7 +116,8 @@ class Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, self.path, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__[FUNCTION] = _definer(module, self.tree, self.student, self.exercise)
+        define = _definer(module, self.tree, self.student, self.exercise)
+        module.__dict__[FUNCTION] = lambda name: self.watch(define(name))
         super().exec_module(module)
         _add_helpers(module, self.tree, self.student, self.exercise)
 

@@ -2,6 +2,7 @@
 
 import ast
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -65,6 +66,26 @@ def test_a_known_mistake_is_recognised_and_no_other(number, name):
     assert same == [name], [(r.failure, r.problems) for r in known[name]]
     verdict = verdict_on(exercise, known[name], others=known)
     assert not verdict.passed and verdict.mistake == name and wrong.sentence in verdict.message
+
+
+@pytest.mark.parametrize("result", ["None", "[2.5]"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_result_of_a_wrong_type_is_explained(number, result):
+    exercise = replace(catalogue.load(number), wrong=())  # some of which return None, too
+    node = find(exercise).node
+    functions = [node] if isinstance(node, ast.FunctionDef) else node.body
+    functions = [f for f in functions if isinstance(f, ast.FunctionDef)]
+    for function in functions:
+        returned = "None" if function.name == "__init__" else result
+        function.body = ast.parse(f"return {returned}").body
+    verdict = checked(exercise, ast.unparse(node))
+    assert not verdict.passed and any(verdict.gates.values())
+    returns_nothing = all(f.returns and ast.unparse(f.returns) == "None" for f in functions)
+    if not returns_nothing:
+        sentence, form = verdict.message.splitlines()[0], "None" if result == "None" else "a list"
+        assert verdict.mistake == "wrong_type", verdict
+        assert f" returned {form}" in sentence and "; it should return " in sentence
+        assert "\n" not in sentence.strip() and exercise.qualified_name.split(".")[-1] in sentence
 
 
 @pytest.mark.parametrize(("number", "index"), OTHERS)

@@ -1,0 +1,137 @@
+"""The forms of what a version returns: type, number of values, shape, dtype; no values.
+
+    joined_view returned None; it should return a tensor [3, 2, 4] of float64
+
+What the right form is in a call is not written down anywhere. The course's own function is called
+in the same case, and its results have it. Calls are compared one by one, as long as both versions
+get arguments of the same forms.
+"""
+
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from types import FunctionType, GeneratorType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Size, Tensor
+
+MANY = 6  # values; a tuple of more is not a function's several results
+
+
+class Form(NamedTuple):
+    kind: str
+    text: str  # for a student: "a tensor [3, 4] of float64"
+    parts: tuple["Form", ...] = ()  # of a list or tuple; the first ones
+
+    def fits(self, right: "Form") -> bool:
+        """Whether it can stand where the right one is wanted; a list may have another length."""
+        if right.kind in ("list", "tuple"):
+            if self.kind not in ("list", "tuple"):
+                return False
+            if right.kind == "tuple" and len(self.parts) != len(right.parts):
+                return False
+            of_each = right.parts if right.kind == "tuple" else right.parts[:1] * len(self.parts)
+            return all(a.fits(b) for a, b in zip(self.parts, of_each, strict=False))
+        return self.kind == right.kind
+
+
+def form_of(value: Any) -> Form:
+    if isinstance(value, Tensor | np.ndarray):
+        what = "tensor" if isinstance(value, Tensor) else "numpy array"
+        text = f"a {what} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        return Form(text, text)
+    if isinstance(value, int | float | np.generic):
+        return Form("number", _a(type(value).__name__))
+    if type(value) in (list, tuple, range, Size):  # not a named tuple, nor a queue that is a list
+        parts = tuple(form_of(part) for part in value[:MANY])
+        if isinstance(value, tuple) and len(value) <= MANY:
+            texts = ", ".join(part.text for part in parts)
+            number = f"{len(value)} value{'s' * (len(value) != 1)}"
+            return Form("tuple", f"{number} ({texts})", parts)
+        first = f", the first of them {parts[0].text}" if parts else ""
+        return Form("list", f"a {type(value).__name__} of {len(value)}{first}", parts)
+    kind = type(value).__name__
+    if isinstance(value, Mapping):
+        return Form("dict", f"{_a(kind)} of {len(value)}")
+    if isinstance(value, Iterator):
+        return Form("iterator", _a(kind))
+    return Form(kind, "None" if value is None else _a(kind))
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: Form
+    verb: str  # returned, yielded
+    result: Form
+
+
+class Calls:
+    """Notes the calls of the definitions that it watches, of each rank, without those within."""
+
+    def __init__(self) -> None:
+        self.noted: dict[int | None, list[Call]] = defaultdict(list)
+        self.is_within: dict[int | None, bool] = defaultdict(bool)
+
+    def take(self) -> dict[int | None, list[Call]]:
+        """All calls since it was last asked."""
+        taken, self.noted = self.noted, defaultdict(list)
+        self.is_within.clear()
+        return dict(taken)
+
+    def watch(self, definition: Any) -> Any:
+        """A function whose calls are noted; a class with such methods; else what it is."""
+        if isinstance(definition, type):
+            for name, member in list(vars(definition).items()):
+                if (watched := self.watch(member)) is not member:
+                    setattr(definition, name, watched)
+        elif isinstance(definition, staticmethod | classmethod):
+            return type(definition)(self.watch(definition.__func__))
+        elif isinstance(definition, FunctionType):
+            return self._watched(definition)
+        return definition
+
+    def _watched(self, function: FunctionType) -> FunctionType:
+        @functools.wraps(function)
+        def watched(*args: Any, **options: Any) -> Any:
+            rank = getattr(threading.current_thread(), "rank", None)
+            if self.is_within[rank]:
+                return function(*args, **options)
+            arguments = form_of((*args, *options.values()))
+            self.is_within[rank] = True
+            try:
+                result = function(*args, **options)
+            finally:
+                self.is_within[rank] = False
+            name = function.__qualname__
+            self.noted[rank].append(Call(name, arguments, "returned", form_of(result)))
+            if isinstance(result, GeneratorType):
+                return self._noted_yields(rank, name, arguments, result)
+            return result
+
+        return watched
+
+    def _noted_yields(
+        self, rank: int | None, name: str, arguments: Form, results: GeneratorType
+    ) -> Iterator[Any]:
+        for result in results:
+            self.noted[rank].append(Call(name, arguments, "yielded", form_of(result)))
+            yield result
+
+
+def form_problem(found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]) -> str:
+    """The first call whose result has another form than the right one, in a sentence; or ""."""
+    for rank in found.keys() & right.keys():
+        for call, other in zip(found[rank], right[rank], strict=False):
+            if call[:2] != other[:2]:
+                break
+            if not call.result.fits(other.result):
+                verb = other.verb.removesuffix("ed")
+                should = f"it should {verb} {other.result.text}"
+                return f"{call.name} {call.verb} {call.result.text}; {should}."
+    return ""
