@@ -11,6 +11,7 @@ from exercises.exercise import FOLDER
 from exercises.marks import Marks, constant
 from exercises.sandbox import Sandbox
 
+MARKS = "0", "1", "2", "3"
 TASKS = {1: design_schedule.TASK, 2: design_layers.TASK, 3: design_layouts.TASK}
 
 
@@ -37,7 +38,7 @@ def measure(number: int, path: Path) -> Marks:
     if number == 1:
         verdict = Sandbox().check("design", path)
         marks = verdict["mistake"].removeprefix("marks_")
-        return Marks(int(marks) if marks in "0123" else 0, verdict["message"], verdict["picture"])
+        return Marks(int(marks) if marks in MARKS else 0, verdict["message"], verdict["picture"])
     if number == 2:
         return design_layers.measure_layers(constant(path, "PP_LAYERS"))
     found = design_layouts.measure_layouts(constant(path, "LAYOUTS"))
