@@ -132,7 +132,7 @@ def meet(
     thread = me()
     index = thread.world.joined[thread.rank, group.key]
     thread.world.joined[thread.rank, group.key] += 1
-    signature = signature or f"{what} of {_shape(*brought)}"
+    signature = signature or (f"{what} of {_shape(*brought)}" if brought else what)
     new = Meeting(what, signature, thread.rank)
     meeting = thread.world.meetings.setdefault((group.key, index), new)
     if meeting.signature != signature:

@@ -2,12 +2,15 @@
 
 import ast
 import csv
+import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +19,14 @@ import pytest
 import torch
 
 from exercises import __main__ as commands
+from exercises import child, progress, sandbox
 from exercises import exercise as catalogue
-from exercises import progress
-from exercises.checking import check
+from exercises.checking import _traffic_problem, check
 from exercises.child import Printed
-from exercises.compare import pattern
+from exercises.compare import first_difference, pattern
+from exercises.exercise import Sent, Wrong
 from exercises.forms import Calls, form_of, form_problem
-from exercises.grade import summary
+from exercises.grade import line_of, summary
 from exercises.sandbox import Sandbox
 from exercises.source import find, solution, starter
 
@@ -250,6 +254,14 @@ def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_with
     assert not calls.take()
 
 
+def test_a_crash_is_not_explained_by_a_mistake_that_crashes_in_other_cases_too():
+    divides = Wrong("divides", "It divides by zero.", IN_ORDER, "1 / 0")
+    exercise = replace(ZIGZAG, wrong=(divides,))
+    assert answer(exercise, IN_ORDER, "1 / 0").mistake == "divides"
+    verdict = answer(exercise, IN_ORDER, f"1 / 0 if size > 1 else {IN_ORDER}")
+    assert verdict.mistake == "exception" and divides.sentence not in verdict.message
+
+
 def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised():
     case, matrix = catalogue.Case(2, dp=1), torch.arange(6.0).double().view(2, 3)
     right = [{"x": matrix}, {"x": matrix + 1}]
@@ -438,3 +450,132 @@ def test_a_verdict_of_another_form_is_none(tmp_path):
     forged = "import sys; open(sys.argv[-1], 'w').write('{\"passed\": 1}')"
     verdict = Sandbox(wrap=f'python3 -c "{forged}"').check(4, "solution")
     assert verdict["mistake"] == "crash" and "left no verdict" in verdict["message"]
+
+
+def test_a_process_without_a_verdict_is_described_with_its_last_lines(tmp_path):
+    errors = tmp_path / "errors"
+    errors.write_text("".join(f"line {i}\n" for i in range(7)))
+    found = sandbox._no_verdict(3, errors)["message"]
+    how = "The check's process exited with code 3 and left no verdict."
+    assert found.startswith(how) and found.count("\n    line ") == 5 and "line 2" in found
+    assert "was killed by SIGKILL and" in sandbox._no_verdict(-9, errors)["message"]
+    errors.unlink()  # as a student's code can
+    assert sandbox._no_verdict(3, errors)["message"] == how
+
+
+def test_a_verdict_is_read_only_if_it_is_of_the_right_form_and_size(tmp_path, monkeypatch):
+    path = tmp_path / "verdict.json"
+    right = dict.fromkeys(("mistake", "message", "picture", "printed"), "") | {"passed": True}
+    right["gates"] = {"V": "", "Z": "no gate"}
+    for change, is_read in [
+        ({}, True),
+        ({"passed": 1}, False),
+        ({"message": 1}, False),
+        ({"gates": {"V": 1}}, False),
+        ({"gates": [1]}, False),
+    ]:
+        path.write_text(json.dumps(right | change))
+        assert bool(sandbox._read(path)) == is_read, change
+    path.write_text(json.dumps(right))
+    assert sandbox._read(path)["gates"] == {"V": ""}
+    monkeypatch.setattr(sandbox, "LARGEST_VERDICT", 10)
+    assert sandbox._read(path) is None
+
+
+@pytest.mark.parametrize(
+    ("cpu_seconds", "seconds", "message"),
+    [(-1, 99, "Stopped after -1 s of computing: "), (99, -1, "Stopped after -1 s of sleep: ")],
+)
+def test_a_check_that_does_not_end_is_stopped_with_its_line(
+    tmp_path, monkeypatch, cpu_seconds, seconds, message
+):
+    path, ends, has_ended = tmp_path / "student.py", threading.Event(), threading.Event()
+    path.write_text("def pause():\n    ends.wait()\n\n\ndef work():\n    ends.wait()\n")
+    names = {"ends": ends}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    for name in ("pause", "work"):  # a rank that pauses waits for one that works
+        threading.Thread(target=names[name], daemon=True).start()
+    verdicts = []
+
+    def write(verdict):
+        verdicts.append(verdict)
+        has_ended.set()
+
+    monkeypatch.setattr(child, "STUCK_CPU_SECONDS", cpu_seconds)
+    monkeypatch.setattr(child, "STUCK_SECONDS", seconds)
+    child._watch(path, SimpleNamespace(write=write), has_ended)
+    ends.set()
+    (verdict,) = verdicts
+    assert verdict["mistake"] == "timeout"
+    assert verdict["message"].startswith(f"{message}it has not ended.")
+    assert verdict["message"].endswith("    it was at line 6: ends.wait()")
+
+
+def test_a_line_of_the_table_says_which_files_there_are_and_trusts_no_text(tmp_path):
+    verdict = {"gates": {"V": "wrong", "B": "", "O": "not checked"}, "passed": False}
+    verdict |= {"mistake": "=1,\n" + "x" * 50, "seconds": 1.5}
+    checks = SimpleNamespace(check=lambda *args: verdict)
+    assert line_of(checks, tmp_path, 4, 0)["mistake"] == "missing"
+    (tmp_path / "04_shift.py").touch()
+    row = line_of(checks, tmp_path, 4, 0)
+    assert row["mistake"] == "1" + "x" * 39 and row["seconds"] == 1.5
+    assert (row["V"], row["B"], row["O"], row["passed"]) == ("0", "1", "", 0)
+    (tmp_path / "04_other.py").touch()
+    assert line_of(checks, tmp_path, 4, 0)["mistake"] == "two_files"
+
+
+def test_a_folder_without_students_is_refused(tmp_path, capsys):
+    assert commands.main(["grade", str(tmp_path)]) == 2
+    assert "has no folders: name one that has a folder for each student" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sent", "ledger", "problem"),
+    [
+        ({"send": Sent(2, 16.0)}, {"shift": Sent(2, 16.0)}, ""),
+        (
+            {"send": Sent(2, 8.0)},
+            {"shift": Sent(2, 16.0)},
+            "rank 0 sends 2 x send, 8 bytes; it should be 2 x send, 16 bytes",
+        ),
+        (
+            {"send": Sent(2, 16.0), "all_reduce": Sent(1, 4.0)},
+            {"shift": Sent(2, 16.0)},
+            "rank 0 sends 1 x all_reduce, 4 bytes; it should be nothing",
+        ),
+        (
+            {"send": Sent(2, 16.0)},
+            {"shift": Sent(1, 16.0)},
+            "the ledger of rank 0 has 1 x shift, 16 bytes; it should be 2 x shift, 16 bytes",
+        ),
+        (
+            {"send": Sent(2, 16.0)},
+            {},
+            "the ledger of rank 0 has nothing; it should be 2 x shift, 16 bytes",
+        ),
+    ],
+)
+def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger(
+    sent, ledger, problem
+):
+    record = SimpleNamespace(sent=sent, ledger=ledger)
+    exercise = replace(SHIFT, traffic=lambda case: [{"send as shift": Sent(2, 16.0)}])
+    assert _traffic_problem(exercise, None, [record]) == problem
+
+
+@pytest.mark.parametrize(
+    ("got", "right", "text"),
+    [
+        ([1, 2], [1, 2, 3], "rank 0, `x` is 2 long, should be 3 long"),
+        ([1, 5], [1, 2], "rank 0, `x`[1] is 5, should be 2"),
+        ({"a": 1}, {"b": 1}, "rank 0, `x` is ['a'], should be ['b']"),
+        (2.5, 2.25, "rank 0, `x` is 2.5, should be 2.25"),
+        (None, torch.zeros(2), "rank 0, `x` is None, should be a tensor (2,)"),
+        (torch.zeros(3), torch.zeros(2), "rank 0, `x` is a tensor (3,), should be one of (2,)"),
+        (torch.ones(2), torch.zeros(2), "rank 0, `x`[0] is 1, should be 0"),
+        ("y" * 200, "z", f"rank 0, `x` is {'y' * 157}..., should be z"),
+        (float("nan"), float("nan"), "None"),
+    ],
+)
+def test_the_first_difference_is_shown_with_its_place(got, right, text):
+    assert str(first_difference([{"x": got}], [{"x": right}])) == text

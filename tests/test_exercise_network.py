@@ -110,6 +110,11 @@ def end_early(rank) -> dict:
     return {}
 
 
+def waiting(error: Deadlock, ranks: int) -> list[tuple[int, str]]:
+    """The lines about ranks that wait: the last ones, since rank 0 may have returned."""
+    return list(enumerate(error.lines, ranks - len(error.lines)))
+
+
 @pytest.mark.parametrize(
     ("function", "ranks", "circle"),
     [
@@ -121,12 +126,15 @@ def end_early(rank) -> dict:
             " rank 0",
         ),
         (end_early, 2, "rank 1 waits in all_reduce for rank 0, which has returned"),
+        (end_early, 3, "rank 1 waits in all_reduce for rank 0, which has returned"),
     ],
 )
 def test_a_deadlock_is_reported_at_once_with_its_circle(function, ranks, circle):
     with pytest.raises(Deadlock) as caught:
         simulate(ranks, function)
     assert str(caught.value) == circle
+    waits = "waits to send to" if "send" in circle else "waits in all_reduce for"
+    assert all(f"rank {i} {waits} rank " in line for i, line in waiting(caught.value, ranks))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +151,85 @@ def test_a_deadlock_is_reported_at_once_with_its_circle(function, ranks, circle)
 def test_what_gloo_would_get_wrong_silently_is_an_error(call, message):
     with pytest.raises(RuntimeError, match=message):
         simulate(2, lambda rank: call(rank.number, rank.course.collectives, rank.axis()))
+
+
+X = torch.zeros(4)
+BOTH = r"both must have the same shape and dtype"
+SAME = "all ranks must start the same collectives in the same order"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda r: dist.all_reduce(torch.zeros(2 + r)),
+            RuntimeError,
+            r"collective 1 of this group is all_reduce of \(3,\) float32 on rank 1, and"
+            rf" all_reduce of \(2,\) float32 on rank 0: {SAME}$",
+        ),
+        (
+            lambda r: (dist.barrier(), (dist.barrier if r else dist.all_reduce)(*[X][r:])),
+            RuntimeError,
+            r"collective 2 of this group is all_reduce of \(4,\) float32 on rank 0, and barrier on"
+            rf" rank 1: {SAME}$",
+        ),
+        (
+            lambda r: dist.isend(X, 1).wait() if r == 0 else dist.irecv(X[:3], 0).wait(),
+            RuntimeError,
+            r"a message of \(4,\) float32 is received into a buffer of \(3,\) float32: " + BOTH,
+        ),
+        (
+            lambda r: dist.isend(X, 1).wait() if r == 0 else dist.irecv(X.int(), 0).wait(),
+            RuntimeError,
+            r"a message of \(4,\) float32 is received into a buffer of \(4,\) int32: " + BOTH,
+        ),
+        (
+            lambda r: dist.all_gather_into_tensor(torch.zeros(7), X),
+            RuntimeError,
+            r"^all_gather: the whole tensor has 7 numbers, and the parts 8 in all$",
+        ),
+        (
+            lambda r: dist.reduce_scatter_tensor(torch.zeros(3), X),
+            RuntimeError,
+            r"^reduce_scatter: the whole tensor has 4 numbers, and the parts 6 in all$",
+        ),
+        (
+            lambda r: dist.all_to_all_single(X.clone(), X, [1, 3], [2, 2]),
+            RuntimeError,
+            r"rank 1 expects \[1, 3\] rows, but \[2, 2\] rows come to it",
+        ),
+        (
+            lambda r: dist.isend(X, 5),
+            ValueError,
+            r"Global rank 5 is not part of group \[0, 1\]",
+        ),
+        (
+            lambda r: dist.broadcast(torch.zeros(2, 3).T, 0),
+            RuntimeError,
+            r"broadcast of a non-contiguous tensor \(3, 2\): gloo would send others",
+        ),
+    ],
+)
+def test_an_error_of_the_network_has_its_numbers(call, error, message):
+    with pytest.raises(error, match=message):
+        simulate(2, lambda rank: call(rank.number))
+
+
+def test_only_ranks_communicate():
+    with pytest.raises(AssertionError, match="only ranks communicate"), simulated():
+        dist.get_rank()
+
+
+def test_a_buffer_of_integers_is_unusable_before_the_wait():
+    def function(rank) -> dict:
+        gathered = torch.zeros(2, dtype=torch.int64)
+        work = dist.all_gather_into_tensor(gathered, torch.tensor([5]), async_op=True)
+        early = gathered.tolist()
+        work.wait()
+        return {"early": early, "late": gathered.tolist()}
+
+    for record in simulate(2, function):
+        assert record.values == {"early": [torch.iinfo(torch.int64).min] * 2, "late": [5, 5]}
 
 
 def test_nothing_is_left_behind():
