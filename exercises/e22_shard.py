@@ -12,11 +12,11 @@ from exercises.pictures import timeline
 from exercises.sharded_units import COLUMNS, NAMES, NAMES_OF_UNITS, STEPS, build, gradient_of
 
 TASK = """
-A weight of a sharded unit has a gradient, the whole matrix, in self.weights[name].grad. Copy or add
-it to self.buffer [n, R], whose row r is rank r's, and give weight.grad free. When all matrices have
-one, a backward is complete: it may be time to sum the buffer over the ranks, by a reduce-scatter in
-place that is only begun here. Others end it, with what is put in self.travelling: a tuple of this
-unit, the buffer and the work.
+A weight of a sharded unit has a gradient, the whole matrix. Copy or add it to self.buffer [n, R],
+whose row r is rank r's, and set self.weights[name].grad to None: autograd would add the next one to
+it. When all matrices have one, a backward is complete: it may be time to sum the buffer over the
+ranks, by a reduce-scatter in place that is only begun here. Others end it, with what is put in
+self.travelling: a tuple of this unit, the buffer and the work.
 With self.reduces_each, the buffer is summed after each backward, and each has a new one: allocate
 it when it is needed, and let go of it when it travels. Before it travels, end the reductions that
 travel already, of all units: so at most two buffers exist. Otherwise there is one buffer for ever,
@@ -27,7 +27,7 @@ Read: sharding.py (`begin`, `_finish_reductions` and `wait` show what the attrib
 
 HINTS = (
     "Allocate; copy or add each piece; count; and, when all matrices have arrived, send.",
-    "self.pieces[name], _views(piece, self.buffer, weight.grad), self.arrivals, self.num_complete,"
+    "self.pieces[name], _views(piece, self.buffer, gradient), self.arrivals, self.num_complete,"
     " self._finish_reductions(), start_reduce_scatter_(self.buffer, self.axis), self.travelling.",
     "_views gives a piece's places in the buffer and in the gradient: copy one to the other if"
     " buffers are summed each time, or if this name has not arrived in this step; else add. Then"
@@ -58,7 +58,7 @@ def on_rank(rank, case: Case) -> dict:
                     new = gradient_of(case, rank.number, step, micro_batch, name)
                     weight.grad = new if weight.grad is None else weight.grad + new
                     rank.mark(name)
-                    unit.arrived(name)
+                    unit.arrived(name, weight.grad)
                     buffers = [one.buffer for one in units if one.buffer is not None]
                     buffers += [buffer for _, buffer, _ in units[0].travelling]
                     peak = max(peak, storage_bytes(buffers))
@@ -136,7 +136,7 @@ def picture(runs) -> str:
 
 
 FIRST = "self.reduces_each or not self.arrivals[name]"
-PUT = "inside.copy_(gradient) if is_first else inside.add_(gradient)"
+PUT = "inside.copy_(part) if is_first else inside.add_(part)"
 SEND_IF = "if self.reduces_each or self.num_complete == self.num_backwards:"
 FINISH_IF, FINISH = "if self.reduces_each:  #", "self._finish_reductions()"
 FORGET_IF = "if self.reduces_each:\n                self.buffer = None"
@@ -195,7 +195,7 @@ EXERCISE = Exercise(
             "All gradients are added, also the first ones, to what a new buffer or the step before"
             " has there.",
             PUT,
-            "inside.add_(gradient)",
+            "inside.add_(part)",
         ),
         Wrong(
             "own_one_ended",
@@ -221,7 +221,7 @@ EXERCISE = Exercise(
             "always_replaced",
             "Each gradient replaces the one before: those of earlier micro-batches are lost.",
             PUT,
-            "inside.copy_(gradient)",
+            "inside.copy_(part)",
         ),
         Wrong(
             "never_replaced",
@@ -233,7 +233,7 @@ EXERCISE = Exercise(
             "gradient_not_freed",
             "weight.grad is not set to None: autograd adds the next gradient to it, and earlier"
             " ones count twice.",
-            "weight.grad = None",
+            "self.weights[name].grad = None",
             "pass",
         ),
         Wrong(
@@ -275,9 +275,8 @@ EXERCISE = Exercise(
     ),
     also_right=(
         """
-def arrived(self, name):
-    weight = self.weights[name]
-    gradient, weight.grad = weight.grad, None
+def arrived(self, name, gradient):
+    self.weights[name].grad = None
     if self.reduces_each and self.buffer is None:
         self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)
     for piece in self.pieces[name]:

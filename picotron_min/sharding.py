@@ -25,7 +25,6 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "FSDP". In
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -78,9 +77,11 @@ class ShardedUnit:
             kind = {"dtype": dtype if of_linear else wide, "device": device}
             weight = nn.Parameter(torch.empty(shapes[name], **kind))
             self.weights[name] = weight
-            weight.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
+            weight.register_post_accumulate_grad_hook(
+                lambda weight, name=name: this.arrived(name, weight.grad)
+            )
             if of_linear:  # its gradients may come from a queue, not from autograd
-                users[0].add_gradient = partial(ShardedUnit.take, this, name)
+                users[0].add_gradient = lambda dw, name=name: this.arrived(name, dw)
         self.arriving: tuple[Tensor, dist.Work] | None = None
         self.free()
         self.begin(0)
@@ -145,22 +146,20 @@ class ShardedUnit:
         if self.reduces_each:
             self.row.zero_()
 
-    def take(self, name: str, gradient: Tensor) -> None:
-        """A queue has computed a weight's gradient, perhaps after the weight was freed."""
-        self.weights[name].grad = gradient
-        self.arrived(name)
+    def arrived(self, name: str, gradient: Tensor) -> None:
+        """Add a weight's gradient to the buffer. A backward's last one may start the reduction.
 
-    def arrived(self, name: str) -> None:
-        """Move a weight's gradient to the buffer. A backward's last one may start the reduction."""
+        From a queue it comes when the weight may have been freed, and wider than that in FP8.
+        """
         if self.buffer is None:
             self.buffer = self.row.new_empty(self.axis.size, len(self.row))
-        weight, is_first = self.weights[name], self.reduces_each or not self.arrivals[name]
+        is_first = self.reduces_each or not self.arrivals[name]
         for piece in self.pieces[name]:
-            inside, gradient = _views(piece, self.buffer, weight.grad)
+            inside, part = _views(piece, self.buffer, gradient)
             # A buffer is never zeroed, which would be another pass over its memory: what nothing is
             # copied to, between pieces, is sent, but not read.
-            inside.copy_(gradient) if is_first else inside.add_(gradient)
-        weight.grad = None
+            inside.copy_(part) if is_first else inside.add_(part)
+        self.weights[name].grad = None
         self.arrivals[name] += 1
         if min(self.arrivals.values()) > self.num_complete:
             self.num_complete += 1

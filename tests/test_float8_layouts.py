@@ -280,7 +280,7 @@ def test_the_ledger_is_exact(pool, name):
     training = {k: v for k, v in shape.items() if k in PADDED}
     layout = {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16", "fp8": True}
     config = config_of(model, **layout, **options, **training)
-    for rank, sent in enumerate(pool.run(2, sent_in_a_step, config, model)):
+    for rank, (sent, _) in enumerate(pool.run(2, sent_in_a_step, config, model)):
         assert sent == planned_traffic(model, config.layout, config.workload, rank)
 
 
@@ -350,6 +350,21 @@ def test_weights_in_8_bits_need_as_much_memory_as_planned(pool, dtype, dp, shard
     held = pool.run(dp, bytes_to_multiply_with, config)[0]
     copies = pool.run(dp, bytes_to_multiply_with, plain)[0]
     assert held and fp8 - other == held - copies
+
+
+def losses_and_norms(config: Config) -> tuple[list[float], list[float]]:
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    results = [training.step(step) for step in range(STEPS)]
+    return [r.loss for r in results], [r.grad_norm for r in results]
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
+def test_sharded_weights_in_bfloat16_train_as_whole_ones(pool, sharding):
+    """Their gradients are float32, as those of all linears in FP8."""
+    config = make_config(dp=2, dtype="bfloat16", micro_batches=2)
+    losses, norms = pool.run(2, losses_and_norms, in_fp8(config))[0]
+    our_losses, our_norms = pool.run(2, losses_and_norms, in_fp8(config, sharding))[0]
+    assert our_losses == losses and our_norms == pytest.approx(norms, rel=1e-6)
 
 
 def test_with_sharded_parameters_the_bytes_are_freed_with_the_weights(pool):
