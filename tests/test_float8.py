@@ -35,6 +35,7 @@ from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import check_fp8
+from picotron_min.runtime.reporter import describe
 from picotron_min.tensor_parallel import Boundary
 
 KINDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # errors: relative, and where scaled is 0
@@ -375,3 +376,14 @@ def test_no_speed_is_predicted_for_8_bits():
     config = parse_config({"model": {"fp8": True, "dtype": "bfloat16"}})
     with pytest.raises(ValueError, match=r"model.fp8=true: .* set it to false"):
         predicted(config, resolve_model(config), GPUS["H100"])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_header_of_a_run_names_it(fp8):
+    config = parse_config({"model": {"fp8": fp8}, "distributed": {"use_cpu": True}})
+    batches = SimpleNamespace(tokens_per_step=8, global_batch=1, num_eval_sequences=0)
+    text = SimpleNamespace(tokens=[], num_documents=1)
+    here = {"device": torch.device("cpu"), "backend": "gloo", "start": None}
+    inputs = {"config": config, "model_config": MODEL, "batches": batches, "text": text} | here
+    header = describe(SimpleNamespace(**inputs))
+    assert header["model"].endswith(" in float32, linears in FP8" if fp8 else " in float32")

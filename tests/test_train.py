@@ -128,7 +128,7 @@ def test_the_four_axes_together_train_the_same_model(workplace, first_run, cp_en
     batch = {"gradient_accumulation_steps": 4}
     outcome = workplace.main(workplace.config("four", distributed=layout, training=batch))
     assert outcome.code == 0, outcome.output
-    assert "8 x cpu over gloo: dp 1 x pp 2 x cp 2 x tp 2" in outcome.output
+    assert "8 x cpu over gloo: dp 1 x pp 2 x cp 2 x tp 2, 1f1b\n" in outcome.output
     for name in ("loss", "grad_norm"):
         ours, expected = ([r[name] for r in workplace.steps(run)] for run in ("four", "first"))
         assert ours == pytest.approx(expected, rel=1e-4)

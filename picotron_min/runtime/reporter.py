@@ -171,6 +171,7 @@ def describe(inputs: Inputs) -> dict[str, str]:
     config, batches, text = inputs.config, inputs.batches, inputs.text
     t, m, layout = config.training, config.model, config.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
+    sizes += f", {layout.pp_engine}" if layout.pp > 1 else ""
     sizes += f", sharding {layout.sharding}" if layout.sharding != "none" else ""
     sizes += f", ep {layout.ep} x etp {layout.etp}" if has_experts(inputs) else ""
     numbers = f"{human(parameter_count(inputs.model_config))} parameters"
@@ -179,7 +180,7 @@ def describe(inputs: Inputs) -> dict[str, str]:
         numbers += f", of which {active} active a token,"
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
-        "model": f"{m.name}, {numbers} in {m.dtype}",
+        "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
         "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}: {sizes}",
         "step": f"{human(batches.tokens_per_step)} tokens:"
         f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"
