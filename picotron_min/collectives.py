@@ -196,11 +196,12 @@ class Shift:
         send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
         receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
         # Together: NCCL would do one after the other, and all ranks would wait for a receiver.
-        self.works = Works(dist.batch_isend_irecv([send, receive]))
+        self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
         """The tensor of the rank `distance` before this one."""
-        self.works.wait()
+        for work in self.works:
+            work.wait()
         return self.arriving
 
 
