@@ -71,7 +71,15 @@ def on_rank(rank, case: Case) -> dict:
         (kept if hasattr(packed, "detach") else sizes).append(tensor.nbytes)
         return packed
 
-    with saved_tensors_hooks(pack, offload._unpack):
+    def unpack(packed):
+        tensor = offload._unpack(packed)
+        if not hasattr(packed, "detach"):
+            room = packed.block.on_device.nbytes
+            if tensor.untyped_storage().nbytes() > room:  # torch has added memory of any content
+                raise ValueError(f"a tensor of {tensor.dtype} ends behind its {room} bytes")
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
         loss = layer(x, weights)
     memory, moved = offload.HostMemory(), list(blocks.values())
     memory.start_out(moved)
