@@ -493,7 +493,7 @@ def test_a_check_that_does_not_end_is_stopped_with_its_line(
     path.write_text("def pause():\n    ends.wait()\n\n\ndef work():\n    ends.wait()\n")
     names = {"ends": ends}
     exec(compile(path.read_text(), str(path), "exec"), names)
-    for name in ("pause", "work"):  # a rank that pauses waits for one that works
+    for name in ("pause", "work", "pause"):  # ranks that pause wait for one that works
         threading.Thread(target=names[name], daemon=True).start()
     verdicts = []
 
@@ -558,8 +558,10 @@ def test_a_folder_without_students_is_refused(tmp_path, capsys):
 def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger(
     sent, ledger, problem
 ):
-    record = SimpleNamespace(sent=sent, ledger=ledger)
-    exercise = replace(SHIFT, traffic=lambda case: [{"send as shift": Sent(2, 16.0)}])
+    of_no_bytes = {"all_gather": Sent(1, 0.0)}  # of one rank alone: no ledger has it
+    record = SimpleNamespace(sent=sent | of_no_bytes, ledger=ledger)
+    right = {"send as shift": Sent(2, 16.0)} | of_no_bytes
+    exercise = replace(SHIFT, traffic=lambda case: [right])
     assert _traffic_problem(exercise, None, [record]) == problem
 
 

@@ -1,7 +1,10 @@
 """The designs of exercises/: kept answers reach their marks, cheating ones get none."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from exercises import designs
 from exercises.design_layers import measure_layers
 from exercises.design_layouts import JOBS, measure_layouts
 from exercises.design_schedule import TASK, measure_schedule
@@ -89,6 +92,16 @@ def test_numbers_are_read_and_never_run(tmp_path):
         constant(path, "LAYOUTS")
     with pytest.raises(ValueError, match="does not assign REASONS"):
         constant(path, "REASONS")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "marks"), [("marks_3", 3), ("timeout", 0), ("marks_12", 0), ("marks_", 0)]
+)
+def test_marks_are_read_from_a_verdict(tmp_path, monkeypatch, mistake, marks):
+    verdict = {"mistake": mistake, "message": "text", "picture": ""}
+    answers = SimpleNamespace(check=lambda *args: verdict)
+    monkeypatch.setattr(designs, "Sandbox", lambda: answers)
+    assert measure(1, tmp_path).marks == marks
 
 
 @pytest.mark.parametrize(
