@@ -75,7 +75,15 @@ def start(given: argparse.Namespace) -> int:
     if path.exists():
         raise ValueError(f"{path} is there already: delete it to start again")
     path.write_text(starter(exercise))
+    print(f"The file it is from, without its body: python -m exercises read {given.number:02}")
     print(f"Write your version in {path}, then: python -m exercises check {given.number:02}")
+    return 0
+
+
+def read(given: argparse.Namespace) -> int:
+    from exercises.source import reading
+
+    print(reading(catalogue.load(given.number)), end="")
     return 0
 
 
@@ -170,6 +178,7 @@ def grade_all(given: argparse.Namespace) -> int:
 COMMANDS = [
     ("list", show_list, "the exercises, and which are solved"),
     ("start", start, "write a file to begin with"),
+    ("read", read, "the file that the function is in, without the function's body"),
     ("check", check, "check your version"),
     ("hint", hint, "the next of three hints"),
     ("train", train, "the real training with your version in it"),

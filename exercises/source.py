@@ -37,7 +37,8 @@ class Target(NamedTuple):
     path: Path
     tree: ast.Module
     node: Definition
-    text: str  # with its decorators, not indented
+    first: int  # line in the file, of its decorators where there are some
+    text: str  # from there on, not indented
 
 
 def course_file(exercise: Exercise) -> Path:
@@ -51,7 +52,7 @@ def find(exercise: Exercise) -> Target:
     node = lookup(tree, exercise.qualified_name)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     lines = source.splitlines()[first - 1 : node.end_lineno]
-    return Target(path, tree, node, textwrap.dedent("\n".join(lines)) + "\n")
+    return Target(path, tree, node, first, textwrap.dedent("\n".join(lines)) + "\n")
 
 
 def lookup(tree: ast.Module, qualified_name: str) -> Definition:
@@ -82,6 +83,15 @@ def starter(exercise: Exercise) -> str:
     comment += [f"    python -m exercises check {exercise.number:02}"]
     header = "\n".join(f"# {line}".rstrip() for line in comment)
     return f"{header}\n\n{_imports(exercise, target)}\n\n{_emptied(target)}"
+
+
+def reading(exercise: Exercise) -> str:
+    """The file of the target, without the solution."""
+    target = find(exercise)
+    lines = target.path.read_text().splitlines()
+    emptied = textwrap.indent(_emptied(target), " " * target.node.col_offset).splitlines()
+    lines[target.first - 1 : target.node.end_lineno] = emptied
+    return "\n".join(lines) + "\n"
 
 
 def file_stem(exercise: Exercise) -> str:

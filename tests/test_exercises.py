@@ -11,7 +11,7 @@ import pytest
 from exercises import exercise as catalogue
 from exercises.checking import Outcome, check, outcome_of, verdict_on
 from exercises.exercise import Exercise
-from exercises.source import NOT_WRITTEN, find, parse, solution, starter
+from exercises.source import NOT_WRITTEN, find, lookup, parse, reading, solution, starter
 
 NUMBERS = list(catalogue.files())
 MISTAKES = [(n, wrong.name) for n in NUMBERS for wrong in catalogue.load(n).wrong]
@@ -40,6 +40,16 @@ def test_a_starter_is_not_written_yet(number):
     verdict = checked(exercise, text)
     assert not verdict.passed and verdict.mistake == "not_written"
     assert "not written yet" in verdict.message
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_file_to_read_lacks_only_the_solution(number):
+    exercise = catalogue.load(number)
+    target, tree = find(exercise), ast.parse(reading(exercise))
+    node = lookup(tree, exercise.qualified_name)
+    assert NOT_WRITTEN in ast.unparse(node)
+    node.body = target.node.body
+    assert ast.dump(tree) == ast.dump(target.tree)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
