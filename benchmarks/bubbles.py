@@ -2,6 +2,7 @@
 
     python benchmarks/bubbles.py                                  2 processes, 8 micro-batches
     python benchmarks/bubbles.py --ranks 4 --micro_batches 16     for at least 4 cores
+    python benchmarks/bubbles.py --hidden_size 512                messages are a smaller part
 
 The engines train the same model, in the same processes, and take turns step by step, so that
 whatever else the machine does hits all of them alike. A rank is in the bubble while it runs no F, B
@@ -68,8 +69,13 @@ def main(arguments: list[str] | None = None, model: dict = MODEL, training: dict
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro_batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each engine")
+    parser.add_argument("--hidden_size", type=int, default=model["hidden_size"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args(arguments)
+    times = options.hidden_size / model["hidden_size"]
+    model = model | {
+        name: round(times * model[name]) for name in ("hidden_size", "intermediate_size")
+    }
     work = model, training | {"gradient_accumulation_steps": options.micro_batches}
     configs = {engine: config_of(engine, options.ranks, *work) for engine in ENGINES}
     with tempfile.TemporaryDirectory() as folder:
