@@ -73,9 +73,8 @@ def main(arguments: list[str] | None = None, model: dict = MODEL, training: dict
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args(arguments)
     times = options.hidden_size / model["hidden_size"]
-    model = model | {
-        name: round(times * model[name]) for name in ("hidden_size", "intermediate_size")
-    }
+    wide = model.keys() & {"hidden_size", "intermediate_size"}
+    model = model | {name: round(times * model[name]) for name in wide}
     work = model, training | {"gradient_accumulation_steps": options.micro_batches}
     configs = {engine: config_of(engine, options.ranks, *work) for engine in ENGINES}
     with tempfile.TemporaryDirectory() as folder:
