@@ -20,7 +20,8 @@ Read: costs.py, model_config.py.
 HINTS = (
     "Which products happen once a layer, which once a model? How many does backward add?",
     "sum, _all_layers(model_config, seq_length), model_config.vocab_size, hidden_size.",
-    "Add up the values of each layer's dict, over the layers. Add 2 V E for lm_head. Times 3.",
+    "Add up the values of all layers' dicts. Add 2 V E for lm_head. Multiply the sum by 3: forward"
+    " once, backward twice.",
 )
 
 

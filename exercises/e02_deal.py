@@ -18,8 +18,9 @@ Read: data.py.
 HINTS = (
     "Consecutive places; how many come before the first of them?",
     "self.dp_size, self.dp_rank, self.micro_batch_size, np.arange(start, stop).",
-    "Every earlier micro-batch has a turn for each rank, and in this one so have the ranks before"
-    " this one. Count these turns; each takes micro_batch_size places.",
+    "Every earlier micro-batch has a block of micro_batch_size places for each of dp_size ranks; in"
+    " this one the blocks of the lower ranks come first. Count the blocks before this rank's:"
+    " `start` is so many times micro_batch_size.",
 )
 
 

@@ -11,17 +11,18 @@ from exercises.exercise import Case, Exercise, Wrong
 TASK = """
 Fill parameters with their initial weights, in place. For each: draw the whole matrix, whatever the
 layout is, and copy this rank's part of it. `initial_weight` draws a matrix from (name, shape, seed,
-std); `part` gives the slices of a rank, from the cuts in the placement table. `placements[name]
-.owned` are those cuts, axes.ranks and axes.sizes where this rank is.
+std); `part` gives the slices of a rank, from the cuts in the placement table. The cuts are
+`placements[name].owned`; axes.ranks has this rank's place on each axis, axes.sizes their sizes.
 Read: initialise.py, mesh.py, `part` in placement.py.
 """
 
 HINTS = (
     "Draw all of the matrix on every rank, then take a part: drawing the part alone would give"
     " all ranks the same numbers.",
-    "model_config.parameter_shapes(), initial_std, initial_weight, part, parameter.data.copy_.",
+    "model_config.parameter_shapes(), initial_std(name, model_config.num_hidden_layers),"
+    " initial_weight, part(shape, cuts, rank, size), parameter.data.copy_.",
     "For each name: its whole shape, its std, the whole weight. Then the slices that `part` gives"
-    " for this shape, the parameter's cuts, and this rank's place; copy whole[slices].",
+    " for this shape, the parameter's cuts, axes.ranks and axes.sizes; copy whole[slices].",
 )
 
 DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)

@@ -21,9 +21,10 @@ HINTS = (
     "A send to one rank and a receive from another, begun together, and neither of them awaited.",
     "axis.rank, axis.size, axis.ledger.record, torch.empty_like, dist.P2POp, dist.isend,"
     " dist.irecv, dist.batch_isend_irecv.",
-    "Record it. Make an empty tensor of the same shape for what arrives. The peers are"
-    " axis.rank plus and minus distance, modulo axis.size. Describe both messages as P2POps, with"
-    " group=axis.group and group_peer, and start both as one batch.",
+    'Record it: axis.ledger.record("shift", tensor). Make self.arriving, an empty tensor of the'
+    " same shape. The peers are axis.rank plus and minus distance, modulo axis.size. Describe both"
+    " messages as P2POps, with group=axis.group and group_peer, and start both as one batch: it"
+    " returns self.works.",
 )
 
 

@@ -16,11 +16,11 @@ Read: collectives.py.
 """
 
 HINTS = (
-    "Pass on what you have, yield it, then take what has arrived; n-1 times, and yield the last.",
+    "n ranks need n-1 hops. In each hop a rank passes on the tensor that came in the hop before.",
     "Shift(tensor, axis), shift.wait(), axis.rank, axis.size; % axis.size for the sources.",
-    "In a loop over n-1 hops: begin to shift the tensor you have; yield it with its source, which"
-    " is as many ranks behind you as there were hops; then the tensor is what arrives. After the"
-    " loop yield the last one, without a shift.",
+    "In a loop over hop = 0 .. n-2: begin to shift the tensor; yield it with its source, the rank"
+    " axis.rank - hop, modulo n; then replace it with what arrives. After the loop yield the last"
+    " one, without a shift.",
 )
 
 

@@ -16,10 +16,11 @@ Read: data_parallel.py.
 """
 
 HINTS = (
-    "One tensor owns the memory; each parameter.grad is a window on it.",
+    "One tensor has the memory; each parameter.grad is a view of a part of it.",
     "parameter.numel(), new_zeros, split, view_as.",
     "The sizes in a list. One tensor of zeros, as long as their sum, by new_zeros of any of the"
-    " parameters. split(sizes) gives flat views; each gets the shape of its parameter.",
+    " parameters. split(sizes) gives flat views; each becomes a parameter's grad,"
+    " in the parameter's shape.",
 )
 
 

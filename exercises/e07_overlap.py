@@ -19,10 +19,10 @@ Read: data_parallel.py.
 
 HINTS = (
     "Which buckets have been begun is known from the number of works. Continue with the next one.",
-    "self.buckets, len(self.works), self.missing, bucket.names, bucket.gradients,"
-    " start_all_reduce.",
-    "Go through the buckets that are not begun. Stop at the first one of which any parameter misses"
-    " a gradient. Else begin its all-reduce, and do not wait for it.",
+    "self.buckets, len(self.works), self.missing, bucket.names,"
+    " start_all_reduce(bucket.gradients, self.axis).",
+    "Go through the buckets that are not begun. Stop at the first in which any parameter still"
+    " waits for a gradient. Else begin its all-reduce, append the work, and do not wait for it.",
 )
 
 BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2

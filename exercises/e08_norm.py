@@ -22,10 +22,11 @@ Read: optimizer.py, placement.py.
 """
 
 HINTS = (
-    "Of all ranks that hold the same part, one counts it. Which one is easy to agree on?",
+    "Of all ranks that hold the same part, exactly one may count it. Choose it without a message.",
     "parameter.grad, placements[name].copies, ranks, torch.nn.utils.get_total_norm, count_nonzero.",
     "Collect the gradients of those parameters for which this rank is 0 on all axes of their"
-    " copies. Square the norm of them all, in float64, count their zeros, and stack both numbers.",
+    " copies. A rank may have none. Square the norm of them all, in float64, count their zeros, and"
+    " stack both numbers.",
 )
 
 LAYOUTS = (

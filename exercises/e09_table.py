@@ -16,14 +16,15 @@ Cuts: over tp, q, k, v, gate and up by rows (dim 0), o and down by columns (dim 
 rows, norms and routers not at all. An expert lies on one rank of ep, in the order of their numbers,
 and is cut over etp as other matrices are over tp. Copies: the axes whose ranks hold the same part
 (of dp_cp, tp, edp; and ends, for a tied embedding that two ranks hold). Sums: those over which
-gradients differ. All ranks of a stage see other tokens (dp_cp_tp) in a router, always, and in norms
-with sequence parallelism. Hidden matrices are those of attention, of MLPs and of experts.
+gradients differ. All ranks of a stage (dp_cp_tp) have different tokens in a router, always, and in
+norms with sequence parallelism. Hidden matrices are those of attention, of MLPs and of experts.
 Read: placement.py, tensor_parallel.py.
 """
 
 HINTS = (
     "Four kinds: experts; other matrices of layers; embedding and head; vectors and routers.",
-    "EXPERT, ROUTER, COLUMN_PARALLEL, ROW_PARALLEL, VOCABULARY_PARALLEL, ends_share_rank.",
+    "Cut(axis, dim, owner), Placement(cuts, None, copies, sums, is_hidden_matrix), EXPERT, ROUTER,"
+    " COLUMN_PARALLEL, ROW_PARALLEL, VOCABULARY_PARALLEL, ends_share_rank(engine, ranks, chunks).",
     "The last part of the name decides, without .weight; only experts and routers need more of it."
     " Expert i of n is on rank i * ep // n of ep. A tied embedding has copies over dp_cp and ends,"
     " which are summed over both, unless the ends share a rank.",

@@ -15,15 +15,17 @@ Write what happens at the ends of a sublayer. It begins with x, all of which eve
 with products of it with several weights: gather_multiply. It ends with the sum over all ranks of
 what each of them has computed: multiply_scatter. In backward the same two methods serve the other
 ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
-weight gradients as `meanwhile`, to be computed while the sum travels.
+weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return
+their argument: it is the same on all ranks. `sum` begins a sum and waits for it.
 Read: tensor_parallel.py, linear.py.
 """
 
 HINTS = (
-    "All ranks have x: nothing is to be sent for it. What a rank computes is a part of a sum.",
+    "All ranks have x: nothing is to be sent for it. What a rank computes is one term of a sum.",
     "collectives.start_all_reduce(y, axis), work.wait(), add_products(xs, products).",
-    "start_sum begins an all-reduce of a contiguous y, and returns y and the work. multiply_scatter"
-    " adds up its products on this rank, begins one sum of that, calls meanwhile, and then waits.",
+    "start_sum begins an all-reduce of a contiguous y, and returns y and the work. gather_multiply"
+    " returns x and the list of its products. multiply_scatter adds up its products on this rank,"
+    " begins one sum of that, calls meanwhile, and then waits.",
 )
 
 

@@ -12,13 +12,15 @@ from exercises.pictures import bars
 TASK = """
 Write the ends of a sublayer for sequence parallelism: outside, a rank has x [B, S/tp, E]. `whole`
 returns all of the sequence. `start_sum` begins to sum [B, S, E] over the ranks, and returns a
-rank's own part of the sum and the work to wait for. The other methods are those of Boundary.
+rank's own part of the sum and the work to wait for. `maximum`, which only FP8 uses, returns the
+largest amax of all ranks. The other methods are those of Boundary.
 Read: tensor_parallel.py, collectives.py.
 """
 
 HINTS = (
     "An all-reduce is a reduce-scatter, after which each rank has its part, and an all-gather.",
-    "collectives.all_gather, collectives.start_reduce_scatter, self.axis, dim.",
+    "collectives.all_gather(tensor, axis, dim), collectives.start_reduce_scatter(tensor, axis,"
+    " dim); for `maximum`, _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX).",
     "Gather along the sequence, dim 1, in `whole`; begin to reduce and scatter along it in"
     " `start_sum`. What one does forward, the other does in backward: nothing else is needed.",
 )

@@ -19,10 +19,11 @@ Read: tensor_parallel.py, linear.py.
 
 HINTS = (
     "Three things: put what weight gradients need into the queue; begin the sum; settle the queue.",
-    "queue.put and queue.settle of the boundary, linear.input_gradient, multiply_scatter.",
+    "ctx.boundary, ctx.linears, ctx.saved_tensors, which has x alone; boundary.queue.put,"
+    " boundary.queue.settle, boundary.multiply_scatter, linear.input_gradient.",
     "Put (linear, x, dy) of each linear into the queue. Then multiply and scatter all dys, with the"
     " input gradients as products and settle as `meanwhile`. Return one value for each argument"
-    " of forward but ctx: boundary and linears have no gradient.",
+    " of forward but ctx: None for boundary and linears, which have no gradient.",
 )
 
 

@@ -25,8 +25,8 @@ Read: loss.py, tensor_parallel.py (the head).
 """
 
 HINTS = (
-    "Of all other slices a token needs three numbers: the largest logit, the sum of exponentials,"
-    " and its target's logit, which one rank knows.",
+    "Over all slices a token needs three numbers: the largest logit, the sum of exponentials,"
+    " and its target's logit, which is in the slice of one rank.",
     "vocabulary.maximum(logits.amax(-1)), vocabulary.total(torch.stack([...])), gather, scatter_.",
     "Subtract the common maximum. Add up the exponentials of your slice, and take the logit of the"
     " target where it is here, else 0; sum both over the ranks in one message. The loss is the"

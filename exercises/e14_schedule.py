@@ -13,7 +13,7 @@ TASK = """
 Return the plan of a rank: all its forwards and backwards, in an order in which forwards and
 backwards take turns as soon as there are gradients. Of p ranks the last one begins with F0 B0 F1 B1
 ...; a rank before it starts some forwards earlier, its warm-up. `_alternating` makes such a plan.
-Bubble as of AFAB, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
+The bubble is AFAB's, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
 Read: pipeline_action.py, pipeline_schedule.py.
 """
 

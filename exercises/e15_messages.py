@@ -25,8 +25,10 @@ Read: pipeline_action.py, pipeline_simulator.py.
 HINTS = (
     "Write one list of what all ranks do, in an order in which it can be done. Where does a message"
     " stand in it? A rank's plan is its part of the list.",
-    "_needs (its W has no message), simulate(...).spans, span.end, SENDS, RECEIVES, _replace.",
-    "Sort the spans of all ranks by their end, and of equal ones the lower rank first. Append each"
+    "_needs (its W has no message), simulate(plans, send_time=2**-20, place=place).spans, span.end,"
+    " SENDS, RECEIVES, _replace.",
+    "With a small send_time, of two ranks that would end together the one upstream ends first. Sort"
+    " the spans of all ranks by their end, and of equal ones the lower rank first. Append each"
     " action to its rank's plan; if what needs it is on another rank, append a send to this plan,"
     " and at once a receive to the other.",
 )

@@ -29,8 +29,9 @@ HINTS = (
     "Kind.RECEIVE_ACTIVATION, requires_grad_, torch.is_grad_enabled, detach, Kind.SEND_ACTIVATION,"
     " get_gradient_edge, self.free.",
     "What has arrived becomes a leaf that requires a gradient, if gradients are enabled. What is"
-    " to leave is detached. live[i, c] is (x, the edge behind the output); the values of an output"
-    " are released once they are sent.",
+    " to leave is detached, under the key (Kind.SEND_ACTIVATION, i, c). live[i, c] is (x, the edge"
+    " of the output), so that the output's values can be released once they are sent. Without"
+    " gradients, x goes to self.free instead, unless the stage is the first.",
 )
 
 B, S, E, V = 2, 3, 4, 11

@@ -22,9 +22,10 @@ Read: context_parallel.py, block_attention.py.
 HINTS = (
     "A loop over the ranks' blocks: attend to each, and merge its out and lse into those so far.",
     "torch.stack, visible_blocks(kv, axis), kernel.attend(q, k, v, is_causal), merge_blocks, wide.",
-    "visible_blocks gives, hop by hop: is this our own block (the first, and the only causal one);"
-    " our rows that see any of it; and the keys and values that they see. Attend with these rows of"
-    " q. The first block gives out, made wide, and lse. Later blocks are merged into their rows.",
+    "visible_blocks gives, hop by hop, five values: is this our own block (the first, and the only"
+    " causal one); our rows that see any of it; the columns that they see, for backward alone; and"
+    " the k and v of these columns. Attend with q[:, :, rows]. The first block gives out, made"
+    " wide, and lse. Later blocks are merged into their rows of both.",
 )
 
 D = 4

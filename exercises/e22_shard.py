@@ -12,7 +12,7 @@ from exercises.pictures import timeline
 from exercises.sharded_units import COLUMNS, NAMES, NAMES_OF_UNITS, STEPS, build, gradient_of
 
 TASK = """
-A weight of a sharded unit has a gradient, the whole matrix. Copy or add it to self.buffer [n, R],
+The gradient of a unit's weight has arrived, a whole matrix. Copy or add it to self.buffer [n, R],
 whose row r is rank r's, and set self.weights[name].grad to None: autograd would add the next one to
 it. When all matrices have one, a backward is complete: it may be time to sum the buffer over the
 ranks, by a reduce-scatter in place that is only begun here. Others end it, with what is put in
@@ -27,12 +27,13 @@ Read: sharding.py (`begin`, `_finish_reductions` and `wait` show what the attrib
 
 HINTS = (
     "Allocate; copy or add each piece; count; and, when all matrices have arrived, send.",
-    "self.pieces[name], _views(piece, self.buffer, gradient), self.arrivals, self.num_complete,"
-    " self._finish_reductions(), start_reduce_scatter_(self.buffer, self.axis), self.travelling.",
-    "_views gives a piece's places in the buffer and in the gradient: copy one to the other if"
-    " buffers are summed each time, or if this name has not arrived in this step; else add. Then"
-    " self.arrivals[name] grows. Once all arrivals exceed self.num_complete, that grows, and the"
-    " buffer is sent if buffers are summed each time, or if this was the last backward.",
+    "self.row.new_empty, _views(piece, self.buffer, gradient) of each of self.pieces[name],"
+    " self.arrivals, self.num_complete, self._finish_reductions(), self.travelling,"
+    " start_reduce_scatter_(self.buffer, self.axis).",
+    "_views gives the places of a piece in the buffer and in the gradient: copy the second to the"
+    " first if buffers are summed each time, or if this name has not arrived in this step; else add"
+    " it. Add 1 to self.arrivals[name]. Once all arrivals exceed self.num_complete, add 1 to that;"
+    " send the buffer if buffers are summed each time, or if this was the last backward.",
 )
 
 

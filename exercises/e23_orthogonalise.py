@@ -20,10 +20,11 @@ Read: muon.py.
 """
 
 HINTS = (
-    "Make it wide; normalise; five times x <- a x + (b g + c g g) x with g = x x^T; turn it back.",
+    "Transpose a tall matrix; normalise; apply the polynomial five times; undo the transpose.",
     "Tensor.T, Tensor.norm, Tensor.clamp(min=1e-7), @, torch.addmm(x, m, y, beta=, alpha=).",
-    "A tall matrix is transposed first, and its result at the end. b (x x^T) x + c (x x^T)^2 x is"
-    " (b g + c g g) x: two products beside that of g.",
+    "Transpose a tall matrix first, and its result at the end. Divide by the norm. Five times: with"
+    " g = x x^T, b (x x^T) x + c (x x^T)^2 x is (b g + c g g) x, two products beside that of g; add"
+    " a x.",
 )
 
 A, B, C = 3.4445, -4.7750, 2.0315

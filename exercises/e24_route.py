@@ -24,9 +24,9 @@ HINTS = (
     "Scores; rank them, with bias and groups, to choose; then take the weights from the scores.",
     "config.scoring_func, softmax, sigmoid, torch.no_grad, Tensor.topk(k).indices, unflatten,"
     " scatter_, masked_fill with -math.inf, flatten, gather.",
-    "View the ranked scores as [..., groups, experts of one]. Of each group add the two best; take"
-    " the best groups; set the others' experts to -inf, not to 0, since a bias may be negative."
-    " The k best are the experts. Gather their scores, without the bias.",
+    "View the ranked scores as [..., groups, experts of a group]. Of each group add the two best;"
+    " take the best groups; set the others' experts to -inf, not to 0, since a bias may be"
+    " negative. The k best are the experts. Gather their scores, without the bias.",
 )
 
 

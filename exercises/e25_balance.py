@@ -26,12 +26,13 @@ Read: router.py.
 """
 
 HINTS = (
-    "Count choices by sequence; sum them to the three scopes; coefficient times X times the part.",
+    "Count choices by sequence; sum them over three scopes; each scope gives the f of one loss.",
     "shares.topk(self.config.num_experts_per_tok).indices, scatter_, self.sum_over_sequences,"
     " self.sum_over_batch, self.tally.so_far[self.layer], self.tally.add, self.routing.",
-    "The first scope is counts [B, X], summed over the sequences' ranks; the second counts.sum(0);"
-    " the third adds this sum over the batch to tally.so_far in place. f is X times a scope divided"
-    " by its own sum. The gradients of all losses add up.",
+    "The first scope is counts [B, X], after self.sum_over_sequences; the second is counts.sum(0);"
+    " the third is tally.so_far[self.layer], after self.sum_over_batch(counts.sum(0)) is added to"
+    " it in place. f is X times a scope, divided by the scope's sum over experts. A loss is the sum"
+    " of f times shares; its gradient is coefficient times f. Add up the gradients of all losses.",
 )
 
 COEFFICIENTS = {"seq": 0.3, "batch": 0.05, "global": 0.7}

@@ -14,8 +14,8 @@ Each pair (token, chosen expert) travels to the rank that has the expert. Get x 
 experts [n, k] of this rank's tokens, and return the weighted sums of what their experts give, and
 what meanwhile() returns.
 1. Count the rows that leave for each rank and each of its experts. Exchange the counts, so that
-   each rank knows what arrives. If self.limit.rows_each(len(x)) is a number, every rank sends so
-   many rows to every expert, and no counts travel.
+   each rank has those of what arrives. If self.limit.rows_each(len(x)) is a number, every rank
+   sends so many rows to every expert, and no counts travel.
 2. Sort the pairs by expert; send their rows of x and their weights. Call meanwhile() while they
    travel. With etp, each rank of etp gets a copy of what is for its experts.
 3. Rows arrive rank by rank, from each expert by expert: sort them by expert for
@@ -28,12 +28,12 @@ Read: expert_parallel.py, moe.py.
 
 HINTS = (
     "Counts, there, experts, back. Pairs sorts on both sides; its collect undoes its spread.",
-    "count, all_to_all, Pairs(experts, num_rows, rows_each) with spread, sort and collect, Exchange"
-    " with start and wait, repeat_chunks, add_chunks.",
-    "count(...)[:-1], as [ep, 1, X/ep] and expanded over etp, are the counts that leave; all_to_all"
-    " of dims 0, 0 gives those that arrive. Sum rows of them for Exchange, and columns for run. The"
-    " expert of each arrived row is 0 .. X/ep - 1, repeated by what arrives: a Pairs with k = 1"
-    " sorts them. The way back is an Exchange with both lists changed round.",
+    "count, all_to_all, Pairs(experts, num_rows, rows_each) with spread, sort and collect,"
+    " Exchange(axis, to_each, from_each) with start and wait, repeat_chunks, add_chunks.",
+    "count(...)[:-1], viewed as [ep, 1, X/ep] and expanded over etp, are the counts that leave;"
+    " all_to_all with dims 0, 0 gives those that arrive. Sums of their rows are Exchange's lists;"
+    " of columns, run's sizes. From each rank come experts 0 .. X/ep - 1, each as often as counted:"
+    " Pairs with k = 1 sorts them. Each tensor has its own Exchange; back, the lists are swapped.",
 )
 
 E, INNER = 3, 4

@@ -18,9 +18,9 @@ Read: pipeline_action.py, zero_bubble.py.
 """
 
 HINTS = (
-    "1F1B's letters, with W from the B on that is `rank` after the first, and the rest at the end.",
+    "Start from the letters of 1F1B. Behind which B does a W come? How many are left at the end?",
     "_plan(letters, num_micro_batches), and strings: 'FBW' * number. `_plan` leaves out letters"
-    " beyond the last micro-batch, so that patterns may be too long.",
+    " beyond the last micro-batch, so a pattern may be too long.",
     "p - rank - 1 F as a warm-up. Then `rank` times FB, without W. Then FBW until all B are done."
     " Then the W that are left.",
 )

@@ -23,8 +23,9 @@ HINTS = (
     "Begin with whole slices, and let each cut shrink the slice of its dim.",
     "slice(start, stop) with .start and .stop, min, -(-a // b) for a quotient rounded up, a cut's"
     " axis, dim and owner.",
-    "Of what is left from start to stop, each rank has (stop - start) / size, rounded up. Its piece"
-    " begins `rank` times as far behind start; neither its begin nor its end may be beyond stop.",
+    "A piece has (stop - start) / size elements, rounded up. This rank's begins at start plus rank"
+    " times that; neither its begin nor its end may be beyond stop. With an owner, the slice of"
+    " that rank stays as it is, and any other rank's is slice(start, start).",
 )
 
 CUTS = {  # axis, dim, owner

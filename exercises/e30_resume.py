@@ -25,8 +25,8 @@ HINTS = (
     "optimizer.param_groups, optimizer.state[parameter], torch.zeros, torch.zeros_like,"
     " parameter.data.",
     "optimizer.state[parameter] is a dict, empty before the first step: put step, exp_avg and"
-    " exp_avg_sq in it, each a tensor of its own. Then go through the parameters by name, and"
-    " through the keys of their states.",
+    " exp_avg_sq in it, each a tensor of its own. Then take parameter.data by name, the"
+    " buffers, and of each parameter's state all keys but step.",
 )
 
 SHAPES = {"lm_head.weight": (3, 4), "norm.weight": (4,)}

@@ -19,7 +19,7 @@ Read: linear.py.
 """
 
 HINTS = (
-    "put and settle run the queue, unless something waits; run empties it.",
+    "put and settle run the queue, unless it has to wait longer; run and take leave it empty.",
     "self.append, self.pop or self.clear, torch.no_grad, layer.add_weight_gradient.",
     "`waits` is hold or split. put appends, and runs if it does not wait; settle runs if there is"
     " no split. take copies the list into a new WeightGradients, and clears this one. run takes"

@@ -19,12 +19,13 @@ Read: float8.py.
 """
 
 HINTS = (
-    "amax over all ranks; the ratio of the format's largest number to it; down to a power of two;"
-    " multiply, round, view as bytes.",
+    "Find the scale first: the largest power of two that keeps amax of all ranks in the format.",
     "maximum(largest(x)), torch.finfo(kind).max, clamp, view(torch.int32), to(kind), contiguous,"
     " view(torch.uint8).",
-    "A float32 has 1 bit for the sign, 8 for the exponent and 23 for the mantissa: set the last 23"
-    " to 0. log2 cannot replace that: just below a power of two it is rounded up.",
+    "Divide the format's largest number by amax. A float32 has 1 bit for the sign, 8 for the"
+    " exponent and 23 for the mantissa: set the last 23 of the ratio to 0. log2 cannot replace"
+    " that: just below a power of two it is rounded up. Multiply x by this scale, in x's dtype,"
+    " convert to `kind`, and view as bytes.",
 )
 
 # The largest number of x, in units of the format's; just above 2^-20 the scale is below 2^20.

@@ -22,10 +22,11 @@ Read: tensor_overlap.py, collectives.py.
 """
 
 HINTS = (
-    "n-1 times multiply and send, then the own rows, meanwhile(), and the sum of all that arrived.",
+    "n-1 times multiply and send, then this rank's own rows, meanwhile(), and the sum of n parts.",
     "x.chunk(n, dim=1), add_products, Shift(tensor, axis, distance), shift.wait, wide.",
     "For distances 1 to n-1, the rows are those of rank + distance, and what arrives by that Shift"
-    " is of rank - distance. Collect the Shifts in a list, and wait for all of them at the end.",
+    " is of rank - distance, both modulo n. Collect the Shifts in a list, and wait for all of them"
+    " at the end. Then put the n parts in the order of their ranks, make them wide, and add them.",
 )
 
 B, E, LENGTH = 2, 3, 2  # LENGTH: of each rank's rows

@@ -22,10 +22,13 @@ Read: moe.py.
 HINTS = (
     "A stable sort by expert, and its inverse. Gather rows by one of them, and sums by the other.",
     "argsort(stable=True), scatter_ or a second argsort, first_places, F.pad, Conjugate, // k.",
-    "The place of each pair is where it comes in the sort; with rows_each, the expert's number"
-    " times rows_each, plus its place within the expert's. Order is the inverse: the pair of each"
-    " place, or a number behind the last pair. Token of a pair: the pair // k. Where something may"
-    " be behind the last one, append a row of zeros.",
+    "order, the sort, has the pair of each row; places, its inverse, the row of each pair. With"
+    " rows_each a place is the expert's number times rows_each plus the place among the expert's"
+    " pairs: the place in the sort less first_places(...). Then make order from places, with n k,"
+    " one past the last pair, for empty rows. Dropped pairs have the place num_rows. spread takes"
+    " x[order // k]; collect adds k rows each of y[places]. Where an index may be one past the end,"
+    " append a row of zeros first. With Conjugate.apply(there, back, x) each has the other as its"
+    " backward.",
 )
 
 E, X = 3, 4

@@ -20,7 +20,8 @@ Read: mesh.py, layout.py.
 
 HINTS = (
     "Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.",
-    "torch.arange, view(layout.sizes), movedim, reshape, tolist, a dict of groups by members.",
+    "torch.arange, view(layout.sizes), view(layout.pp, -1, layout.ep, layout.etp), movedim,"
+    " reshape, tolist, a dict of groups by str(lists), Axis(name, group, device), Axes.",
     "Move the dims of an axis to the end, in their order, and reshape to [-1, their size]: each row"
     " is a group. ends: of each row along pp the first and the last rank, which are one rank if pp"
     " is 1; and a group of its own for each rank between.",

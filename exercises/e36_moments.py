@@ -13,8 +13,8 @@ TASK = """
 Write the step of AdamW. For each parameter of each group: count the step; m <- b1 m + (1 - b1) g,
 v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both moments, which rounds
 them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
-an average of t steps from the first on. Reduce the parameter first by its lr * weight_decay-th
-part, then by lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
+an average of t steps from the first on. First multiply the parameter by 1 - lr * weight_decay, then
+subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
 Read: adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
 """
 

@@ -24,7 +24,8 @@ HINTS = (
     "tensor.untyped_storage() with nbytes() and data_ptr(), tensor.detach(), blocks.setdefault,"
     " Block(tensor), Saved, storage_offset(), size(), stride().",
     "Views of one storage have one address, so a dict by address has each storage once. A view is"
-    " described by three things: where it begins, its size, and its stride.",
+    " described by three things: where it begins, its size, and its stride. They are one tuple:"
+    " Saved(block, dtype, (offset, size, stride)).",
 )
 
 LEAST = 100  # bytes, in place of LEAST_OFFLOAD

@@ -17,7 +17,7 @@ Read: grouped_experts.py.
 """
 
 HINTS = (
-    "Refuse what cannot be; else a view of the first one with one more dim, the distance.",
+    "Return None where it must be None; else a view of the first tensor with one more dim.",
     "untyped_storage().data_ptr(), storage_offset(), pairwise, as_strided(size, stride).",
     "The new dim comes first; its stride is the distance from one tensor to the next, in elements."
     " All others are as in the first tensor, and so is where it begins.",

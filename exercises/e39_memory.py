@@ -28,11 +28,12 @@ Read: activations.py, linear.py, model.py.
 
 HINTS = (
     "Write down x and dy of each linear, and cross out what is the same tensor.",
-    "c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.intermediate_size,"
-    " c.has_experts(layer), c.num_experts_per_tok, c.moe_intermediate_size, _factor(dtype, fp8).",
+    "With c the config: c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.hidden_size,"
+    " c.intermediate_size, c.has_experts(layer), c.num_experts_per_tok, c.moe_intermediate_size,"
+    " c.n_shared_experts; layout.tp, layout.etp; _factor(dtype, fp8), BYTES[dtype] for experts.",
     "Attention: E before q, k, v; their gradients Q D and 2 K D; o's input Q D; E behind o. An MLP"
-    " of M: E before, gradients of gate and up, down's input, E behind. A row of an expert has the"
-    " same with F.",
+    " of M: E before, gradients of gate and up and down's input, M each, E behind. A row of an"
+    " expert has the same with F; its two E count etp times, and all of it is divided by tp.",
 )
 
 TOKENS = 6
