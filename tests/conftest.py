@@ -92,15 +92,15 @@ def those_that_wait(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def quick_sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Every thirteenth case of each file, beginning with the first; none that is slow or for a GPU.
+    """Every nineteenth case of each file, beginning with the first; none that is slow or for a GPU.
 
-    Thirteen, because parameters repeat after 2, 3, 5, 6 or 10 cases: all their values are met.
+    Nineteen, because parameters repeat after 2, 3, 5, 6 or 10 cases: all their values are met.
     """
     files = defaultdict(list)
     for item in items:
         if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
             files[item.path].append(item)
-    return [item for cases in files.values() for item in cases[::13]]
+    return [item for cases in files.values() for item in cases[::19]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
