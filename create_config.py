@@ -232,7 +232,8 @@ def print_prediction(config: Config, model_config: ModelConfig, asked: str | Non
     gpu = GPUS[asked or ASSUMED_GPU]
     if config.model.fp8:
         print("predicted step   none: how fast FP8 is, is not modelled")
-    if config.model.dtype not in gpu.peaks or config.model.fp8:
+        return
+    if config.model.dtype not in gpu.peaks:
         return
     request, candidate = predicted(config, model_config, gpu)
     step, number = candidate.prediction.step, measures(request, candidate)

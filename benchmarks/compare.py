@@ -696,6 +696,9 @@ class Spread(NamedTuple):
     def of(cls, values: list[float]) -> "Spread":
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -719,7 +722,7 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     parser.add_argument("--profile", choices=ROWS, metavar="ROW", help="only profile this row")
     options = parser.parse_args(arguments)
     facts = describe_run(work)
-    print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+    print_facts(facts)
     if options.profile:
         profile(options.profile, work)
         return
@@ -750,6 +753,10 @@ def describe_run(work: dict) -> dict[str, str]:
         "step": f"{t.gradient_accumulation_steps} micro-batches of {t.micro_batch_size} sequences"
         f" of {t.seq_length} tokens a rank",
     }
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
 
 
 def cpu_name() -> str:
@@ -913,8 +920,7 @@ def table(results: list[Result]) -> str:
         low, median, high = (1000 * x for x in Spread.of(result.step_seconds))
         time_ratio = memory_ratio = ""
         if result is not ours:
-            spread = ratios(ours, result)
-            time_ratio = f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
+            time_ratio = str(ratios(ours, result))
             memory_ratio = f"{ours.memory_mb / result.memory_mb:.3f}"
         lines.append(
             f"{result.contender:20}{f'{median:.0f} ({low:.0f}-{high:.0f})':>22}{time_ratio:>26}"

@@ -41,6 +41,7 @@ from benchmarks.compare import (
     describe_run,
     on_ranks,
     our_run,
+    print_facts,
     resident_peak_mb,
 )
 from picotron_min import expert_parallel
@@ -71,8 +72,7 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
         "grouped": (measure_grouped, 15),
     }[options.what]
     work = work | {"model": work["model"] | EXPERTS, "training": work["training"] | ONE_BATCH}
-    facts = describe_run(work)
-    print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+    print_facts(describe_run(work))
     measure(work, options.rounds or rounds)
 
 
@@ -191,10 +191,7 @@ def routing_table(title: str, by_rank: list[Steps]) -> str:
         ratio = Spread.of([a / b for a, b in zip(took, even, strict=True)])
         _, *columns = zip(*by_rank[0][name], strict=True)  # all ranks know the same counts
         experts, ranks, dropped = map(fmean, columns)
-        lines.append(
-            f"{name:18}{experts:9.2f}{ranks:7.2f}{dropped:9.1%}"
-            f"   {ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
-        )
+        lines.append(f"{name:18}{experts:9.2f}{ranks:7.2f}{dropped:9.1%}   {ratio}")
     return "\n".join(lines)
 
 
@@ -292,8 +289,7 @@ def measure_grouped(work: dict, rounds: int) -> None:
         ((together, loop),) = on_ranks(config, partial(both_products, rounds))
         ratio = Spread.of([a / b for a, b in zip(together, loop, strict=True)])
         ms = "".join(f"{1000 * median(x):>6.1f} ms" for x in (together, loop))
-        spread = f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
-        print(f"{name:23}{tokens * k // X:>9}  {ms}   {spread}", flush=True)
+        print(f"{name:23}{tokens * k // X:>9}  {ms}   {ratio}", flush=True)
 
 
 def both_products(rounds: int, place: Place) -> tuple[list[float], list[float]]:

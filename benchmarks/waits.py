@@ -31,7 +31,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.compare import WORK, Place, Spread, describe_run, on_ranks, our_run
+from benchmarks.compare import WORK, Place, Spread, describe_run, on_ranks, our_run, print_facts
 from picotron_min import expert_parallel, sharding
 from picotron_min.collectives import Axis, start_all_gather_, start_exchange
 from picotron_min.runtime.config_file import parse_config
@@ -64,8 +64,7 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     else:
         works = {kind: with_sharding(kind, work) for kind in SHARDINGS}
         function = partial(waits_for_weights, options.rounds, options.link)
-    facts = describe_run(next(iter(works.values())))
-    print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+    print_facts(describe_run(next(iter(works.values()))))
     ranks = {kind: on_ranks(parse_config(work), function) for kind, work in works.items()}
     print(table_of_rows(ranks["experts"]) if "experts" in works else table_of_weights(ranks))
 
@@ -159,7 +158,7 @@ def table_of_rows(by_rank: list[dict[Kind, list[Step]]]) -> str:
         time = Spread.of([a.took / b.took for a, b in zip(on, off, strict=True)])
         lines.append(
             f"{rate:>5} MB/s{travel:>8.1f} ms{exposed:>8.1f} ms{without:>8.1f} ms"
-            f"{exposed / without:>8.2f}   {time.median:.3f} ({time.low:.3f}-{time.high:.3f})"
+            f"{exposed / without:>8.2f}   {time}"
         )
     return "\n".join(lines)
 

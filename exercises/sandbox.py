@@ -147,11 +147,14 @@ def _no_verdict(code: int, errors: Path) -> dict:
     with suppress(OSError):  # a student's code may have deleted it
         lines = errors.read_text(errors="replace").splitlines()[-5:]
     message = "\n    ".join([f"The check's process {how} and left no verdict.", *lines])
-    parts = {"mistake": "crash", "message": message, "picture": "", "printed": ""}
-    return {"passed": False, "gates": {}, **parts}
+    return _failed("crash", message)
 
 
 def _too_late() -> dict:
     message = f"The check was killed after {KILL_SECONDS:g} s: if the machine is busy, try again."
-    parts = {"mistake": "timeout", "message": message, "picture": "", "printed": ""}
+    return _failed("timeout", message)
+
+
+def _failed(mistake: str, message: str) -> dict:
+    parts = {"mistake": mistake, "message": message, "picture": "", "printed": ""}
     return {"passed": False, "gates": {}, **parts}

@@ -52,7 +52,7 @@ class Axis:
         self.rank, self.size = group.rank(), group.size()  # rank: the place within the row
         self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.share = (self.size - 1) / self.size  # (n-1)/n: all parts of a tensor but one
-        # Its library has neither of the two collectives in place; torch makes them with copies.
+        # gloo has no reduce-scatter, nor a gather in place: torch makes both by copies of rows.
         self.is_gloo = dist.get_backend(group) == "gloo"
 
 
@@ -91,7 +91,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     return mine
 
 
-def start_all_gather_(rows: Tensor, axis: Axis) -> dist.Work:
+def start_all_gather_(rows: Tensor, axis: Axis) -> "dist.Work | Works":
     """Begin to fill rows [n, R], of which each rank has made its own, in place."""
     axis.ledger.record("all_gather", rows, axis.share)
     if axis.is_gloo:
