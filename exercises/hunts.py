@@ -193,8 +193,8 @@ def command(number: int, run: str | None, answer: str | None) -> int:
     if number not in HUNTS:
         raise ValueError(f"there is no hunt {number}: use one of {', '.join(map(str, HUNTS))}")
     if answer is None:
-        for text in (run,) if run else ():
-            parse_run(text)  # which may refuse it
+        if run:
+            parse_run(run)  # which may refuse it
         print(HUNTS[number].story + "\n")
         print("It trains now, which takes up to half a minute.\n", flush=True)
         for line in table(number, (run,) if run else HUNTS[number].runs):
