@@ -16,12 +16,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from picotron_min.activations import saved_per_token
 from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
-from picotron_min.memory import memory_per_rank
 from picotron_min.model_config import ModelConfig
+from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.hardware import GPUS, Gpu
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.show import measures
 from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model

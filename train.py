@@ -21,11 +21,11 @@ import torch
 from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.collectives import all_reduce
 from picotron_min.data import Batches
+from picotron_min.extensions.optimizers.muon import hidden_matrices
 from picotron_min.initialise import initialise
 from picotron_min.layout import Recipe
 from picotron_min.mesh import build_axes, open_communicators
 from picotron_min.model_config import ModelConfig
-from picotron_min.muon import hidden_matrices
 from picotron_min.optimizer import SkippedSteps, build_optimizer, learning_rate_at, measure_gradient
 from picotron_min.parallelize import ParallelModel, parallelize
 from picotron_min.pipeline_parallel import Watch

@@ -69,13 +69,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
+from picotron_min.extensions.experts.moe import mixtures
 from picotron_min.initialise import initial_std, initial_weight, initialise
 from picotron_min.layout import Recipe
 from picotron_min.loss import head_loss, stripe_loss
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import mixtures
 from picotron_min.optimizer import build_optimizer
 from picotron_min.parallelize import parallelize
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages

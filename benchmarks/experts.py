@@ -44,10 +44,10 @@ from benchmarks.compare import (
     print_facts,
     resident_peak_mb,
 )
-from picotron_min import expert_parallel
 from picotron_min.collectives import start_exchange
-from picotron_min.memory import memory_per_rank
-from picotron_min.moe import MoE, mixtures
+from picotron_min.extensions.experts import dispatch as expert_parallel
+from picotron_min.extensions.experts.moe import MoE, mixtures
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.balance import measure_balance
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config

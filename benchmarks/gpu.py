@@ -45,15 +45,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_min.data import Batches
+from picotron_min.extensions.linear import linears
+from picotron_min.extensions.schedules.simulator import build_plans
 from picotron_min.initialise import initialise
 from picotron_min.layout import Layout, Recipe, Workload
-from picotron_min.linear import linears
-from picotron_min.memory import memory_per_rank
 from picotron_min.mesh import build_axes
 from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import build_optimizer
 from picotron_min.parallelize import apply_compile, parallelize
-from picotron_min.pipeline_simulator import build_plans
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.launch import (
     Launch,
     choose_backend,

@@ -32,10 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.compare import WORK, Place, Spread, describe_run, on_ranks, our_run, print_facts
-from picotron_min import expert_parallel, sharding
 from picotron_min.collectives import Axis, start_all_gather_, start_exchange
+from picotron_min.extensions.experts import dispatch as expert_parallel
+from picotron_min.extensions.sharding import units as sharding
+from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.runtime.config_file import parse_config
-from picotron_min.sharding import ShardedUnit
 from train import train_step
 
 WARM_UP = 2  # steps

@@ -26,12 +26,15 @@ def run_cut(
     from torch import nn
 
     course = rank.course
-    model, queue = course.model.Llama(model_config(case)), course.linear.WeightGradients()
+    model, queue = (
+        course.model.Llama(model_config(case)),
+        course.module("extensions.linear").WeightGradients(),
+    )
     for name, parameter in list(model.named_parameters()):
         mine = draw(case, name, shape=parameter.shape)[parts[name]].clone()
         model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(mine)
     queue.hold = True
-    course.linear.apply_queue(model, queue)
+    course.module("extensions.linear").apply_queue(model, queue)
     kind = "SequenceBoundary" if case.layout.get("sequence_parallel") else "Boundary"
     boundary = getattr(course.tensor_parallel, kind)(axes.tp, queue)
     course.tensor_parallel.apply_tensor_parallel(model, boundary)

@@ -1,11 +1,11 @@
-"""Design 1: a pipeline schedule, measured by pipeline_simulator.py."""
+"""Design 1: a pipeline schedule, measured by schedules/simulator.py."""
 
 from collections.abc import Callable
 
 from exercises.marks import Marks
+from picotron_min.extensions.schedules.simulator import Timeline, simulate
 from picotron_min.pipeline_action import Action, Kind
 from picotron_min.pipeline_schedule import peak_live
-from picotron_min.pipeline_simulator import Timeline, simulate
 from picotron_min.runtime.draw import draw
 
 RANKS, MICRO_BATCHES, MOST_CHUNKS, MOST_ALIVE = 4, 8, 2, 4.0

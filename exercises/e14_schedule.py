@@ -1,6 +1,6 @@
 """14 schedule: backward early, so that few micro-batches are alive
 
-Forty sizes are played on paper by pipeline_simulator.py. No process is needed, and a deadlock is
+Forty sizes are played on paper by schedules/simulator.py. No process is needed, and a deadlock is
 found before it happens: actions that need each other in a circle.
 """
 

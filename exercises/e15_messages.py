@@ -19,7 +19,7 @@ another is sent, as soon as it is there: an action of a kind in SENDS, with the 
 to as `peer`; and received, an action of a kind in RECEIVES with the micro-batch and chunk of the
 action that needs it, and the rank that it comes from. `place(stage, ranks)` is the rank and chunk
 of a stage. Even if a send waits for its receive and a receive for its send, nothing may deadlock.
-Read: pipeline_action.py, pipeline_simulator.py.
+Read: pipeline_action.py, extensions/schedules/simulator.py.
 """
 
 HINTS = (
@@ -61,7 +61,8 @@ def plans_of(case: Case) -> tuple[list["Plan"], dict[tuple[int, int], int]]:
 def on_rank(rank, case: Case) -> dict:
     from exercises.paper import play, run_messages, time_of
 
-    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    schedules = rank.course.pipeline_schedule
+    simulator = rank.course.module("extensions.schedules.simulator")
     p, m, v = case.stages, case.micro_batches, case.chunks
     schedule = schedules.SCHEDULES[case.engine]
     plans = [schedule.plan(r, p, m, v) for r in range(p)]
@@ -109,8 +110,8 @@ def expected(case: Case) -> list[dict]:
 
 
 def order(case: Case, records) -> str:
+    from picotron_min.extensions.schedules.simulator import simulate
     from picotron_min.pipeline_schedule import SCHEDULES
-    from picotron_min.pipeline_simulator import simulate
 
     plans, _ = plans_of(case)
     best = simulate(plans, send_time=SEND_TIME, place=SCHEDULES[case.engine].place).makespan
@@ -152,7 +153,7 @@ WHEN_NEEDED = """for source, made in ways.get((rank, action), []):
 
 EXERCISE = Exercise(
     __name__,
-    target="pipeline_simulator:insert_communication",
+    target="extensions.schedules.simulator:insert_communication",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -88,7 +88,9 @@ def on_rank(rank, case: Case) -> dict:
         model = watched.PartOfModel(
             weight(case, place, p * v - 1), stage.is_first, forward, outputs
         )
-        chunks.append(parallel.Chunk(stage, model, course.linear.WeightGradients()))
+        chunks.append(
+            parallel.Chunk(stage, model, course.module("extensions.linear").WeightGradients())
+        )
 
     def new_activation() -> "Tensor":
         made.append(torch.empty(B, S, E, dtype=torch.float64))
@@ -102,7 +104,7 @@ def on_rank(rank, case: Case) -> dict:
     watch = outputs.counted_at_forwards(seen["watched"])
     pipeline = parallel.Pipeline(chunks, axis, torch.arange(S), new_activation)
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
-    plans = course.pipeline_simulator.build_plans(
+    plans = course.module("extensions.schedules.simulator").build_plans(
         case.engine, p, case.micro_batches, v, training=case.training
     )
     with torch.set_grad_enabled(case.training):

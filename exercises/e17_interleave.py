@@ -1,6 +1,6 @@
 """17 interleave: chunks make the bubble smaller
 
-Plans of up to 4 ranks with up to 3 chunks each are played by pipeline_simulator.py, also with
+Plans of up to 4 ranks with up to 3 chunks each are played by schedules/simulator.py, also with
 messages that take a fifth of a chunk's forward.
 """
 
@@ -37,7 +37,8 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    schedules, simulator = rank.course.pipeline_schedule, rank.course.pipeline_simulator
+    schedules = rank.course.pipeline_schedule
+    simulator = rank.course.module("extensions.schedules.simulator")
     p, m, v = case.stages, case.micro_batches, case.chunks
     plans = [schedules.interleaved(r, p, m, v) for r in range(p)]
     timeline, problem = played(rank, plans)

@@ -14,7 +14,7 @@ TASK = """
 Merge two blocks of attention of the same queries to different keys. Of each block you get the
 weighted mean of its values, out [B, Q, S, D], and the logarithm of its summed weights, lse [B, Q,
 S]. Return out and lse of both together, so that the result can be merged with a third block.
-Read: block_attention.py.
+Read: attention.py.
 """
 
 HINTS = (
@@ -48,7 +48,7 @@ def on_rank(rank, case: Case) -> dict:
         blocks.append((s.softmax(-1) @ v, s.logsumexp(-1)))
     out, lse = blocks[0]
     for block in blocks[1:]:
-        out, lse = rank.course.block_attention.merge_blocks(out, lse, *block)
+        out, lse = rank.course.attention.merge_blocks(out, lse, *block)
     shares = [math.exp(one[0, 0, 0] - lse[0, 0, 0]) for _, one in blocks]
     return {"out": out, "lse": lse, "shares": shares}
 
@@ -74,7 +74,7 @@ LSE = "torch.logaddexp(lse_1, lse_2)"
 
 EXERCISE = Exercise(
     __name__,
-    target="block_attention:merge_blocks",
+    target="attention:merge_blocks",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -16,7 +16,7 @@ like q, and lse [B, Q, S/n]. Keys and values travel as [2, B, K, S/n, D], and th
 already on their way while a block is computed. Merge in float32 or better.
 End with what backward, which is written, needs: ctx.axis, ctx.kernel, and
 ctx.save_for_backward(q, kv, out, lse) with out as it is returned. Return out in the dtype of q.
-Read: context_parallel.py, block_attention.py.
+Read: context_parallel.py, attention.py.
 """
 
 HINTS = (
@@ -61,7 +61,7 @@ def on_rank(rank, case: Case) -> dict:
 
     from exercises.attention import merge_of_rounded
 
-    attention, kernels = rank.course.context_parallel, rank.course.block_attention
+    attention, kernels = rank.course.context_parallel, rank.course.attention
     dtype = getattr(torch, case.dtype)
 
     def attend(q, k, v, is_causal):

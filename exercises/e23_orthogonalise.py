@@ -1,7 +1,7 @@
 """23 orthogonalise: all directions of an update get about the same length
 
 The reference decomposes the matrix and changes its singular values one by one, as numbers. FLOPs
-are counted by torch: the docstring of muon.py has the formula.
+are counted by torch: the docstring of extensions/optimizers/muon.py has the formula.
 """
 
 import math
@@ -16,7 +16,7 @@ Change the singular values of a matrix, and nothing else: divide it by its norm 
 a = 3.4445, b = -4.7750, c = 2.0315. No decomposition is needed: where x has s, (x x^T) x has s^3.
 Take the smaller of both products, x x^T of a wide matrix, so that it costs at most
 5 (4 k^2 l + 2 k^3) FLOPs for a matrix of k x l, k <= l; and keep shape and dtype.
-Read: muon.py.
+Read: extensions/optimizers/muon.py.
 """
 
 HINTS = (
@@ -50,7 +50,10 @@ def on_rank(rank, case: Case) -> dict:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    orthogonalise, update = rank.course.muon.orthogonalise, update_of(case)
+    orthogonalise, update = (
+        rank.course.module("extensions.optimizers.muon").orthogonalise,
+        update_of(case),
+    )
     given = update.clone()
     with FlopCounterMode(display=False) as counter:
         direction = orthogonalise(given)
@@ -107,7 +110,7 @@ TALL = "update.shape[0] > update.shape[1]"
 
 EXERCISE = Exercise(
     __name__,
-    target="muon:orthogonalise",
+    target="extensions.optimizers.muon:orthogonalise",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -17,7 +17,7 @@ groups can be chosen: a group is as good as its two best experts together, with 
 learned through the choice. The weights are the chosen experts' scores, with config.norm_topk_prob
 divided by their sum, then multiplied by config.routed_scaling_factor. Shares are the scores divided
 by their sum: softmax's have it already. Add TINY to sums that divide.
-Read: router.py.
+Read: extensions/experts/router.py.
 """
 
 HINTS = (
@@ -80,7 +80,7 @@ def results_of(route, case: Case) -> dict:
 
 
 def on_rank(rank, case: Case) -> dict:
-    return results_of(rank.course.router.route, case)
+    return results_of(rank.course.module("extensions.experts.router").route, case)
 
 
 def expected(case: Case) -> list[dict]:
@@ -141,7 +141,7 @@ NORM = "weights = weights / (weights.sum(-1, keepdim=True) + TINY)"
 
 EXERCISE = Exercise(
     __name__,
-    target="router:route",
+    target="extensions.experts.router:route",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -22,7 +22,7 @@ call the latter for the third loss only. self.tally.so_far[self.layer] is for th
 Report each loss that has a coefficient, without it, of this rank's tokens, by self.tally.add(
 self.layer, name, loss): "seq_load_balancing_loss", "load_balancing_loss",
 "global_load_balancing_loss".
-Read: router.py.
+Read: extensions/experts/router.py.
 """
 
 HINTS = (
@@ -75,14 +75,16 @@ def on_rank(rank, case: Case) -> dict:
             moe_global_aux_loss_coeff=on["global"],
         ),
         config=config,
-        tally=course.router.Tally(config, torch.device("cpu")),
+        tally=course.module("extensions.experts.router").Tally(config, torch.device("cpu")),
         layer=1,
         sum_over_sequences=partial(course.collectives.all_reduce, axis=axes.cp_tp),
         sum_over_batch=partial(course.collectives.all_reduce, axis=axes.dp),
     )
     place, results = (axes.dp.rank, axes.cp.rank), {}
     for i in range(MICRO_BATCHES):
-        gradient = course.router.Router._balance(router, shares_of(case, *place, i))
+        gradient = course.module("extensions.experts.router").Router._balance(
+            router, shares_of(case, *place, i)
+        )
         results[f"gradient, micro-batch {i}"] = gradient.clone()
     return results | {"losses, and what else the tally has": router.tally.table.clone()}
 
@@ -148,7 +150,7 @@ F = "(X * scope / scope.sum(-1, keepdim=True))"
 
 EXERCISE = Exercise(
     __name__,
-    target="router:Router._balance",
+    target="extensions.experts.router:Router._balance",
     task=TASK,
     hints=HINTS,
     cases=cases,

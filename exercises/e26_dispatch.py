@@ -23,7 +23,7 @@ what meanwhile() returns.
 4. Send the results back to where the rows came from. Add the copies, then each token's k rows.
 Axis and sizes: self.axis (over ep and etp), self.ep, self.etp, self.num_experts. An expert of
 num_experts marks a dropped pair, which `Pairs` leaves out.
-Read: expert_parallel.py, moe.py.
+Read: extensions/experts/dispatch.py, extensions/experts/moe.py.
 """
 
 HINTS = (
@@ -73,7 +73,7 @@ def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(course.layout.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
     routing = course.layout.Routing(**(pads if case.capacity else {}))
-    limit = course.moe.Limit(case.experts, case.k, routing)
+    limit = course.module("extensions.experts.moe").Limit(case.experts, case.k, routing)
     each, width = case.experts // case.ep, INNER // case.etp
     part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
     ran = []
@@ -90,7 +90,7 @@ def on_rank(rank, case: Case) -> dict:
         return "shared"
 
     x, weights, experts, d_out = inputs(case, rank.number)
-    dispatch = course.expert_parallel.AllToAllDispatch(limit, axes)
+    dispatch = course.module("extensions.experts.dispatch").AllToAllDispatch(limit, axes)
     out, shared = dispatch(x, weights, experts, run, meanwhile)
     rank.mark(f"{ran[0]} rows")
     if out.requires_grad and out.shape == d_out.shape:
@@ -171,7 +171,7 @@ WAIT = "x, weights = there.wait(x), there_too.wait(weights)"
 
 EXERCISE = Exercise(
     __name__,
-    target="expert_parallel:AllToAllDispatch.__call__",
+    target="extensions.experts.dispatch:AllToAllDispatch.__call__",
     task=TASK,
     hints=HINTS,
     cases=cases,

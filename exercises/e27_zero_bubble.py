@@ -1,6 +1,6 @@
 """27 zero bubble: weight gradients fill the gaps
 
-Plans are played on paper by pipeline_simulator.py, with F, B and W of equal length.
+Plans are played on paper by extensions/schedules/simulator.py, with F, B and W of equal length.
 """
 
 import random
@@ -14,7 +14,7 @@ W, for which nothing waits until the end of the step. Forwards and B are in the 
 micro-batch i comes directly behind B of micro-batch i + rank, so that a rank saves `rank` of its W
 for the end, when it would be idle. `_plan` makes a plan of letters: each F, B or W stands for its
 next micro-batch. Memory: at most min(m, p) micro-batches alive on every rank, from F to W.
-Read: pipeline_action.py, zero_bubble.py.
+Read: pipeline_action.py, extensions/schedules/zero_bubble.py.
 """
 
 HINTS = (
@@ -34,7 +34,9 @@ def cases(dice: random.Random) -> list[Case]:
 def on_rank(rank, case: Case) -> dict:
     peak_live = rank.course.pipeline_schedule.peak_live
     p, m = case.stages, case.micro_batches
-    plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
+    plans = [
+        rank.course.module("extensions.schedules.zero_bubble").zb_h1(r, p, m) for r in range(p)
+    ]
     names = [[str(action) for action in plan] for plan in plans]
     timeline, problem = played(rank, plans)
     if problem:
@@ -84,7 +86,7 @@ WARMUP = '"F" * (ranks - rank - 1)'
 
 EXERCISE = Exercise(
     __name__,
-    target="zero_bubble:zb_h1",
+    target="extensions.schedules.zero_bubble:zb_h1",
     task=TASK,
     hints=HINTS,
     cases=cases,

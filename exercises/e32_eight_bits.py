@@ -15,7 +15,7 @@ after the other in memory; inverse as a float32 of shape []. The scale is the la
 with which no number exceeds the format, and inverse is 1 / scale. `maximum` turns this rank's
 largest(x) into that of all ranks. An amax below SMALLEST_AMAX counts as SMALLEST_AMAX. If it is
 infinite, the scale is 0: then all of a product is NaN, and the step is skipped.
-Read: float8.py.
+Read: extensions/precision/float8.py.
 """
 
 HINTS = (
@@ -70,7 +70,7 @@ def on_rank(rank, case: Case) -> dict:
 
     x, kind = part(case, rank.number), getattr(torch, case.kind)
     shared = {"maximum": maximum} if case.ranks > 1 else {}
-    result = course.float8.quantise(x, kind, **shared)
+    result = course.module("extensions.precision.float8").quantise(x, kind, **shared)
     numbers = result.numbers.double()
     wide = x.double()
     errors = ((numbers * result.inverse.double() - wide).abs() / wide.abs()).mean(1)
@@ -134,7 +134,7 @@ RETURN = "return Float8(bytes, 1 / scale, kind)"
 
 EXERCISE = Exercise(
     __name__,
-    target="float8:quantise",
+    target="extensions.precision.float8:quantise",
     task=TASK,
     hints=HINTS,
     cases=cases,

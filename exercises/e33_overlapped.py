@@ -18,7 +18,7 @@ begin to send the result straight to it (a Shift over some distance), and multip
 meanwhile; this rank's own rows last. Call meanwhile(), and only then wait.
 Add the n contributions in the order of their ranks, 0 first, whichever rank adds them, and in
 float32 (`wide`); return the sum in the dtype of the products.
-Read: tensor_overlap.py, collectives.py.
+Read: extensions/overlap/ring.py, collectives.py.
 """
 
 HINTS = (
@@ -64,8 +64,8 @@ def on_rank(rank, case: Case) -> dict:
 
         return multiply
 
-    queue = course.linear.WeightGradients()
-    boundary = course.tensor_overlap.RingBoundary(rank.axis("tp"), queue)
+    queue = course.module("extensions.linear").WeightGradients()
+    boundary = course.module("extensions.overlap.ring").RingBoundary(rank.axis("tp"), queue)
     products = [product(i) for i in range(case.inputs)]
     y = boundary.multiply_scatter(xs, products, lambda: rank.mark("meanwhile"))
     return {"y": y, "dtype": str(y.dtype), "rows of each product": rows}
@@ -131,7 +131,7 @@ PART = "add_products([x.chunk(n, dim=1)[rank] for x in xs], products)"
 
 EXERCISE = Exercise(
     __name__,
-    target="tensor_overlap:RingBoundary.multiply_scatter",
+    target="extensions.overlap.ring:RingBoundary.multiply_scatter",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -16,7 +16,7 @@ of tokens, those of expert 1, and so on, and none for dropped pairs. sort(weight
 into the same order. collect(y) adds for each token the rows y of its pairs: [n, E].
 With rows_each every expert has so many rows, and num_rows is rows_each times num_experts: its pairs
 come first, and the others are zeros, also in sort. Gradients flow back through all three.
-Read: moe.py.
+Read: extensions/experts/moe.py.
 """
 
 HINTS = (
@@ -75,7 +75,7 @@ def on_rank(rank, case: Case) -> dict:
     x, weights, experts, gradient = inputs(case)
     x.requires_grad_(), weights.requires_grad_()
     sizes = sizes_of(case)
-    pairs = rank.course.moe.Pairs(experts, sum(sizes), case.rows_each)
+    pairs = rank.course.module("extensions.experts.moe").Pairs(experts, sum(sizes), case.rows_each)
     rows, sorted_weights = pairs.spread(x), pairs.sort(weights)
     y = torch.cat([run(case, e, part) for e, part in enumerate(rows.split(sizes))])
     out = pairs.collect(y * sorted_weights[:, None])
@@ -129,7 +129,7 @@ SORT = "return (F.pad(weights, (0, 1)) if self.fills else weights)[self.order]"
 
 EXERCISE = Exercise(
     __name__,
-    target="moe:Pairs",
+    target="extensions.experts.moe:Pairs",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -15,7 +15,7 @@ v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both mome
 them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
 an average of t steps from the first on. First multiply the parameter by 1 - lr * weight_decay, then
 subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
-Read: adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
+Read: extensions/optimizers/adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
 """
 
 HINTS = (
@@ -52,7 +52,9 @@ def on_rank(rank, case: Case) -> dict:
 
     weights = [torch.nn.Parameter(draw(case, "w", g, shape=(case.rows, 2))) for g in (0, 1)]
     groups = [{"params": [w], "weight_decay": d} for w, d in zip(weights, DECAYS, strict=True)]
-    optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
+    optimizer = rank.course.module("extensions.optimizers.adamw").NarrowAdamW(
+        groups, 1.0, case.betas
+    )
     history, squares = [], []
     for step in range(STEPS):
         for g, weight in enumerate(weights):
@@ -117,7 +119,7 @@ UPDATE = "parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))"
 
 EXERCISE = Exercise(
     __name__,
-    target="adamw:NarrowAdamW.step",
+    target="extensions.optimizers.adamw:NarrowAdamW.step",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -16,7 +16,7 @@ LEAST_OFFLOAD bytes, or whose storage's address is in `stays`, stays: return it,
 what a node keeps must not keep that node alive. All others leave with their whole storage, and each
 storage once: `blocks` has the Block of each address. Return a Saved, with the block, the dtype, and
 the tensor's place in it: offset, size and stride.
-Read: offload.py.
+Read: extensions/memory/offload.py.
 """
 
 HINTS = (
@@ -61,7 +61,7 @@ def leaves_of(x, weights):
 def on_rank(rank, case: Case) -> dict:
     from torch.autograd.graph import saved_tensors_hooks
 
-    offload = rank.course.offload
+    offload = rank.course.module("extensions.memory.offload")
     offload.LEAST_OFFLOAD = LEAST
     x, weights = inputs(case)
     leaves, blocks = leaves_of(x, weights), {}
@@ -145,7 +145,7 @@ PLACE = "(tensor.storage_offset(), tensor.size(), tensor.stride())"
 
 EXERCISE = Exercise(
     __name__,
-    target="offload:_pack",
+    target="extensions.memory.offload:_pack",
     task=TASK,
     hints=HINTS,
     cases=cases,

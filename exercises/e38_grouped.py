@@ -13,7 +13,7 @@ Return one tensor [X, ...] that has the memory of X tensors of one shape and one
 where there is no such tensor: if one of them is None; if they lie in several storages; if the
 distances from each to the next are not equal, or go backwards; and of a single one, which needs no
 group. Nothing is copied: what is added to the result must arrive in the tensors.
-Read: grouped_experts.py.
+Read: extensions/experts/grouped.py.
 """
 
 HINTS = (
@@ -61,7 +61,7 @@ def addend(case: Case):
 
 def on_rank(rank, case: Case) -> dict:
     tensors = tensors_of(case)
-    joined = rank.course.grouped_experts.joined_view(tensors)
+    joined = rank.course.module("extensions.experts.grouped").joined_view(tensors)
     before = None if joined is None else joined.clone()
     if joined is not None:
         joined += addend(case)
@@ -97,7 +97,7 @@ RETURN = "first.as_strided((len(tensors), *first.shape), (*distances, *first.str
 
 EXERCISE = Exercise(
     __name__,
-    target="grouped_experts:joined_view",
+    target="extensions.experts.grouped:joined_view",
     task=TASK,
     hints=HINTS,
     cases=cases,

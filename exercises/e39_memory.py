@@ -23,7 +23,7 @@ moe_intermediate_size. With tp, what is between the first and the last linear of
 divided, and what is around them is whole. The rows of experts: each tp rank has only some tokens,
 E / tp a token, but etp ranks get copies, and F is divided by tp in all.
 A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
-Read: activations.py, linear.py, model.py.
+Read: planner/activations.py, extensions/linear.py, model.py.
 """
 
 HINTS = (
@@ -71,15 +71,15 @@ def config_of(
 
 def on_rank(rank, case: Case) -> dict:
     layout = rank.course.layout.Layout(tp=case.tp, etp=case.etp)
-    bytes_of = rank.course.activations.factors_per_token
+    bytes_of = rank.course.module("planner.activations").factors_per_token
     args = config_of(*sizes_of(case)), case.dtype, layout, 0
-    saved = rank.course.activations.saved_per_token
+    saved = rank.course.module("planner.activations").saved_per_token
     plain = saved(*args[:2], "none", layout, 0, case.fp8)
     return {"bytes per token": float(bytes_of(*args, case.fp8)), "kept until B": plain}
 
 
 def expected(case: Case) -> list[dict]:
-    from picotron_min.activations import BYTES
+    from picotron_min.planner.activations import BYTES
 
     experts, others = elements_per_token(*sizes_of(case), case.tp, case.etp)
     width = BYTES[case.dtype]
@@ -93,11 +93,11 @@ def elements_per_token(*sizes: int) -> tuple[float, float]:
     """The factors of experts, and of all other linears of the layer, as backward leaves them."""
     import torch
 
+    from picotron_min.extensions.experts.moe import apply_moe
+    from picotron_min.extensions.experts.router import Tally
+    from picotron_min.extensions.linear import WeightGradients, apply_queue
     from picotron_min.layout import Routing
-    from picotron_min.linear import WeightGradients, apply_queue
     from picotron_min.model import Llama
-    from picotron_min.moe import apply_moe
-    from picotron_min.router import Tally
 
     config = config_of(*sizes)
     model, queue = Llama(config), WeightGradients()
@@ -141,7 +141,7 @@ RETURN = "return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype]
 
 EXERCISE = Exercise(
     __name__,
-    target="activations:factors_per_token",
+    target="planner.activations:factors_per_token",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -6,14 +6,14 @@ from exercises.world import Deadlock
 
 if TYPE_CHECKING:
     from exercises.ranks import Rank
+    from picotron_min.extensions.schedules.simulator import Timeline
     from picotron_min.pipeline_action import Plan
-    from picotron_min.pipeline_simulator import Timeline
 
 
 def played(rank: "Rank", plans: list["Plan"]) -> tuple["Timeline | None", str]:
     """The timeline, or None and what is wrong with the plans; Deadlock has the circle of ranks."""
     try:
-        return rank.course.pipeline_simulator.simulate(plans), ""
+        return rank.course.module("extensions.schedules.simulator").simulate(plans), ""
     except ValueError as error:
         if "deadlock" in str(error):
             raise Deadlock(str(error).removeprefix("deadlock, ")) from None

@@ -27,5 +27,5 @@ def build(rank, case: Case) -> list:
             modules[name] = [nn.Embedding(rows, COLUMNS, device="meta", dtype=torch.float64)]
         table = dict.fromkeys(names, placement)
         args = axes, torch.float64, device, case.sharding, travelling
-        units.append(course.sharding.ShardedUnit(modules, table, *args))
+        units.append(course.module("extensions.sharding.units").ShardedUnit(modules, table, *args))
     return units

@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 
 def course_file(exercise: Exercise) -> Path:
-    return COURSE / f"{exercise.source_module.removeprefix('picotron_min.')}.py"
+    return COURSE.parent / f"{exercise.source_module.replace('.', '/')}.py"
 
 
 def find(exercise: Exercise) -> Target:
@@ -77,7 +77,7 @@ def starter(exercise: Exercise) -> str:
     target = find(exercise)
     title = ast.get_docstring(ast.parse((FOLDER / f"{file_stem(exercise)}.py").read_text()))
     gates = ", ".join(f"{gate} {GATES[gate]}" for gate in exercise.gates)
-    read = f"picotron_min/{target.path.name}"
+    read = target.path.relative_to(COURSE.parent)
     comment = [title.splitlines()[0], "", *exercise.task.strip().splitlines(), ""]
     comment += [f"It replaces {exercise.qualified_name} in {read}. Gates: {gates}.", ""]
     comment += [f"    python -m exercises check {exercise.number:02}"]

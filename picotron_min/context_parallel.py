@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from picotron_min.block_attention import Kernel, merge_blocks, wide
+from picotron_min.attention import Kernel, merge_blocks, wide
 from picotron_min.collectives import Axis, Conjugate, Shift, all_to_all, ring
 from picotron_min.model import Llama
 

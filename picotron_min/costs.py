@@ -6,8 +6,8 @@
 Of a layer's X experts, a token is multiplied with k only, and with the shared ones.
 
 E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, F size of an expert,
-V vocabulary, L layers, S sequence length. Bytes are in memory.py. Standard library only, so that a
-run can be planned anywhere.
+V vocabulary, L layers, S sequence length. Bytes are in planner/memory.py. Standard library only,
+so that a run can be planned anywhere.
 """
 
 import math

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from picotron_min.collectives import Axis, all_reduce, start_all_reduce
-from picotron_min.linear import refuse_missing
+from picotron_min.extensions.linear import refuse_missing
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
 
@@ -57,7 +57,7 @@ class GradientBuckets:
             if sum(p.nbytes for p in [*groups[-1].values(), parameter]) > bucket_bytes:
                 groups.append({})  # a parameter above the limit has a bucket of its own
             groups[-1][name] = parameter
-        # Inside of a bucket in forward order, so that experts lie as grouped_experts.py wants them.
+        # Inside of a bucket in forward order, so that experts lie as experts/grouped.py wants them.
         self.buckets = [Bucket(dict(reversed(group.items()))) for group in groups if group]
         self.begin(0)
 

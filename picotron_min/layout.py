@@ -22,7 +22,7 @@ STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
 # Bytes below which a saved tensor is not offloaded: to start a copy takes as long as to make it.
 LEAST_OFFLOAD = 2**20
 
-LARGEST_BETA2 = 0.99  # of bfloat16 moments: see adamw.py
+LARGEST_BETA2 = 0.99  # of bfloat16 moments: see optimizers/adamw.py
 
 Coordinates = namedtuple("Coordinates", ["pp", "dp", "cp", "tp"])  # of a rank in the grid
 
@@ -40,11 +40,11 @@ class Layout:
     pp_layers: tuple[int, ...] | None = None  # of each stage; None: balanced, see costs.py
     cp_engine: str = "ring"  # or "ulysses"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
-    tp_overlap: bool = False  # and its messages travel during products: see tensor_overlap.py
-    sharding: str = "none"  # what the dp x cp ranks divide: see sharding.py
+    tp_overlap: bool = False  # and its messages travel during products: see overlap/ring.py
+    sharding: str = "none"  # what the dp x cp ranks divide: see sharding/units.py
     ep: int = 1  # ranks that share out the experts of a layer
     etp: int = 1  # ranks that share each of them
-    ep_engine: str = "alltoall"  # or "allgather": see expert_parallel.py
+    ep_engine: str = "alltoall"  # or "allgather": see experts/dispatch.py
 
     @property
     def sizes(self) -> Coordinates:
@@ -99,7 +99,7 @@ class Workload:
     flash_attention: bool = True
     compile: bool = False
     offload: int = 0  # layers of each stage whose activations wait on the host: see offload.py
-    fp8: bool = False  # layers' linears multiply in 8 bits: see float8.py
+    fp8: bool = False  # layers' linears multiply in 8 bits: see precision/float8.py
     fp8_skip: int = 0  # but not those of so many first and last layers
     routing: Routing = Routing()
 

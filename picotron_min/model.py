@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.linear import Linear
+from picotron_min.extensions.linear import Linear
 from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide
 from picotron_min.model_config import ModelConfig
 

@@ -37,7 +37,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False  # one matrix is both embed_tokens and lm_head
     max_position_embeddings: int = 2048  # the longest sequence that it is meant for
 
-    # Mixture of experts, see moe.py; without experts the rest has no meaning.
+    # Mixture of experts, see experts/moe.py; without experts the rest has no meaning.
     num_local_experts: int = 0  # MLPs of a layer, of which each token uses some; 0: one MLP for all
     num_experts_per_tok: int = 2
     moe_intermediate_size: int | None = None  # of an expert; None: intermediate_size

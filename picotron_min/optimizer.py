@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from picotron_min.adamw import NarrowAdamW
+from picotron_min.extensions.optimizers.adamw import NarrowAdamW
+from picotron_min.extensions.optimizers.muon import Matrix, Muon
 from picotron_min.layout import Recipe
-from picotron_min.muon import Matrix, Muon
 from picotron_min.placement import Placement
 
 WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum

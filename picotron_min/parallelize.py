@@ -21,36 +21,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from picotron_min.block_attention import SOFTMAX, choose_attention
+from picotron_min.attention import SOFTMAX, choose_attention
 from picotron_min.checkpoint import parts_of_whole
 from picotron_min.collectives import Axis
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import GradientBuckets
-from picotron_min.expert_parallel import apply_expert_parallel, keep_experts
-from picotron_min.float8_linear import apply_float8
-from picotron_min.grouped_experts import apply_grouped_experts
-from picotron_min.layout import Layout, Workload
-from picotron_min.linear import (
+from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
+from picotron_min.extensions.experts.grouped import apply_grouped_experts
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import Router, Tally, apply_forced_balance
+from picotron_min.extensions.linear import (
     Linear,
     WeightGradients,
     apply_copies,
     apply_queue,
     linears,
 )
+from picotron_min.extensions.memory.offload import apply_offload
+from picotron_min.extensions.overlap.ring import RingBoundary
+from picotron_min.extensions.precision.float8_linear import apply_float8
+from picotron_min.extensions.schedules.simulator import build_plans
+from picotron_min.extensions.sharding.units import ShardedUnit, apply_sharding, build_units
+from picotron_min.layout import Layout, Workload
 from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama, SoftmaxAttention
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import apply_moe
-from picotron_min.offload import apply_offload
 from picotron_min.pipeline_action import Plan
 from picotron_min.pipeline_parallel import Chunk, Pipeline, keep_stage, my_stages
 from picotron_min.pipeline_schedule import SCHEDULES
-from picotron_min.pipeline_simulator import build_plans
 from picotron_min.placement import Placement, part, placements, saved_name
-from picotron_min.router import Router, Tally, apply_forced_balance
-from picotron_min.sharding import ShardedUnit, apply_sharding, build_units
-from picotron_min.tensor_overlap import RingBoundary
 from picotron_min.tensor_parallel import Boundary, SequenceBoundary, apply_tensor_parallel
 
 Context = Callable[[], AbstractContextManager]

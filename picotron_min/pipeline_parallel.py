@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from picotron_min.collectives import Axis, start_receive, start_send
 from picotron_min.data import Batch
-from picotron_min.linear import WeightGradients
+from picotron_min.extensions.linear import WeightGradients
 from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind, Plan
 from picotron_min.pipeline_schedule import stages_of
 

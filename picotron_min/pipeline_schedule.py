@@ -10,8 +10,8 @@ through all stages and its gradient runs back; a rank with nothing to compute is
     rank 1  ··F0B0══F1B1══F2B2══F3B3══····    1F1B takes as long, but at most 2 are alive
 
 With one stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ...: there is only one kind of step.
-zero_bubble.py has schedules that cut backward in two. pipeline_parallel.py runs plans;
-pipeline_simulator.py, which you may skip, adds sends and receives.
+schedules/zero_bubble.py has schedules that cut backward in two. pipeline_parallel.py runs plans;
+schedules/simulator.py, which you may skip, adds sends and receives.
 `python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws a plan.
 
 Cost: two messages per micro-batch and boundary between stages; v chunks, v times the boundaries.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
-from picotron_min import zero_bubble
+from picotron_min.extensions.schedules import zero_bubble
 from picotron_min.pipeline_action import Action, Kind, Place, Plan, splits_backward
 
 

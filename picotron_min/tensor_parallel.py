@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from picotron_min import collectives
 from picotron_min.collectives import Axis, Conjugate
-from picotron_min.linear import Linear, WeightGradients
+from picotron_min.extensions.linear import Linear, WeightGradients
 from picotron_min.loss import Vocabulary, stripe_loss
 from picotron_min.model import MLP, DecoderLayer, Head, Llama
 

@@ -1,14 +1,14 @@
 """Pipeline plans on paper, message by message: does each one arrive, or do ranks wait for ever?
 
-pipeline_simulator.py passes over the sends and receives of a plan. Here they are played as well.
+schedules/simulator.py passes over the sends and receives of a plan. Here they are played as well.
 """
 
 from collections import Counter, deque
 from itertools import pairwise
 
+from picotron_min.extensions.schedules.simulator import Event, Span, Timeline, textbook_times
 from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind, Place, Plan
 from picotron_min.pipeline_schedule import loop
-from picotron_min.pipeline_simulator import Event, Span, Timeline, textbook_times
 
 
 def simulate_messages(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from picotron_min import adamw
-from picotron_min.adamw import NarrowAdamW
+from picotron_min.extensions.optimizers import adamw
+from picotron_min.extensions.optimizers.adamw import NarrowAdamW
 from picotron_min.runtime.config import Config, ConfigError
 from tests import test_checkpoint, test_muon
 from tests.assembled import assert_same, whole_run

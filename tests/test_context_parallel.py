@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from picotron_min import collectives, context_parallel
-from picotron_min.block_attention import (
+from picotron_min.attention import (
     FLASH_CPU,
     FLASH_CUDA,
     SOFTMAX,

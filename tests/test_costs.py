@@ -11,12 +11,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
-from picotron_min.activations import saved_per_token
 from picotron_min.layout import STRIPE_ROWS, Layout, Workload
-from picotron_min.memory import RankMemory, memory_per_rank
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.parallelize import apply_recompute
+from picotron_min.planner.activations import saved_per_token
+from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.runtime.public_models import PRESETS, find_preset
 
 GQA = ModelConfig(

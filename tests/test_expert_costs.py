@@ -9,14 +9,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
-from picotron_min.activations import saved_per_token
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import Tally
 from picotron_min.layout import Layout, Routing
-from picotron_min.memory import memory_per_rank, shares_of_ranks
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import apply_moe
 from picotron_min.parallelize import apply_recompute
-from picotron_min.router import Tally
+from picotron_min.planner.activations import saved_per_token
+from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
 from picotron_min.runtime.config import Config
 from tests import test_checkpoint
 from tests.test_sharding import MODES, bytes_held

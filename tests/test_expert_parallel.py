@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min import expert_parallel
-from picotron_min.expert_parallel import apply_expert_parallel, keep_experts
+from picotron_min.extensions.experts import dispatch as expert_parallel
+from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
+from picotron_min.extensions.experts.moe import MoE
+from picotron_min.extensions.experts.router import Tally
 from picotron_min.layout import Layout, Routing
 from picotron_min.mesh import build_axes
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import MoE
 from picotron_min.optimizer import measure_gradient
 from picotron_min.pipeline_action import Kind
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.placement import part, placements
-from picotron_min.router import Tally
 from picotron_min.runtime.config import Config
 from tests.assembled import assert_same, whole_run
 from tests.test_experts import GLOBAL_BATCH, MODELS, make_expert_config

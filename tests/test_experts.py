@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from picotron_min import router
+from picotron_min.extensions.experts import router
 from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import Config
 from tests.assembled import Run, assert_same, train_briefly, whole_run

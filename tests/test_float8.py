@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from picotron_min import offload
-from picotron_min.activations import factors_per_token, saved_per_token
 from picotron_min.collectives import Ledger
-from picotron_min.float8 import (
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.linear import WeightGradients, apply_copies, apply_queue, linears
+from picotron_min.extensions.memory import offload
+from picotron_min.extensions.memory.offload import HostMemory
+from picotron_min.extensions.precision.float8 import (
     E4M3,
     E5M2,
     choose_product,
@@ -21,16 +24,13 @@ from picotron_min.float8 import (
     scaled_product,
     widened_product,
 )
-from picotron_min.float8_linear import Float8Linear, apply_float8
+from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
 from picotron_min.layout import Layout, Routing, Workload
-from picotron_min.linear import WeightGradients, apply_copies, apply_queue, linears
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import apply_moe
-from picotron_min.offload import HostMemory
+from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.hardware import GPUS
-from picotron_min.router import Tally
 from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -206,7 +206,9 @@ def test_only_linears_of_the_middle_layers_are_in_8_bits():
 
 def test_weights_are_rounded_once_and_copied_nowhere():
     model = build(MODEL, torch.bfloat16)
-    with mock.patch("picotron_min.float8_linear.quantise", side_effect=AssertionError):
+    with mock.patch(
+        "picotron_min.extensions.precision.float8_linear.quantise", side_effect=AssertionError
+    ):
         for _ in range(2):  # two micro-batches
             run(model, torch.bfloat16)
     for name, linear in linears(model).items():

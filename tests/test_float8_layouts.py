@@ -2,7 +2,7 @@
 
 A layout decides which part of a tensor a rank has, and so which numbers share a scale. A
 data-parallel rank's micro-batch is one of one process; with tensor and context parallelism the
-reference rounds in blocks, and is written apart from float8.py.
+reference rounds in blocks, and is written apart from precision/float8.py.
 """
 
 import functools
@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_min.collectives import Ledger
-from picotron_min.float8 import quantise
-from picotron_min.float8_linear import Float8Linear, apply_float8
+from picotron_min.extensions.linear import Linear, WeightGradients, linears
+from picotron_min.extensions.overlap.ring import RingBoundary
+from picotron_min.extensions.precision.float8 import quantise
+from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
 from picotron_min.layout import Layout, Workload
-from picotron_min.linear import Linear, WeightGradients, linears
-from picotron_min.memory import memory_per_rank
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import Config
-from picotron_min.tensor_overlap import RingBoundary
 from picotron_min.tensor_parallel import Boundary, SequenceBoundary
 from tests import assembled
 from tests.assembled import Run, assert_same, whole_run

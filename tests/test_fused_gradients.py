@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from picotron_min.grouped_experts import Stack
-from picotron_min.linear import Linear, WeightGradients, adds_to_float32, apply_copies, apply_queue
+from picotron_min.extensions.experts.grouped import Stack
+from picotron_min.extensions.linear import (
+    Linear,
+    WeightGradients,
+    adds_to_float32,
+    apply_copies,
+    apply_queue,
+)
 
 OUT, IN, TOKENS = 8, 16, 40
 

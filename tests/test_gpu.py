@@ -26,18 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
-from picotron_min import block_attention, offload, parallelize
-from picotron_min.block_attention import (
+from picotron_min import attention, parallelize
+from picotron_min.attention import (
     FLASH_CUDA,
     RepeatedAttention,
     choose_attention,
     merge_blocks,
 )
+from picotron_min.extensions.linear import linears
+from picotron_min.extensions.memory import offload
 from picotron_min.layout import STRIPE_ROWS, Layout
-from picotron_min.linear import linears
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
-from picotron_min.memory import memory_per_rank
 from picotron_min.model import FlashAttention, SoftmaxAttention
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RollCall
 from picotron_min.runtime.launch import Launch, set_environment
 from tests.test_layouts import MODEL, make_config, make_training
@@ -147,7 +148,7 @@ def test_copies_of_the_weights_give_what_autocast_would_to_the_last_bit(pool, si
 
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
     aten = mock.Mock()
-    monkeypatch.setattr(block_attention, "aten", aten)
+    monkeypatch.setattr(attention, "aten", aten)
     q, late = torch.randn(2, 4, 6, 8), slice(3, 6)
     lse = torch.randn(2, 4, 6)[:, :, late]
     FLASH_CUDA.backward(q[:, :, late], q[:, :, late], q, q, q[:, :, late], lse, False)
@@ -295,7 +296,7 @@ class NotCausal(torch.nn.Module):
 
 
 def early_steps(attention: type[torch.nn.Module] = FlashAttention) -> Result:
-    with mock.patch("picotron_min.block_attention.FlashAttention", attention):
+    with mock.patch("picotron_min.attention.FlashAttention", attention):
         who, result = gpu.picotron_min(ON_CPU), Result("tiny", str(attention), micro_batch=4)
         gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
     return result

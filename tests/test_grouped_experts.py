@@ -4,13 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min.grouped_experts import GroupedExperts, apply_grouped_experts, joined_view
+from picotron_min.extensions.experts.grouped import (
+    GroupedExperts,
+    apply_grouped_experts,
+    joined_view,
+)
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.linear import WeightGradients, apply_copies, apply_queue, linears
 from picotron_min.layout import Routing
-from picotron_min.linear import WeightGradients, apply_copies, apply_queue, linears
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import apply_moe
-from picotron_min.router import Tally
 from tests.test_experts import MODELS, make_expert_config
 from tests.test_layouts import make_training
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_min.linear import (
+from picotron_min.extensions.linear import (
     Linear,
     WeightGradients,
     apply_copies,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from picotron_min.extensions.experts.moe import Limit, MoE, apply_moe
+from picotron_min.extensions.experts.router import Tally
 from picotron_min.layout import Routing
 from picotron_min.model import MLP, Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.moe import Limit, MoE, apply_moe
-from picotron_min.router import Tally
 
 SHAPE = ModelConfig(
     61, 8, 16, 3, 2, 2, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=12

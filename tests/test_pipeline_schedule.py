@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 
 from picotron_min import costs, pipeline_schedule
+from picotron_min.extensions.schedules.simulator import (
+    Span,
+    Timeline,
+    build_plans,
+    simulate,
+)
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import memory_per_rank
 from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind, Plan
 from picotron_min.pipeline_schedule import (
     SCHEDULES,
@@ -26,12 +31,7 @@ from picotron_min.pipeline_schedule import (
     peak_live,
     stages_of,
 )
-from picotron_min.pipeline_simulator import (
-    Span,
-    Timeline,
-    build_plans,
-    simulate,
-)
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime import draw
 from picotron_min.runtime.public_models import PRESETS
 from tests.messages import simulate_messages

@@ -12,13 +12,13 @@ import pytest
 
 import create_config
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import memory_per_rank
 from picotron_min.planner import calibrate, machine
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
 from picotron_min.planner.command import main
 from picotron_min.planner.config_files import config_of, fixed_choices
 from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.hardware import GPUS
+from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.search import TIE, Candidate, Group, LeastMemory, search
 from picotron_min.planner.show import plan_text
 from picotron_min.planner.step_time import StepTime, predict

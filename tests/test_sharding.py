@@ -17,15 +17,15 @@ from torch import Tensor
 
 import create_config
 from picotron_min import costs
+from picotron_min.extensions.linear import linears
+from picotron_min.extensions.sharding.units import _views
 from picotron_min.layout import Layout
-from picotron_min.linear import linears
-from picotron_min.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.placement import Cut, deal, lay_out, placements, with_owners
+from picotron_min.planner.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from picotron_min.sharding import _views
 from tests import test_checkpoint, test_compile, test_layouts, test_muon
 from tests.assembled import Parts, Run, assemble, assert_same, parts_of, whole_run
 from tests.nccl_like import communicators_opened_at_first_use
@@ -537,7 +537,7 @@ def test_the_next_weights_travel_while_a_layer_computes(pool):
 
 
 def bytes_held(config: Config) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Of weights, gradients and optimizer state after a step, and what memory.py plans."""
+    """Of weights, gradients and optimizer state after a step, and what planner/memory.py plans."""
     training = test_checkpoint.make_training(config)
     training.step(0)
     training.evaluate()

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from picotron_min import collectives
+from picotron_min.extensions.linear import Linear, WeightGradients, apply_copies, apply_queue
 from picotron_min.layout import Layout
-from picotron_min.linear import Linear, WeightGradients, apply_copies, apply_queue
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min import zero_bubble
-from picotron_min.activations import factors_per_token, saved_per_token
+from picotron_min.extensions.linear import WeightGradients, apply_copies, apply_queue
+from picotron_min.extensions.schedules import zero_bubble
+from picotron_min.extensions.schedules.simulator import build_plans, simulate
 from picotron_min.layout import Layout, Workload
-from picotron_min.linear import WeightGradients, apply_copies, apply_queue
-from picotron_min.memory import memory_of_ranks
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_action import Action, Kind, Plan
 from picotron_min.pipeline_schedule import SCHEDULES, peak_live
-from picotron_min.pipeline_simulator import build_plans, simulate
 from picotron_min.placement import placements
+from picotron_min.planner.activations import factors_per_token, saved_per_token
+from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.runtime import draw
 from picotron_min.runtime.public_models import PRESETS, find_preset
 from picotron_min.runtime.trace import Trace
@@ -185,7 +185,7 @@ def test_what_is_held_until_w_counts_as_much_as_it_is():
 
 
 def test_the_last_stage_runs_b_right_behind_f():
-    """So that one gradient of lm_head is alive, as memory.py counts."""
+    """So that one gradient of lm_head is alive, as planner/memory.py counts."""
     for engine, p, m in itertools.product(ENGINES, range(1, 7), (1, 2, 5, 20)):
         schedule = SCHEDULES[engine]
         rank, chunk = schedule.place(p * schedule.chunks - 1, p)

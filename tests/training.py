@@ -11,7 +11,7 @@ from torch import nn
 
 import train
 from picotron_min.data import Batches
-from picotron_min.linear import linears
+from picotron_min.extensions.linear import linears
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig

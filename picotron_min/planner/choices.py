@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import RankMemory, memory_per_rank
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.planner.hardware import Gpu
+from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.planner.system import Setting, our_system
 from picotron_min.runtime.config import KEYS, Config, Distributed, Model, Training
 from picotron_min.runtime.config_checks import layout_problems, model_problems

@@ -16,7 +16,7 @@ import math
 from functools import cached_property
 from typing import NamedTuple
 
-from picotron_min.activations import BYTES
+from picotron_min.planner.activations import BYTES
 from picotron_min.planner.links import link, send_seconds
 from picotron_min.planner.system import Setting
 

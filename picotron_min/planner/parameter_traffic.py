@@ -5,19 +5,19 @@
     Muon, with tp         an all-gather of each hidden matrix's update
 
 Which matrices travel together, and how long a rank's row R is, follows from the placement table, as
-it does in sharding.py.
+it does in sharding/units.py.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from picotron_min.activations import BYTES
 from picotron_min.costs import layers_of_stages
 from picotron_min.layout import Layout, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import stages_of
 from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
+from picotron_min.planner.activations import BYTES
 from picotron_min.planner.sent import Sent
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -114,7 +114,7 @@ def _add_updates(
     places: Mapping[str, int],
     narrow: int,
 ) -> None:
-    """Muon makes the matrices whole that this rank updates: see muon.py."""
+    """Muon makes the matrices whole that this rank updates: see optimizers/muon.py."""
     for name, shape in local.items():
         shard = table[name].shard
         if table[name].is_hidden_matrix and (not shard or shard.owner == places[shard.axis]):

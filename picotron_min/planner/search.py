@@ -11,11 +11,11 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from picotron_min.activations import BYTES, saved_per_token
 from picotron_min.layout import Layout, Workload
-from picotron_min.memory import RankMemory
 from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.planner.activations import BYTES, saved_per_token
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
+from picotron_min.planner.memory import RankMemory
 from picotron_min.planner.step_time import Prediction, StepTime, ranks_of
 
 TIE = 1.005  # predictions that are this close are equal

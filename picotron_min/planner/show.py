@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from picotron_min import costs
-from picotron_min.memory import RankMemory
+from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.pipeline_schedule import SCHEDULES
-from picotron_min.pipeline_simulator import simulate
 from picotron_min.planner.choices import Request
 from picotron_min.planner.explain import gb, gigabytes, lines_of, why
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
+from picotron_min.planner.memory import RankMemory
 from picotron_min.planner.search import Candidate
 from picotron_min.planner.traffic import axis_sizes, planned_ledger, planned_traffic
 from picotron_min.runtime.draw import draw

@@ -16,11 +16,11 @@ those of the residual stream, of statistics and of gradients. Standard library o
 import itertools
 import math
 
-from picotron_min.activations import BYTES
 from picotron_min.costs import layers_of_stages
 from picotron_min.layout import Layout, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.planner.activations import BYTES
 from picotron_min.planner.parameter_traffic import add_parameters
 from picotron_min.planner.sent import Sent
 
@@ -129,7 +129,7 @@ class _Activations:
             self.sent.all_reduce("tp", whole, times)
 
     def _shift(self, whole: float, times: int) -> None:
-        """Part after part: see tensor_overlap.py."""
+        """Part after part: see overlap/ring.py."""
         tp = self.layout.tp
         self.sent.add("tp", "shift", whole / tp, (tp - 1) * times)
 
@@ -167,7 +167,7 @@ class _Activations:
         self.sent.add("cp", "shift", self.wide * kv, (cp - 1) * self.m)  # their gradients
 
     def _experts(self, forwards: int) -> None:
-        """Expert parallelism, given how often forward runs: see expert_parallel.py."""
+        """Expert parallelism, given how often forward runs: see experts/dispatch.py."""
         layout, m, routing = self.layout, self.m, self.work.routing
         if layout.tp > 1 and not layout.sequence_parallel:
             # The outputs of the tp ranks' parts, and in backward the gradients of the inputs.

@@ -1,10 +1,15 @@
 """The report of one run, section by section: what it was, how it went, where its ranks were."""
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token
+from picotron_min.extensions.schedules.simulator import (
+    Timeline,
+    build_plans,
+    insert_communication,
+    simulate,
+)
 from picotron_min.layout import Layout
-from picotron_min.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.pipeline_schedule import SCHEDULES
-from picotron_min.pipeline_simulator import Timeline, build_plans, insert_communication, simulate
+from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.sent import Sent as Ledger
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.report.curves import curve_pictures

@@ -5,9 +5,9 @@ from statistics import fmean
 
 from torch import Tensor
 
+from picotron_min.extensions.experts.router import Tally
 from picotron_min.layout import Routing
 from picotron_min.model_config import ModelConfig
-from picotron_min.router import Tally
 
 Measures = dict[str, float | None]
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from picotron_min import pipeline_simulator
+from picotron_min.extensions.schedules import simulator as pipeline_simulator
+from picotron_min.extensions.schedules.simulator import Span, Timeline, build_plans, simulate
 from picotron_min.pipeline_action import Action, Kind
 from picotron_min.pipeline_schedule import SCHEDULES, peak_live
-from picotron_min.pipeline_simulator import Span, Timeline, build_plans, simulate
 
 MARGIN = len("rank 0  ")
 FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behind a name

@@ -17,7 +17,7 @@ def fp8_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
         why = f"fp8_skip={skip} leaves no layer of num_hidden_layers={layers} in FP8"
         yield f"{why}: use at most {(layers - 1) // 2}, or fp8=false"
     if fp8 and not config.distributed.use_cpu:
-        if (dtype := config.model.dtype) != "bfloat16":  # see choose_product in float8.py
+        if (dtype := config.model.dtype) != "bfloat16":  # see choose_product in precision/float8.py
             why = f'fp8=true multiplies in 8 bits on GPUs only with dtype="bfloat16", not "{dtype}"'
             yield f"{why}: set that, or fp8 to false, or use_cpu to true to try it"
         for what, size in _sizes(config, model_config).items():

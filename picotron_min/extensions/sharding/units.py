@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron_min.collectives import all_reduce, start_all_gather_, start_reduce_scatter_
+from picotron_min.extensions.linear import Linear, refuse_missing
 from picotron_min.layout import Layout
-from picotron_min.linear import Linear, refuse_missing
 from picotron_min.mesh import Axes
 from picotron_min.model import DecoderLayer, Head, Llama
 from picotron_min.placement import Piece, Placement, lay_out, saved_name, windows

@@ -21,8 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from picotron_min.float8 import E4M3, E5M2, Float8, Product, choose_product, quantise
-from picotron_min.linear import Linear
+from picotron_min.extensions.linear import Linear
+from picotron_min.extensions.precision.float8 import (
+    E4M3,
+    E5M2,
+    Float8,
+    Product,
+    choose_product,
+    quantise,
+)
 from picotron_min.model import Llama
 from picotron_min.tensor_parallel import Boundary, save, sublayers
 

@@ -10,7 +10,7 @@ runs backward. With 4 layers, of which the first 3 are offloaded:
 So at most two offloaded layers are on the GPU at a time. The last layer of a stage stays: its
 backward follows its forward at once, or comes as soon as the next stage allows.
 
-Cost: a layer's saved bytes (see activations.py) out and in, once each a micro-batch. The
+Cost: a layer's saved bytes (see planner/activations.py) out and in, once each a micro-batch. The
 copies are hidden if they take no longer than the layer computes: see docs/offload.md.
 Source: Rhu et al. 2016, "vDNN", section 3. In production: Transformer Engine's
 `get_cpu_offload_context`; `torch.autograd.graph.save_on_cpu`, which waits for each copy.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from picotron_min.extensions.linear import linears
 from picotron_min.layout import LEAST_OFFLOAD
-from picotron_min.linear import linears
 from picotron_min.model import DecoderLayer, Llama
 
 

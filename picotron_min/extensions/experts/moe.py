@@ -5,7 +5,7 @@
     token 2   experts 0, 3 -+                         expert 3   tokens 1, 2   +
 
 So a model can have many parameters, of which a token costs only a few. router.py chooses the
-experts; this file runs them on one device; expert_parallel.py spreads them over ranks.
+experts; this file runs them on one device; dispatch.py spreads them over ranks.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; shared experts, Dai et al. 2024,
 "DeepSeekMoE". In production: Hugging Face's `MixtralSparseMoeBlock`, Megatron-LM's `MoELayer`.
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_min.collectives import Conjugate
+from picotron_min.extensions.experts.router import Router, Tally, count
+from picotron_min.extensions.linear import Linear
 from picotron_min.layout import Routing
-from picotron_min.linear import Linear
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
 from picotron_min.model_config import ModelConfig
-from picotron_min.router import Router, Tally, count
 
 Run = Callable[[Tensor, list[int], Tensor], Tensor]  # MoE.run: rows, rows of each expert, weights
 
@@ -56,7 +56,7 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(E, 1)
         self.limit = Limit(X, config.num_experts_per_tok, routing)
         self.dispatch = Dispatch(self.limit)
-        self.split = self.join = lambda x: x  # the sequence, over tp: see expert_parallel.py
+        self.split = self.join = lambda x: x  # the sequence, over tp: see dispatch.py
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, E]"""

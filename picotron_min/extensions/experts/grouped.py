@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picotron_min.linear import Linear, WeightGradients
+from picotron_min.extensions.experts.moe import mixtures, on_device
+from picotron_min.extensions.linear import Linear, WeightGradients
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
-from picotron_min.moe import mixtures, on_device
 
 
 def apply_grouped_experts(

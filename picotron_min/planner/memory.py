@@ -16,12 +16,12 @@ from itertools import accumulate, chain, islice
 from operator import sub
 from typing import NamedTuple
 
-from picotron_min.activations import BYTES, factors_per_token, saved_per_token
 from picotron_min.costs import layers_of_stages
 from picotron_min.layout import LEAST_OFFLOAD, STRIPE_ROWS, Layout, Workload
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import SCHEDULES, peak_live, stages_of
 from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
+from picotron_min.planner.activations import BYTES, factors_per_token, saved_per_token
 
 
 class RankMemory(NamedTuple):
@@ -68,7 +68,7 @@ class Share(NamedTuple):
     stages: list[range]  # of layers
     has_head: bool
     whole: Counter[str]  # elements that its optimizer has, too
-    sharded: Counter[str]  # elements of which its optimizer has a part: see sharding.py
+    sharded: Counter[str]  # elements of which its optimizer has a part: see sharding/units.py
     windows: list[dict[str, int]]  # by axis, R of the units of each window of layers
     ends: list[dict[str, int]]  # and of those of the embedding and of lm_head
 
@@ -188,7 +188,7 @@ def _offloaded(
         saved = list(islice(each, len(stage)))
         leave = saved[:num_layers]
         if leave and stage[0] > 0:
-            leave[0] -= layer_input  # it came from another stage, and stays: see offload.py
+            leave[0] -= layer_input  # it came from another stage, and stays: see memory/offload.py
         moved += sum(leave)
         # Two offloaded layers are here at a time, when what other layers save is not yet, or gone.
         stay = sum(saved) - sum(leave)

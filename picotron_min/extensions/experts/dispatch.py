@@ -38,10 +38,18 @@ from picotron_min.collectives import (
     reduce_scatter,
     start_exchange,
 )
+from picotron_min.extensions.experts.moe import (
+    Dispatch,
+    Limit,
+    Pairs,
+    Run,
+    mixtures,
+    on_device,
+    run_sorted,
+)
+from picotron_min.extensions.experts.router import count
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
-from picotron_min.moe import Dispatch, Limit, Pairs, Run, mixtures, on_device, run_sorted
-from picotron_min.router import count
 
 
 def keep_experts(model: Llama, axis: Axis) -> None:
