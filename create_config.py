@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.hardware import GPUS, Gpu

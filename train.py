@@ -21,13 +21,12 @@ import torch
 from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.collectives import all_reduce
 from picotron_min.data import Batches
-from picotron_min.extensions.optimizers.muon import hidden_matrices
+from picotron_min.extensions.build import build_model, optimizer_of
+from picotron_min.extensions.settings import ModelConfig, Recipe
 from picotron_min.initialise import initialise
-from picotron_min.layout import Recipe
 from picotron_min.mesh import build_axes, open_communicators
-from picotron_min.model_config import ModelConfig
-from picotron_min.optimizer import SkippedSteps, build_optimizer, learning_rate_at, measure_gradient
-from picotron_min.parallelize import ParallelModel, parallelize
+from picotron_min.optimizer import SkippedSteps, learning_rate_at, measure_gradient
+from picotron_min.parallelize import ParallelModel
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.failures import RollCall, launched
 from picotron_min.runtime.folders import check_shared
@@ -85,7 +84,7 @@ def train(config: "Config", launch: "Launch") -> None:
 
         axes = build_axes(device, config.layout, timeout)
         open_communicators(axes)  # in the same order on all ranks
-        model = parallelize(inputs.model_config, config.layout, config.workload, axes, device)
+        model = build_model(inputs.model_config, config.layout, config.workload, axes, device)
         run = build_run(model, config.recipe, inputs.batches)
         fill_weights(run, inputs, roll_call)
         roll_call.wait_for_all()  # some may have read or drawn their weights faster
@@ -109,30 +108,31 @@ class StepResult(NamedTuple):
     learning_rate: float
     skipped: bool  # the gradient was not finite, and the weights were left as they were
     num_zeros: float  # in the gradient; 0 if they are not counted
-    routed: torch.Tensor  # where tokens went in each layer, as in router.Tally; on the host
+    measures: dict[str, object]  # what extensions report of the step
 
 
 def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     """Train on the step-th global batch, counted from 0; for `watch` see runtime/trace.py."""
     model, recipe = run.model, run.recipe
-    for buckets in model.buckets:
-        buckets.begin(run.batches.num_micro_batches)  # gradients are zero
-    model.tally.begin()  # counts which experts tokens use, in models that have any
+    for gradients in model.gradients:
+        gradients.begin(run.batches.num_micro_batches)  # they are zero
+    for extension in model.extensions:
+        extension.begin()
 
     # Forward and backward of every micro-batch, in the order of the plan: F0 B0 F1 B1 ... where
     # there is one stage. Gradients are sums over tokens; a bucket's sum over the ranks starts as
     # soon as it is complete.
     with model.autocast():
         totals = model.pipeline.run(model.plan, partial(run.batches.batch, step), watch)
-    for buckets in model.buckets:
-        buckets.wait()  # every gradient is the sum over all ranks that see other tokens
+    for gradients in model.gradients:
+        gradients.wait()  # every one is the sum over all ranks that see other tokens
 
     # The only place in a step where the host waits for a GPU, which is idle from then until the
     # optimizer is launched; while that runs, the host is already at the next step.
     of_gradient = measure_gradient(
         model.parameters, model.placements, model.axes.ranks, recipe.count_zeros
     )
-    sums = torch.cat([model.counted_once(totals), of_gradient, model.tally.table.flatten()])
+    sums = torch.cat([model.counted_once(totals), of_gradient, *model.counts()])
     all_reduce(sums, model.axes.world)
     on_host = sums.cpu()  # all at once: the report, too, must not wait again
     loss_sum, num_targets, squares, num_zeros = on_host[:4].tolist()
@@ -142,15 +142,18 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     skip = run.skipped.record(step + 1, norm)
     if not skip:
         clip = min(1.0, recipe.grad_clip / (norm + 1e-6)) if recipe.grad_clip else 1.0
-        for buckets in model.buckets:
-            buckets.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
+        for gradients in model.gradients:
+            gradients.scale(clip / num_targets)  # from a sum over tokens to the clipped mean
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         run.optimizer.step()
         model.weights_changed()
-        model.tally.update_biases(model.routers, sums[4:].view_as(model.tally.table))
-    routed = on_host[4:].view_as(model.tally.table)
-    return StepResult(loss_sum / num_targets, norm, rate, skip, num_zeros, routed)
+        for extension, totals in model.each_with(sums[4:]):
+            extension.updated(totals)
+    measures = {}
+    for extension, totals in model.each_with(on_host[4:]):
+        measures |= extension.measures(totals)
+    return StepResult(loss_sum / num_targets, norm, rate, skip, num_zeros, measures)
 
 
 @torch.no_grad()
@@ -165,9 +168,7 @@ def evaluate(run: Run) -> float:
 
 
 def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
-    matrices = hidden_matrices(model.parameters, model.placements, model.axes)
-    optimizer = build_optimizer(model.parameters.values(), recipe, matrices)
-    return Run(model, optimizer, recipe, batches, SkippedSteps())
+    return Run(model, optimizer_of(model, recipe), recipe, batches, SkippedSteps())
 
 
 def fill_weights(run: Run, inputs: "Inputs", roll_call: RollCall) -> None:

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.parallelize import parallelize
-from picotron_min.pipeline_action import Action
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.pipeline_schedule import Action
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config

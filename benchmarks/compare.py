@@ -69,17 +69,16 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages, parameter_count
 from picotron_min.data import Batch, Batches
+from picotron_min.extensions.build import build_model
 from picotron_min.extensions.experts.moe import mixtures
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import ModelConfig, Recipe
 from picotron_min.initialise import initial_std, initial_weight, initialise
-from picotron_min.layout import Recipe
 from picotron_min.loss import head_loss, stripe_loss
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import build_optimizer
-from picotron_min.parallelize import parallelize
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
-from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.runtime.config import Config, Distributed
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -153,7 +152,7 @@ def picotron_min(place: Place) -> Step:
 
 
 def our_run(config: Config, model_config: ModelConfig, axes: Axes, data: Batches) -> Run:
-    model = parallelize(model_config, config.layout, config.workload, axes, CPU)
+    model = build_model(model_config, config.layout, config.workload, axes, CPU)
     initialise(model.parameters, model_config, config.training.seed, model.placements, axes)
     model.weights_changed()
     return build_run(model, config.recipe, data)
@@ -351,7 +350,7 @@ def torch_pipeline(place: Place, schedule: Callable[..., Any], looped: bool = Fa
     t, axis = place.config.training, place.axes.pp
     num_micro_batches = t.gradient_accumulation_steps
     num_layers = layers_of_stages(place.model_config, place.config.layout, t.seq_length)
-    mine = my_stages(num_layers, place.config.layout.pp_engine, axis)
+    mine = my_stages(num_layers, place.config.layout.schedule, axis)
     modules = nn.ModuleList(
         StageOfPeer(plain_llama(place), stage, place.data.positions) for stage in mine
     )

@@ -46,9 +46,9 @@ from benchmarks.compare import (
 )
 from picotron_min.collectives import start_exchange
 from picotron_min.extensions.experts import dispatch as expert_parallel
+from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.moe import MoE, mixtures
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.runtime.balance import measure_balance
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.launch import return_freed_memory
@@ -303,7 +303,7 @@ def both_products(rounds: int, place: Place) -> tuple[list[float], list[float]]:
     seconds = {moe.run: [], partial(MoE.run, moe): []}
     for _ in range(WARM_UP + rounds):
         for products, of_kind in seconds.items():
-            for buckets in run.model.buckets:
+            for buckets in run.model.gradients:
                 buckets.begin(1)
             began = time.thread_time()
             products(rows, sizes, weights).sum().backward()

@@ -45,14 +45,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_min.data import Batches
-from picotron_min.extensions.linear import linears
-from picotron_min.extensions.schedules.simulator import build_plans
+from picotron_min.extensions.build import build_model
+from picotron_min.extensions.memory.recompute import apply_compile
+from picotron_min.extensions.overlap.linear import linears
+from picotron_min.extensions.schedules.registry import build_plans
+from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.initialise import initialise
-from picotron_min.layout import Layout, Recipe, Workload
 from picotron_min.mesh import build_axes
-from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import build_optimizer
-from picotron_min.parallelize import apply_compile, parallelize
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.launch import (
     Launch,
@@ -335,7 +335,7 @@ def clean_up(device: torch.device) -> None:
 def our_run(work: Work, workload: Workload, data: Batches) -> Run:
     layout = Layout()
     axes = build_axes(work.device, layout)
-    model = parallelize(work.model_config, layout, workload, axes, work.device)
+    model = build_model(work.model_config, layout, workload, axes, work.device)
     initialise(model.parameters, work.model_config, 0, model.placements, axes)
     model.weights_changed()
     return build_run(model, RECIPE, data)

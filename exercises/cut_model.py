@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from exercises.ranks import Rank
+    from picotron_min.extensions.settings import ModelConfig
     from picotron_min.mesh import Axes
-    from picotron_min.model_config import ModelConfig
 
 
 def model_config(case: Case) -> "ModelConfig":
-    from picotron_min.model_config import ModelConfig
+    from picotron_min.extensions.settings import ModelConfig
 
     return ModelConfig(case.vocab, 2 * case.heads, case.inner, 1, case.heads, case.heads // 2)
 
@@ -28,13 +28,13 @@ def run_cut(
     course = rank.course
     model, queue = (
         course.model.Llama(model_config(case)),
-        course.module("extensions.linear").WeightGradients(),
+        course.module("extensions.overlap.linear").WeightGradients(),
     )
     for name, parameter in list(model.named_parameters()):
         mine = draw(case, name, shape=parameter.shape)[parts[name]].clone()
         model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(mine)
     queue.hold = True
-    course.module("extensions.linear").apply_queue(model, queue)
+    course.module("extensions.overlap.linear").apply_queue(model, queue)
     kind = "SequenceBoundary" if case.layout.get("sequence_parallel") else "Boundary"
     boundary = getattr(course.tensor_parallel, kind)(axes.tp, queue)
     course.tensor_parallel.apply_tensor_parallel(model, boundary)

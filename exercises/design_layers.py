@@ -6,9 +6,10 @@ from typing import Any
 
 from exercises.marks import Marks
 from picotron_min import costs
-from picotron_min.extensions.schedules.simulator import build_plans, simulate
-from picotron_min.layout import Layout
-from picotron_min.pipeline_action import Action, Kind, Plan
+from picotron_min.extensions.schedules.registry import build_plans
+from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.extensions.settings import Layout
+from picotron_min.pipeline_schedule import Action, Kind, Plan
 from picotron_min.runtime.public_models import PRESETS
 
 RANKS, MICRO_BATCHES = 4, 8

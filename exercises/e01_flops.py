@@ -34,7 +34,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def model_config(case: Case):
-    from picotron_min.model_config import ModelConfig
+    from picotron_min.extensions.settings import ModelConfig
 
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
     return config.override(tie_word_embeddings=case.tied)

@@ -47,7 +47,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout = rank.course.layout.Layout(**case.layout)
+    layout = rank.course.module("extensions.settings").Layout(**case.layout)
     axes = rank.axes(layout)
     shapes = shapes_of(case)
     table = rank.course.placement.placements(shapes, layout, tied="pp" in case.layout)

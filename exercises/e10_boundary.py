@@ -17,7 +17,7 @@ what each of them has computed: multiply_scatter. In backward the same two metho
 ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
 weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return
 their argument: it is the same on all ranks. `sum` begins a sum and waits for it.
-Read: tensor_parallel.py, extensions/linear.py.
+Read: tensor_parallel.py, extensions/overlap/linear.py.
 """
 
 HINTS = (

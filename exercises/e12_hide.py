@@ -14,7 +14,7 @@ Write the backward of _Enter: it gets the gradients of what each of its linears 
 returns the gradient of their common input, summed over the ranks: the layer below waits for it.
 Weight gradients have time. Put each into the queue of the boundary, and let the queue settle while
 the sum travels: multiply_scatter has an argument for that.
-Read: tensor_parallel.py, extensions/linear.py.
+Read: tensor_parallel.py, extensions/overlap/linear.py.
 """
 
 HINTS = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from exercises.exercise import Case, Exercise, Wrong
 
 if TYPE_CHECKING:
-    from picotron_min.pipeline_action import Plan
+    from picotron_min.pipeline_schedule import Plan
 
 TASK = """
 Add the sends and receives to the plans of all ranks. Whatever is computed on one rank and needed on
@@ -50,7 +50,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 def plans_of(case: Case) -> tuple[list["Plan"], dict[tuple[int, int], int]]:
     """What each rank computes, and the stage of each rank and chunk."""
-    from picotron_min.pipeline_schedule import SCHEDULES
+    from picotron_min.extensions.schedules.registry import SCHEDULES
 
     p, m, v = case.stages, case.micro_batches, case.chunks
     schedule = SCHEDULES[case.engine]
@@ -66,7 +66,7 @@ def on_rank(rank, case: Case) -> dict:
     p, m, v = case.stages, case.micro_batches, case.chunks
     schedule = schedules.SCHEDULES[case.engine]
     plans = [schedule.plan(r, p, m, v) for r in range(p)]
-    complete = simulator.insert_communication([list(plan) for plan in plans], schedule.place)
+    complete = simulator.insert_messages([list(plan) for plan in plans], schedule.place)
     computed = [[a for a in plan if a.peer is None] for plan in complete]
     results = {"what is computed": texts(computed), "plans": texts(complete)}
     results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
@@ -110,8 +110,8 @@ def expected(case: Case) -> list[dict]:
 
 
 def order(case: Case, records) -> str:
+    from picotron_min.extensions.schedules.registry import SCHEDULES
     from picotron_min.extensions.schedules.simulator import simulate
-    from picotron_min.pipeline_schedule import SCHEDULES
 
     plans, _ = plans_of(case)
     best = simulate(plans, send_time=SEND_TIME, place=SCHEDULES[case.engine].place).makespan
@@ -153,7 +153,7 @@ WHEN_NEEDED = """for source, made in ways.get((rank, action), []):
 
 EXERCISE = Exercise(
     __name__,
-    target="extensions.schedules.simulator:insert_communication",
+    target="pipeline_messages:insert_messages",
     task=TASK,
     hints=HINTS,
     cases=cases,
@@ -222,7 +222,7 @@ EXERCISE = Exercise(
     ),
     also_right=(
         """
-def insert_communication(plans, place=loop):
+def insert_messages(plans, place=loop):
     ranks = len(plans)
     chunks = 1 + max(action.chunk for plan in plans for action in plan)
     stages = {place(stage, ranks): stage for stage in range(ranks * chunks)}

@@ -89,7 +89,9 @@ def on_rank(rank, case: Case) -> dict:
             weight(case, place, p * v - 1), stage.is_first, forward, outputs
         )
         chunks.append(
-            parallel.Chunk(stage, model, course.module("extensions.linear").WeightGradients())
+            parallel.Chunk(
+                stage, model, course.module("extensions.overlap.linear").WeightGradients()
+            )
         )
 
     def new_activation() -> "Tensor":
@@ -104,7 +106,7 @@ def on_rank(rank, case: Case) -> dict:
     watch = outputs.counted_at_forwards(seen["watched"])
     pipeline = parallel.Pipeline(chunks, axis, torch.arange(S), new_activation)
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
-    plans = course.module("extensions.schedules.simulator").build_plans(
+    plans = course.module("extensions.schedules.registry").build_plans(
         case.engine, p, case.micro_batches, v, training=case.training
     )
     with torch.set_grad_enabled(case.training):
@@ -125,7 +127,7 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     import torch
 
-    from picotron_min.pipeline_schedule import SCHEDULES
+    from picotron_min.extensions.schedules.registry import SCHEDULES
 
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
     weights = [

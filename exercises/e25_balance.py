@@ -63,7 +63,7 @@ def on_rank(rank, case: Case) -> dict:
     import torch
 
     course, used = rank.course, case.losses.split()
-    axes = rank.axes(course.layout.Layout(dp=case.dp, cp=case.cp))
+    axes = rank.axes(course.module("extensions.settings").Layout(dp=case.dp, cp=case.cp))
     config = SimpleNamespace(
         num_local_experts=case.experts, num_hidden_layers=2, num_experts_per_tok=case.k
     )

@@ -70,9 +70,11 @@ def on_rank(rank, case: Case) -> dict:
     import torch
 
     course = rank.course
-    axes = rank.axes(course.layout.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
+    axes = rank.axes(
+        course.module("extensions.settings").Layout(dp=case.ranks, ep=case.ep, etp=case.etp)
+    )
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
-    routing = course.layout.Routing(**(pads if case.capacity else {}))
+    routing = course.module("extensions.settings").Routing(**(pads if case.capacity else {}))
     limit = course.module("extensions.experts.moe").Limit(case.experts, case.k, routing)
     each, width = case.experts // case.ep, INNER // case.etp
     part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)

@@ -15,7 +15,7 @@ and runs the queue at once unless it waits. With `hold` it waits until `settle`,
 with both) until what is here is taken and run: then `settle` does nothing. `take` returns what is
 here as a queue of its own, and leaves none here. `run` computes all that is here, once:
 layer.add_weight_gradient(x, dy). Gradients must have no graph, wherever `run` is called.
-Read: extensions/linear.py.
+Read: extensions/overlap/linear.py.
 """
 
 HINTS = (
@@ -46,7 +46,7 @@ def weight(case: Case, name: str):
 def on_rank(rank, case: Case) -> dict:
     import torch
 
-    linear = rank.course.module("extensions.linear")
+    linear = rank.course.module("extensions.overlap.linear")
     layers = {name: linear.Linear(case.width, case.width).double() for name in "ab"}
     queue, taken, dxs = linear.WeightGradients(), [], []
     queue.hold, queue.split = case.hold, case.split
@@ -113,7 +113,7 @@ WITHOUT = "@torch.no_grad()  # autograd has switched it off in a backward, but n
 
 EXERCISE = Exercise(
     __name__,
-    target="extensions.linear:WeightGradients",
+    target="extensions.overlap.linear:WeightGradients",
     task=TASK,
     hints=HINTS,
     cases=cases,

@@ -64,7 +64,7 @@ def on_rank(rank, case: Case) -> dict:
 
         return multiply
 
-    queue = course.module("extensions.linear").WeightGradients()
+    queue = course.module("extensions.overlap.linear").WeightGradients()
     boundary = course.module("extensions.overlap.ring").RingBoundary(rank.axis("tp"), queue)
     products = [product(i) for i in range(case.inputs)]
     y = boundary.multiply_scatter(xs, products, lambda: rank.mark("meanwhile"))

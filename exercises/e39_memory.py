@@ -12,7 +12,7 @@ from exercises.exercise import Case, Exercise, Wrong
 from exercises.pictures import bars
 
 if TYPE_CHECKING:
-    from picotron_min.model_config import ModelConfig
+    from picotron_min.extensions.settings import ModelConfig
 
 TASK = """
 Return how many bytes a layer keeps per token from B until W: x and dy of each of its linears, where
@@ -23,7 +23,7 @@ moe_intermediate_size. With tp, what is between the first and the last linear of
 divided, and what is around them is whole. The rows of experts: each tp rank has only some tokens,
 E / tp a token, but etp ranks get copies, and F is divided by tp in all.
 A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
-Read: planner/activations.py, extensions/linear.py, model.py.
+Read: planner/activations.py, extensions/overlap/linear.py, model.py.
 """
 
 HINTS = (
@@ -60,7 +60,7 @@ def config_of(
     hidden: int, inner: int, k: int, experts: int, shared: int, tp: int = 1, etp: int = 1
 ) -> "ModelConfig":
     """The model, or what a rank has of it."""
-    from picotron_min.model_config import ModelConfig
+    from picotron_min.extensions.settings import ModelConfig
 
     options = {"head_dim": 4, "scoring_func": "sigmoid"}
     if experts:
@@ -70,7 +70,7 @@ def config_of(
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout = rank.course.layout.Layout(tp=case.tp, etp=case.etp)
+    layout = rank.course.module("extensions.settings").Layout(tp=case.tp, etp=case.etp)
     bytes_of = rank.course.module("planner.activations").factors_per_token
     args = config_of(*sizes_of(case)), case.dtype, layout, 0
     saved = rank.course.module("planner.activations").saved_per_token
@@ -95,8 +95,8 @@ def elements_per_token(*sizes: int) -> tuple[float, float]:
 
     from picotron_min.extensions.experts.moe import apply_moe
     from picotron_min.extensions.experts.router import Tally
-    from picotron_min.extensions.linear import WeightGradients, apply_queue
-    from picotron_min.layout import Routing
+    from picotron_min.extensions.overlap.linear import WeightGradients, apply_queue
+    from picotron_min.extensions.settings import Routing
     from picotron_min.model import Llama
 
     config = config_of(*sizes)

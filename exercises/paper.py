@@ -10,7 +10,7 @@ from exercises.world import Deadlock
 
 if TYPE_CHECKING:
     from exercises.ranks import Rank
-    from picotron_min.pipeline_action import Action, Plan
+    from picotron_min.pipeline_schedule import Action, Plan
 
 Stages = dict[tuple[int, int], int]  # rank, chunk -> stage
 Item = tuple[str, int, int]  # F or B, micro-batch, stage: what is computed there

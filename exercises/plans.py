@@ -7,7 +7,7 @@ from exercises.world import Deadlock
 if TYPE_CHECKING:
     from exercises.ranks import Rank
     from picotron_min.extensions.schedules.simulator import Timeline
-    from picotron_min.pipeline_action import Plan
+    from picotron_min.pipeline_schedule import Plan
 
 
 def played(rank: "Rank", plans: list["Plan"]) -> tuple["Timeline | None", str]:

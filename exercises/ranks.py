@@ -15,7 +15,7 @@ from exercises.world import Event, RankThread, World
 
 if TYPE_CHECKING:
     from picotron_min.collectives import Axis
-    from picotron_min.layout import Layout
+    from picotron_min.extensions.settings import Layout
     from picotron_min.mesh import Axes
 
 

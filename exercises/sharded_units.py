@@ -19,7 +19,10 @@ def build(rank, case: Case) -> list:
     course, travelling, units = rank.course, [], []
     shard = course.placement.Cut("dp_cp", 0)
     placement = course.placement.Placement((), shard, copies=(), sums=("dp_cp",))
-    axes, device = rank.axes(course.layout.Layout(dp=case.ranks)), torch.device("cpu")
+    axes, device = (
+        rank.axes(course.module("extensions.settings").Layout(dp=case.ranks)),
+        torch.device("cpu"),
+    )
     for names in NAMES_OF_UNITS[case.units]:
         modules = {}
         for name in names:

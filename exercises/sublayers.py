@@ -17,7 +17,7 @@ from exercises.memory import SavedTensors
 from exercises.ranks import Rank, Record
 
 if TYPE_CHECKING:
-    from picotron_min.extensions.linear import Linear
+    from picotron_min.extensions.overlap.linear import Linear
 
 NAMES = "gate", "up", "down"
 
@@ -65,7 +65,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     left for later, for the W of a pipeline's plan.
     """
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
-    queue = course.module("extensions.linear").WeightGradients()
+    queue = course.module("extensions.overlap.linear").WeightGradients()
     queue.hold, queue.split = True, split
 
     def run() -> None:
@@ -80,7 +80,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     for whole in weights:
         linears = []
         for name in NAMES:
-            linears.append(course.module("extensions.linear").Linear(1, 1))
+            linears.append(course.module("extensions.overlap.linear").Linear(1, 1))
             own = part(name, whole[name], rank.number, n).clone()
             linears[-1].weight = nn.Parameter(own)
         sublayers.append(Sublayer(*linears))

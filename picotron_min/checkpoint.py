@@ -87,7 +87,7 @@ def parts_of_whole(
 
 def _mesh(axes: Axes, names: tuple[str, ...], device: str) -> DeviceMesh:
     """One dim for each of the axes, over their process groups."""
-    groups = [getattr(axes, name).group for name in names]
+    groups = [axes[name].group for name in names]
     ranks = torch.tensor(dist.get_rank())
     # In a grid, steps along an axis are the same from every rank: with [4 5] over tp and [5 7] over
     # dp, rank 5 knows [[4 6] [5 7]].

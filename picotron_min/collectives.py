@@ -5,7 +5,6 @@
     all-gather         all ranks' tensors, side by side            (n-1)/n b
     reduce-scatter     its own part of the sum                     (n-1)/n b
     all-to-all         a different part of each rank's tensor      (n-1)/n b
-    exchange           some rows of each rank's tensor             the rows that leave
     shift              the tensor of a rank before it, in a ring         b
 
 b is the size of a rank's tensor, for an all-gather that of the gathered one. Bytes are algorithmic:
@@ -52,8 +51,6 @@ class Axis:
         self.rank, self.size = group.rank(), group.size()  # rank: the place within the row
         self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.share = (self.size - 1) / self.size  # (n-1)/n: all parts of a tensor but one
-        # gloo has no reduce-scatter, nor a gather in place: torch makes both by copies of rows.
-        self.is_gloo = dist.get_backend(group) == "gloo"
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> dist.Work:
@@ -73,7 +70,7 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """[..., d, ...] on each rank -> [..., n d, ...], the ranks' tensors in order along `dim`."""
     parts = tensor.new_empty(axis.size, *tensor.shape)  # [n, ..., d, ...]
     axis.ledger.record("all_gather", parts, axis.share)
-    _all_gather(parts.flatten(0, 1), tensor.contiguous(), group=axis.group)
+    all_gather_single(parts.flatten(0, 1), tensor.contiguous(), group=axis.group)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -82,38 +79,13 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> tuple[Tensor, 
     parts = _parts(tensor, axis, dim)
     mine = torch.empty_like(parts[0])  # [..., d, ...]
     axis.ledger.record("reduce_scatter", parts, axis.share)
-    return mine, _reduce_scatter(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
+    return mine, reduce_scatter_single(mine, parts.flatten(0, 1), group=axis.group, async_op=True)
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     mine, work = start_reduce_scatter(tensor, axis, dim)
     work.wait()
     return mine
-
-
-def start_all_gather_(rows: Tensor, axis: Axis) -> "dist.Work | Works":
-    """Begin to fill rows [n, R], of which each rank has made its own, in place."""
-    axis.ledger.record("all_gather", rows, axis.share)
-    if axis.is_gloo:
-        options = {"group": axis.group, "async_op": True}
-        return Works(dist.broadcast(row, group_src=i, **options) for i, row in enumerate(rows))
-    return _all_gather(rows.flatten(), rows[axis.rank], group=axis.group, async_op=True)
-
-
-def start_reduce_scatter_(rows: Tensor, axis: Axis) -> dist.Work:
-    """Begin to sum rows [n, R], in place: a rank's own row is the sum, the others hold anything."""
-    axis.ledger.record("reduce_scatter", rows, axis.share)
-    if axis.is_gloo:
-        return dist.all_reduce(rows, group=axis.group, async_op=True)
-    return _reduce_scatter(rows[axis.rank], rows.flatten(), group=axis.group, async_op=True)
-
-
-class Works(list[dist.Work]):
-    """What travels at the same time."""
-
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
 
 
 def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> Tensor:
@@ -125,22 +97,6 @@ def all_to_all(tensor: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> T
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-def start_exchange(
-    rows: Tensor, to_each: list[int], from_each: list[int], axis: Axis
-) -> tuple[Tensor, dist.Work]:
-    """Begin to send the first to_each[0] rows to rank 0, the next to_each[1] to rank 1, ...
-
-    After `.wait()` the result has from_each[0] rows of rank 0, from_each[1] of rank 1, ... The
-    ledger counts the rows that leave.
-    """
-    axis.ledger.record("exchange", rows[to_each[axis.rank] :])  # as many as leave
-    received = rows.new_empty(sum(from_each), *rows.shape[1:])
-    sizes = {"output_split_sizes": from_each, "input_split_sizes": to_each}
-    return received, dist.all_to_all_single(
-        received, rows, **sizes, group=axis.group, async_op=True
-    )
-
-
 def _parts(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """[..., n d, ...] -> [n, ..., d, ...]: the part for each rank, contiguous"""
     assert tensor.shape[dim] % axis.size == 0, f"{tensor.shape} along {dim} over {axis.size} ranks"
@@ -148,8 +104,8 @@ def _parts(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 # torch 2.13 renamed them, and warns of the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def start_send(tensor: Tensor, axis: Axis, to: int) -> dist.Work:

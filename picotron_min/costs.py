@@ -3,11 +3,8 @@
     per token: a matmul parameter    2 FLOPs forward   4 backward   (Kaplan et al. 2020, sec. 2.1)
                a layer's attention   2 S Q D           4 S Q D      (half of the pairs: causal)
 
-Of a layer's X experts, a token is multiplied with k only, and with the shared ones.
-
-E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, F size of an expert,
-V vocabulary, L layers, S sequence length. Bytes are in planner/memory.py. Standard library only,
-so that a run can be planned anywhere.
+E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size, V vocabulary,
+L layers, S sequence length. Standard library only, so that a run can be planned anywhere.
 """
 
 import math
@@ -22,38 +19,35 @@ def parameter_count(model_config: ModelConfig) -> int:
 
 
 def active_parameter_count(model_config: ModelConfig) -> int:
-    """The parameters that a token uses: without the experts that are not chosen for it."""
-    c = model_config
-    idle = c.num_local_experts - c.num_experts_per_tok  # of each layer that has experts
-    layers = sum(map(c.has_experts, range(c.num_hidden_layers)))
-    return parameter_count(c) - layers * idle * 3 * c.hidden_size * c.moe_intermediate_size
+    """The parameters that a token uses."""
+    shapes = model_config.parameter_shapes().values()
+    norms = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
+    embedding = 0 if model_config.tie_word_embeddings else model_config.vocab_size
+    return matmul_parameters(model_config) + norms + embedding * model_config.hidden_size
 
 
 def layer_flops(model_config: ModelConfig, seq_length: int, layer: int) -> dict[str, int]:
     """Forward FLOPs per token of a layer's parts: 2 for each parameter, and attention's own."""
     c, D, E = model_config, model_config.head_dim, model_config.hidden_size
-    QD, KD, M = c.num_attention_heads * D, c.num_key_value_heads * D, c.intermediate_size
+    QD, KD = c.num_attention_heads * D, c.num_key_value_heads * D
     parts = {
         "q, k, v": 2 * E * (QD + 2 * KD),
         "attention": 4 * seq_length * QD // 2,  # q k^T and the weighted sum of v, causal half
         "o": 2 * QD * E,
     }
-    if c.has_experts(layer):  # those that a token uses cost as much as one MLP of their sizes' sum
-        M = c.num_experts_per_tok * c.moe_intermediate_size
-        # Three matrices, as of any MLP; their gate has a single output.
-        shared = 3 * c.n_shared_experts * c.moe_intermediate_size + c.moe_shared_expert_gate
-        parts |= {"router": 2 * E * c.num_local_experts, "shared experts": 2 * E * shared}
-    return parts | {"gate, up": 4 * E * M, "down": 2 * M * E}
+    products = c.mlp_parameters(layer).items()
+    return parts | {name: 2 * parameters for name, parameters in products}
 
 
-def _all_layers(model_config: ModelConfig, seq_length: int) -> list[dict[str, int]]:
+def flops_of_layers(model_config: ModelConfig, seq_length: int) -> list[dict[str, int]]:
+    """layer_flops of every layer."""
     layers = range(model_config.num_hidden_layers)
     return [layer_flops(model_config, seq_length, layer) for layer in layers]
 
 
 def model_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
     """FLOPs of forward and backward, as if nothing were computed twice: the M of MFU."""
-    layers = sum(sum(parts.values()) for parts in _all_layers(model_config, seq_length))
+    layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
     return 3 * (layers + 2 * model_config.vocab_size * model_config.hidden_size)  # with lm_head
 
 
@@ -64,23 +58,8 @@ def matmul_parameters(model_config: ModelConfig) -> int:
 
 def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
     """6 N + 12 L Q D S of most projects: the embedding and all pairs count (PaLM, appendix B)."""
-    pairs = 2 * sum(parts["attention"] for parts in _all_layers(model_config, seq_length))
+    pairs = 2 * sum(parts["attention"] for parts in flops_of_layers(model_config, seq_length))
     return 6 * active_parameter_count(model_config) + 3 * pairs
-
-
-def hardware_flops_per_token(model_config: ModelConfig, seq_length: int, recompute: str) -> int:
-    """model_flops_per_token plus what `recompute` makes backward run again: the H of HFU."""
-    # torch's checkpoint stops as soon as the last tensor that backward needs exists. A linear needs
-    # its input, not its output, so the last linear of the part is not run again. What fused
-    # attention repeats inside its own backward is not counted, as is usual. Experts count as if one
-    # product computed all: one by one, all of them but the last repeat their last linear, too.
-    again = {
-        "none": lambda parts: 0,
-        "selective": lambda parts: parts["q, k, v"] + parts["attention"],
-        "full": lambda parts: sum(parts.values()) - parts["down"],
-    }[recompute]
-    repeated = sum(map(again, _all_layers(model_config, seq_length)))
-    return model_flops_per_token(model_config, seq_length) + repeated
 
 
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
@@ -92,7 +71,7 @@ def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int)
     if layout.pp_layers or stages == 1:
         return list(layout.pp_layers or [L])
     # Backward costs twice as much everywhere, so that forward is enough to compare stages.
-    layers = [sum(parts.values()) for parts in _all_layers(model_config, seq_length)]
+    layers = [sum(parts.values()) for parts in flops_of_layers(model_config, seq_length)]
     head = 2 * model_config.vocab_size * model_config.hidden_size
     if len(set(layers)) > 1:
         return _split_unequal(layers, head, stages)

@@ -18,6 +18,7 @@ Li et al. 2020, "PyTorch Distributed", section 3.2. In production: `DistributedD
 """
 
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from picotron_min.collectives import Axis, all_reduce, start_all_reduce
-from picotron_min.extensions.linear import refuse_missing
+from picotron_min.mesh import Axes
+from picotron_min.model import Llama
+from picotron_min.placement import Table, saved_name
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
 
@@ -52,12 +55,13 @@ class GradientBuckets:
         for name, parameter in reversed(parameters.items()):
             # A sum of bfloat16 gradients over many ranks loses the small ones.
             assert parameter.dtype in (torch.float32, torch.float64), f"{name}: {parameter.dtype}"
-            # Linears with a queue add their gradient without autograd, and call `arrived` too.
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: this.arrived(name))
+            # Called by autograd; who adds to p.grad without autograd, calls p.arrived().
+            parameter.arrived = lambda name=name: this.arrived(name)
+            parameter.register_post_accumulate_grad_hook(lambda p: p.arrived())
             if sum(p.nbytes for p in [*groups[-1].values(), parameter]) > bucket_bytes:
                 groups.append({})  # a parameter above the limit has a bucket of its own
             groups[-1][name] = parameter
-        # Inside of a bucket in forward order, so that experts lie as experts/grouped.py wants them.
+        # Inside of a bucket in the order of the forward: alike matrices lie at equal distances.
         self.buckets = [Bucket(dict(reversed(group.items()))) for group in groups if group]
         self.begin(0)
 
@@ -105,3 +109,27 @@ class Bucket:
         views = self.gradients.split(sizes)
         for parameter, view in zip(parameters.values(), views, strict=True):
             parameter.grad = view.view_as(parameter)  # autograd adds to it in place
+
+
+def refuse_missing(missing: dict[str, int]) -> None:
+    """Raise RuntimeError if gradients have not arrived; `missing`: how many, by parameter."""
+    if names := ", ".join(f"{name} ({n})" for name, n in sorted(missing.items()) if n):
+        why = "every parameter must take part in the loss of each micro-batch"
+        raise RuntimeError(f"gradients are missing (how many) for {names}: {why}")
+
+
+def build_buckets(models: Sequence[Llama], table: Table, axes: Axes) -> list[GradientBuckets]:
+    """Gradient buckets for each model of this rank, and each choice of axes to sum over."""
+    uses = Counter(p for model in models for p in model.parameters())
+    all_buckets, has_bucket = [], set()
+    for model in models:
+        tied, by_axes = model.config.tie_word_embeddings, defaultdict(dict)
+        for name, parameter in model.named_parameters():
+            if parameter not in has_bucket:  # of an earlier chunk
+                by_axes[table[saved_name(name, tied)].sums][name] = parameter
+                has_bucket.add(parameter)
+        for names, parameters in by_axes.items():
+            axis, *then = (axes[name] for name in names)
+            times = {name: uses[parameter] for name, parameter in parameters.items()}
+            all_buckets.append(GradientBuckets(parameters, axis, then, uses=times))
+    return all_buckets

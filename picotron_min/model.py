@@ -5,8 +5,7 @@
 Nothing here is parallel. A parallelism swaps submodules or methods, and changes no line below. That
 takes four rules: head counts are read off the tensors (`view(B, S, -1, D)`); linears with one input
 are called together, in `project`; attention is a submodule without parameters, which gets K and V
-before they are repeated for the query heads that share them; a model is a chain. Linear is
-`nn.Linear` without bias; `wide` is float32 or more.
+before they are repeated for the query heads that share them; a model is a chain.
 
 B sequences, S positions, E hidden size, Q query heads, K key-value heads, D head dimension,
 V vocabulary. Source: Touvron et al. 2023, "Llama 2"; RoPE: Su et al. 2021, section 3.4.2;
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.extensions.linear import Linear
 from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide
 from picotron_min.model_config import ModelConfig
 
@@ -69,10 +67,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         E, D = config.hidden_size, config.head_dim
-        self.q_proj = Linear(E, config.num_attention_heads * D)
-        self.k_proj = Linear(E, config.num_key_value_heads * D)
-        self.v_proj = Linear(E, config.num_key_value_heads * D)
-        self.o_proj = Linear(config.num_attention_heads * D, E)
+        self.q_proj = nn.Linear(E, config.num_attention_heads * D, bias=False)
+        self.k_proj = nn.Linear(E, config.num_key_value_heads * D, bias=False)
+        self.v_proj = nn.Linear(E, config.num_key_value_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, E, bias=False)
         self.core_attention = FlashAttention()
         self.head_dim = D
 
@@ -115,9 +113,9 @@ def attention_scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden, inner)
-        self.up_proj = Linear(hidden, inner)
-        self.down_proj = Linear(inner, hidden)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project(x)

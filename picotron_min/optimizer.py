@@ -9,41 +9,32 @@ decay), Hu et al. 2024, "MiniCPM", section 4, with the linear decay of Hägele e
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.optimizers.adamw import NarrowAdamW
-from picotron_min.extensions.optimizers.muon import Matrix, Muon
 from picotron_min.layout import Recipe
 from picotron_min.placement import Placement
 
 WSD_DECAY = 0.2  # the part of all steps in which WSD falls to the minimum
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], recipe: Recipe, matrices: Sequence[Matrix] = ()
-) -> torch.optim.Optimizer:
-    """AdamW or SGD, or Muon for `matrices`, which are among the parameters, and AdamW for the rest.
+def build_optimizer(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW or SGD."""
+    groups, lr = parameter_groups(parameters, recipe), recipe.learning_rate
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr)  # tests use it: AdamW hides a wrong scale of gradients
+    return torch.optim.AdamW(groups, lr, recipe.betas, fused=recipe.fused)
 
-    Matrices decay; norm weights, which are vectors around 1, do not.
-    """
-    parameters, lr = list(parameters), recipe.learning_rate
-    if recipe.optimizer == "muon":
-        hidden = {matrix.parameter for matrix in matrices}
-        rest = [parameter for parameter in parameters if parameter not in hidden]
-        return Muon(matrices, build_optimizer(rest, replace(recipe, optimizer="adamw")), recipe)
-    groups = [
+
+def parameter_groups(parameters: Iterable[nn.Parameter], recipe: Recipe) -> list[dict]:
+    """Matrices decay; norm weights, which are vectors around 1, do not."""
+    parameters = list(parameters)
+    return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr)  # tests use it: AdamW hides a wrong scale of gradients
-    if recipe.moments == "bfloat16":
-        return NarrowAdamW(groups, lr, recipe.betas)
-    return torch.optim.AdamW(groups, lr, recipe.betas, fused=recipe.fused)
 
 
 def learning_rate_at(step: int, recipe: Recipe) -> float:

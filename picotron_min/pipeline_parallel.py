@@ -16,7 +16,7 @@ residual stream (S/(cp tp) with sequence parallelism), and one gradient of the s
 
 Tied embeddings: the first and the last stage each have a copy. The copies start equal, get the same
 sum of both gradients at the end of the plan, and so stay equal to the last bit (placement.py,
-`ends`). In a V both stages are on one rank, which has the embedding once.
+`ends`). Where both stages are on one rank, it has the embedding once.
 
 Source: Huang et al. 2019, "GPipe". In production: `torch.distributed.pipelining`.
 """
@@ -34,9 +34,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from picotron_min.collectives import Axis, start_receive, start_send
 from picotron_min.data import Batch
-from picotron_min.extensions.linear import WeightGradients
-from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind, Plan
-from picotron_min.pipeline_schedule import stages_of
+from picotron_min.pipeline_schedule import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Plan,
+    Schedule,
+    stages_of,
+)
 
 Watch = Callable[[Action], AbstractContextManager]  # to time actions, see runtime/trace.py
 
@@ -54,13 +60,12 @@ class Chunk(NamedTuple):
 
     stage: Stage
     model: nn.Module
-    queue: WeightGradients  # of its linears: what B leaves for W, if the plan has W
 
 
-def my_stages(num_layers: list[int], engine: str, axis: Axis) -> list[Stage]:
+def my_stages(num_layers: list[int], schedule: Schedule, axis: Axis) -> list[Stage]:
     """The stages of this rank, given how many layers every stage has."""
     ends, last = list(accumulate(num_layers)), len(num_layers) - 1
-    mine = stages_of(engine, axis.rank, axis.size, len(num_layers) // axis.size)
+    mine = stages_of(schedule, axis.rank, axis.size, len(num_layers) // axis.size)
     return [Stage(range(ends[s] - num_layers[s], ends[s]), s == 0, s == last) for s in mine]
 
 
@@ -73,6 +78,13 @@ def keep_stage(model: nn.Module, stage: Stage) -> None:
         model.model.embed_tokens = nn.Identity()  # its input is an activation
     if not stage.is_last:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
+
+
+def tie_ends(chunks: list[Chunk]) -> None:
+    """Make both embeddings one parameter where two chunks of this rank have them."""
+    first, last = chunks[0], chunks[-1]
+    if first.model.config.tie_word_embeddings and first.stage.is_first and last.stage.is_last:
+        last.model.lm_head.weight = first.model.model.embed_tokens.weight
 
 
 @dataclass
@@ -95,23 +107,24 @@ class Pipeline:
         self.read, self.watch = read, watch or nullcontext
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.positions.device)
         self.live: dict[tuple, tuple] = {}  # micro-batch, chunk -> its input and the graph's end
-        self.owed: dict[tuple, tuple] = {}  # micro-batch, chunk -> W's queue, output's gradient
         self.arriving: dict[tuple, tuple] = {}  # kind, micro-batch, chunk -> buffer, its receive
         self.leaving: dict[tuple, Tensor] = {}  # kind, micro-batch, chunk -> what is to be sent
         self.sending: dict[tuple, dist.Work] = {}  # kind, chunk -> the latest send
-        methods = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
-        methods[Kind.WEIGHT] = self._weight
-        methods |= dict.fromkeys(SENDS.values(), self._send)
-        methods |= dict.fromkeys(RECEIVES.values(), self._receive)
+        methods = self.methods()
         for action in plan:
             methods[action.kind](action)
         for work in self.sending.values():
             work.wait()  # the last send of each kind
         return self.totals
 
+    def methods(self) -> dict[Kind, Callable[[Action], None]]:
+        methods = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        methods |= dict.fromkeys(SENDS.values(), self._send)
+        return methods | dict.fromkeys(RECEIVES.values(), self._receive)
+
     def _forward(self, action: Action) -> None:
         _, i, c, _ = action
-        stage, model, _ = self.chunks[c]
+        stage, model = self.chunks[c]
         if stage.is_first or stage.is_last:
             batch = self.read(i).to(self.positions.device)
         x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
@@ -131,30 +144,21 @@ class Pipeline:
 
     def _backward(self, action: Action) -> None:
         _, i, c, _ = action
-        stage, _, queue = self.chunks[c]
+        stage = self.chunks[c].stage
         x, end = self.live.pop((i, c))
         gradient = None if stage.is_last else self._arrived(Kind.RECEIVE_GRADIENT, i, c)
         with self.watch(action):
             torch.autograd.backward(end, gradient)  # the last stage's is that of its loss, 1
-        self.owed[i, c] = queue.take(), gradient
-        if not queue.split:
-            self._finish(i, c)
+        if gradient is not None:
+            self.free_gradient(i, c, gradient)
         if not stage.is_first:
             self.leaving[Kind.SEND_GRADIENT, i, c] = x.grad
             x.grad = None  # x is used again: backward would add to its old gradient
             self.free.append(x.requires_grad_(False))
 
-    def _weight(self, action: Action) -> None:
-        with self.watch(action):
-            self._finish(action.micro_batch, action.chunk)
-
-    def _finish(self, i: int, c: int) -> None:
-        """Compute the weight gradients that B has left, if any, and free the buffer they needed."""
-        left, gradient = self.owed.pop((i, c))
-        left.run()
-        # Only now: the gradient that arrived is also dy of the stage's last linear, unchanged.
-        if gradient is not None:
-            self.free.append(gradient)
+    def free_gradient(self, i: int, c: int, gradient: Tensor) -> None:
+        """The gradient of a chunk's output is not needed any more, nor is anything made from it."""
+        self.free.append(gradient)
 
     def _send(self, action: Action) -> None:
         kind, i, c, peer = action
@@ -175,8 +179,8 @@ class Pipeline:
             buffer, work = self.arriving.pop((kind, i, c))
             work.wait()  # on a GPU its stream waits, not this process
             return buffer
-        # At the turn of a V it comes from another chunk of this rank, and no message brings it. It
-        # is copied, so that `free` gets back as many tensors as are taken from it.
+        # It comes from another chunk of this rank, and no message brings it. It is copied, so that
+        # `free` gets back as many tensors as are taken from it.
         ways = {Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, i, c - 1)}
         ways[Kind.RECEIVE_GRADIENT] = Kind.SEND_GRADIENT, i, c + 1
         return self._buffer().copy_(self.leaving.pop(ways[kind]))

@@ -10,20 +10,60 @@ through all stages and its gradient runs back; a rank with nothing to compute is
     rank 1  ··F0B0══F1B1══F2B2══F3B3══····    1F1B takes as long, but at most 2 are alive
 
 With one stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ...: there is only one kind of step.
-schedules/zero_bubble.py has schedules that cut backward in two. pipeline_parallel.py runs plans;
-schedules/simulator.py, which you may skip, adds sends and receives.
-`python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws a plan.
+F0.1 is micro-batch 0 through a rank's second chunk. pipeline_messages.py adds sends and receives,
+pipeline_parallel.py runs plans, and
+`python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws them.
 
 Cost: two messages per micro-batch and boundary between stages; v chunks, v times the boundaries.
+Standard library only: a plan can be checked and drawn without any process.
 """
 
 import runpy
 from collections.abc import Callable
+from enum import Enum
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
-from picotron_min.extensions.schedules import zero_bubble
-from picotron_min.pipeline_action import Action, Kind, Place, Plan, splits_backward
+
+class Kind(Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"
+    SEND_ACTIVATION = "send F"
+    RECEIVE_ACTIVATION = "receive F"
+    SEND_GRADIENT = "send B"
+    RECEIVE_GRADIENT = "receive B"
+
+    __hash__ = object.__hash__  # Enum's is written in Python, and plans are looked up by actions
+
+
+# No other rank waits for weight gradients: W is neither sent nor received.
+SENDS = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRADIENT}
+RECEIVES = {Kind.FORWARD: Kind.RECEIVE_ACTIVATION, Kind.BACKWARD: Kind.RECEIVE_GRADIENT}
+
+
+class Action(NamedTuple):
+    """One thing that a rank does: it computes, or posts its end of a message."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0  # of this rank; for a message, the one that made it or that needs it
+    peer: int | None = None  # the rank at the other end of a message
+
+    def __str__(self) -> str:
+        name = f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+        if self.peer is None:
+            return name
+        return f"{name} {'to' if self.kind in SENDS.values() else 'from'} rank {self.peer}"
+
+
+Plan = list[Action]  # of one rank
+Place = Callable[[int, int], tuple[int, int]]  # (stage, ranks) -> its rank, its chunk there
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether a plan has W: then its B are only a part of backward."""
+    return any(action.kind is Kind.WEIGHT for action in plan)
 
 
 def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
@@ -130,49 +170,18 @@ SCHEDULES = {
         " (v-1) g + 2 (p - rank) - 1 in groups of g = p, more where p does not divide m",
         chunks=2,
     ),
-    "zb_h1": Schedule(
-        zero_bubble.zb_h1,
-        lambda rank, p, m, v: min(m, p),
-        about="1f1b with backward cut in two: bubble (p-1) / (3m + p-1) for m >= p, live"
-        " activations min(m, p) on every rank",
-        bubble=zero_bubble.bubble_h1,
-        fixed_chunks=True,
-        splits_backward=True,
-    ),
-    "zb_v": Schedule(
-        zero_bubble.zb_v,
-        lambda rank, p, m, v: min(2 * m, 2 * p, m + 1 + rank),
-        about="the same over two chunks in a V: bubble (p-1) / (6m + p-1) for m >= 2p - 1, live"
-        " activations 2p, as much as 1f1b's first rank has",
-        bubble=zero_bubble.bubble_v,
-        place=zero_bubble.vee,
-        chunks=2,
-        fixed_chunks=True,
-        splits_backward=True,
-    ),
 }
 
 
-def stages_of(engine: str, rank: int, ranks: int, chunks: int) -> list[int]:
+def stages_of(schedule: Schedule, rank: int, ranks: int, chunks: int) -> list[int]:
     """The stages of a rank, in the order of its chunks."""
-    return [s for s in range(ranks * chunks) if SCHEDULES[engine].place(s, ranks)[0] == rank]
+    return [s for s in range(ranks * chunks) if schedule.place(s, ranks)[0] == rank]
 
 
-def ends_share_rank(engine: str, ranks: int, chunks: int) -> bool:
-    """Whether the first and the last stage are on one rank, as in a V."""
-    place, last = SCHEDULES[engine].place, ranks * chunks - 1
-    return place(0, ranks)[0] == place(last, ranks)[0]
+def ends_share_rank(schedule: Schedule, ranks: int, chunks: int) -> bool:
+    """Whether the first and the last stage are on one rank."""
+    return schedule.place(0, ranks)[0] == schedule.place(ranks * chunks - 1, ranks)[0]
 
 
-def chunks_problem(engine: str, chunks: int) -> str | None:
-    """Why a schedule cannot have so many chunks a rank; None if it can."""
-    fitting = [name for name, s in SCHEDULES.items() if not s.fixed_chunks or s.chunks == chunks]
-    if engine in fitting:
-        return None
-    own, others = SCHEDULES[engine].chunks, " or ".join(fitting)
-    has = f"{own} chunk{'s' * (own > 1)}"
-    return f"{engine} has {has} a rank, not {chunks}: use {own}, or engine {others}"
-
-
-if __name__ == "__main__":  # by its name, since the course does not import the runtime
+if __name__ == "__main__":  # by its name, since the core does not import the runtime
     runpy.run_module("picotron_min.runtime.draw", run_name="__main__")

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.placement import part
 from picotron_min.runtime.config import Config
 from tests.test_layouts import MODELS, make_training
@@ -32,9 +33,12 @@ def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
     model_config = model if isinstance(model, ModelConfig) else MODELS[model]
     model_config = model_config.override(num_hidden_layers=num_layers)
     training = make_training(config, model_config)
-    results = [training.step(step) for step in range(steps - 1)]
-    val_loss = training.evaluate()  # leaves nothing behind that the last step would see
-    results.append(training.step(steps - 1))
+    results, routed = [], []
+    for step in range(steps):
+        if step == steps - 1:
+            val_loss = training.evaluate()  # leaves nothing behind that the last step would see
+        results.append(training.step(step))
+        routed += [experts.routed.numpy() for experts in training.experts]
     return Run(
         [result.loss for result in results],
         [result.grad_norm for result in results],
@@ -42,7 +46,7 @@ def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
         parts_of(training, {name: p.grad for name, p in training.parameters.items()}),
         parts_of(training, {name: p.data for name, p in training.parameters.items()}),
         parts_of(training, training.model.buffers),
-        [result.routed.numpy() for result in results],
+        routed,
         model_config.parameter_shapes() | model_config.buffer_shapes(),
     )
 
@@ -53,7 +57,7 @@ def parts_of(training: Training, tensors: dict[str, Tensor]) -> Parts:
     parts, shapes = {}, training.model_config.parameter_shapes()
     shapes |= training.model_config.buffer_shapes()
     for name, tensor in tensors.items():
-        cuts = [cut for cut in (*table[name].cuts, table[name].shard) if cut]
+        cuts = [cut for cut in (*table[name].cuts, shard_of(table[name])) if cut]
         parts[name] = part(shapes[name], cuts, axes.ranks, axes.sizes), tensor.clone().numpy()
     return parts
 

@@ -6,9 +6,9 @@ schedules/simulator.py passes over the sends and receives of a plan. Here they a
 from collections import Counter, deque
 from itertools import pairwise
 
-from picotron_min.extensions.schedules.simulator import Event, Span, Timeline, textbook_times
-from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind, Place, Plan
-from picotron_min.pipeline_schedule import loop
+from picotron_min.extensions.schedules.simulator import Span, Timeline
+from picotron_min.pipeline_messages import Event, textbook_times
+from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind, Place, Plan, loop
 
 
 def simulate_messages(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from picotron_min.extensions.schedules.simulator import build_plans, simulate
+from picotron_min.extensions.schedules.registry import build_plans
+from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.layout import Routing
-from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.balance import measure_balance
+from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.runtime.metrics import MetricsLog
 from picotron_min.runtime.wording import human
 from tests.test_console import started

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min.checkpoint import parts_of_whole, training_tensors
 from picotron_min.collectives import Axis
-from picotron_min.layout import Layout
-from picotron_min.mesh import build_axes
+from picotron_min.extensions.settings import Layout
+from picotron_min.mesh import Axes, build_axes
 from picotron_min.placement import placements
 from picotron_min.runtime import hugging_face, saver
 from picotron_min.runtime.config import Config
@@ -689,7 +689,7 @@ def part_of_a_copy() -> None:
     shapes = {"model.norm.weight": (SHAPE["hidden_size"],)}
     copies = {name: torch.ones(shape) for name, shape in shapes.items()}
     table = placements(shapes, Layout(), tied=False)
-    whole = parts_of_whole(copies, shapes, table, axes._replace(tp=gpus))
+    whole = parts_of_whole(copies, shapes, table, Axes(**vars(axes) | {"tp": gpus}))
     local = whole["model.norm.weight"].to_local()
     assert local.data_ptr() == copies["model.norm.weight"].data_ptr()
 

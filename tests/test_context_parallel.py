@@ -29,7 +29,7 @@ from picotron_min.context_parallel import (
     UlyssesAttention,
     zigzag_positions,
 )
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
 from picotron_min.model import FlashAttention, SoftmaxAttention
 from tests.test_layouts import MODEL, make_config, make_training

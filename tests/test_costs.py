@@ -11,10 +11,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
-from picotron_min.layout import STRIPE_ROWS, Layout, Workload
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.memory.repeated import hardware_flops_per_token
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.layout import STRIPE_ROWS
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
-from picotron_min.parallelize import apply_recompute
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.runtime.public_models import PRESETS, find_preset
@@ -67,10 +68,7 @@ def test_hardware_flops_are_what_torch_counts(model_config, recompute):
     with FlopCounterMode(display=False) as counter:
         model(tokens, positions, tokens).backward()
     # torch's counter does not know attention on a CPU: that term vanishes at length 0
-    assert (
-        costs.hardware_flops_per_token(model_config, 0, recompute) * B * S
-        == counter.get_total_flops()
-    )
+    assert hardware_flops_per_token(model_config, 0, recompute) * B * S == counter.get_total_flops()
 
 
 def test_attention_costs_half_of_the_written_out_products():
@@ -80,8 +78,8 @@ def test_attention_costs_half_of_the_written_out_products():
         ((q @ q.mT) @ q).sum().backward()
     assert at_once * S == GQA.num_hidden_layers * counter.get_total_flops() / 2
     for recompute in ("selective", "full"):  # a third forward on top of the 1 + 2
-        more = costs.hardware_flops_per_token(GQA, S, recompute)
-        more -= costs.hardware_flops_per_token(GQA, 0, recompute)
+        more = hardware_flops_per_token(GQA, S, recompute)
+        more -= hardware_flops_per_token(GQA, 0, recompute)
         assert more * 3 == at_once * 4
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from create_config import main
-from picotron_min.layout import Layout, Workload
+from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner import memory
 from picotron_min.runtime import config as schema
 from picotron_min.runtime.config_file import MOST_PROCESSES, load_config

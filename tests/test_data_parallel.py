@@ -7,10 +7,9 @@ from torch import nn
 
 from picotron_min.collectives import Axis
 from picotron_min.data_parallel import GradientBuckets
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import measure_gradient
 from picotron_min.placement import Placement
 

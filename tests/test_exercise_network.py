@@ -16,7 +16,7 @@ from exercises.tiny import tiny_run
 from exercises.world import Deadlock
 from picotron_min import collectives
 from picotron_min.collectives import Axis
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
 
 

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.layout import Layout, Routing
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.memory.repeated import hardware_flops_per_token
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
-from picotron_min.parallelize import apply_recompute
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
 from picotron_min.runtime.config import Config
@@ -77,7 +77,7 @@ def test_hardware_flops_are_what_torch_counts(model_config, recompute):
     model, inputs = build(model_config, recompute), batch()
     with FlopCounterMode(display=False) as counter:
         model(*inputs).backward()
-    planned = costs.hardware_flops_per_token(model_config, 0, recompute) * B * S
+    planned = hardware_flops_per_token(model_config, 0, recompute) * B * S
     again = 0
     if recompute == "full":  # the last product of experts that are computed one by one
         again = 2 * B * S * costs.layer_flops(model_config, 0, layer=1)["down"]

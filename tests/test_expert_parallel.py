@@ -16,12 +16,11 @@ from picotron_min.extensions.experts import dispatch as expert_parallel
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
 from picotron_min.extensions.experts.moe import MoE
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.layout import Layout, Routing
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.mesh import build_axes
-from picotron_min.model_config import ModelConfig
 from picotron_min.optimizer import measure_gradient
-from picotron_min.pipeline_action import Kind
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.pipeline_schedule import Kind
 from picotron_min.placement import part, placements
 from picotron_min.runtime.config import Config
 from tests.assembled import assert_same, whole_run
@@ -157,7 +156,7 @@ def observed_step(config: Config, model: str) -> dict:
         limit = moe.limit
 
         def noting(weights: Tensor, experts: Tensor, limit=limit) -> Tensor:
-            if not training.model.tally.is_paused:
+            if not training.experts[0].tally.is_paused:
                 chosen.append(limit(weights, experts))
             return limit(weights, experts)
 
@@ -327,8 +326,11 @@ def counts_of(config: Config) -> tuple[list, bool]:
     """Where tokens went in two steps, and whether an evaluation changed any of it."""
     layers = config.model.num_hidden_layers
     training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=layers))
-    routed = [training.step(step).routed.tolist() for step in range(2)]
-    tally = training.model.tally
+    routed = []
+    for step in range(2):
+        training.step(step)
+        routed.append(training.experts[0].routed.tolist())
+    tally = training.experts[0].tally
 
     def state() -> list[Tensor]:
         return [t.clone() for t in (tally.table, tally.so_far, *training.model.buffers.values())]
@@ -382,7 +384,7 @@ def biases_in_bfloat16() -> list[Tensor]:
     config = make_expert_config("sequence", 2, dp=2, dtype="bfloat16")
     training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
     training.step(0)
-    assert all(r.weight.dtype == torch.float32 for r in training.model.routers)
+    assert all(r.weight.dtype == torch.float32 for r in training.experts[0].routers)
     assert moes_of(training)[0].experts["0" if dist.get_rank() == 0 else "4"].gate_proj.copy.dtype
     return list(training.model.buffers.values())
 
@@ -418,11 +420,11 @@ def test_a_skipped_step_leaves_the_biases_as_they_were(pool):
 def sums_of(config: Config) -> dict[str, float]:
     """Each gradient, after every rank has put in 2^rank: which ranks were summed."""
     training = make_training(config, MODELS["gated"].override(num_hidden_layers=2))
-    for buckets in training.model.buckets:
+    for buckets in training.model.gradients:
         buckets.begin(1)
     for parameter in training.parameters.values():
         parameter.grad.fill_(2.0 ** dist.get_rank())
-    for buckets in training.model.buckets:
+    for buckets in training.model.gradients:
         for name in list(buckets.missing):
             buckets.arrived(name)
         buckets.wait()

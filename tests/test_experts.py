@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from picotron_min.extensions.experts import router
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from tests.assembled import Run, assert_same, train_briefly, whole_run
 from tests.conftest import has_turn

@@ -13,9 +13,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from picotron_min.collectives import Ledger
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.extensions.linear import WeightGradients, apply_copies, apply_queue, linears
 from picotron_min.extensions.memory import offload
 from picotron_min.extensions.memory.offload import HostMemory
+from picotron_min.extensions.overlap.boundary import Boundary
+from picotron_min.extensions.overlap.linear import (
+    WeightGradients,
+    apply_copies,
+    apply_queue,
+    linears,
+)
 from picotron_min.extensions.precision.float8 import (
     E4M3,
     E5M2,
@@ -25,9 +31,8 @@ from picotron_min.extensions.precision.float8 import (
     widened_product,
 )
 from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
-from picotron_min.layout import Layout, Routing, Workload
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
 from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.hardware import GPUS
@@ -36,7 +41,6 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import check_fp8
 from picotron_min.runtime.reporter import describe
-from picotron_min.tensor_parallel import Boundary
 
 KINDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # errors: relative, and where scaled is 0
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

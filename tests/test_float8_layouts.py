@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_min.collectives import Ledger
-from picotron_min.extensions.linear import Linear, WeightGradients, linears
+from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary
+from picotron_min.extensions.overlap.linear import Linear, WeightGradients, linears
 from picotron_min.extensions.overlap.ring import RingBoundary
 from picotron_min.extensions.precision.float8 import quantise
 from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
-from picotron_min.layout import Layout, Workload
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import Config
-from picotron_min.tensor_parallel import Boundary, SequenceBoundary
 from tests import assembled
 from tests.assembled import Run, assert_same, whole_run
 from tests.test_experts import MODELS as EXPERTS
@@ -328,7 +327,7 @@ def bytes_to_multiply_with(config: Config) -> int:
     training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
     training.step(0)
     total = 0
-    for linear in (m for m in training.model.modules if isinstance(m, Linear)):
+    for linear in (m for m in training.modules if isinstance(m, Linear)):
         if isinstance(linear, Float8Linear) and linear.rows:
             total += linear.rows.bytes.nbytes + linear.columns.bytes.nbytes
         elif linear.copy is not None:

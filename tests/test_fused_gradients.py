@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from picotron_min.extensions.experts.grouped import Stack
-from picotron_min.extensions.linear import (
+from picotron_min.extensions.overlap.linear import (
     Linear,
     WeightGradients,
     adds_to_float32,
     apply_copies,
     apply_queue,
 )
+from tests.training import new_linear
 
 OUT, IN, TOKENS = 8, 16, 40
 
@@ -34,7 +35,7 @@ def factors(dtype: torch.dtype, rows: int = TOKENS) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_micro_batches_are_added_to_what_is_there(dtype):
     torch.manual_seed(0)
-    linear, arrived = Linear(IN, OUT), []
+    linear, arrived = new_linear(IN, OUT), []
     buffer = gradient_view([linear], torch.float32)
     expected, storage = buffer.double(), linear.weight.grad.data_ptr()
     if dtype == torch.bfloat16:
@@ -55,7 +56,7 @@ def test_micro_batches_are_added_to_what_is_there(dtype):
 
 def test_a_sum_over_64_micro_batches_is_as_exact_as_float32():
     torch.manual_seed(0)
-    linear = Linear(IN, OUT)
+    linear = new_linear(IN, OUT)
     linear.weight.grad = torch.zeros(OUT, IN)
     expected, in_bfloat16 = torch.zeros(OUT, IN).double(), torch.zeros(OUT, IN).bfloat16()
     for _ in range(64):
@@ -73,7 +74,7 @@ def test_a_sum_over_64_micro_batches_is_as_exact_as_float32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_without_tokens_add_nothing_and_arrive(dtype):
     torch.manual_seed(0)
-    experts, arrived = [Linear(IN, OUT) for _ in range(4)], []
+    experts, arrived = [new_linear(IN, OUT) for _ in range(4)], []
     for number, expert in enumerate(experts):
         expert.gradient_arrived = lambda number=number: arrived.append(number)
     buffer = gradient_view(experts, torch.float32)
@@ -107,7 +108,7 @@ def test_a_gpu_adds_in_place_only_where_torch_can(monkeypatch, result):
     monkeypatch.setattr(torch, "addmm", addmm)
     adds_to_float32.cache_clear()
     torch.manual_seed(0)
-    linear, (x, dy) = Linear(IN, OUT), factors(torch.bfloat16)
+    linear, (x, dy) = new_linear(IN, OUT), factors(torch.bfloat16)
     linear.weight.grad = torch.zeros(OUT, IN)
     for _ in range(2):
         linear.add_weight_gradient(x, dy)
@@ -122,7 +123,7 @@ def test_a_gpu_adds_in_place_only_where_torch_can(monkeypatch, result):
 @pytest.mark.gpu
 def test_a_gpu_adds_a_product_of_bfloat16_to_float32():
     torch.manual_seed(0)
-    linear = Linear(IN, OUT).cuda()
+    linear = new_linear(IN, OUT).cuda()
     expected = torch.randn(OUT, IN).cuda()
     linear.weight.grad = expected.clone()
     for _ in range(3):

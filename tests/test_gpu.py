@@ -33,9 +33,10 @@ from picotron_min.attention import (
     choose_attention,
     merge_blocks,
 )
-from picotron_min.extensions.linear import linears
 from picotron_min.extensions.memory import offload
-from picotron_min.layout import STRIPE_ROWS, Layout
+from picotron_min.extensions.overlap.linear import linears
+from picotron_min.extensions.settings import Layout
+from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
 from picotron_min.model import FlashAttention, SoftmaxAttention
 from picotron_min.planner.memory import memory_per_rank
@@ -491,7 +492,7 @@ def gradients_by_the_book(run: Run) -> dict[str, Tensor]:
 def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recompute, compile):
     model = {"dtype": "bfloat16", "recompute": recompute, "compile": compile}
     run = run_of(2, gpu_process, **model)
-    flat = [b.gradients for some in run.model.buckets for b in some.buckets]
+    flat = [b.gradients for some in run.model.gradients for b in some.buckets]
     result = train_step(run, 0)
     reference = gradients_by_the_book(run_of(2, gpu_process, dtype="float64"))
     norm = torch.stack([g.norm() for g in reference.values()]).norm().item()

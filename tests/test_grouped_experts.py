@@ -11,10 +11,15 @@ from picotron_min.extensions.experts.grouped import (
 )
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.extensions.linear import WeightGradients, apply_copies, apply_queue, linears
-from picotron_min.layout import Routing
+from picotron_min.extensions.overlap.linear import (
+    WeightGradients,
+    apply_copies,
+    apply_queue,
+    linears,
+    take_apart,
+)
+from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
 from tests.test_experts import MODELS, make_expert_config
 from tests.test_layouts import make_training
 
@@ -28,6 +33,7 @@ def make_experts(dtype: torch.dtype, grouped: bool):
     model = Llama(CONFIG)
     apply_moe(model, Routing(), Tally(CONFIG, CPU))
     moe, queue = model.model.layers["0"].mlp, WeightGradients()
+    take_apart(model)
     if dtype == torch.bfloat16:
         apply_copies(model, dtype)
     values = {name: linear.weight.data.clone() for name, linear in linears(model).items()}

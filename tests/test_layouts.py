@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.mesh import build_axes
-from picotron_min.model_config import SIZES, ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.token_file import TokenFile

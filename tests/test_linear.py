@@ -4,20 +4,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.linear import (
+from picotron_min.extensions.overlap.linear import (
     Linear,
     WeightGradients,
     apply_copies,
     apply_queue,
     linears,
 )
+from tests.training import new_linear
 
 X, DY = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
 
 
 def two_layers(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(Linear(6, 10), nn.Tanh(), Linear(10, 4)).to(dtype)
+    model = nn.Sequential(new_linear(6, 10), nn.Tanh(), new_linear(10, 4)).to(dtype)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
@@ -76,9 +77,9 @@ def test_a_split_queue_computes_only_what_is_taken_from_it():
     taken = []
     for _ in range(2):  # two micro-batches
         forward_and_backward(expected), forward_and_backward(model)
-        queue.settle()  # as tensor parallelism does while a message travels
+        queue.run_during_message()  # as tensor parallelism does while a message travels
         assert len(queue) == 2
-        taken.append(queue.take())
+        taken.append(queue.detach())
         assert not queue
     assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
     for left in taken:
@@ -102,7 +103,7 @@ class Doubling(Linear):
 
 
 def test_each_of_the_three_products_can_be_replaced():
-    plain, model = Linear(6, 4), Doubling(6, 4)
+    plain, model = new_linear(6, 4), new_linear(6, 4, Doubling)
     for linear in (plain, model):
         nn.init.constant_(linear.weight, 0.5)
         linear.weight.grad = torch.zeros_like(linear.weight)

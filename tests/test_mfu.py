@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 with (ROOT / "tests/published_runs.csv").open() as file:

@@ -3,6 +3,8 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initial_std
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import (
@@ -10,8 +12,7 @@ from picotron_min.model import (
     Llama,
     SoftmaxAttention,
 )
-from picotron_min.model_config import ModelConfig, RopeScaling
-from picotron_min.parallelize import apply_recompute
+from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.public_models import to_hf
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)

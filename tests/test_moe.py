@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min.extensions.experts.moe import Limit, MoE, apply_moe
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.layout import Routing
+from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.model import MLP, Llama
-from picotron_min.model_config import ModelConfig
 
 SHAPE = ModelConfig(
     61, 8, 16, 3, 2, 2, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=12

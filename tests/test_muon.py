@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from picotron_min.extensions.optimizers.choose import build_optimizer
 from picotron_min.extensions.optimizers.muon import Matrix, Muon, orthogonalise
-from picotron_min.layout import Layout, Recipe
+from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.mesh import build_axes
-from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.metadata import read_to_resume

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from picotron_min.extensions.linear import apply_copies, linears
 from picotron_min.extensions.memory import offload
 from picotron_min.extensions.memory.offload import HostMemory, apply_offload
-from picotron_min.layout import LEAST_OFFLOAD, Layout, Workload
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.overlap.linear import apply_copies, linears
+from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
-from picotron_min.parallelize import apply_recompute
 from picotron_min.planner import memory
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.runtime.config import Config

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from picotron_min.collectives import all_reduce
-from picotron_min.layout import Layout, Recipe
+from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import (
     SkippedSteps,

@@ -14,9 +14,8 @@ from picotron_min import data_parallel
 from picotron_min.collectives import Axis, start_all_reduce
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.mesh import open_communicators
-from picotron_min.pipeline_action import Action, Kind
 from picotron_min.pipeline_parallel import my_stages
-from picotron_min.pipeline_schedule import peak_live
+from picotron_min.pipeline_schedule import Action, Kind, peak_live
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.nccl_like import communicators_opened_at_first_use
 from tests.pool import RankFailed
@@ -39,7 +38,8 @@ def pipeline(
 def test_a_rank_has_the_stages_where_its_schedule_places_them():
     with registered("afab_v", AFAB_IN_A_V):
         first, second = (
-            my_stages([3, 2, 2, 1], "afab_v", SimpleNamespace(rank=rank, size=2)) for rank in (0, 1)
+            my_stages([3, 2, 2, 1], AFAB_IN_A_V, SimpleNamespace(rank=rank, size=2))
+            for rank in (0, 1)
         )
     assert first == [(range(0, 3), True, False), (range(7, 8), False, True)]
     assert second == [(range(3, 5), False, False), (range(5, 7), False, False)]

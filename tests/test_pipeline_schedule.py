@@ -13,20 +13,18 @@ from pathlib import Path
 import pytest
 
 from picotron_min import costs, pipeline_schedule
-from picotron_min.extensions.schedules.simulator import (
-    Span,
-    Timeline,
-    build_plans,
-    simulate,
-)
-from picotron_min.layout import Layout, Workload
-from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind, Plan
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans, chunks_problem
+from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
+from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.pipeline_schedule import (
-    SCHEDULES,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Plan,
     Schedule,
     afab,
     bubble,
-    chunks_problem,
     one_f_one_b,
     peak_live,
     stages_of,
@@ -98,7 +96,7 @@ def places_of(case: tuple) -> list[tuple[int, int]]:
 def test_each_rank_has_its_chunks_in_the_order_of_its_stages(all_plans):
     for case in all_plans:
         engine, ranks, _, chunks = case
-        of_ranks = [stages_of(engine, rank, ranks, chunks) for rank in range(ranks)]
+        of_ranks = [stages_of(SCHEDULES[engine], rank, ranks, chunks) for rank in range(ranks)]
         assert sorted(itertools.chain(*of_ranks)) == list(range(ranks * chunks))
         for rank, stages in enumerate(of_ranks):
             assert [places_of(case)[s] for s in stages] == [(rank, c) for c in range(chunks)]
@@ -563,7 +561,7 @@ def test_a_schedule_with_a_wrong_formula_or_order_fails_the_checks():
 
 def test_the_config_offers_every_schedule_of_the_registry():
     result = run(
-        code="from picotron_min.pipeline_schedule import SCHEDULES\n"
+        code="from picotron_min.extensions.schedules.registry import SCHEDULES\n"
         "SCHEDULES['other'] = SCHEDULES['1f1b']._replace(chunks=3)\n"
         "from picotron_min.runtime.config_file import ConfigError, parse_config\n"
         "for changes in ({'pp_engine': 'gpipe'}, {'pp_engine': 'other', 'pp_chunks': 2}):\n"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.placement import Cut, part, placements, saved_name
 from picotron_min.runtime.public_models import PRESETS
 from tests.training import shard_dim

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import create_config
-from picotron_min.layout import Layout, Workload
+from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner import calibrate, machine
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
 from picotron_min.planner.command import main

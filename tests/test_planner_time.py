@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from picotron_min.layout import Layout, Workload
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.hardware import GPUS, Gpu
 from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import link, send_seconds

@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.config_file import parse_config

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 import train
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes, open_communicators
 from picotron_min.runtime import failures, inputs
 from picotron_min.runtime.failures import launched

@@ -6,9 +6,9 @@ import transformers
 
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.layout import Routing
+from picotron_min.extensions.settings import SIZES, ModelConfig, Routing
 from picotron_min.model import Llama
-from picotron_min.model_config import SIZES, ModelConfig, RopeScaling
+from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.public_models import (
     PRESETS,
     find_preset,

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.report.rank_traffic import VARY, ranks_of_axis, traffic_between
 from picotron_min.runtime.run_log import Rank, Ranks, Sent
 from tests.test_collectives import rows_of

@@ -12,8 +12,7 @@ from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 from picotron_min.extensions.experts.router import Router, Tally, route
-from picotron_min.layout import Routing
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig, Routing
 
 SHAPE = ModelConfig(61, 8, 8, 2, 2, 2, num_local_experts=8, num_experts_per_tok=3)
 SIGMOID = SHAPE.override(scoring_func="sigmoid")

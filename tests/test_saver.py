@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 import train
 from picotron_min import checkpoint
 from picotron_min.checkpoint import load, parts_of_whole
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.placement import placements
 from picotron_min.runtime import saver

@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from picotron_min.checkpoint import load, parts_of_whole
+from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.initialise import initial_std, initial_weight, initialise
-from picotron_min.layout import Layout
 from picotron_min.mesh import Axes, build_axes
-from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Cut, Placement, part, placements
 from picotron_min.runtime.saver import Saver
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 import create_config
 from picotron_min import costs
-from picotron_min.extensions.linear import linears
+from picotron_min.extensions.overlap.linear import linears
+from picotron_min.extensions.settings import Layout
+from picotron_min.extensions.sharding.rows import deal, lay_out, shard_of, with_owners
 from picotron_min.extensions.sharding.units import _views
-from picotron_min.layout import Layout
-from picotron_min.placement import Cut, deal, lay_out, placements, with_owners
+from picotron_min.placement import Cut, placements
 from picotron_min.planner.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
@@ -99,7 +100,7 @@ def test_more_ranks_than_matrices_leave_some_with_nothing():
     shapes = find_preset("tiny").parameter_shapes()
     layout = Layout(dp=64, sharding="layerwise")
     table = with_owners(placements(shapes, layout, False), shapes, layout, [2, 2])
-    owners = [p.shard.owner for p in table.values() if p.is_hidden_matrix]
+    owners = [shard_of(p).owner for p in table.values() if p.is_hidden_matrix]
     assert len(owners) == 28 and set(owners) == set(range(14)), "14 for each stage"
 
 
@@ -453,16 +454,16 @@ def skip_a_step(config: Config) -> None:
     before = test_checkpoint.State(training)
     last = dist.get_rank() == dist.get_world_size() - 1
     gradients = list(training.parameters.values())[-1].grad
-    wait = training.model.buckets[-1].wait
+    wait = training.model.gradients[-1].wait
 
     def poisoned() -> None:
         wait()
         if last:
             gradients.view(-1)[0] = math.inf  # in the shard of one rank
 
-    training.model.buckets[-1].wait = poisoned
+    training.model.gradients[-1].wait = poisoned
     result = training.step(1)
-    training.model.buckets[-1].wait = wait
+    training.model.gradients[-1].wait = wait
     assert result.skipped and math.isinf(result.grad_norm)
     before.assert_equal(test_checkpoint.State(training))
     for axis in training.axes:
@@ -481,7 +482,7 @@ def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(pool, sha
 
 def step_without_a_gradient(config: Config) -> str:
     training = test_checkpoint.make_training(config)
-    unit = training.model.units[1]
+    unit = training.units[1]
     arrived = unit.arrived
     name = next(iter(unit.weights))
 
@@ -507,7 +508,7 @@ def test_a_parameter_without_a_gradient_is_named(pool):
 def gathers_while_computing(config: Config) -> list[str]:
     """What starts, what is waited for, and what computes, in the forward after an update."""
     training = test_checkpoint.make_training(config)
-    events, units = [], training.model.units
+    events, units = [], training.units
     training.step(0)
     for i, unit in enumerate(units):
         for method, inner in (("start", unit.start), ("finish", unit.finish)):
@@ -541,7 +542,7 @@ def bytes_held(config: Config) -> tuple[tuple[int, int, int], tuple[int, int, in
     training = test_checkpoint.make_training(config)
     training.step(0)
     training.evaluate()
-    units, parameters = training.model.units, training.parameters.values()
+    units, parameters = training.units, training.parameters.values()
 
     def distinct(tensors) -> int:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
@@ -566,15 +567,15 @@ def all_linears(training) -> list:
 def most_alive(config: Config) -> tuple[int, int, int]:
     """The most layers whose weights are here, are here or arriving, and buffers of gradients."""
     training = test_checkpoint.make_training(config)
-    units, most = training.model.units[1:-1], [0, 0, 0]
+    units, most = training.units[1:-1], [0, 0, 0]
 
     def count(inner):
         def counted(*args) -> None:
             inner(*args)
-            buffers = [unit.buffer for unit in training.model.units if unit.buffer is not None]
+            buffers = [unit.buffer for unit in training.units if unit.buffer is not None]
             arriving = [unit for unit in units if unit.arriving]
             here = [u for u in units if next(iter(u.weights.values())).untyped_storage().nbytes()]
-            of_all = [of for unit in training.model.units for of in unit.travelling]
+            of_all = [of for unit in training.units for of in unit.travelling]
             num_buffers = len(buffers) + len({id(buffer) for _, buffer, _ in of_all})
             for i, n in enumerate((len(here), len(here) + len(arriving), num_buffers)):
                 most[i] = max(most[i], n)
@@ -586,7 +587,7 @@ def most_alive(config: Config) -> tuple[int, int, int]:
         for name, modules in unit.modules.items():
             modules[0].add_gradient = count(partial(unit.arrived, name))
     training.step(0)
-    assert not any(unit.is_current for unit in training.model.units)
+    assert not any(unit.is_current for unit in training.units)
     return tuple(most)
 
 
@@ -634,7 +635,7 @@ def test_what_a_rank_holds_is_what_is_planned(pool, sharding, layout):
 def test_one_rank_is_not_sharded():
     shapes = test_layouts.MODEL.parameter_shapes()
     layout = Layout(tp=2, pp=2, sharding="optimizer")
-    assert not any(p.shard for p in placements(shapes, layout, tied=False).values())
+    assert not any(shard_of(p) for p in placements(shapes, layout, tied=False).values())
 
 
 def test_create_config_shows_what_sharding_saves_and_sends(capsys):

@@ -68,7 +68,7 @@ def test_a_process_has_less_memory_with_sharding(pool):
 def gathers_and_computing(config: Config) -> list[tuple[str, int]]:
     """In the forward after an update: of which unit a gather starts, ends, or a module computes."""
     training = make_training(config)
-    units, events = training.model.units, []
+    units, events = training.units, []
     training.step(0)
     model = training.chunks[0].model
     for i, unit in enumerate(units):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token, parameter_count
-from picotron_min.layout import Workload
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig, Workload
 from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops
 
 

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from picotron_min import collectives
 from picotron_min.collectives import Axis
-from picotron_min.extensions.linear import WeightGradients
+from picotron_min.extensions.overlap.boundary import SequenceBoundary
+from picotron_min.extensions.overlap.linear import WeightGradients
 from picotron_min.extensions.overlap.ring import RingBoundary
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.mesh import build_axes
-from picotron_min.model_config import ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import layout_problems
 from picotron_min.runtime.reporter import take_bytes
-from picotron_min.tensor_parallel import SequenceBoundary
 from tests import test_experts
 from tests.nccl_like import communicators_opened_at_first_use
 from tests.test_layouts import MODEL, MODELS, assert_trains_the_same, make_config, make_training

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 from picotron_min import collectives
-from picotron_min.extensions.linear import Linear, WeightGradients, apply_copies, apply_queue
-from picotron_min.layout import Layout
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.overlap.boundary import apply_overlap, choose_boundary
+from picotron_min.extensions.overlap.linear import Linear, apply_copies
+from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
-from picotron_min.parallelize import apply_recompute, narrow
 from picotron_min.placement import placements
-from picotron_min.tensor_parallel import Boundary, SequenceBoundary, apply_tensor_parallel
+from picotron_min.tensor_parallel import apply_tensor_parallel, narrow
 from tests.training import shard_dim
 
 CONFIG = ModelConfig(50, 32, 48, 2, 4, 2)
@@ -30,17 +30,16 @@ def whole_model(config: ModelConfig = CONFIG) -> Llama:
     return model
 
 
-def split_model(config: ModelConfig, sequence_parallel: bool, whole: Llama):
+def split_model(config: ModelConfig, sequence_parallel: bool, whole: Llama, overlap: bool = True):
     axes = build_axes(CPU, Layout(tp=dist.get_world_size()))
-    axis = axes.tp
-    model, queue = Llama(config).double(), WeightGradients()
+    axis, model = axes.tp, Llama(config).double()
     layout = Layout(tp=axis.size, sequence_parallel=sequence_parallel)
     table = placements(config.parameter_shapes(), layout, config.tie_word_embeddings)
     narrow(model, table, axes)
-    queue.hold = True
-    apply_queue(model, queue)
-    boundary = SequenceBoundary if sequence_parallel else Boundary
-    apply_tensor_parallel(model, boundary(axis, queue))
+    if overlap:
+        apply_overlap(model, axes, choose_boundary(layout), splits=False, compiles=False)
+    else:
+        apply_tensor_parallel(model, axis, sequence_parallel)
     weights = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data.copy_(part(name, weights[name].data, axis))
@@ -61,9 +60,11 @@ def batch(config: ModelConfig = CONFIG):
     return tokens, torch.arange(S), targets
 
 
-def differences_to_whole(config: ModelConfig, sequence_parallel: bool, recompute: str) -> float:
+def differences_to_whole(
+    config: ModelConfig, sequence_parallel: bool, recompute: str, overlap: bool
+) -> float:
     whole = whole_model(config)
-    model, axis = split_model(config, sequence_parallel, whole)
+    model, axis = split_model(config, sequence_parallel, whole, overlap)
     apply_recompute(model, recompute)
     loss, expected = model(*batch(config)), whole(*batch(config))
     (0.5 * loss).square().backward()  # an upstream gradient that is not 1
@@ -90,18 +91,21 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["simple", "overlap"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_ranks_equal_the_whole_model(pool, shape, sequence_parallel, recompute):
+def test_two_ranks_equal_the_whole_model(pool, shape, sequence_parallel, recompute, overlap):
     config = SHAPES[shape]
-    for error in pool.run(2, differences_to_whole, config, sequence_parallel, recompute):
+    for error in pool.run(2, differences_to_whole, config, sequence_parallel, recompute, overlap):
         assert error < 1e-10
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 def test_four_ranks_equal_the_whole_model(pool, sequence_parallel):
-    for error in pool.run(4, differences_to_whole, SHAPES["wide heads"], sequence_parallel, "none"):
+    for error in pool.run(
+        4, differences_to_whole, SHAPES["wide heads"], sequence_parallel, "none", True
+    ):
         assert error < 1e-10
 
 

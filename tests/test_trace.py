@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from picotron_min.extensions.schedules.simulator import build_plans
-from picotron_min.pipeline_action import RECEIVES, SENDS, Action, Kind
+from picotron_min.extensions.schedules.registry import build_plans
+from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind
 from picotron_min.runtime.draw import read_trace
 from picotron_min.runtime.trace import Trace
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import train
 from picotron_min.data import Batch
-from picotron_min.layout import Layout, Recipe
+from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import learning_rate_at

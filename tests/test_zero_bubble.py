@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min.extensions.linear import WeightGradients, apply_copies, apply_queue
+from picotron_min.extensions.overlap.linear import WeightGradients, apply_copies, apply_queue
 from picotron_min.extensions.schedules import zero_bubble
-from picotron_min.extensions.schedules.simulator import build_plans, simulate
-from picotron_min.layout import Layout, Workload
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_action import Action, Kind, Plan
-from picotron_min.pipeline_schedule import SCHEDULES, peak_live
+from picotron_min.pipeline_schedule import Action, Kind, Plan, peak_live
 from picotron_min.placement import placements
 from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.planner.memory import memory_of_ranks
@@ -296,10 +295,12 @@ def test_what_a_rank_hands_to_itself_does_not_make_the_pool_grow(pool):
 def arrivals_of_a_tied_embedding(engine: str) -> list[int]:
     """How many gradients this rank expects for it in a step of 3 micro-batches."""
     training = pipeline(engine, 2, 3, "tied")
-    for buckets in training.model.buckets:
+    for buckets in training.model.gradients:
         buckets.begin(3)
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    return [b.missing[name] for b in training.model.buckets for name in names if name in b.missing]
+    return [
+        b.missing[name] for b in training.model.gradients for name in names if name in b.missing
+    ]
 
 
 def test_a_tied_embedding_in_a_v_is_one_parameter_with_gradients_of_both_ends(pool):
@@ -333,7 +334,7 @@ def gathered_after_b(config) -> list[bool]:
     layers = config.model.num_hidden_layers
     training = make_training(config, MODELS["untied"].override(num_hidden_layers=layers))
     backward, found = training.model.pipeline._backward, []
-    units = [u for u in training.model.units if not {"lm_head.weight"} & u.weights.keys()]
+    units = [u for u in training.units if not {"lm_head.weight"} & u.weights.keys()]
 
     def check_after(action: Action) -> None:
         backward(action)

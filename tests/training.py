@@ -11,18 +11,28 @@ from torch import nn
 
 import train
 from picotron_min.data import Batches
-from picotron_min.extensions.linear import linears
+from picotron_min.extensions.build import build_model
+from picotron_min.extensions.experts.extension import Experts
+from picotron_min.extensions.overlap.linear import Linear, linears
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
-from picotron_min.parallelize import parallelize
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.inputs import Inputs, open_data
 from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
 
-__all__ = ["SHAPE", "StepResult", "Training", "open_data", "shard_dim", "with_autograd"]
+__all__ = [
+    "SHAPE",
+    "StepResult",
+    "Training",
+    "new_linear",
+    "open_data",
+    "shard_dim",
+    "with_autograd",
+]
 
 SHAPE = {
     "hidden_size": 32,
@@ -38,6 +48,10 @@ DIMS |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 def shard_dim(name: str) -> int | None:
     """Which dim tensor parallelism cuts a parameter along, written apart from placement.py."""
     return DIMS.get(name.split(".")[-2])
+
+
+def new_linear(inputs: int, outputs: int, kind: type[Linear] = Linear) -> Linear:
+    return kind(nn.Linear(inputs, outputs, bias=False).weight)
 
 
 def with_autograd(model: Llama) -> Llama:
@@ -69,7 +83,7 @@ class Training:
             for kind in (nn.Linear, nn.Embedding, nn.RMSNorm):
                 nothing = mock.patch.object(kind, "reset_parameters", lambda _: None)
                 stack.enter_context(nothing)
-            self.model = parallelize(model_config, config.layout, config.workload, axes, device)
+            self.model = build_model(model_config, config.layout, config.workload, axes, device)
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
@@ -77,6 +91,18 @@ class Training:
         self.ranks = SimpleNamespace(long_group=group, note_saved=lambda folder: None)
         train.fill_weights(self.run, self.inputs, self.ranks)
         dist.barrier(group)  # as train does
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for chunk in self.chunks for module in chunk.model.modules()]
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        return [unit for unit in self.model.gradients if isinstance(unit, ShardedUnit)]
+
+    @property
+    def experts(self) -> list[Experts]:  # one, or none
+        return [e for e in self.model.extensions if isinstance(e, Experts)]
 
     def step(self, step: int, watch=None) -> StepResult:
         return train.train_step(self.run, step, watch)

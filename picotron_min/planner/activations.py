@@ -7,8 +7,7 @@ E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size; X
 k of them for each token. Standard library only, so that a run can be planned anywhere.
 """
 
-from picotron_min.layout import Layout
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from picotron_min.layout import Layout, Workload
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.hardware import Gpu
 from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.planner.system import Setting, our_system

@@ -6,7 +6,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.choices import CHOICES, Request, choices_of
 from picotron_min.planner.hardware import Gpu
 from picotron_min.planner.machine import HARDWARE, machine

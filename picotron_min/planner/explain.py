@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from picotron_min.layout import Layout, Workload
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.choices import Request, choices_of, divisors, rule_problems
 from picotron_min.planner.search import Candidate
 from picotron_min.planner.step_time import predict

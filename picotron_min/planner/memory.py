@@ -17,10 +17,12 @@ from operator import sub
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import LEAST_OFFLOAD, STRIPE_ROWS, Layout, Workload
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import SCHEDULES, peak_live, stages_of
-from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
+from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
+from picotron_min.layout import STRIPE_ROWS
+from picotron_min.pipeline_schedule import peak_live, stages_of
+from picotron_min.placement import Placement, part, placements, saved_name
 from picotron_min.planner.activations import BYTES, factors_per_token, saved_per_token
 
 
@@ -90,7 +92,7 @@ def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) 
         names.setdefault(int(name.split(".")[2]), []).append(name)  # of each layer
     shares = []
     for rank in range(layout.pp):
-        stages = stages_of(layout.pp_engine, rank, layout.pp, layout.pp_chunks)
+        stages = stages_of(layout.schedule, rank, layout.pp, layout.pp_chunks)
         layers = [range(stops[stage], stops[stage + 1]) for stage in stages]
         groups = [window for of_stage in layers for window in windows(of_stage, shapes, layout)]
         has_head = layout.num_stages - 1 in stages
@@ -128,7 +130,7 @@ def _count(
     whole, sharded = Counter(), Counter()
     for name in names:
         kind = "hidden" if table[name].is_hidden_matrix else "ends" if name in ENDS else "rest"
-        (sharded if table[name].shard else whole)[kind] += math.prod(local[name])
+        (sharded if shard_of(table[name]) else whole)[kind] += math.prod(local[name])
     return whole, sharded
 
 
@@ -138,12 +140,12 @@ def _rows(
     """R of the buffers [n, R] in which these matrices travel, for each axis that shards any."""
     by_axis = defaultdict(dict)
     for name in names:
-        if table[name].shard and math.prod(local[name]):
+        if shard_of(table[name]) and math.prod(local[name]):
             # Experts are sharded over fewer ranks than the other matrices of their layer.
-            by_axis[table[name].shard.axis][name] = local[name]
+            by_axis[shard_of(table[name]).axis][name] = local[name]
     rows = {}
     for axis, matrices in by_axis.items():
-        shards = {name: table[name].shard for name in matrices}
+        shards = {name: shard_of(table[name]) for name in matrices}
         rows[axis] = lay_out(matrices, shards, layout.axis_sizes[axis])[1]
     return rows
 

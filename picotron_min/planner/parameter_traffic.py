@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import Layout, Workload
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
 from picotron_min.pipeline_schedule import stages_of
-from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
+from picotron_min.placement import Placement, part, placements, saved_name
 from picotron_min.planner.activations import BYTES
 from picotron_min.planner.sent import Sent
 
@@ -31,7 +31,7 @@ def add_parameters(
     num_layers = layers_of_stages(model_config, layout, workload.seq_length)
     table = placements(shapes, layout, tied, num_layers)
     places = places_of(rank, layout)
-    for stage in stages_of(layout.pp_engine, places["pp"], layout.pp, layout.pp_chunks):
+    for stage in stages_of(layout.schedule, places["pp"], layout.pp, layout.pp_chunks):
         for names in _groups(stage, num_layers, shapes, layout, tied):
             local = {}
             for name in names:
@@ -86,7 +86,7 @@ def _add_gradients(
     narrow, m = BYTES[workload.dtype], workload.num_micro_batches
     wide, units = max(BYTES["float32"], narrow), defaultdict(dict)
     for name, shape in local.items():
-        if table[name].shard:
+        if shard_of(table[name]):
             units[table[name].sums][name] = shape  # experts travel on an axis of their own
             continue
         gradient = wide * math.prod(shape)
@@ -94,7 +94,7 @@ def _add_gradients(
             sent.all_reduce(axis, gradient, times=1)
     reductions = m if layout.sharding in ("gradients", "parameters") else 1
     for (axis, *then), matrices in units.items():
-        shards = {name: table[name].shard for name in matrices}
+        shards = {name: shard_of(table[name]) for name in matrices}
         _, R = lay_out(matrices, shards, layout.axis_sizes[axis])
         buffer, is_end = layout.axis_sizes[axis] * R, EMBEDDING in matrices or HEAD in matrices
         gathers = 1
@@ -116,7 +116,7 @@ def _add_updates(
 ) -> None:
     """Muon makes the matrices whole that this rank updates: see optimizers/muon.py."""
     for name, shape in local.items():
-        shard = table[name].shard
+        shard = shard_of(table[name])
         if table[name].is_hidden_matrix and (not shard or shard.owner == places[shard.axis]):
             for axis in (cut.axis for cut in table[name].cuts if cut.owner is None):
                 sent.all_gather(axis, narrow * math.prod(shape) * sent.sizes[axis])

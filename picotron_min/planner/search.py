@@ -11,8 +11,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from picotron_min.layout import Layout, Workload
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.activations import BYTES, saved_per_token
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
 from picotron_min.planner.memory import RankMemory

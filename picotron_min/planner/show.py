@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from picotron_min import costs
+from picotron_min.extensions.memory.repeated import hardware_flops_per_token
+from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.simulator import simulate
-from picotron_min.pipeline_schedule import SCHEDULES
 from picotron_min.planner.choices import Request
 from picotron_min.planner.explain import gb, gigabytes, lines_of, why
 from picotron_min.planner.links import Link, link
@@ -44,7 +45,7 @@ def measures(request: Request, candidate: Candidate) -> dict[str, float]:
     config, S = request.model_config, request.seq_length
     step, peak = candidate.prediction.step, request.gpu.peaks[request.dtype]
     speed = request.global_batch * S / step / request.gpus
-    flops = costs.hardware_flops_per_token(config, S, candidate.workload.recompute)
+    flops = hardware_flops_per_token(config, S, candidate.workload.recompute)
     return {
         "tokens_per_second_per_device": speed,
         "mfu": costs.model_flops_per_token(config, S) * speed / peak,

@@ -16,9 +16,9 @@ from operator import add
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import Layout
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import SCHEDULES, stages_of
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.pipeline_schedule import stages_of
 from picotron_min.planner.layer_time import Layer, LayerTimes, Pass
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.system import Setting
@@ -91,7 +91,7 @@ def _ranks_of(
         first += number
     ranks = []
     for rank in range(pp):
-        mine = stages_of(engine, rank, pp, chunks)
+        mine = stages_of(layout.schedule, rank, pp, chunks)
         dense, mixtures = map(sum, zip(*(stages[s] for s in mine), strict=True))
         ends = layout.num_stages - 1 in mine, 0 in mine
         ranks.append(Rank(dense, mixtures, *map(float, ends)))

@@ -6,8 +6,7 @@ here. This project is one of them; the published runs in docs/planner.md are of 
 
 from dataclasses import dataclass, replace
 
-from picotron_min.layout import Layout, Workload
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import BYTES
 from picotron_min.planner.hardware import Gpu
 

@@ -17,9 +17,8 @@ import itertools
 import math
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import Layout, Workload
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import BYTES
 from picotron_min.planner.parameter_traffic import add_parameters
 from picotron_min.planner.sent import Sent

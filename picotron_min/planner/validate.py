@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from picotron_min.layout import Layout, Workload
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.hardware import GPUS
 from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from picotron_min.extensions.schedules.simulator import Timeline
-from picotron_min.layout import Layout
+from picotron_min.extensions.settings import Layout
 from picotron_min.pipeline_schedule import Kind
 from picotron_min.planner.memory import RankMemory
 from picotron_min.report.charts import COLOURS, EMPTY, GRID, INK, ON_COLOUR, SMALL, WIDE, chart

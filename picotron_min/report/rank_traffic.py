@@ -13,8 +13,8 @@ An exchange depends on where tokens find their experts: here the ranks share it 
 from collections import Counter
 from itertools import product
 
-from picotron_min.extensions.schedules.simulator import build_plans
-from picotron_min.layout import Layout
+from picotron_min.extensions.schedules.registry import build_plans
+from picotron_min.extensions.settings import Layout
 from picotron_min.runtime.run_log import Ranks
 
 # The coordinates that vary along an axis; see mesh.py. Experts have a grid of their own.

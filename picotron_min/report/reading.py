@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.report.rank_traffic import VARY
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.draw import MeasuredStep, read_trace

@@ -1,14 +1,10 @@
 """The report of one run, section by section: what it was, how it went, where its ranks were."""
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token
-from picotron_min.extensions.schedules.simulator import (
-    Timeline,
-    build_plans,
-    insert_communication,
-    simulate,
-)
-from picotron_min.layout import Layout
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.simulator import Timeline, simulate
+from picotron_min.extensions.settings import Layout
+from picotron_min.pipeline_messages import insert_messages
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.sent import Sent as Ledger
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
@@ -254,5 +250,5 @@ def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
     """The same actions where each takes its kind's mean time, and messages take none."""
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-    plans = insert_communication(plans, place)
+    plans = insert_messages(plans, place)
     return simulate(plans, mean_times(measured, same=1), place=place)

@@ -11,7 +11,7 @@ ARCHITECTURES has them by their `model_type`. Standard library only, to plan wit
 from collections.abc import Callable
 from typing import NamedTuple
 
-from picotron_min.model_config import SIZES, ModelConfig
+from picotron_min.extensions.settings import SIZES, ModelConfig
 
 
 class Architecture(NamedTuple):

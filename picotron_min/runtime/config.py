@@ -13,9 +13,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from picotron_min.layout import Layout, Recipe, Routing, Workload
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.settings import (
+    SCHEDULES,
+    Layout,
+    ModelConfig,
+    Recipe,
+    Routing,
+    Workload,
+)
 from picotron_min.runtime.public_models import tokenizer_of
 
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
@@ -45,6 +50,7 @@ class Distributed(Section):  # the layout: tp x cp x pp x dp processes
     pp_layers: list[PositiveInt] | None = None  # of each stage, pp_size x pp_chunks; null: balanced
     cp_engine: Literal["ring", "ulysses"] = "ring"
     sequence_parallel: bool = False  # with tp: norms and residuals are split along the sequence
+    overlap: bool = True  # weight gradients are computed while messages travel; false: simple forms
     tp_overlap: bool = False  # with sequence_parallel: its messages travel during matmuls
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     use_cpu: bool = False  # also where there are GPUs; gloo works only on CPUs

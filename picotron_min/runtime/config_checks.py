@@ -10,9 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import LARGEST_BETA2, Layout
-from picotron_min.model_config import ModelConfig
-from picotron_min.pipeline_schedule import chunks_problem
+from picotron_min.extensions.settings import LARGEST_BETA2, Layout, ModelConfig, chunks_problem
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.float8_checks import fp8_problems
 from picotron_min.runtime.json_file import read_json

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from picotron_min.extensions.schedules import simulator as pipeline_simulator
-from picotron_min.extensions.schedules.simulator import Span, Timeline, build_plans, simulate
-from picotron_min.pipeline_action import Action, Kind
-from picotron_min.pipeline_schedule import SCHEDULES, peak_live
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
+from picotron_min.pipeline_messages import insert_messages
+from picotron_min.pipeline_schedule import Action, Kind, peak_live
 
 MARGIN = len("rank 0  ")
 FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behind a name
@@ -130,7 +130,7 @@ def show_trace(width: int, path: str) -> None:
     engine, step, measured, _ = read_trace(path)
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-    plans = pipeline_simulator.insert_communication(plans, place)
+    plans = insert_messages(plans, place)
     # From the plan, where all ranks are equally fast, towards the measurement: an action takes the
     # mean time of all that are of the same kind; and rank; and chunk; and then its own.
     models = [simulate(plans, mean_times(measured, same), place=place) for same in (1, 2, 3, 4)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 
 MULTIPLE = 16  # of all sizes of such a product, on GPUs

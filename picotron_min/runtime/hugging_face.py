@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picotron_min.checkpoint import complete_or_absent, load, save
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.architectures import our_name, their_name
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.public_models import from_hf, to_hf

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.folders import find_start, lock_folder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors

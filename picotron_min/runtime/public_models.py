@@ -3,7 +3,8 @@
 import re
 from dataclasses import asdict, fields
 
-from picotron_min.model_config import ModelConfig, RopeScaling
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.architectures import ARCHITECTURES, REFUSED, Architecture, model_type
 
 # Far above any published model (10**7 for other keys): a slip such as 10**12 is refused at once.

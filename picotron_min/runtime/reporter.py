@@ -15,9 +15,8 @@ from picotron_min.costs import (
     model_flops_per_token,
     parameter_count,
 )
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.mesh import Axes
-from picotron_min.model_config import ModelConfig
-from picotron_min.runtime.balance import measure_balance
 from picotron_min.runtime.console import Console, Output, prompt_for
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
@@ -71,7 +70,7 @@ class Reporter(ExitStack):
         if step == self.measured_step:
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
-        routing, per_layer = config.workload.routing, config.logging.moe_per_layer_logging
+        per_layer = config.logging.moe_per_layer_logging
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -81,7 +80,7 @@ class Reporter(ExitStack):
             tokens=batches.tokens_seen(step),
             step_seconds=seconds,
             comm_bytes=take_bytes(self.axes),
-            balance=measure_balance(result.routed, self.inputs.model_config, routing, per_layer),
+            balance={k: v for k, v in result.measures.items() if per_layer or "per_layer" not in k},
             **self.speedometer.measure(batches.tokens_per_step / seconds, config.world_size),
         )
         self.log.write(record)

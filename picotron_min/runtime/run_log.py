@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, NonNegativeInt
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from picotron_min import costs
-from picotron_min.layout import Workload
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.memory.repeated import hardware_flops_per_token
+from picotron_min.extensions.settings import ModelConfig, Workload
 from picotron_min.planner.hardware import gpu_of_device
 
 
@@ -28,7 +28,7 @@ class Speedometer:
         self._flops_per_token = {
             "mfu": costs.model_flops_per_token(*sizes),
             "mfu_common": costs.common_flops_per_token(*sizes),
-            "hfu": costs.hardware_flops_per_token(*sizes, work.recompute),
+            "hfu": hardware_flops_per_token(*sizes, work.recompute),
         }
 
     def measure(self, tokens_per_second: float, devices: int) -> dict[str, float | None]:

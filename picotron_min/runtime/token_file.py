@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_files

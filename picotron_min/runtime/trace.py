@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.collectives import Axis
-from picotron_min.pipeline_action import Action
 from picotron_min.pipeline_parallel import Watch
+from picotron_min.pipeline_schedule import Action
 
 
 class HostEvent:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from picotron_min.collectives import (
@@ -36,7 +37,6 @@ from picotron_min.collectives import (
     all_reduce,
     all_to_all,
     reduce_scatter,
-    start_exchange,
 )
 from picotron_min.extensions.experts.moe import (
     Dispatch,
@@ -173,6 +173,22 @@ class Exchange:
 
     def _end_back(self, stand_in: Tensor) -> Tensor:
         return self._end(self.arriving_back)
+
+
+def start_exchange(
+    rows: Tensor, to_each: list[int], from_each: list[int], axis: Axis
+) -> tuple[Tensor, dist.Work]:
+    """Begin to send the first to_each[0] rows to rank 0, the next to_each[1] to rank 1, ...
+
+    After `.wait()` the result has from_each[0] rows of rank 0, from_each[1] of rank 1, ... The
+    ledger counts the rows that leave.
+    """
+    axis.ledger.record("exchange", rows[to_each[axis.rank] :])  # as many as leave
+    received = rows.new_empty(sum(from_each), *rows.shape[1:])
+    sizes = {"output_split_sizes": from_each, "input_split_sizes": to_each}
+    return received, dist.all_to_all_single(
+        received, rows, **sizes, group=axis.group, async_op=True
+    )
 
 
 class GatherDispatch(Dispatch):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picotron_min.extensions.experts.moe import mixtures, on_device
-from picotron_min.extensions.linear import Linear, WeightGradients
+from picotron_min.extensions.overlap.linear import Linear, WeightGradients, take_apart
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
 
@@ -31,6 +31,7 @@ def apply_grouped_experts(
     sizes = model.config.hidden_size, model.config.moe_intermediate_size // etp
     if dtype == torch.float64 or any(size * dtype.itemsize % 16 for size in sizes):
         return  # torch has no kernel for these: the loop remains
+    take_apart(model)
     for moe in mixtures(model):
         moe.run = GroupedExperts(list(moe.experts.values()), queue)
 

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 
 from picotron_min.collectives import Conjugate
 from picotron_min.extensions.experts.router import Router, Tally, count
-from picotron_min.extensions.linear import Linear
-from picotron_min.layout import Routing
+from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
-from picotron_min.model_config import ModelConfig
 
 Run = Callable[[Tensor, list[int], Tensor], Tensor]  # MoE.run: rows, rows of each expert, weights
 
@@ -53,7 +51,7 @@ class MoE(nn.Module):
         if config.n_shared_experts:
             self.shared_experts = MLP(E, config.n_shared_experts * inner)
         if config.moe_shared_expert_gate:
-            self.shared_expert_gate = Linear(E, 1)
+            self.shared_expert_gate = nn.Linear(E, 1, bias=False)
         self.limit = Limit(X, config.num_experts_per_tok, routing)
         self.dispatch = Dispatch(self.limit)
         self.split = self.join = lambda x: x  # the sequence, over tp: see dispatch.py

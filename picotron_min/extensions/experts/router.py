@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.layout import Routing
+from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.loss import wide
-from picotron_min.model_config import ModelConfig
 
 TINY = 1e-20  # added to sums: sigmoids of very negative logits are 0 in float32, and 0 / 0 is nan
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from picotron_min.extensions.linear import linears
-from picotron_min.layout import LEAST_OFFLOAD
+from picotron_min.extensions.overlap.linear import linears
+from picotron_min.extensions.settings import LEAST_OFFLOAD
 from picotron_min.model import DecoderLayer, Llama
 
 

@@ -17,7 +17,7 @@ import math
 
 import torch
 
-from picotron_min.layout import LARGEST_BETA2
+from picotron_min.extensions.settings import LARGEST_BETA2
 
 
 class NarrowAdamW(torch.optim.Optimizer):

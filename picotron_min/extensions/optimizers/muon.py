@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_min.collectives import Axis, all_gather
-from picotron_min.layout import Recipe
+from picotron_min.extensions.settings import Recipe
 from picotron_min.mesh import Axes
 from picotron_min.placement import Placement
 
@@ -49,7 +49,7 @@ def hidden_matrices(
         if placements[name].is_hidden_matrix:
             # An expert has an owner in ep, which has all of it: only etp may cut it.
             cuts = [cut for cut in placements[name].cuts if cut.owner is None]
-            cuts = [(getattr(axes, cut.axis), cut.dim) for cut in cuts]
+            cuts = [(axes[cut.axis], cut.dim) for cut in cuts]
             cut, *more = [(axis, dim) for axis, dim in cuts if axis.size > 1] or [None]
             assert not more, f"{name}: Muon gathers over one axis"
             matrices.append(Matrix(parameter, cut))

@@ -12,7 +12,7 @@ both are cut into n parts, which are sent one by one. Rank 1 of 4, x2 being rank
 
 Cost: the bytes of the two collectives, (n-1)/n b each. A part whose product takes longer than its
 message hides it; else the difference is waited for. But products of S/n rows use a GPU less well,
-and n partial sums are kept. docs/tensor_overlap.md has numbers.
+and n partial sums are kept. README.md has numbers.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition". In
 production: `torch.ops.symm_mem.fused_all_gather_matmul`, `fused_matmul_reduce_scatter`.
@@ -24,8 +24,8 @@ from functools import reduce
 from torch import Tensor
 
 from picotron_min.collectives import Shift, ring
+from picotron_min.extensions.overlap.boundary import Products, SequenceBoundary, add_products
 from picotron_min.loss import wide
-from picotron_min.tensor_parallel import Products, SequenceBoundary, add_products
 
 
 class RingBoundary(SequenceBoundary):

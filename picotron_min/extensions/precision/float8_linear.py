@@ -12,7 +12,7 @@ bytes. The weights themselves stay float32, for the optimizer.
 Parts that are gathered need one scale, from the maximum of all ranks' amax: a message of 4 bytes,
 and its latency. What a rank multiplies alone has a scale of its own.
 
-tensor_parallel.py has the same two Functions without rounding, and more comments.
+overlap/boundary.py has the same two Functions without rounding, and more comments.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.linear import Linear
+from picotron_min.extensions.overlap.boundary import Boundary, save, sublayers
+from picotron_min.extensions.overlap.linear import Linear
 from picotron_min.extensions.precision.float8 import (
     E4M3,
     E5M2,
@@ -31,7 +32,6 @@ from picotron_min.extensions.precision.float8 import (
     quantise,
 )
 from picotron_min.model import Llama
-from picotron_min.tensor_parallel import Boundary, save, sublayers
 
 
 class Float8Linear(Linear):
@@ -41,9 +41,8 @@ class Float8Linear(Linear):
     columns: Float8 | None = None  # W^T [in, out]
 
     def __init__(self, weight: nn.Parameter, dtype: torch.dtype, multiply: Product) -> None:
-        with torch.device("meta"):  # the weight exists already, and may be cut
-            super().__init__(*reversed(weight.shape))
-        self.weight, self.dtype, self.multiply = weight, dtype, multiply
+        super().__init__(weight)
+        self.dtype, self.multiply = dtype, multiply
 
     def make_copy(self, dtype: torch.dtype) -> None:
         """None: it multiplies with bytes."""
@@ -70,7 +69,7 @@ class Float8Linear(Linear):
 
 
 class _Enter(torch.autograd.Function):
-    """As in tensor_parallel.py: the linears that share a sublayer's input."""
+    """As in overlap/boundary.py: the linears that share a sublayer's input."""
 
     @staticmethod
     def forward(ctx, boundary, round8, linears, x):
@@ -88,12 +87,12 @@ class _Enter(torch.autograd.Function):
         for linear, dy in zip(linears, dys, strict=True):
             boundary.queue.put(linear, x, dy)
             products.append(dy.of_bytes(linear.input_gradient))
-        bytes, settle = [dy.bytes for dy in dys], boundary.queue.settle
-        return None, None, None, boundary.multiply_scatter(bytes, products, meanwhile=settle)
+        bytes, meanwhile = [dy.bytes for dy in dys], boundary.queue.run_during_message
+        return None, None, None, boundary.multiply_scatter(bytes, products, meanwhile)
 
 
 class _Leave(torch.autograd.Function):
-    """As in tensor_parallel.py: the last linear of a sublayer. `save` has kept x8 for backward."""
+    """As in overlap/boundary.py: the last linear of a sublayer. `save` has kept x8 for backward."""
 
     @staticmethod
     def forward(ctx, boundary, round8, linear, x8, x):

@@ -25,7 +25,7 @@ Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sections 2 and 6. In
 
 from collections import Counter
 
-from picotron_min.pipeline_action import Action, Kind, Plan
+from picotron_min.pipeline_schedule import Action, Kind, Plan
 
 
 def zb_h1(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:

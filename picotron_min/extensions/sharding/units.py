@@ -30,12 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min.collectives import all_reduce, start_all_gather_, start_reduce_scatter_
-from picotron_min.extensions.linear import Linear, refuse_missing
-from picotron_min.layout import Layout
+from picotron_min.collectives import all_reduce
+from picotron_min.data_parallel import refuse_missing
+from picotron_min.extensions.overlap.linear import Linear
+from picotron_min.extensions.settings import Layout
+from picotron_min.extensions.sharding.collectives import start_all_gather_, start_reduce_scatter_
+from picotron_min.extensions.sharding.rows import Piece, lay_out, shard_of, windows
 from picotron_min.mesh import Axes
 from picotron_min.model import DecoderLayer, Head, Llama
-from picotron_min.placement import Piece, Placement, lay_out, saved_name, windows
+from picotron_min.placement import Placement, saved_name
 
 
 class ShardedUnit:
@@ -55,14 +58,16 @@ class ShardedUnit:
         sharding: str,
         travelling: list[tuple["ShardedUnit", Tensor, dist.Work]],  # reductions of a chunk's units
     ) -> None:
-        axis, *then = (getattr(axes, name) for name in table[next(iter(modules))].sums)
+        axis, *then = (axes[name] for name in table[next(iter(modules))].sums)
         self.modules, self.axis, self.then, self.travelling = modules, axis, then, travelling
         self.uses = 1  # chunks of this rank that these matrices are in
         self.frees = sharding == "parameters"  # the weights, after each use
         self.reduces_each = sharding in ("gradients", "parameters")  # of the micro-batches
         shapes = {name: users[0].weight.shape for name, users in modules.items()}
         wide = next(iter(modules.values()))[0].weight.dtype
-        self.pieces, R = lay_out(shapes, {name: table[name].shard for name in modules}, axis.size)
+        self.pieces, R = lay_out(
+            shapes, {name: shard_of(table[name]) for name in modules}, axis.size
+        )
         self.flat = torch.zeros(R, dtype=wide, device=device)  # all masters
         # Gradients: of all rows while they arrive, and of this rank's row, where sums are kept.
         self.buffer = None if self.reduces_each else self.flat.new_zeros(axis.size, R)
@@ -73,14 +78,14 @@ class ShardedUnit:
 
         this, self.weights = weakref.proxy(self), {}  # for the garbage collector, as in buckets
         for name, users in modules.items():
-            of_linear = isinstance(users[0], Linear)  # embedding and lm_head stay wide
+            of_linear = _is_linear(users[0])  # embedding and lm_head stay wide
             kind = {"dtype": dtype if of_linear else wide, "device": device}
             weight = nn.Parameter(torch.empty(shapes[name], **kind))
             self.weights[name] = weight
             weight.register_post_accumulate_grad_hook(
                 lambda weight, name=name: this.arrived(name, weight.grad)
             )
-            if of_linear:  # its gradients may come from a queue, not from autograd
+            if isinstance(users[0], Linear):  # gradients may come from a queue, not from autograd
                 users[0].add_gradient = lambda dw, name=name: this.arrived(name, dw)
         self.arriving: tuple[Tensor, dist.Work] | None = None
         self.free()
@@ -120,7 +125,7 @@ class ShardedUnit:
             self._set(name, weight)
         self.arriving, self.is_current = None, True
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The masters have changed: the next use gathers again."""
         self.is_current = False
 
@@ -189,6 +194,10 @@ class ShardedUnit:
         self.row.mul_(factor)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and not isinstance(module, Head)
+
+
 def _views(piece: Piece, buffer: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A piece in the buffer [n, R] and in its matrix, as views [ranks, width] of both."""
     inside = buffer[piece.ranks, piece.start : piece.start + piece.width]
@@ -212,7 +221,7 @@ def build_units(
     """
     tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if table[saved_name(name, tied)].shard:
+        if shard_of(table[saved_name(name, tied)]):
             module = model.get_submodule(name.removesuffix(".weight"))
             modules[saved_name(name, tied)].append(module)
     layers = windows([*map(int, model.model.layers)], model.config.parameter_shapes(), layout)

@@ -6,7 +6,7 @@
     dW = dy^T x           the optimizer, at the end of the step
 
 autograd computes the last two together, but dW is better computed later: while a message travels
-(tensor_parallel.py), or where a pipeline would be idle (zero_bubble.py). So backward here computes
+(boundary.py), or where a pipeline would be idle (zero_bubble.py). So backward here computes
 only dx, and puts (layer, x, dy) into a queue. When the queue is run, dW is added to the gradient in
 place. Each product is a method, so that a subclass can compute it in another way, for example in 8
 bits.
@@ -31,11 +31,15 @@ class Linear(nn.Linear):
 
     copy: Tensor | None = None  # of the weight, in bfloat16; None: products are with the weight
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, weight: nn.Parameter) -> None:
+        with torch.device("meta"):  # the weight exists already, and may be cut
+            super().__init__(*reversed(weight.shape), bias=False)
+        self.weight = weight
 
     def gradient_arrived(self) -> None:
-        """Called whenever the weight's gradient has grown; build_buckets replaces it."""
+        """To be called whenever the weight's gradient has grown without autograd."""
+        if arrived := getattr(self.weight, "arrived", None):  # set by GradientBuckets
+            arrived()
 
     @property
     def operand(self) -> Tensor:  # [out, in], what the products are computed with
@@ -109,11 +113,11 @@ def adds_to_float32(device: torch.device) -> bool:
 class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
     """A queue of (layer, x, dy), whose weight gradients are still to be computed.
 
-    It runs at once, in `settle`, or after `take`, which is chosen once, while the model is built.
+    It runs at once, in `run_during_message`, or after `detach`: chosen once, when it is built.
     """
 
-    hold = False  # until `settle`, which tensor parallelism calls while a message travels
-    split = False  # until `take`, even with `hold`: the plan cuts backward into B and W
+    hold = False  # until `run_during_message`, while a message of tensor parallelism travels
+    split = False  # until `detach`, even with `hold`: the plan cuts backward into B and W
 
     @property
     def waits(self) -> bool:
@@ -124,11 +128,11 @@ class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
         if not self.waits:
             self.run()
 
-    def settle(self) -> None:  # a message travels: compute meanwhile, unless W will
+    def run_during_message(self) -> None:  # a message travels: compute meanwhile, unless W will
         if not self.split:
             self.run()
 
-    def take(self) -> "WeightGradients":
+    def detach(self) -> "WeightGradients":
         """Empty the queue; what it had, of one micro-batch, is returned as another queue."""
         taken = WeightGradients(self)
         self.clear()
@@ -141,19 +145,21 @@ class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):
             linear.add_weight_gradient(x, dy)
 
 
-def refuse_missing(missing: dict[str, int]) -> None:
-    """Raise RuntimeError if gradients have not arrived; `missing`: how many, by parameter."""
-    if names := ", ".join(f"{name} ({n})" for name, n in sorted(missing.items()) if n):
-        why = "every parameter must take part in the loss of each micro-batch"
-        raise RuntimeError(f"gradients are missing (how many) for {names}: {why}")
-
-
 def linears(model: nn.Module) -> dict[str, Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
+def take_apart(model: nn.Module) -> None:
+    """Replace every nn.Linear of a model, but its head, by one of three products, in place."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if type(module) is nn.Linear:
+                setattr(parent, name, Linear(module.weight))
+
+
 def apply_queue(model: nn.Module, queue: WeightGradients) -> None:
     """Let the linears of a model put their weight gradients into a queue, in place."""
+    take_apart(model)
     for linear in linears(model).values():
         forward = partial(_Product.apply, linear, queue)
         linear.forward = torch.compiler.disable(forward)  # it cannot look into a queue
@@ -177,6 +183,7 @@ class _Product(torch.autograd.Function):
 
 def apply_copies(model: nn.Module, dtype: torch.dtype) -> None:
     """Let the linears of a model compute with copies of their weights, in place."""
+    take_apart(model)
     # autocast makes such copies, too, but casts each gradient to float32 before it is added and, in
     # compiled layers, the weights again for each micro-batch.
     for linear in linears(model).values():

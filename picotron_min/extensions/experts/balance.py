@@ -6,8 +6,7 @@ from statistics import fmean
 from torch import Tensor
 
 from picotron_min.extensions.experts.router import Tally
-from picotron_min.layout import Routing
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig, Routing
 
 Measures = dict[str, float | None]
 

@@ -1,0 +1,78 @@
+"""Which extensions a run needs. The only file that knows all of them, and imports what is used."""
+
+from functools import partial
+
+import torch
+
+from picotron_min.attention import choose_attention
+from picotron_min.extension import Extension
+from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
+from picotron_min.mesh import Axes
+from picotron_min.optimizer import build_optimizer
+from picotron_min.parallelize import ParallelModel, Parts, parallelize, simple_parts
+
+
+def build_model(
+    model_config: ModelConfig, layout: Layout, workload: Workload, axes: Axes, device: torch.device
+) -> ParallelModel:
+    """This rank's part of a model, with the extensions of its settings."""
+    settings = model_config, layout, workload
+    parts = parts_of(*settings, device)
+    return parallelize(*settings, axes, device, parts, extensions_of(*settings, axes, device))
+
+
+def parts_of(
+    model_config: ModelConfig, layout: Layout, workload: Workload, device: torch.device
+) -> Parts:
+    parts, splits = simple_parts(layout), layout.schedule.splits_backward
+    if layout.overlap or workload.fp8 or model_config.num_local_experts or splits:
+        from picotron_min.extensions.overlap.boundary import apply_overlap, choose_boundary
+
+        kind = choose_boundary(layout)
+        overlap = partial(apply_overlap, kind=kind, splits=splits, compiles=workload.compile)
+        parts = parts._replace(tensor_parallel=overlap)
+    if workload.flash_attention:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        dtype = getattr(torch, workload.dtype)
+        attention, kernel = choose_attention(device.type, capability, dtype, model_config.head_dim)
+        parts = parts._replace(attention=attention, kernel=kernel)
+    if splits:
+        from picotron_min.extensions.schedules.split_backward import SplitBackwardPipeline
+
+        parts = parts._replace(pipeline=SplitBackwardPipeline)
+    return parts
+
+
+def extensions_of(
+    model_config: ModelConfig, layout: Layout, workload: Workload, axes: Axes, device: torch.device
+) -> list[Extension]:
+    """In the order in which they change a model."""
+    chosen, paused = [], None
+    if workload.fp8 or workload.dtype == "bfloat16":
+        from picotron_min.extensions.precision.extension import Precision
+
+        chosen.append(Precision(workload, device))
+    if model_config.num_local_experts:
+        from picotron_min.extensions.experts.extension import Experts
+
+        chosen.append(Experts(model_config, layout, workload, axes, device))
+        paused = chosen[-1].tally.paused
+    if workload.recompute != "none" or workload.compile or workload.offload:
+        from picotron_min.extensions.memory.extension import SavedMemory
+
+        chosen.append(SavedMemory(workload, device, paused))
+    if layout.sharding != "none":
+        from picotron_min.extensions.sharding.extension import Sharding
+
+        chosen.append(Sharding(model_config, layout, workload, axes, device))
+    return chosen
+
+
+def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:
+    if recipe.optimizer == "muon" or recipe.moments != "float32":
+        from picotron_min.extensions.optimizers import choose
+        from picotron_min.extensions.optimizers.muon import hidden_matrices
+
+        matrices = hidden_matrices(model.parameters, model.placements, model.axes)
+        return choose.build_optimizer(model.parameters.values(), recipe, matrices)
+    return build_optimizer(model.parameters.values(), recipe)

@@ -1,0 +1,67 @@
+"""Experts: layers with many MLPs, of which a token uses few, divided among ranks."""
+
+import torch
+from torch import Tensor
+
+from picotron_min.context_parallel import POSITIONS
+from picotron_min.extension import Extension
+from picotron_min.extensions.experts.balance import measure_balance
+from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
+from picotron_min.extensions.experts.grouped import apply_grouped_experts
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import Router, Tally, apply_forced_balance
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.mesh import Axes
+from picotron_min.model import Llama
+
+
+class Experts(Extension):
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        layout: Layout,
+        workload: Workload,
+        axes: Axes,
+        device: torch.device,
+    ) -> None:
+        self.model_config, self.layout = model_config, layout
+        self.workload, self.axes = workload, axes
+        self.tally = Tally(model_config, device)
+        self.routers: list[Router] = []
+        # The router of a tensor-parallel rank sees a part of the sequence.
+        positions = POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, workload.seq_length)
+        self.positions = positions.to(device).chunk(layout.tp)[axes.tp.rank]
+
+    def swap(self, model: Llama) -> None:
+        with torch.device("meta"):
+            apply_moe(model, self.workload.routing, self.tally)
+        model.to(next(model.parameters()).dtype)
+        keep_experts(model, self.axes.ep)
+
+    def connect(self, model: Llama) -> None:
+        engine, sequence_parallel = self.layout.ep_engine, self.layout.sequence_parallel
+        apply_expert_parallel(model, self.axes, engine, sequence_parallel)
+
+    def wrap(self, model: Llama) -> None:
+        for bias in model.buffers():
+            bias.zero_()
+        dtype = getattr(torch, self.workload.dtype)
+        apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
+        self.routers += [m for m in model.modules() if isinstance(m, Router)]
+        if self.workload.routing.moe_router_force_load_balancing:
+            apply_forced_balance(model, self.workload.seq_length, self.positions)
+
+    def begin(self) -> None:
+        self.tally.begin()
+
+    def counts(self) -> Tensor:
+        return self.tally.table.flatten()
+
+    def measures(self, totals: Tensor) -> dict[str, object]:
+        self.routed = totals.view_as(self.tally.table)
+        return measure_balance(
+            self.routed, self.model_config, self.workload.routing, per_layer=True
+        )
+
+    def updated(self, totals: Tensor) -> None:
+        self.tally.update_biases(self.routers, totals.view_as(self.tally.table))

@@ -1,0 +1,34 @@
+"""Precision: linears compute in fewer bits than their weights have, in bfloat16 copies or FP8."""
+
+from functools import partial
+
+import torch
+
+from picotron_min.extension import Extension
+from picotron_min.extensions.overlap.linear import Linear, apply_copies, linears, take_apart
+from picotron_min.extensions.precision.float8_linear import apply_float8
+from picotron_min.extensions.settings import Workload
+from picotron_min.model import Llama
+
+
+class Precision(Extension):
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.workload, self.device = workload, device
+        self.dtype = getattr(torch, workload.dtype)
+        self.linears: list[Linear] = []  # those whose weight is not sharded
+
+    def connect(self, model: Llama) -> None:
+        take_apart(model)  # while the weights are in the modules
+        if self.workload.fp8:
+            in_fp8 = partial(self.workload.in_fp8, num_layers=model.config.num_hidden_layers)
+            kind = self.device.type, self.dtype, self.workload.compile
+            apply_float8(model, model.boundary, in_fp8, *kind)
+
+    def wrap(self, model: Llama) -> None:
+        if self.dtype == torch.bfloat16:  # sharded weights are gathered in it
+            apply_copies(model, self.dtype)  # to compute with; the optimizer updates float32
+        self.linears += [m for m in linears(model).values() if m.weight is not None]
+
+    def weights_changed(self) -> None:
+        for linear in self.linears:
+            linear.refresh()  # copies, or bytes, of the weights

@@ -1,0 +1,108 @@
+"""What extensions add to the numbers of a run: fields of its layout, model, work and recipe.
+
+Each class has the fields of the core's class of the same name, and these. With its defaults no
+extension is used but overlap. Standard library only, so that a run can be planned anywhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+
+from picotron_min import layout
+from picotron_min.extensions.experts.mixture import Mixture, expert_rows
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.schedules.registry import chunks_problem as chunks_problem
+from picotron_min.layout import Grid
+from picotron_min.pipeline_schedule import Schedule
+
+# Bytes below which a saved tensor is not offloaded: to start a copy takes as long as to make it.
+LEAST_OFFLOAD = 2**20
+
+LARGEST_BETA2 = 0.99  # of bfloat16 moments: see optimizers/adamw.py
+
+
+@dataclass(frozen=True)
+class ModelConfig(Mixture):
+    """The shape of a model. ValueError if its numbers contradict each other."""
+
+
+SIZES = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
+
+
+@dataclass(frozen=True)
+class Layout(layout.Layout):
+    """The size of each axis of the mesh, and what belongs to it."""
+
+    overlap: bool = True  # weight gradients are computed while messages travel: see overlap/
+    tp_overlap: bool = False  # with sequence_parallel: messages during products, see overlap/
+    sharding: str = "none"  # what the dp x cp ranks divide: see sharding/
+    ep: int = 1  # ranks among which the experts of a layer are divided: see experts/
+    etp: int = 1  # ranks that have a part of each of them
+    ep_engine: str = "alltoall"  # or "allgather"
+
+    @property
+    def schedule(self) -> Schedule:
+        return SCHEDULES[self.pp_engine]
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Experts lie on a grid of their own: with ep 2, ranks 4 and 5 may have different ones."""
+        core, *_ = super().grids
+        core.axes["cp_tp"] = ("cp", "tp")  # different tokens of the same sequences
+        edp = self.dp * self.cp * self.tp // (self.ep * self.etp)
+        sizes = {"pp": self.pp, "edp": edp, "ep": self.ep, "etp": self.etp}
+        return [
+            core,
+            Grid(sizes, {n: (n,) for n in ("edp", "ep", "etp")} | {"ep_etp": ("ep", "etp")}),
+        ]
+
+    @property
+    def rules(self) -> list[Callable]:
+        rules = [partial(expert_rows, layout=self)]
+        if self.sharding != "none":
+            from picotron_min.extensions.sharding.rows import sharded_rows
+
+            rules.append(partial(sharded_rows, layout=self))
+        return rules
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts in training: see experts/. Each coefficient is a loss's."""
+
+    moe_seq_aux_loss_coeff: float = 0.001  # balance within each sequence
+    moe_aux_loss_coeff: float = 0.0  # within each micro-batch of a data-parallel rank
+    moe_global_aux_loss_coeff: float = 0.0  # within the step so far, over all ranks
+    moe_z_loss_coeff: float = 0.0  # keeps the router's logits small
+    moe_router_bias_update_rate: float = 0.001  # of the bias that sigmoid routers have
+    moe_expert_capacity_factor: float | None = None  # None: no token is dropped
+    moe_token_drop_policy: str = "probs"  # or "position": which tokens an expert keeps
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_router_force_load_balancing: bool = False  # random experts, for benchmarks
+
+
+@dataclass(frozen=True)
+class Workload(layout.Workload):
+    """What one data-parallel rank computes in a step."""
+
+    compile: bool = False  # see memory/
+    recompute: str = "none"  # or "selective", "full"
+    offload: int = 0  # layers of each stage whose activations wait on the host
+    fp8: bool = False  # layers' linears multiply in 8 bits: see precision/
+    fp8_skip: int = 0  # number of first and last layers that stay in `dtype`
+    optimizer: str = "adamw"  # or "muon", "sgd": see optimizers/
+    moments: str = "float32"  # or "bfloat16": of AdamW
+    routing: Routing = Routing()
+
+    def in_fp8(self, layer: int, num_layers: int) -> bool:
+        return self.fp8 and self.fp8_skip <= layer < num_layers - self.fp8_skip
+
+
+@dataclass(frozen=True)
+class Recipe(layout.Recipe):
+    """How the weights are updated."""
+
+    optimizer: str = "adamw"  # or "muon", "sgd": see optimizers/
+    momentum: float = 0.95  # of Muon
+    moments: str = "float32"  # or "bfloat16": in which AdamW keeps its averages
+    dtype: str = "float32"  # of matmuls; Muon has some
