@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from picotron_min.runtime import draw
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -30,3 +32,9 @@ def test_the_course_names_every_file_and_its_minutes_add_up():
 def test_the_first_command_is_the_first_block():
     command = "pip install -e . && torchrun --nproc_per_node 4 train.py --config config.json"
     assert re.search(r"```bash\n(.*?)\n```", PAGES[0].read_text(), re.DOTALL)[1] == command
+
+
+def test_the_picture_is_what_its_command_draws(tmp_path):
+    draw.main(["--svg", str(tmp_path / "schedules.svg")])
+    drawn = (tmp_path / "schedules.svg").read_bytes()
+    assert drawn == (ROOT / "docs/schedules.svg").read_bytes()

@@ -1,6 +1,7 @@
 """Draw pipeline schedules, planned and measured, as text; the command line for it.
 
     python -m picotron_min.pipeline_schedule --engine interleaved --stages 4 --microbatches 8
+    python -m picotron_min.pipeline_schedule --svg FILE      all schedules, in a picture
     python -m picotron_min.pipeline_schedule --trace FILE    what a run measured, under its plan
 
 Standard library only, so that it starts at once.
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from picotron_min.extensions.schedules.picture import write_picture
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
 from picotron_min.pipeline_messages import insert_messages
@@ -42,12 +44,15 @@ def main(arguments: list[str] | None = None) -> None:
     plan.add_argument("--stages", **size, metavar="P", help="ranks; default: 4")
     plan.add_argument("--microbatches", **size, metavar="M", help="default: 8")
     plan.add_argument("--chunks", **size, metavar="V", help="a rank; default: the engine's")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture, of all without --engine")
     parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
     parser.add_argument("--width", **size, metavar="COLUMNS", help="default: the terminal's")
     given = vars(parser.parse_args(arguments))  # only what stands on the command line
     width = given.pop("width", None) or shutil.get_terminal_size((100, 24)).columns
     try:
-        if "trace" not in given:
+        if "trace" not in given and "svg" in given:
+            write_picture(**given)
+        elif "trace" not in given:
             show_plan(width, **given)
         elif len(given) > 1:
             raise ValueError("--trace contains its own plan: omit --engine, --stages and the like")
