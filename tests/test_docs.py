@@ -1,4 +1,4 @@
-"""The README and docs/: their links, their modules, and the reading course."""
+"""The README, docs/ and the extensions' pages: links, modules, sizes, the map, and the picture."""
 
 import importlib.util
 import re
@@ -9,29 +9,55 @@ import pytest
 from picotron_min.runtime import draw
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+EXTENSIONS = ROOT / "picotron_min/extensions"
+EXTENSION_PAGES = sorted(EXTENSIONS.glob("*/README.md"))
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *EXTENSION_PAGES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_modules_exist(page):
     text = page.read_text()
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
     modules = re.findall(r"python -m ([\w.]+)", text)
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
-def test_the_course_names_every_file_and_its_minutes_add_up():
-    text = PAGES[0].read_text()
-    course = {path.stem for path in (ROOT / "picotron_min").glob("*.py")} - {"__init__"}
-    assert course <= set(re.findall(r"\]\(picotron_min/(\w+)\.py\)", text))
-    minutes = [int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
-    assert len(minutes) == 16 and f"{sum(minutes)} minutes in all" in text
+@pytest.mark.parametrize("page", [README, *EXTENSION_PAGES], ids=name_of)
+def test_a_page_fits_a_screen_or_two(page):
+    lines = page.read_text().splitlines()
+    assert len(lines) <= (120 if page == README else 60)
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_every_extension_has_a_page_and_the_readme_links_it():
+    folders = {path.parent for path in EXTENSIONS.glob("*/*.py")}
+    assert {page.parent for page in EXTENSION_PAGES} == folders
+    text = README.read_text()
+    assert [page for page in EXTENSION_PAGES if f"({name_of(page)})" not in text] == []
+
+
+def test_the_map_names_every_file_of_the_core_and_its_minutes_add_up():
+    rows = re.findall(r"^\|[^|]*\| (\d+) \| \[(\w+)\]", README.read_text(), re.MULTILINE)
+    core = {path.stem for path in (ROOT / "picotron_min").glob("*.py")} - {"__init__"}
+    assert {name for _, name in rows} == core | {"train"}
+    assert f" {sum(int(minutes) for minutes, _ in rows)} minutes" in README.read_text()
+
+
+def test_the_course_names_every_file_of_the_core():
+    text = (ROOT / "docs/course.md").read_text()
+    core = {path.stem for path in (ROOT / "picotron_min").glob("*.py")} - {"__init__"}
+    assert core <= set(re.findall(r"\]\(\.\./picotron_min/(\w+)\.py\)", text))
 
 
 def test_the_first_command_is_the_first_block():
     command = "pip install -e . && torchrun --nproc_per_node 4 train.py --config config.json"
-    assert re.search(r"```bash\n(.*?)\n```", PAGES[0].read_text(), re.DOTALL)[1] == command
+    assert re.search(r"```bash\n(.*?)\n```", README.read_text(), re.DOTALL)[1] == command
 
 
 def test_the_picture_is_what_its_command_draws(tmp_path):

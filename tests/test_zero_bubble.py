@@ -4,7 +4,6 @@ import itertools
 import re
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,22 +70,6 @@ def test_the_drawings_are_those_in_the_docstring():
         drawn = draw.draw(simulate(plans, place=schedule.place), width)
         for line in drawn.splitlines():
             assert f"    {line}" in zero_bubble.__doc__
-
-
-def test_the_drawings_in_the_readme_are_those_of_the_plans():
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    with mock.patch.object(draw, "_name", lambda action: letter(action)):
-        for engine in ("1f1b", "interleaved", *ENGINES):
-            schedule = SCHEDULES[engine]
-            timeline = simulate(build_plans(engine, 4, 8, schedule.chunks), place=schedule.place)
-            width = draw.MARGIN + int(2 * timeline.makespan / schedule.chunks)  # to one scale
-            lines = draw.draw(timeline, width).splitlines()
-            assert f"{timeline.bubble(0):.1%}" in text
-            assert all(f"{line.rstrip()}\n" in text for line in lines)
-
-
-def letter(action: Action) -> str:
-    return action.kind.value.lower() if action.chunk else action.kind.value
 
 
 # All integer times up to 5, with a column for each choice.

@@ -169,7 +169,7 @@ class LeastMemory:
         return self.bytes_each(sharding, self.narrow) * self.layer, held
 
     def bytes_each(self, sharding: str, narrow: int) -> float:
-        """Of a parameter that is computed with in so many bytes, as in docs/sharding.md."""
+        """Of a parameter that is computed with in so many bytes, see sharding/README.md."""
         wide, moments = self.wide, self.moments
         if sharding == "none":  # and a copy to compute with, if it is narrower
             return 2 * wide + moments + narrow * (narrow < wide)

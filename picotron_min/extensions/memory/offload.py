@@ -11,7 +11,7 @@ So at most two offloaded layers are on the GPU at a time. The last layer of a st
 backward follows its forward at once, or comes as soon as the next stage allows.
 
 Cost: a layer's saved bytes (see planner/activations.py) out and in, once each a micro-batch. The
-copies are hidden if they take no longer than the layer computes: see docs/offload.md.
+copies are hidden if they take no longer than the layer computes: see README.md.
 Source: Rhu et al. 2016, "vDNN", section 3. In production: Transformer Engine's
 `get_cpu_offload_context`; `torch.autograd.graph.save_on_cpu`, which waits for each copy.
 """
