@@ -183,7 +183,7 @@ def print_costs(config: Config, model_config: ModelConfig) -> None:
     count, matmul = parameter_count(model_config), matmul_parameters(model_config)
     print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
     print_experts(config, model_config)
-    print("memory per rank  by the formulas of picotron_min/memory.py, memory_per_rank:")
+    print("memory per rank  by the formulas of picotron_min/planner/memory.py, memory_per_rank:")
     size = 8 if m.dtype == "float64" else 4
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
     copy = ", + 2 bytes for copies to multiply with" if m.fp8 else copy

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from picotron_min.extensions.schedules.simulator import Timeline, build_plans, simulate
-from picotron_min.pipeline_action import Kind
-from picotron_min.pipeline_schedule import SCHEDULES
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.simulator import Timeline, simulate
+from picotron_min.pipeline_schedule import Kind
 
 LEFT, FORWARD, ROW, TITLE = 19, 14, 14, 24  # pixels: margin, a forward, a rank, a schedule's title
 PAPER, IDLE, INK = "#ffffff", "#e6e9ed", "#1f2328"  # readable on light and on dark pages
