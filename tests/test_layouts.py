@@ -51,6 +51,7 @@ def make_config(
     chunks=1,
     sequence_parallel=False,
     tp_overlap=False,
+    overlap=True,
     engine="1f1b",
     recompute="none",
     cp=1,
@@ -68,6 +69,7 @@ def make_config(
                 "cp_size": cp,
                 "cp_engine": cp_engine,
                 "sequence_parallel": sequence_parallel,
+                "overlap": overlap,
                 "tp_overlap": tp_overlap,
                 "pp_engine": engine,
                 "use_cpu": True,
@@ -267,6 +269,19 @@ def test_context_parallel_layouts_train_the_same_model(pool, layout, variant):
 def test_schedule_and_recompute_train_the_same_model(pool, tp, engine, recompute):
     config = make_config(2, tp, 2, sequence_parallel=tp > 1, engine=engine, recompute=recompute)
     assert_trains_the_same(pool, config, "untied")
+
+
+# dp, tp, pp, cp, sequence parallelism: the forms that the core has, without the extension.
+SIMPLE = [(1, 2, 1, 1, False), (1, 4, 1, 1, True), (2, 2, 2, 1, True), (1, 2, 2, 2, False)]
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1, False), *SIMPLE], ids=str)
+def test_the_simple_forms_of_the_core_train_the_same_model(pool, layout):
+    dp, tp, pp, cp, sequence_parallel = layout
+    config = make_config(
+        dp, tp, 2, pp, sequence_parallel=sequence_parallel, cp=cp, recompute="full", overlap=False
+    )
+    assert_trains_the_same(pool, config, "tied")
 
 
 def test_the_reference_run_learns_and_clips(pool):
