@@ -106,27 +106,13 @@ def parallelize(
     table = placements(shapes, layout, tied, num_layers)
     dtype = getattr(torch, workload.dtype)
     wide = torch.promote_types(dtype, torch.float32)  # weights are never less precise
-
-    def build_chunk(stage) -> Chunk:
+    chunks = []
+    for stage in my_stages(num_layers, layout.schedule, axes.pp):
         with torch.device("meta"):  # shapes without memory
             model = Llama(model_config).to(wide)
         keep_stage(model, stage)  # layers of other stages are deleted
-        for extension in extensions:
-            extension.swap(model)
-        narrow(model, table, axes)  # matrices become the rows or columns of this rank
-        parts.tensor_parallel(model, axes)
-        for layer in model.model.layers.values():
-            layer.self_attn.core_attention = parts.attention()
-        apply_context_parallel(model, axes.cp, layout.cp_engine, parts.kernel)
-        for extension in extensions:
-            extension.connect(model)
-        model.to_empty(device=device)  # from here on there is memory, for this rank's parts alone
-        model.tie_weights()  # `to_empty` has untied them
-        for extension in extensions:
-            extension.wrap(model)
-        return Chunk(stage, model)
-
-    chunks = [build_chunk(stage) for stage in my_stages(num_layers, layout.schedule, axes.pp)]
+        build_stage(model, layout, table, axes, device, parts, extensions)
+        chunks.append(Chunk(stage, model))
     tie_ends(chunks)
     models = [chunk.model for chunk in chunks]
     parameters = {saved_name(n, tied): p for model in models for n, p in model.named_parameters()}
@@ -153,3 +139,28 @@ def parallelize(
         autocast=partial(torch.autocast, device.type, torch.bfloat16, enabled=in_bfloat16),
         extensions=extensions,
     )
+
+
+def build_stage(
+    model: Llama,
+    layout: Layout,
+    table: Table,
+    axes: Axes,
+    device: torch.device,
+    parts: Parts,
+    extensions: Sequence[Extension],
+) -> None:
+    """Give a stage on the meta device the parts of this rank, and memory for them, in place."""
+    for extension in extensions:
+        extension.swap(model)
+    narrow(model, table, axes)  # matrices become the rows or columns of this rank
+    parts.tensor_parallel(model, axes)
+    for layer in model.model.layers.values():
+        layer.self_attn.core_attention = parts.attention()
+    apply_context_parallel(model, axes.cp, layout.cp_engine, parts.kernel)
+    for extension in extensions:
+        extension.connect(model)
+    model.to_empty(device=device)  # from here on there is memory, for this rank's parts alone
+    model.tie_weights()  # `to_empty` has untied them
+    for extension in extensions:
+        extension.wrap(model)
