@@ -139,7 +139,7 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     norm = math.sqrt(squares) / num_targets
 
     rate = learning_rate_at(step, recipe)
-    skip = run.skipped.record(step + 1, norm)
+    skip = run.skipped.must_skip(step + 1, norm)
     if not skip:
         clip = min(1.0, recipe.grad_clip / (norm + 1e-6)) if recipe.grad_clip else 1.0
         for gradients in model.gradients:

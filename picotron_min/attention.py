@@ -1,4 +1,4 @@
-"""Attention to keys that are not all there at once, in blocks that merge exactly.
+"""Attention: keys that are not all there at once are attended to in blocks, which merge exactly.
 
 A row of attention is a weighted mean of values, out = sum_j exp(s_j) v_j / sum_j exp(s_j), with
 scores s_j = q k_j / sqrt(D). Each block of keys gives its own mean, and the weight of that mean:

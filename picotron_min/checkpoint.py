@@ -1,4 +1,4 @@
-"""Save and load what a step changes, so that any layout can load what any other has saved.
+"""Checkpoints: what a step changes is saved so that any other layout can load it.
 
 Each rank declares which part of the whole its tensors are, and torch.distributed.checkpoint finds
 the overlaps with the parts of the next run, which may cut them differently:

@@ -1,4 +1,4 @@
-"""How the ranks of one axis of the mesh communicate, and a ledger of the bytes that they send.
+"""Collectives: how the ranks of an axis communicate, and a ledger of the bytes that they send.
 
     collective         what each of n ranks gets                 bytes that it sends
     all-reduce         the sum of all ranks' tensors             2 (n-1)/n b

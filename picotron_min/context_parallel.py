@@ -61,7 +61,7 @@ def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel
 
 
 class RingAttention(nn.Module):
-    """Causal attention to the keys of all ranks; backward goes round the ring as forward does."""
+    """Causal attention to the keys of all ranks; backward sends both in the same order."""
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _RingAttention(torch.autograd.Function):
             d_out, q_rows, out_rows, lse_rows = (x[:, :, rows] for x in (gradient, q, out, lse))
             dq_rows, dk, dv = ctx.kernel.backward(d_out, q_rows, k, v, out_rows, lse_rows, is_own)
             dq[:, :, rows] += dq_rows
-            # What arrives belongs to this very block, but for the first two: ours, the next rank's.
+            # What arrives is the gradient of this block; the first two blocks start from zeros.
             dkv = shift.wait() if shift else torch.zeros_like(kv, dtype=lse.dtype)
             dkv[0][:, :, columns] += dk
             dkv[1][:, :, columns] += dv

@@ -1,4 +1,4 @@
-"""What training costs, as formulas over the model's shape: parameters, and FLOPs per token.
+"""Costs: parameters, and FLOPs per token, as formulas over the model's shape.
 
     per token: a matmul parameter    2 FLOPs forward   4 backward   (Kaplan et al. 2020, sec. 2.1)
                a layer's attention   2 S Q D           4 S Q D      (half of the pairs: causal)

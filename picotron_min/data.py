@@ -1,4 +1,4 @@
-"""How do all ranks agree on who trains on which piece of a text, without a message?
+"""Data: a batch is a function of (seed, step, micro-batch, rank), so no rank needs a message.
 
 All documents are joined into one stream, an end-of-text token (E) after each. Its end is held out.
 Sequences are slices of S + 1 tokens; each token but the first is the target of the one before it.

@@ -1,4 +1,4 @@
-"""The seam between the core and its extensions: places in the build of a model, and in a step.
+"""Extensions: the places in the build of a model, and in a step, where they plug in.
 
     build    Llama -> keep my stage -> [swap] -> narrow -> tensor, context parallel -> [connect]
              -> allocate -> [wrap] -> gradient buckets -> pipeline

@@ -1,4 +1,4 @@
-"""Draw initial weights that do not depend on the layout: a function of (seed, parameter name).
+"""Initial weights: a function of (seed, parameter name), the same in every layout.
 
     seed 42, "model.layers.0.mlp.up_proj.weight"  ->  the full matrix  ->  this rank's rows of it
 

@@ -1,4 +1,4 @@
-"""The numbers of a run: its layout over processes, the work of a step, and the recipe of updates.
+"""Layout: how a run lies on processes, what a step computes, and how weights are updated.
 
 Ranks are numbered row by row over (pp, dp, cp, tp):
 

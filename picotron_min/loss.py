@@ -1,4 +1,4 @@
-"""Cross entropy without storing the logits, whether or not the vocabulary is split over ranks.
+"""Loss: cross entropy without storing the logits, also if the vocabulary is split over ranks.
 
 The logits of 8k tokens and a vocabulary of 128k are 4 GB in float32, and so is their gradient. The
 loss of a token needs only its own row of logits, however, so rows are taken in stripes:

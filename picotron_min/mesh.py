@@ -1,4 +1,4 @@
-"""The mesh: named axes of processes, which say with which ranks a rank communicates, and for what.
+"""Mesh: processes on named axes, along each of which a rank communicates with some of them.
 
 The world is a grid (pp, dp, cp, tp), numbered row by row (see layout.py). An axis is the row of
 ranks that a rank is in when one coordinate varies. A joint axis varies several at once:

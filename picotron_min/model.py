@@ -1,4 +1,4 @@
-"""A plain Llama for one device, with Hugging Face's parameter names.
+"""Model: a plain Llama for one device, with Hugging Face's parameter names.
 
     tokens -> embed_tokens -> layers: x += self_attn(norm(x)); x += mlp(norm(x)) -> norm -> lm_head
 

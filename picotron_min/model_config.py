@@ -1,4 +1,4 @@
-"""The shape of a model: a dozen numbers that give each parameter of a Llama its name and shape.
+"""Model config: a dozen numbers give each parameter of a Llama its name and shape.
 
     token ids -> embed_tokens -> layer 0, 1, ... -> norm -> lm_head -> a score for each token
     [B, S]       [vocab, E]      attention, MLP     [E]     [vocab, E]  [B, S, vocab]

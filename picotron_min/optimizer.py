@@ -1,4 +1,4 @@
-r"""The update: parameter groups, the learning rate of a step, the gradient norm, skipped steps.
+r"""Optimizer: parameter groups, the learning rate of a step, the gradient norm, skipped steps.
 
     learning rate    /‾‾‾‾‾‾‾‾‾ constant      /‾\_       cosine      /‾‾‾‾‾‾‾\    wsd
                     /                        /    \__               /         \
@@ -86,7 +86,7 @@ class SkippedSteps:
         self.total = self.in_a_row = 0  # the total is saved with a checkpoint
         self.has_learned = False  # in this process
 
-    def record(self, step: int, norm: float) -> bool:
+    def must_skip(self, step: int, norm: float) -> bool:
         """True if this step must be skipped; FloatingPointError at the third in a row."""
         if math.isfinite(norm):
             self.in_a_row, self.has_learned = 0, True

@@ -1,4 +1,4 @@
-"""Build one rank's model: from a plain Llama, in the order in which the parallelisms must come.
+"""Parallelize: one rank's model is built from a plain Llama, in the only order that works.
 
     on the meta device, without memory:    Llama -> keep my stage -> narrow matrices
                                            -> tensor parallel -> context parallel

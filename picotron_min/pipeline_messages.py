@@ -1,4 +1,4 @@
-"""Messages of pipeline plans: a send and a receive wherever a result is for another rank.
+"""Pipeline messages: a plan gets a send and a receive wherever a result is for another rank.
 
     rank 0  F0 F1 B0 B1    ->    F0, send, F1, send, receive, B0, receive, B1
     rank 1  F0 B0 F1 B1    ->    receive, receive, F0, B0, send, F1, B1, send

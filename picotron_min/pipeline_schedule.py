@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each rank computes in a step, as a plain list.
+"""Pipeline schedules: what each rank computes in a step, as a plain list.
 
 The layers are cut into stages. A rank has one, or several: its chunks. A micro-batch runs forward
 through all stages and its gradient runs back; a rank with nothing to compute is in the *bubble*:
@@ -73,7 +73,7 @@ def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan
 
 def one_f_one_b(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """A forward and a backward in turn, once there are gradients (Narayanan et al. 2021, 2.2.1)."""
-    return _alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)  # one per rank behind
+    return _alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)  # one a later rank
 
 
 def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:

@@ -1,4 +1,4 @@
-"""The placement table: where every parameter lies, and over which ranks its gradient is summed.
+"""Placement: where every parameter lies, and over which ranks its gradient is summed.
 
     q_proj      cut by rows over tp       each part is held alike by the dp x cp ranks, which sum
     o_proj      cut by columns over tp    its gradient

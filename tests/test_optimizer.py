@@ -104,9 +104,9 @@ def test_the_gradient_norm_and_zeros_count_each_element_of_the_model_once(pool):
 def test_three_non_finite_steps_in_a_row_stop_the_run():
     skipped = SkippedSteps()
     norms = [1.0, math.nan, math.inf, 2.0, math.nan, math.nan]
-    assert [skipped.record(step, norm) for step, norm in enumerate(norms)] == [
+    assert [skipped.must_skip(step, norm) for step, norm in enumerate(norms)] == [
         False, True, True, False, True, True
     ]  # fmt: skip
     assert skipped.total == 4
     with pytest.raises(FloatingPointError, match="3 steps in a row, up to step 6"):
-        skipped.record(6, math.inf)
+        skipped.must_skip(6, math.inf)

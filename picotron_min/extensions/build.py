@@ -1,4 +1,4 @@
-"""Which extensions a run needs. The only file that knows all of them, and imports what is used."""
+"""Build: the extensions that a run needs. Only this file knows all, and it imports what is used."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What extensions add to the numbers of a run: fields of its layout, model, work and recipe.
+"""Settings: what extensions add to a run's layout, model, work and recipe.
 
 Each class has the fields of the core's class of the same name, and these. With its defaults no
 extension is used but overlap. Standard library only, so that a run can be planned anywhere.

@@ -1,4 +1,4 @@
-"""How evenly a step used the experts, from what the routers have counted."""
+"""Balance: how evenly a step used the experts, from what the routers have counted."""
 
 from collections.abc import Mapping
 from statistics import fmean

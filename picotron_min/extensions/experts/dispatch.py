@@ -141,8 +141,8 @@ def add_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
 class Exchange:
     """Rows that travel between `start` and `wait`; in backward their gradients travel back.
 
-    Backward begins at `wait` what it ends at `start`: autograd runs what lies between meanwhile. So
-    only both together are each other's transpose, as Conjugate asks.
+    The backward of `wait` starts the reverse message, the backward of `start` waits for it. So only
+    both together are each other's transpose, as Conjugate asks.
     """
 
     def __init__(self, axis: Axis, to_each: list[int], from_each: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""All experts of a rank in one product, where a loop would start a kernel for each of them.
+"""Grouped experts: one product for all of a rank, where a loop would start a kernel for each.
 
     rows, sorted by expert   | of expert 0 |  1  | (none of 2) |    3    |   [r, E]
     times                    |     W0      | W1  |             |   W3    |   one tensor [X, F, E]

@@ -1,4 +1,4 @@
-"""A mixture of experts in numbers: its shape, and where its parameters lie.
+"""Mixture: the shape of a model with experts, and where its parameters lie.
 
     layers.1.mlp.gate                  [X, E]    the router
     layers.1.mlp.experts.3.up_proj     [F, E]    expert 3, of X; and gate_proj, down_proj

@@ -187,7 +187,7 @@ class Pairs:
         if rows_each:
             empty = numbers.new_full((num_rows + 1,), len(flat))  # behind the last pair
             order = empty.scatter_(0, places, numbers)
-        # Of each row its pair, and of each pair its row; one past the end stands for none, a zero.
+        # order[row] is the pair in a row, places[pair] its row; an index past the end reads a zero.
         self.order, self.places, self.k = order[:num_rows], places, experts.shape[1]
         self.fills, self.drops = bool(rows_each), num_rows < len(flat) or bool(rows_each)
 

@@ -1,4 +1,4 @@
-"""Which experts does a token use, and how are all of them kept in use?
+"""Router: it chooses the experts of each token, and keeps all of them in use.
 
     x [B, S, E] -> logits [B, S, X] -> scores -> the best k experts of each token, and their weights
 

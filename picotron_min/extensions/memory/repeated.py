@@ -1,4 +1,4 @@
-"""HFU: the FLOPs that recomputation repeats. Standard library only."""
+"""Repeated FLOPs: what recomputation adds to a step. Standard library only."""
 
 from picotron_min.costs import flops_of_layers, model_flops_per_token
 from picotron_min.extensions.settings import ModelConfig

@@ -1,9 +1,9 @@
-"""AdamW with its two moments stored in bfloat16: half the optimizer's memory.
+"""Narrow AdamW: its two moments are stored in bfloat16, which halves the optimizer's memory.
 
     m <- b1 m + (1 - b1) g        computed in the parameter's dtype, then rounded to bfloat16,
     v <- b2 v + (1 - b2) g^2      whose digits are 1/128 apart between 1 and 2
 
-The trap is a v that never falls. When gradients have become small, a step takes the fraction 1 - b2
+In bfloat16 v can get stuck. When gradients have become small, a step takes the fraction 1 - b2
 of v away; if that is less than half a digit, rounding to nearest restores v. With b2 = 0.999 and
 gradients a tenth as large as before, updates stay 5 times too small if gradients are constant, and
 13 times if they are random. At b2 = 0.99 v follows.

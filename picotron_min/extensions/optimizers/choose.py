@@ -1,4 +1,4 @@
-"""The optimizer of a run: the core's, or one of this folder."""
+"""Choice of the optimizer: the core's, or one of this folder."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tensor parallelism that computes weight gradients while its messages travel.
+"""Boundaries: tensor parallelism that computes weight gradients while its messages travel.
 
     backward of a sublayer     without overlap     dx, dW | message of dx waited for
                                with overlap        dx | message begins, dW meanwhile, message ends

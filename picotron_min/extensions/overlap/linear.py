@@ -1,4 +1,4 @@
-"""A linear layer, taken apart into the three products that training computes with a weight.
+"""Linear: a layer, taken apart into the three products that training computes with a weight.
 
                           needed by
     y  = x W^T            the next layer, at once

@@ -1,4 +1,4 @@
-"""Tensor parallelism whose messages travel while it multiplies.
+"""Ring boundary: tensor parallelism whose messages travel while it multiplies.
 
 With sequence parallelism a sublayer begins with an all-gather and ends with a reduce-scatter, and
 neither has anything to hide behind. But rows of a product need only the same rows of its input. So

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: GPUs multiply them twice as fast as bfloat16, and they have half the bytes.
+"""Float8: numbers in 8 bits, which GPUs multiply twice as fast as bfloat16, in half the bytes.
 
                 exponent   mantissa   largest   for
     bfloat16    8 bits     7 bits     3e38
@@ -75,7 +75,7 @@ def quantise(
 
 def largest(x: Tensor) -> Tensor:
     """amax = max |x|, [] in float32; infinite if any number is inf or NaN."""
-    if not x.numel():  # a part without numbers: its rank calls `maximum` all the same
+    if not x.numel():  # this rank must still call `maximum`: it is a collective
         return x.new_zeros((), dtype=torch.float32)
     amax = torch.linalg.vector_norm(x, math.inf).float()
     return amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN

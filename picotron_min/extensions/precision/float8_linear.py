@@ -1,4 +1,4 @@
-"""Linears in FP8: a sublayer's input is rounded once, and its linears share the bytes.
+"""Float8 linears: a sublayer's input is rounded once, and its linears share the bytes.
 
     forward     x -> bytes, E4M3 --(gather)--> q, k, v; gate, up          x W^T
     backward    dy of each -> bytes, E5M2 ---> dx, the ranks' sum         dy W

@@ -1,4 +1,4 @@
-"""All schedules by name: the core's, and those that cut backward in two."""
+"""Registry: all schedules by name, the core's and those that cut backward in two."""
 
 from picotron_min import pipeline_messages, pipeline_schedule
 from picotron_min.extensions.schedules import zero_bubble

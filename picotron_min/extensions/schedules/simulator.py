@@ -1,4 +1,4 @@
-"""Pipeline plans on paper: the time of each rank, simulated.
+"""Simulator: pipeline plans on paper, with the time of each rank.
 
 `simulate` runs plans with any times of their actions, and finds a deadlock before it happens; sends
 and receives take the time that they are given. runtime/draw.py draws what it returns. Standard

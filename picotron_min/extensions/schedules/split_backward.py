@@ -1,4 +1,4 @@
-"""Pipelines whose plans cut backward in two: B as the core runs it, then W, from the queue."""
+"""Split backward: B as the core runs it, then W, from the queue."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Collectives in place, of a buffer [n, R] whose rows are the ranks' own."""
+"""In-place collectives: of a buffer [n, R] whose rows are the ranks' own."""
 
 import torch.distributed as dist
 from torch import Tensor

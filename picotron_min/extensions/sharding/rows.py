@@ -1,4 +1,4 @@
-"""Where sharded matrices lie: rows of the placement table, and places in a buffer.
+"""Rows: where sharded matrices lie, in the placement table and in a buffer.
 
     row shardings    every rank has some rows of every matrix
     layerwise        every hidden matrix has one owner, which has all of it; other matrices as above

@@ -92,7 +92,7 @@ class ShardedUnit:
         self.begin(0)
 
     def _mine(self, row: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """This rank's part of each matrix, as a view of its row; it may have nothing of some."""
+        """This rank's part of each matrix, as a view of its row; not all have rows here."""
         return {
             name: row[piece.start : piece.start + piece.width].view(-1, shapes[name][1])
             for name, pieces in self.pieces.items()
