@@ -18,16 +18,15 @@ class BytesTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
-        from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, pre_tokenizers
+        import tokenizers
         from transformers import PreTrainedTokenizerFast
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # The files must be text, so GPT-2 gave every byte a printable character.
         ids = {character: byte for byte, character in bytes_to_unicode().items()}
-        backend = Backend(models.BPE(ids, []))  # with no merges, no token is longer than a byte
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))  # without merges
+        split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer, backend.decoder = split, tokenizers.decoders.ByteLevel()
         whole = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT[0])
         whole.save_pretrained(folder)
 
