@@ -1,5 +1,7 @@
 """Public models by name, and every field of a Hugging Face config.json, right or wrong."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,9 @@ from picotron_min.extensions.experts.router import Tally
 from picotron_min.extensions.settings import SIZES, ModelConfig, Routing
 from picotron_min.model import Llama
 from picotron_min.model_config import RopeScaling
+from picotron_min.runtime import public_models
+from picotron_min.runtime.architectures import ARCHITECTURES, Architecture
+from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.public_models import (
     PRESETS,
     find_preset,
@@ -16,6 +21,7 @@ from picotron_min.runtime.public_models import (
     to_hf,
     tokenizer_of,
 )
+from picotron_min.runtime.tokenizer import BytesTokenizer
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 
@@ -406,6 +412,59 @@ def test_any_value_of_any_key_of_experts_gives_a_model_or_a_value_error(model_ty
         free = model_type == "solar_open" and key == "intermediate_size"  # it has none
         free |= key in ("mlp_only_layers", "norm_topk_prob", "tie_word_embeddings")
         assert refused > len(ANY_VALUES) / 3 or free, key
+
+
+@dataclass(frozen=True)
+class WithNorms(ModelConfig):
+    """What an extension adds to the model: a norm of each head of queries and keys."""
+
+    qk_norm: bool = False
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().parameter_shapes()
+        if self.qk_norm:
+            for i in range(self.num_hidden_layers):
+                for norm in ("q_norm", "k_norm"):
+                    shapes[f"model.layers.{i}.self_attn.{norm}.weight"] = (self.head_dim,)
+        return shapes
+
+
+NORMED = WithNorms(97, 32, 56, 3, 4, 2, head_dim=16, qk_norm=True)
+QWEN3 = Architecture(
+    class_name="Qwen3ForCausalLM",
+    fits=lambda model_config: model_config.qk_norm,
+    fixed={"attention_bias": False, "use_sliding_window": False},
+    defaults={},  # an absent head_dim would mean 128
+    read=lambda hf: {"qk_norm": True},
+)
+
+
+def test_an_extension_adds_an_architecture_by_a_row(monkeypatch):
+    monkeypatch.setattr(public_models, "ModelConfig", WithNorms)
+    monkeypatch.setitem(ARCHITECTURES, "qwen3", QWEN3)
+    hf = to_hf(NORMED)
+    there = transformers.AutoConfig.for_model(**hf)
+    assert type(there) is transformers.Qwen3Config
+    assert from_hf(hf) == from_hf(there.to_dict()) == NORMED
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(there)
+    shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    assert shapes == NORMED.parameter_shapes()
+    with pytest.raises(ValueError, match="attention_bias=True is not supported: only False"):
+        from_hf(hf | {"attention_bias": True})
+    with pytest.raises(ValueError, match=r"config\.json lacks head_dim$"):
+        from_hf({key: value for key, value in hf.items() if key != "head_dim"})
+    plain = NORMED.override(qk_norm=False)
+    assert to_hf(plain)["model_type"] == "llama" and from_hf(to_hf(plain)) == plain
+
+
+def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path):
+    weights = {name: torch.zeros(shape) for name, shape in NORMED.parameter_shapes().items()}
+    name = "model.layers.0.self_attn.q_norm.weight"
+    message = rf"'llama' of transformers is another model: {name} is absent there, and \(16,\) here"
+    with pytest.raises(ValueError, match=message):
+        export_hf(tmp_path / "hf", weights, NORMED, BytesTokenizer())
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Architectures of transformers that our model computes: their config.json, and their tensors.
+"""Architectures: how transformers names the numbers and tensors of models that we compute.
 
                           ours                         mixtral
     a number              moe_intermediate_size        intermediate_size
     a tensor's name       mlp.experts.0.gate_proj      block_sparse_moe.experts.0.w1
     not computed                                       sliding_window, unless it is null
 
-ARCHITECTURES has them by their `model_type`. Standard library only, to plan without torch.
+Each is a row of ARCHITECTURES; an extension that adds to the model adds its row at the end.
+Standard library only, to plan without torch.
 """
 
 from collections.abc import Callable
@@ -13,63 +14,30 @@ from typing import NamedTuple
 
 from picotron_min.extensions.settings import SIZES, ModelConfig
 
+# What all of them have: fields of ModelConfig, and keys with the only value that we compute.
+NUMBERS = (*SIZES, "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
+NUMBERS += ("max_position_embeddings",)
+FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+
 
 class Architecture(NamedTuple):
-    """How transformers names what our model has, and what of the rest we compute."""
+    """What the config.json and the tensors of one `model_type` mean for our model."""
 
     class_name: str
-    keys: dict[str, str]  # of config.json, for fields of ModelConfig
-    defaults: dict[str, object]  # of those that a file may lack
-    only: dict[str, tuple]  # other keys: what an absent one means, and the values that we compute
-    more: tuple[str, ...] = ()  # further keys, which these two turn into fields, and back
+    fits: Callable[[ModelConfig], bool]  # a model is written as the last row that fits
+    fixed: dict[str, object]  # keys with the only value that we compute, beside FIXED
+    defaults: dict[str, object]  # what absent keys mean; else the fixed value, or a mistake
+    fields: tuple[str, ...] = ()  # of ModelConfig, beside NUMBERS
+    renamed: tuple[tuple[str, str], ...] = ()  # fields with another key in config.json
+    more: tuple[str, ...] = ()  # keys that `read` turns into fields, and `write` back
     read: Callable[[dict], dict] = lambda hf: {}
     write: Callable[[ModelConfig], dict] = lambda model_config: {}
     tensors: tuple[tuple[str, str], ...] = ()  # parts of our names, and of theirs
 
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-NUMBERS = _same(*SIZES, "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
-NUMBERS |= _same("max_position_embeddings")
-LIMITS = {"hidden_act": ("silu", ["silu"]), "partial_rotary_factor": (1.0, [1.0])}
-NO_BIAS = {"attention_bias": (False, [False])}
-
-LLAMA = Architecture(
-    class_name="LlamaForCausalLM",
-    keys=NUMBERS,
-    defaults={
-        "num_key_value_heads": None,  # num_attention_heads
-        "head_dim": None,  # hidden_size / num_attention_heads
-        "rope_theta": 10_000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 2048,
-    },
-    only=LIMITS | NO_BIAS | {"mlp_bias": (False, [False])},
-)
-
-MIXTRAL = Architecture(
-    class_name="MixtralForCausalLM",
-    keys=NUMBERS
-    | _same("num_local_experts", "num_experts_per_tok")
-    | {"moe_intermediate_size": "intermediate_size"},  # no layer has another MLP
-    defaults={"head_dim": None},
-    only=LIMITS | {"sliding_window": (None, [None]), "router_jitter_noise": (0.0, [0.0])},
-    tensors=(
-        (".mlp.", ".block_sparse_moe."),
-        (".gate_proj.", ".w1."),
-        (".up_proj.", ".w3."),
-        (".down_proj.", ".w2."),
-    ),
-)
-
-# What glm4_moe and solar_open share: DeepSeek-V3's router.
-SIGMOID = NUMBERS | {"num_local_experts": "n_routed_experts"}
-SIGMOID |= _same("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-SIGMOID |= _same("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
-NO_NORM = {"use_qk_norm": (False, [False])}  # norms of queries and keys
+    @property
+    def keys(self) -> dict[str, str]:
+        """Field of ModelConfig -> key of config.json."""
+        return {name: name for name in NUMBERS + self.fields} | dict(self.renamed)
 
 
 def _read_glm4_moe(hf: dict) -> dict:
@@ -79,43 +47,18 @@ def _read_glm4_moe(hf: dict) -> dict:
     return {"scoring_func": "sigmoid", "mlp_only_layers": tuple(range(dense))}
 
 
-GLM4_MOE = Architecture(
-    class_name="Glm4MoeForCausalLM",
-    keys=SIGMOID,
-    defaults={"head_dim": None},
-    only=LIMITS
-    | NO_BIAS
-    | NO_NORM
-    | {
-        "partial_rotary_factor": (0.5, [1.0]),
-        "num_nextn_predict_layers": (1, [0]),  # layers that predict tokens further ahead
-    },
-    more=("first_k_dense_replace",),
-    read=_read_glm4_moe,
-    write=lambda config: {"first_k_dense_replace": len(config.mlp_only_layers)},
-)
-
-SOLAR_OPEN = Architecture(
-    class_name="SolarOpenForCausalLM",
-    keys=SIGMOID | {"intermediate_size": "moe_intermediate_size"},  # no layer has another MLP
-    defaults={},  # an absent head_dim would mean 128
-    only=LIMITS | NO_BIAS | NO_NORM | {"first_k_dense_replace": (0, [0])},
-    read=lambda hf: {"scoring_func": "sigmoid"},
-)
-
-
 def _read_qwen2_moe(hf: dict) -> dict:
     inner, shared = hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
     if shared % inner:
         why = f"must be a multiple of moe_intermediate_size={inner}, the size of an expert"
         raise ValueError(f"shared_expert_intermediate_size={shared}: {why}")
     given, step, layers = hf["mlp_only_layers"], hf["decoder_sparse_step"], hf["num_hidden_layers"]
-    dense = [i for i in range(layers) if i in given or (i + 1) % step]
+    dense = tuple(i for i in range(layers) if i in given or (i + 1) % step)
     if len(dense) == layers:
         why = f"mlp_only_layers={given!r:.60} and decoder_sparse_step={step} leave no layer"
         raise ValueError(f"{why} with experts: use [] and 1 for experts in all")
     fields = {"n_shared_experts": shared // inner, "moe_shared_expert_gate": shared > 0}
-    return fields | {"mlp_only_layers": tuple(dense)}
+    return fields | {"mlp_only_layers": dense}
 
 
 def _write_qwen2_moe(model_config: ModelConfig) -> dict:
@@ -124,43 +67,82 @@ def _write_qwen2_moe(model_config: ModelConfig) -> dict:
     return {"shared_expert_intermediate_size": shared} | layers
 
 
-QWEN2_MOE = Architecture(
-    class_name="Qwen2MoeForCausalLM",
-    keys=NUMBERS
-    | _same("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    | {"num_local_experts": "num_experts"},
-    defaults={"head_dim": None},
-    only=LIMITS | {"qkv_bias": (True, [False]), "use_sliding_window": (False, [False])},
-    more=("shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
-    read=_read_qwen2_moe,
-    write=_write_qwen2_moe,
-    tensors=((".shared_experts.", ".shared_expert."),),
-)
+def _needs_qwen2_moe(c: ModelConfig) -> bool:
+    more_than_mixtral = c.mlp_only_layers or c.n_shared_experts or not c.norm_topk_prob
+    return c.num_local_experts > 0 and c.scoring_func == "softmax" and bool(more_than_mixtral)
+
+
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
+EXPERT_MATRICES = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
 
 ARCHITECTURES = {
-    "llama": LLAMA,
-    "mixtral": MIXTRAL,
-    "glm4_moe": GLM4_MOE,
-    "solar_open": SOLAR_OPEN,
-    "qwen2_moe": QWEN2_MOE,
+    "llama": Architecture(
+        class_name="LlamaForCausalLM",
+        fits=lambda model_config: True,
+        fixed={"attention_bias": False, "mlp_bias": False},
+        defaults={
+            "num_key_value_heads": None,  # num_attention_heads
+            "head_dim": None,  # hidden_size / num_attention_heads
+            "rope_theta": 10_000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "mixtral": Architecture(
+        class_name="MixtralForCausalLM",
+        fits=lambda model_config: model_config.num_local_experts > 0,
+        fixed={"sliding_window": None, "router_jitter_noise": 0.0},
+        defaults={"head_dim": None},
+        fields=EXPERTS,
+        renamed=(("moe_intermediate_size", "intermediate_size"),),  # no layer has another MLP
+        tensors=((".mlp.", ".block_sparse_moe."), *EXPERT_MATRICES),
+    ),
+    "glm4_moe": Architecture(
+        class_name="Glm4MoeForCausalLM",
+        fits=lambda c: c.num_local_experts > 0 and c.scoring_func == "sigmoid",
+        fixed={"attention_bias": False, "use_qk_norm": False, "num_nextn_predict_layers": 0},
+        defaults={"head_dim": None, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1},
+        fields=EXPERTS + SIGMOID,
+        renamed=(("num_local_experts", "n_routed_experts"),),
+        more=("first_k_dense_replace",),
+        read=_read_glm4_moe,
+        write=lambda model_config: {"first_k_dense_replace": len(model_config.mlp_only_layers)},
+    ),
+    "solar_open": Architecture(
+        class_name="SolarOpenForCausalLM",
+        fits=lambda model_config: False,  # glm4_moe computes the same
+        fixed={"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+        defaults={},  # an absent head_dim would mean 128
+        fields=EXPERTS + SIGMOID,
+        renamed=(
+            ("num_local_experts", "n_routed_experts"),
+            ("intermediate_size", "moe_intermediate_size"),  # no layer has another MLP
+        ),
+        read=lambda hf: {"scoring_func": "sigmoid"},
+    ),
+    "qwen2_moe": Architecture(
+        class_name="Qwen2MoeForCausalLM",
+        fits=_needs_qwen2_moe,
+        fixed={"qkv_bias": False, "use_sliding_window": False},
+        defaults={"head_dim": None, "qkv_bias": True},
+        fields=(*EXPERTS, "norm_topk_prob"),
+        renamed=(("num_local_experts", "num_experts"),),
+        more=("shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
+        read=_read_qwen2_moe,
+        write=_write_qwen2_moe,
+        tensors=((".shared_experts.", ".shared_expert."),),
+    ),
 }
 # Others with experts, and what our model lacks for them.
-REFUSED = {
-    "qwen3_moe": "it has norms of queries and keys",
-    "olmoe": "it has norms of queries and keys",
-    "deepseek_v2": "it has latent attention",
-    "deepseek_v3": "it has latent attention",
-}
+REFUSED = dict.fromkeys(["qwen3_moe", "olmoe"], "it has norms of queries and keys")
+REFUSED |= dict.fromkeys(["deepseek_v2", "deepseek_v3"], "it has latent attention")
 
 
 def model_type(model_config: ModelConfig) -> str:
-    """The architecture that computes a model in transformers; every ModelConfig has one."""
-    if not model_config.num_local_experts:
-        return "llama"
-    if model_config.scoring_func == "sigmoid":
-        return "glm4_moe"  # also what solar_open computes
-    has_mlps = model_config.mlp_only_layers or model_config.n_shared_experts
-    return "qwen2_moe" if has_mlps or not model_config.norm_topk_prob else "mixtral"
+    """The architecture that computes a model in transformers."""
+    return [name for name, row in ARCHITECTURES.items() if row.fits(model_config)][-1]
 
 
 def their_name(tensor: str, model_config: ModelConfig) -> str:

@@ -13,7 +13,7 @@ from picotron_min.checkpoint import complete_or_absent, load, save
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.architectures import our_name, their_name
 from picotron_min.runtime.json_file import read_json, write_json
-from picotron_min.runtime.public_models import from_hf, to_hf
+from picotron_min.runtime.public_models import all_shapes, from_hf, to_hf
 from picotron_min.runtime.tokenizer import Tokenizer
 
 READABLE = ("F64", "F32", "BF16", "F16")
@@ -21,8 +21,8 @@ DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once s
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Numbers that no shape shows: with another rope_theta the weights would be useless.
 HIDDEN = {"num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps"}
-ROUTING = {"num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "topk_group"}
-ROUTING |= {"routed_scaling_factor"}  # likewise, of models with experts
+HIDDEN |= {"num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "topk_group"}
+HIDDEN |= {"routed_scaling_factor"}
 
 
 def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
@@ -36,12 +36,11 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     if not paths:  # other files can run code
         problem = f"model.weights={name} has no .safetensors file"
         raise ValueError(f"{problem}: save it with transformers' save_pretrained")
-    shapes = model_config.parameter_shapes() | model_config.buffer_shapes()
-    tied = model_config.tie_word_embeddings
+    shapes, tied = all_shapes(model_config), model_config.tie_word_embeddings
     found, problems = _match(paths, shapes | ({HEAD: shapes[EMBEDDING]} if tied else {}))
     missing = shapes.keys() - found
-    named = {key: their_name(key, model_config) for key in missing}
-    problems += [f"{folder}: {named[key]} {shapes[key]} is missing" for key in missing]
+    theirs = {key: their_name(key, model_config) for key in missing}
+    problems += [f"{folder}: {theirs[key]} {shapes[key]} is missing" for key in missing]
     if missing == {HEAD}:
         problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
     problems += _config_problems(folder / "config.json", model_config, given)
@@ -105,8 +104,7 @@ def _config_problems(path: Path, model_config: ModelConfig, given: set[str]) -> 
         theirs = from_hf(content)
     except ValueError as error:
         raise ValueError(f"model.weights: {path}: {error}") from None
-    hidden = (HIDDEN | (ROUTING if model_config.num_local_experts else set())) - given
-    both = [(key, getattr(theirs, key), getattr(model_config, key)) for key in hidden]
+    both = [(key, getattr(theirs, key), getattr(model_config, key)) for key in HIDDEN - given]
     return [f"{path}: {k} is {a}, and this model's is {b}" for k, a, b in both if a != b]
 
 
@@ -136,18 +134,19 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers' `from_pretrained` loads, on all ranks together.
 
-    The others wait in `group`, which needs a long timeout, for rank 0 to join the parts.
+    The others wait in `group`, which needs a long timeout, for rank 0 to join the parts. ValueError
+    if transformers has no such model.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-
+    config = to_hf(model_config) | {"dtype": dtype} | end_ids
     weights = {their_name(name, model_config): part for name, part in weights.items()}
 
     def write(partial: Path) -> None:
         save(partial, weights, group, enable_consolidation=True)
         if dist.get_rank() == 0:
             shutil.rmtree(partial / "sharded")  # what the consolidated files were made from
-            write_json(partial / "config.json", to_hf(model_config) | {"dtype": dtype} | end_ids)
+            write_json(partial / "config.json", config)
             write_json(partial / "generation_config.json", end_ids)
             tokenizer.save(partial)
 
