@@ -1,14 +1,12 @@
 """Train a Llama:  torchrun --nproc_per_node 4 train.py --config config.json
 
-`main` reads the config and starts the processes, `train` is what every process does, `train_step`
-is one step. Every layout runs these same lines; what a parallelism changes is inside the model.
-Without torchrun, `python train.py --config config.json` starts the processes itself.
+`train` is what every process does, `train_steps` the loop, `train_step` one step. Every layout runs
+these same lines; what a parallelism changes is inside the model. Without torchrun,
+`python train.py --config config.json` starts the processes itself.
 """
 
-import argparse
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,78 +16,64 @@ if __name__ == "__main__":  # Ctrl-C leaves no traceback, not even during the im
 
 import torch
 
-from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.collectives import all_reduce
 from picotron_min.data import Batches
 from picotron_min.extensions.build import build_model, optimizer_of
-from picotron_min.extensions.settings import ModelConfig, Recipe
-from picotron_min.initialise import initialise
-from picotron_min.mesh import build_axes, open_communicators
+from picotron_min.extensions.settings import Recipe
 from picotron_min.optimizer import SkippedSteps, learning_rate_at, measure_gradient
 from picotron_min.parallelize import ParallelModel
 from picotron_min.pipeline_parallel import Watch
-from picotron_min.runtime.failures import RollCall, launched
-from picotron_min.runtime.folders import check_shared
-from picotron_min.runtime.hugging_face import export_hf, load_hf
-from picotron_min.runtime.launch import (
-    exit_on_usage_error,
-    return_freed_memory,
-    set_environment,
-    torchrun_launch,
-)
-from picotron_min.runtime.processes import start_processes
-from picotron_min.runtime.saver import Saver
+from picotron_min.runtime.failures import RankMonitor
+from picotron_min.runtime.processes import start_run
+from picotron_min.runtime.saver import Saver, export_run
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these need pydantic, and benchmarks take the step from this file without it
     from picotron_min.runtime.config import Config
     from picotron_min.runtime.inputs import Inputs
-    from picotron_min.runtime.launch import Launch
+    from picotron_min.runtime.reporter import Reporter
 
 
 def main() -> None:
-    # Imports inside functions need pydantic: benchmarks take the step from this file without it.
-    from picotron_min.runtime.config_checks import uses_hub
-    from picotron_min.runtime.config_file import load_config
-
-    parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
-    path = parser.parse_args().config
-    with exit_on_usage_error(launch=None):
-        launch = torchrun_launch()  # None without torchrun
-    with exit_on_usage_error(launch):
-        config = load_config(path, processes=launch.world_size if launch else None)
-    set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
-    if config.layout.sharding != "none":
-        return_freed_memory()
-    if launch:
-        train(config, launch)
-    else:
-        start_processes(partial(train, config), config.world_size)
+    start_run(train)  # in every process, with the config that the command line names
 
 
-def train(config: "Config", launch: "Launch") -> None:
+def train(config: "Config", monitor: RankMonitor) -> None:
     """What every process does, from reading its inputs to the finished model."""
-    from picotron_min.runtime.inputs import read_inputs
+    from picotron_min.runtime.inputs import fill_weights, start_up
+    from picotron_min.runtime.reporter import Reporter
 
-    timeout, saves = config.distributed.timeout_seconds, config.checkpoint
-    if config.environment.OMP_NUM_THREADS:
-        torch.set_num_threads(config.environment.OMP_NUM_THREADS)
-    # The roll call is how processes find each other, agree, and report why one of them failed.
-    with launched(launch, timeout) as roll_call:
-        inputs = read_inputs(config, launch)  # before ranks wait for each other
-        device = inputs.device  # a GPU of its own, or the CPU
-        roll_call.connect(inputs.backend, device)
-        run_name = roll_call.agree(inputs.in_common())  # or an error: settings must be the same
-        check_shared(Path(saves.save_dir), run_name, roll_call.group, timeout / 2)  # by all nodes
+    inputs, axes = start_up(config, monitor)  # all ranks are connected, and have the same settings
+    device = inputs.device  # a GPU of its own, or the CPU
+    model = build_model(inputs.model_config, config.layout, config.workload, axes, device)
+    run = build_run(model, config.recipe, inputs.batches)
+    fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
+    monitor.wait_for_all()  # some ranks may have read or initialised their weights faster
+    saves = config.checkpoint
+    saver = Saver(monitor.long_group, device, saves.in_background, saves.keep, inputs.start)
+    monitor.note_saved(saver.latest)  # to name it if a rank fails
+    with Reporter(inputs, axes) as reporter:
+        train_steps(run, inputs, reporter, saver, monitor)
 
-        axes = build_axes(device, config.layout, timeout)
-        open_communicators(axes)  # in the same order on all ranks
-        model = build_model(inputs.model_config, config.layout, config.workload, axes, device)
-        run = build_run(model, config.recipe, inputs.batches)
-        fill_weights(run, inputs, roll_call)
-        roll_call.wait_for_all()  # some may have read or drawn their weights faster
-        saver = Saver(roll_call.long_group, device, saves.in_background, saves.keep, inputs.start)
-        train_steps(run, inputs, saver, roll_call)
+
+def train_steps(
+    run: "Run", inputs: "Inputs", reporter: "Reporter", saver: Saver, monitor: RankMonitor
+) -> None:
+    """Step after step, with what is reported, evaluated and saved between; then the model."""
+    for step in range(inputs.first_step, inputs.last_step):
+        done = step + 1  # steps are counted from 0 in the code and from 1 in messages and files
+        monitor.note_step(done)
+        result = train_step(run, step, reporter.begin(step))
+        reporter.step(done, result)
+        if inputs.evaluates_after(done):
+            reporter.evaluation(done, evaluate(run))
+        stops = monitor.stop_requested()  # SIGTERM, agreed on by all ranks
+        saver.after(done, run, inputs, reporter, is_last=stops or done == inputs.last_step)
+        monitor.note_saved(saver.latest)
+        if stops and done < inputs.last_step:
+            return reporter.stopped(done, saver.latest)
+    folder = Path(inputs.config.checkpoint.save_dir, "hf")
+    export_run(run, inputs, folder, monitor.long_group)
+    reporter.finished(folder, saver.latest)
 
 
 class Run(NamedTuple):
@@ -169,80 +153,6 @@ def evaluate(run: Run) -> float:
 
 def build_run(model: ParallelModel, recipe: Recipe, batches: Batches) -> Run:
     return Run(model, optimizer_of(model, recipe), recipe, batches, SkippedSteps())
-
-
-def fill_weights(run: Run, inputs: "Inputs", roll_call: RollCall) -> None:
-    """Load a checkpoint, or read the weights to start from, or draw them."""
-    model = run.model
-    if inputs.start:
-        tensors = training_tensors(model.parameters, model.buffers, run.optimizer)
-        load(inputs.start, model.parts_of_whole(tensors), roll_call.long_group)
-        roll_call.note_saved(inputs.start)
-        run.skipped.total = inputs.metadata.skipped_steps
-        set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
-    elif inputs.weights:
-        weights = {name: p.data for name, p in model.parameters.items()} | model.buffers
-        load_hf(inputs.weights, model.parts_of_whole(weights), roll_call.long_group)
-    else:
-        seed, model_config = inputs.config.training.seed, inputs.model_config
-        initialise(model.parameters, model_config, seed, model.placements, model.axes)
-    model.weights_changed()
-
-
-def train_steps(run: Run, inputs: "Inputs", saver: Saver, roll_call: RollCall) -> None:
-    """Step after step, with what is evaluated, saved and reported between; then the model."""
-    from picotron_min.runtime.reporter import Reporter
-
-    def is_due(done: int, every: int) -> bool:  # every so many steps (0: none), and after the last
-        return done == inputs.last_step or (every > 0 and done % every == 0)
-
-    config, save_is_due = inputs.config, False
-    with Reporter(inputs, run.model.axes) as reporter:
-        for step in range(inputs.first_step, inputs.last_step):
-            done = step + 1
-            roll_call.note_step(done)
-            began = time.perf_counter()
-            result = train_step(run, step, reporter.trace.watch(step))
-            reporter.step(done, result, time.perf_counter() - began)
-            if run.batches.num_eval_batches and is_due(done, config.training.eval_frequency):
-                reporter.evaluation(done, evaluate(run))
-            stops = roll_call.stop_requested()
-            is_last = stops or done == inputs.last_step
-            # What a skipped step leaves has learned nothing, or may have diverged: to save it could
-            # cost a good checkpoint, by `keep`. The next good step saves instead.
-            save_is_due = save_is_due or is_last or is_due(done, config.checkpoint.save_frequency)
-            if save_is_due and run.skipped.has_learned and (is_last or not result.skipped):
-                began = time.perf_counter()
-                save(run, config, inputs.model_config, saver, done)
-                reporter.saved(done, time.perf_counter() - began)
-                save_is_due = False
-            saver.wait(until_written=is_last)
-            if saver.latest:
-                roll_call.note_saved(saver.latest)
-            if stops and done < inputs.last_step:
-                reporter.stopped(done, saver.latest, roll_call.launch.footer)
-                return
-        folder = Path(config.checkpoint.save_dir, "hf")
-        export(run, inputs, folder, roll_call)
-        reporter.finished(folder, saver.latest)
-
-
-def save(run: Run, config: "Config", model_config: ModelConfig, saver: Saver, step: int) -> None:
-    """Write a checkpoint after `step` steps; see Saver."""
-    from picotron_min.runtime.metadata import metadata_of
-
-    counts = {"skipped_steps": run.skipped.total, "tokens_seen": run.batches.tokens_seen(step)}
-    metadata = metadata_of(config, model_config, step=step, **counts)
-    tensors = training_tensors(run.model.parameters, run.model.buffers, run.optimizer)
-    saver.save(Path(config.checkpoint.save_dir), tensors, run.model.parts_of_whole, metadata)
-
-
-def export(run: Run, inputs: "Inputs", folder: Path, roll_call: RollCall) -> None:
-    """Write the model as a Hugging Face folder, in the dtype it was computed in."""
-    model, dtype = run.model, getattr(torch, inputs.config.model.dtype)
-    weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
-    parts = model.parts_of_whole(weights)
-    export_hf(folder, parts, inputs.model_config, inputs.tokenizer, roll_call.long_group)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.public_models import to_hf
 from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.token_file import TokenFile
-from train import Run, build_run, save, train_step
+from train import Run, build_run, train_step
 
 CPU = torch.device("cpu")
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
@@ -409,7 +409,7 @@ def checkpoint_saves(place: Place, in_background: bool) -> Step:
     done, saver = step_of(run)(0), Saver(dist.new_group(backend="gloo"), CPU, in_background, keep=2)
 
     def step(index: int) -> Done:
-        save(run, config, place.model_config, saver, index + 1)
+        saver.save_run(run, config, place.model_config, index + 1)
         return done
 
     step.settle = saver.wait

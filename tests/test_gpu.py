@@ -40,7 +40,7 @@ from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
 from picotron_min.model import FlashAttention, SoftmaxAttention
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.runtime.failures import RollCall
+from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, set_environment
 from tests.test_layouts import MODEL, make_config, make_training
 from tests.training import with_autograd
@@ -543,7 +543,7 @@ def test_offload_leaves_as_much_less_on_a_gpu_as_planned(gpu_process):
 def test_nothing_but_one_read_makes_the_host_wait_for_the_gpu(gpu_process, how, monkeypatch):
     monkeypatch.setattr(offload, "LEAST_OFFLOAD", 1)
     run = run_of(2, gpu_process, dtype="bfloat16", **how)
-    ranks = RollCall(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
+    ranks = RankMonitor(dist.HashStore(), Launch(0, 0, 1, lambda timeout: None), 60)
     ranks.group = dist.new_group(backend="gloo")
     train_step(run, 0)
     tolist, reads = Tensor.tolist, []

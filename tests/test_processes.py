@@ -22,8 +22,8 @@ from filelock import FileLock
 import train
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes, open_communicators
-from picotron_min.runtime import failures, inputs
-from picotron_min.runtime.failures import launched
+from picotron_min.runtime import failures, inputs, processes
+from picotron_min.runtime.failures import monitored
 from picotron_min.runtime.launch import (
     Launch,
     choose_backend,
@@ -90,7 +90,7 @@ def all_ranks_raise() -> None:
     at_the_third_step(None, raises(KeyError("a fault in the program")))
 
 
-TWO_SECONDS = "2 s (distributed.timeout_seconds)"
+BUSY = "hanging, or busy for more than 2 s (distributed.timeout_seconds)"
 RESUME = "\nThis was in step 3: resume from runs/{}/step-00000002 with checkpoint.load_path latest"
 
 
@@ -99,7 +99,11 @@ RESUME = "\nThis was in step 3: resume from runs/{}/step-00000002 with checkpoin
     [
         (rank_1_dies, "rank 1 was killed by SIGKILL (perhaps because memory ran out)", 0),
         (rank_1_raises, "rank 1 failed", 1),
-        (rank_1_hangs, f"vain for rank 1: hanging, or busy for more than {TWO_SECONDS}", 0),
+        (
+            rank_1_hangs,
+            f"timed out waiting for rank 1: {BUSY}",
+            0,
+        ),
         (rank_1_wants_too_much_memory, "larger tp_size or pp_size, or model.recompute full", 0),
         (rank_0_finds_the_disk_full, "No space left on device: 'runs/somewhere'", 0),
         (all_ranks_raise, "rank 0 failed", 1),
@@ -198,10 +202,15 @@ def test_ranks_with_different_settings_are_refused(workplace):
 
 def rank_1_sees_another_folder() -> None:
     shorten_waits()
-    check_shared = train.check_shared
-    train.check_shared = lambda folder, *others: check_shared(
-        folder if dist.get_rank() != 1 else Path("elsewhere"), *others
-    )
+    check_shared = inputs.check_shared
+
+    def on_another_disk(*arguments):
+        if dist.get_rank() == 1:
+            Path("elsewhere").mkdir()
+            os.chdir("elsewhere")
+        check_shared(*arguments)
+
+    inputs.check_shared = on_another_disk
 
 
 def test_a_save_dir_that_nodes_do_not_share_is_reported_before_the_first_step(workplace):
@@ -216,13 +225,13 @@ def test_a_save_dir_that_nodes_do_not_share_is_reported_before_the_first_step(wo
 
 def rank_1_does_not_start() -> None:
     shorten_waits()
-    start = train.launched
+    start = processes.monitored
 
     def hangs(launch, *others):
         time.sleep(600 if launch.rank == 1 else 0)
         return start(launch, *others)
 
-    train.launched = hangs
+    processes.monitored = hangs
 
 
 def test_ranks_that_do_not_start_are_named(workplace):
@@ -236,7 +245,7 @@ def test_ranks_that_do_not_start_are_named(workplace):
 def rank_1_is_slow(seconds: float, raises: Exception | None) -> None:
     """Three times: over its tokens, over its weights and, at the end, over an upload."""
     shorten_waits()
-    prepare, initialise, steps = inputs.read_inputs, train.initialise, train.train_steps
+    prepare, initialise, steps = inputs.read_inputs, inputs.initialise, train.train_steps
 
     def slow_prepare(config, launch):
         if launch.rank == 1:
@@ -253,7 +262,7 @@ def rank_1_is_slow(seconds: float, raises: Exception | None) -> None:
         steps(*arguments)
         time.sleep(seconds if dist.get_rank() == 1 else 0)
 
-    inputs.read_inputs, train.initialise = slow_prepare, slow_initialise
+    inputs.read_inputs, inputs.initialise = slow_prepare, slow_initialise
     train.train_steps = slow_steps
 
 
@@ -276,19 +285,19 @@ def test_a_mistake_that_one_rank_finds_late_ends_all_at_once_with_exit_code_2(wo
 def rank_1_hangs_over_its_weights() -> None:
     shorten_waits()
     failures.LONG_WAIT /= 3600
-    initialise = train.initialise
+    initialise = inputs.initialise
 
     def hangs(*arguments):
         time.sleep(600 if dist.get_rank() == 1 else 0)
         initialise(*arguments)
 
-    train.initialise = hangs
+    inputs.initialise = hangs
 
 
 def test_a_rank_that_hangs_before_the_first_step_is_named(workplace):
     config = workplace.config("early", distributed={"dp_size": 2, "timeout_seconds": 1})
     outcome = workplace.main(config, rank_1_hangs_over_its_weights)
-    message = "waited in vain for rank 1\nThis was before the first step: this run has saved no"
+    message = "timed out waiting for rank 1\nThis was before the first step: this run has saved no"
     assert outcome.code == 1 and message in outcome.output, outcome.output
 
 
@@ -319,8 +328,8 @@ def test_a_mistake_that_one_rank_finds_before_the_store_is_open_is_reported_soon
     waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     for rank in (0, 1):
-        launch = Launch(rank, rank, 2, open_store=None)
-        with pytest.raises(SystemExit) as raised, exit_on_usage_error(launch):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit) as raised, exit_on_usage_error():
             raise OSError("there is no config.json")
         assert raised.value.code == 2 and "no config.json" in capfd.readouterr().err
     first, second = waits  # the launcher needs some time to end rank 1 if rank 0 finds it, too
@@ -414,16 +423,16 @@ def test_all_communicators_are_opened_in_an_order_that_cannot_deadlock(pool):
 
 def waits(store: str) -> None:
     shorten_waits()
-    with launched(Launch(1, 1, 2, lambda timeout: dist.FileStore(store, 2)), 60):
+    with monitored(Launch(1, 1, 2, lambda timeout: dist.FileStore(store, 2)), 60):
         time.sleep(60)
 
 
 def fails(
     store: str, rank: int, error: Exception, when=lambda ranks: True, heartbeat: float = 0.1
 ) -> None:
-    """A rank that raises an error when a condition on its RollCall is fulfilled."""
+    """A rank that raises an error when a condition on its RankMonitor is fulfilled."""
     failures.HEARTBEAT, failures.GRACE = heartbeat, 0.6
-    with launched(Launch(rank, rank, 2, lambda timeout: dist.FileStore(store, 2)), 60) as ranks:
+    with monitored(Launch(rank, rank, 2, lambda timeout: dist.FileStore(store, 2)), 60) as ranks:
         ranks.connecting = True  # it is not the user's mistake any more
         while not when(ranks):
             time.sleep(0.02)

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import train
 from picotron_min import checkpoint
 from picotron_min.checkpoint import load, parts_of_whole
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.placement import placements
-from picotron_min.runtime import saver
+from picotron_min.runtime import inputs, saver
 from picotron_min.runtime.saver import Saver
 from tests.test_checkpoint import make_config, make_training, names
 
@@ -108,7 +107,7 @@ def test_a_deleted_folder_is_made_again_or_named(pool, tmp_path):
 
 def train_with_slow_initialisation() -> None:
     config = make_config(dp=2)
-    initialise = train.initialise
+    initialise = inputs.initialise
 
     def slow(parameters, model_config, seed, table, axes) -> None:
         make_timeouts_short(axes)
@@ -117,7 +116,7 @@ def train_with_slow_initialisation() -> None:
         initialise(parameters, model_config, seed, table, axes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "initialise", slow)
+        patch.setattr(inputs, "initialise", slow)
         training = make_training(config)
     assert not training.step(0).skipped
 

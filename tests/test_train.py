@@ -333,7 +333,7 @@ def only_the_second_rank_has_no_gpu() -> None:
         return torch.device("cpu")
 
     inputs.choose_device = choose_device
-    train.time.sleep = lambda seconds: None
+    time.sleep = lambda seconds: None
 
 
 def test_a_mistake_that_only_one_rank_sees_is_reported_too(workplace):

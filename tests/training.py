@@ -19,8 +19,8 @@ from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.inputs import Inputs, open_data
-from picotron_min.runtime.saver import Saver
+from picotron_min.runtime.inputs import Inputs, fill_weights, open_data
+from picotron_min.runtime.saver import Saver, export_run
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
 
@@ -88,8 +88,7 @@ class Training:
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
         self.parts_of_whole = self.model.parts_of_whole
-        self.ranks = SimpleNamespace(long_group=group, note_saved=lambda folder: None)
-        train.fill_weights(self.run, self.inputs, self.ranks)
+        fill_weights(self.run, self.inputs, group)
         dist.barrier(group)  # as train does
 
     @property
@@ -113,13 +112,13 @@ class Training:
     def save(self, save_dir: Path, step: int) -> None:
         settings = self.config.checkpoint.model_copy(update={"save_dir": str(save_dir)})
         config = self.config.model_copy(update={"checkpoint": settings})
-        train.save(self.run, config, self.model_config, self.saver, step)
+        self.saver.save_run(self.run, config, self.model_config, step)
 
     def load(self, folder: Path, step: int, skipped_steps: int = 0) -> None:
         metadata = SimpleNamespace(step=step, skipped_steps=skipped_steps)
         inputs = self.inputs._replace(start=folder, metadata=metadata)
-        train.fill_weights(self.run, inputs, self.ranks)
+        fill_weights(self.run, inputs, self.saver.group)
 
     def export(self, folder: Path, tokenizer) -> None:
         inputs = self.inputs._replace(tokenizer=tokenizer)
-        train.export(self.run, inputs, folder, self.ranks)
+        export_run(self.run, inputs, folder, self.saver.group)

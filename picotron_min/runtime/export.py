@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path, help="a folder like checkpoints/step-00000200")
     parser.add_argument("folder", type=Path, help="where the model is written; must not exist")
     options = parser.parse_args(arguments)
-    with exit_on_usage_error(launch=None):
+    with exit_on_usage_error():
         if options.folder.exists():
             raise ValueError(f"{options.folder} exists: name another folder, or delete it")
         metadata = read_metadata(options.checkpoint, option="the argument `checkpoint`")

@@ -1,7 +1,7 @@
-"""When a rank fails, one rank prints one message with the reason, and all ranks exit.
+"""Failures: when a rank fails, one rank prints one message with the reason, and all ranks exit.
 
-The others only see a closed connection or a wait that takes too long. So each rank leaves notes in
-the store that all share:
+The other ranks see only a closed connection or a timeout. So each rank leaves notes in the store
+that all share:
 
     rank 0   step 7   88 heartbeats   failed    its wait for rank 1 raised an error
     rank 1   step 7   86 heartbeats             and no more: it was killed, or it hangs
@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from picotron_min.runtime.launch import Launch, exit_on_usage_error, open_process_group
+from picotron_min.runtime.launch import Launch, exit_on_usage_error, open_process_group, print_end
 
 GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
 HEARTBEAT = 0.4  # seconds between two heartbeats, 20 bytes each where the store is a file
@@ -41,30 +40,30 @@ OUT_OF_MEMORY = re.compile(r"(?:MemoryError|DefaultCPUAllocator): (.+?)\.?(?: If
 
 
 @contextlib.contextmanager
-def launched(launch: Launch, timeout_seconds: float) -> Iterator["RollCall"]:
+def monitored(launch: Launch, timeout_seconds: float) -> Iterator["RankMonitor"]:
     """The ranks of a run. An exception inside ends this process, and one rank of all reports it."""
-    with exit_on_usage_error(launch):
+    with exit_on_usage_error():
         store = launch.open_store(timeout_seconds)
-    ranks = RollCall(store, launch, timeout_seconds)
+    monitor = RankMonitor(store, launch, timeout_seconds)
     try:
-        yield ranks
-        ranks.wait_for_all()  # rank 0 may have to upload to wandb
+        yield monitor
+        monitor.wait_for_all()  # rank 0 may have to upload to wandb
         dist.destroy_process_group()
-        ranks.done.set()
-        ranks.heartbeat.join(GRACE)
+        monitor.done.set()
+        monitor.heartbeat.join(GRACE)
     except (Exception, KeyboardInterrupt) as error:
-        ranks.exit_with_report(error)
+        monitor.exit_after(error)
 
 
-class RollCall:
-    """The notes of all ranks, and what they agree on."""
+class RankMonitor:
+    """What every rank notes for the others, and how it waits for them."""
 
     def __init__(self, store: dist.Store, launch: Launch, timeout_seconds: float) -> None:
         self.store, self.launch, self.rank = store, launch, launch.rank
-        self.timeout, self.everyone = timedelta(seconds=timeout_seconds), range(launch.world_size)
+        self.timeout, self.ranks = timedelta(seconds=timeout_seconds), range(launch.world_size)
         self.store.set_timeout(self.timeout)
         self.connecting = self.got_report = False
-        self.saved = ""  # the checkpoint to resume from
+        self.saved: Path | None = None  # the checkpoint to resume from
         self.done, self.sigterm = threading.Event(), threading.Event()
         self.store.add(f"heartbeats {self.rank}", 1)
         self.heartbeat = threading.Thread(target=self._beat, daemon=True)
@@ -84,13 +83,13 @@ class RollCall:
                         _leave(1)
 
     def _heartbeats(self) -> list[int]:
-        return [self.store.add(f"heartbeats {r}", 0) for r in self.everyone]
+        return [self.store.add(f"heartbeats {r}", 0) for r in self.ranks]
 
     def connect(self, backend: str, device: torch.device) -> None:
         """Wait until every rank is here, then open the process group."""
         self.connecting = True
         self.store.set(f"here {self.rank}", "")
-        here = [f"here {r}" for r in self.everyone]
+        here = [f"here {r}" for r in self.ranks]
         # As long as every rank has heartbeats: one may prepare its tokens for hours.
         while not self.store.check(here):
             before = self._heartbeats()
@@ -107,26 +106,15 @@ class RollCall:
     def wait_for_all(self) -> None:
         dist.barrier(self.long_group)  # up to an hour, after reading weights for example
 
-    def agree(self, settings: dict[str, object]) -> str:
-        """A unique name for this run; OSError, on all ranks, if their settings differ."""
-        answers = [None] * self.launch.world_size
-        dist.all_gather_object(answers, (uuid.uuid4().hex, settings), self.group)
-        name, expected = answers[0]
-        for rank, (_, found) in enumerate(answers):
-            keys = [key for key in found if found[key] != expected.get(key)]
-            if listed := ", ".join(f"{k}={found[k]!r}, not {expected.get(k)!r}" for k in keys):
-                what = f"rank {rank} was not started as rank 0: it has {listed}."
-                raise OSError(f"{what} Use the same config.json and files on all nodes")
-        return name
-
     def note_step(self, step: int) -> None:
         """This rank begins a step, and from now on finishes it after SIGTERM: `stop_requested`."""
         self.store.set(f"step {self.rank}", str(step))
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
 
-    def note_saved(self, folder: Path) -> None:
-        self.saved = str(folder)
-        self.store.set("saved", self.saved)
+    def note_saved(self, folder: Path | None) -> None:
+        if folder != self.saved:
+            self.saved = folder
+            self.store.set("saved", str(folder))
 
     def stop_requested(self) -> bool:
         """Whether any rank got SIGTERM: the same answer on all ranks, which must all call this."""
@@ -135,7 +123,7 @@ class RollCall:
         dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
         return bool(requested)
 
-    def exit_with_report(self, error: BaseException) -> None:
+    def exit_after(self, error: BaseException) -> None:
         """End this process because of an error, which one rank of all reports."""
         self.done.set()
         # Before the ranks connect, these are the user's mistakes.
@@ -146,7 +134,7 @@ class RollCall:
         except dist.DistError:  # without the notes the reason is not known
             cause = str(error).partition("\n")[0]
             what = f"the ranks' store is gone, and with it its process or node ({cause})"
-            self.launch.print(f"rank {self.rank} stops: {what}: {how_to_resume(self.saved)}")
+            print_end(f"rank {self.rank} stops: {what}: {how_to_resume(self.saved)}")
         finally:
             _leave(130 if isinstance(error, KeyboardInterrupt) else 2 if is_usage else 1)
 
@@ -169,33 +157,34 @@ class RollCall:
             what = f"rank {rank} failed"
         # A run that has diverged would do so again: its message has the step and the remedy.
         can_resume = not is_usage and not isinstance(error, FloatingPointError)
-        report(what, self.store, rank if can_resume else None, self.launch)
+        report(what, self.store, rank if can_resume else None)
         if not is_wait:  # The store may end with this process: other nodes must read it before.
-            others = [f"informed {r}" for r in self.everyone if r != self.rank]
+            others = [f"informed {r}" for r in self.ranks if r != self.rank]
             with contextlib.suppress(RuntimeError):  # a rank may be gone, or busy for long
                 self.store.wait(others, timedelta(seconds=GRACE))
 
     def _find_missing(self) -> tuple[str, int]:
-        """A message that names the ranks that others wait for, and the first; "" if all failed."""
+        """A message that names the missing ranks, and the first; "" if all ranks have failed."""
         before = self._heartbeats()
         time.sleep(GRACE)
         after = self._heartbeats()
-        silent = [r for r in self.everyone if not self.store.check([f"failed {r}"])]
+        silent = [r for r in self.ranks if not self.store.check([f"failed {r}"])]
         dead = [r for r in silent if after[r] == before[r]]
         absent = [r for r in dead if before[r] == 0]
-        if not (named := absent or dead or silent):
+        if not (missing := absent or dead or silent):
             return "", self.rank
-        many = len(named) > 1
-        ranks = f"rank{'s' if many else ''} {', '.join(map(str, named))}"
+        many = len(missing) > 1
+        ranks = f"rank{'s' * many} {', '.join(map(str, missing))}"
         seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
         if absent:
-            return f"{ranks} did not start within {seconds}: look at the output there", named[0]
-        if dead:
-            return f"lost {ranks}: killed, or hanging", named[0]
-        which = f"{'one of ' if many else ''}{ranks}"
-        if self.store.check([f"step {self.rank}"]):  # before the first step, waits may be longer
-            which += f": hanging, or busy for more than {seconds}"
-        return f"waited in vain for {which}", named[0]
+            what = f"{ranks} did not start within {seconds}: look at the output there"
+        elif dead:
+            what = f"lost {ranks}: killed, or hanging"
+        else:
+            what = f"timed out waiting for {'one of ' * many}{ranks}"
+            if self.store.check([f"step {self.rank}"]):  # before, waits may be longer
+                what += f": hanging, or busy for more than {seconds}"
+        return what, missing[0]
 
 
 def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
@@ -208,14 +197,14 @@ def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
     return str(error) if is_usage or isinstance(error, (OSError, FloatingPointError)) else ""
 
 
-def report(what: str, notes: dist.Store, rank: int | None, launch: Launch) -> None:
+def report(what: str, notes: dist.Store, rank: int | None) -> None:
     """Print the one message: what happened and, if to a rank, in which step and how to resume."""
     keys = (f"step {rank}", "saved")
     step, saved = (notes.get(key).decode() if notes.check([key]) else "" for key in keys)
     if rank is not None:
         when = f"in step {step}" if step else "before the first step"
         what += f"\nThis was {when}: {how_to_resume(saved)}"
-    launch.print(what)
+    print_end(what)
     notes.set("reported", "")
 
 

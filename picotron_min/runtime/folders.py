@@ -14,6 +14,7 @@ names and, if it is a checkpoint or a model, a file that only runs write there.
 import itertools
 import shutil
 import time
+import uuid
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,21 +45,19 @@ def lock_folder(save_dir: Path) -> FileLock:
     return lock
 
 
-def check_shared(save_dir: Path, run: str, group: dist.ProcessGroup, patience: float) -> None:
-    """OSError, on all ranks, unless they see the same folder. `run` is this run's unique name."""
-    note = save_dir / ".run"
+def check_shared(save_dir: Path, group: dist.ProcessGroup, patience: float) -> None:
+    """OSError on a rank that does not see the folder of rank 0 within `patience` seconds."""
+    note, name = save_dir / ".run", [uuid.uuid4().hex]
     if dist.get_rank() == 0:
-        note.write_text(run)
-    dist.barrier(group)
+        note.write_text(name[0])
+    dist.broadcast_object_list(name, group=group)  # of rank 0
     deadline = time.monotonic() + patience  # NFS may show a file of another node only later
-    while not (sees := note.exists() and note.read_text() == run) and time.monotonic() < deadline:
+    while not (note.exists() and note.read_text() == name[0]):
+        if time.monotonic() > deadline:
+            problem = f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
+            problem += f" {dist.get_rank()} does not see what rank 0 has written there"
+            raise OSError(f"{problem}. Name a folder that all nodes share")
         time.sleep(0.5)
-    all_see = [None] * dist.get_world_size()
-    dist.all_gather_object(all_see, sees, group)
-    if False in all_see:
-        problem = f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
-        problem += f" {all_see.index(False)} does not see what rank 0 has written there"
-        raise OSError(f"{problem}. Name a folder that all nodes share")
 
 
 def find_start(load_path: str | None, save_dir: Path) -> Path | None:

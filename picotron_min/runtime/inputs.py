@@ -1,4 +1,4 @@
-"""What a rank reads before it connects to the others: model, tokens, checkpoint or weights."""
+"""Inputs: what a rank starts from: device, model, tokens, and a checkpoint or initial weights."""
 
 from dataclasses import asdict
 from operator import attrgetter
@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 
+from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
 from picotron_min.extensions.settings import ModelConfig
+from picotron_min.initialise import initialise
+from picotron_min.mesh import Axes, build_axes, open_communicators
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.folders import find_start, lock_folder
-from picotron_min.runtime.hugging_face import find_weights
+from picotron_min.runtime.failures import RankMonitor
+from picotron_min.runtime.folders import check_shared, find_start, lock_folder
+from picotron_min.runtime.hugging_face import find_weights, load_hf
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device
 from picotron_min.runtime.metadata import Metadata, read_to_resume
 from picotron_min.runtime.metrics import check_writable
@@ -49,6 +54,14 @@ class Inputs(NamedTuple):
         enough = self.batches.steps_for(t.max_tokens) if t.max_tokens else t.total_train_steps
         return min(enough, t.total_train_steps)
 
+    def is_due(self, step: int, every: int) -> bool:
+        """True every `every` steps (0: never), and after the last step."""
+        return step == self.last_step or (every > 0 and step % every == 0)
+
+    def evaluates_after(self, step: int) -> bool:
+        is_due = self.is_due(step, self.config.training.eval_frequency)
+        return is_due and self.batches.num_eval_batches > 0
+
     def in_common(self) -> dict[str, object]:
         """The settings that must be the same on all nodes: else they train different models."""
         config, sections = self.config, ("distributed", "model", "training")
@@ -58,6 +71,28 @@ class Inputs(NamedTuple):
             settings[key] = "given" if attrgetter(key)(config) else None  # the paths may differ
         settings["checkpoint.save_frequency"] = config.checkpoint.save_frequency
         return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
+
+
+def start_up(config: Config, monitor: RankMonitor) -> tuple[Inputs, Axes]:
+    """Read this rank's inputs, connect it to the other ranks, and check that all fit together."""
+    inputs, timeout = read_inputs(config, monitor.launch), config.distributed.timeout_seconds
+    monitor.connect(inputs.backend, inputs.device)
+    check_same(inputs.in_common(), monitor.group)
+    check_shared(Path(config.checkpoint.save_dir), monitor.group, timeout / 2)  # by all nodes
+    axes = build_axes(inputs.device, config.layout, timeout)
+    open_communicators(axes)  # in the same order on all ranks
+    return inputs, axes
+
+
+def check_same(settings: dict[str, object], group: dist.ProcessGroup) -> None:
+    """OSError on a rank whose settings are not those of rank 0."""
+    of_rank_0 = [settings]
+    dist.broadcast_object_list(of_rank_0, group=group)
+    expected = of_rank_0[0]
+    keys = [key for key in settings if settings[key] != expected.get(key)]
+    if listed := ", ".join(f"{k}={settings[k]!r}, not {expected.get(k)!r}" for k in keys):
+        what = f"rank {dist.get_rank()} was not started as rank 0: it has {listed}."
+        raise OSError(f"{what} Use the same config.json and files on all nodes")
 
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
@@ -81,6 +116,23 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         check_writable(metrics_file=config.metrics_file, trace_file=config.logging.trace_file)
     data = (tokenizer, text, batches)
     return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
+
+
+def fill_weights(run, inputs: Inputs, group: dist.ProcessGroup) -> None:
+    """Load a checkpoint, read the weights to start from, or initialise them; `run`: train.Run."""
+    model = run.model
+    if inputs.start:
+        tensors = training_tensors(model.parameters, model.buffers, run.optimizer)
+        load(inputs.start, model.parts_of_whole(tensors), group)
+        run.skipped.total = inputs.metadata.skipped_steps
+        set_optimizer_steps(run.optimizer, inputs.metadata.step - run.skipped.total)
+    elif inputs.weights:
+        weights = {name: p.data for name, p in model.parameters.items()} | model.buffers
+        load_hf(inputs.weights, model.parts_of_whole(weights), group)
+    else:
+        seed = inputs.config.training.seed
+        initialise(model.parameters, inputs.model_config, seed, model.placements, model.axes)
+    model.weights_changed()
 
 
 def check_fp8(config: Config, device: torch.device) -> None:

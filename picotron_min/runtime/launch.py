@@ -23,11 +23,6 @@ class Launch(NamedTuple):
     local_rank: int  # on this node
     world_size: int
     open_store: Callable[[float], dist.Store]  # the ranks' key-value store, given a timeout in s
-    footer: str = ""  # the last line of messages: announces what the launcher prints below them
-
-    def print(self, message: str) -> None:
-        """Print a message about the end of the run."""
-        print(f"\n{message}{self.footer}\n", file=sys.stderr, flush=True)
 
 
 def torchrun_launch() -> Launch | None:
@@ -36,20 +31,17 @@ def torchrun_launch() -> Launch | None:
     if "RANK" not in env:
         return None
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    bad = [name for name in numbers if not env.get(name, "").isdecimal()]
-    if bad := bad + ["MASTER_ADDR"] * ("MASTER_ADDR" not in env):
-        given = ", ".join(f"{name}={env.get(name)}" for name in bad)
-        problem = f"RANK is set, so a launcher should have set all of its variables, but {given}"
-        raise ValueError(f"{problem}: start with torchrun, or unset RANK")
+    bad = [f"{name}={env.get(name)}" for name in numbers if not env.get(name, "").isdecimal()]
+    if bad := bad + ["MASTER_ADDR=None"] * ("MASTER_ADDR" not in env):
+        problem = "RANK is set, so a launcher should have set all of its variables, but"
+        raise ValueError(f"{problem} {', '.join(bad)}: start with torchrun, or unset RANK")
     # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
     # addresses of processes that are gone. So every attempt has its own keys.
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     rank, local_rank, world_size, port = (int(env[name]) for name in numbers)
     open_store = partial(_tcp_store, env["MASTER_ADDR"], port, is_master, attempt)
-    is_torchrun = "TORCHELASTIC_RUN_ID" in env  # other launchers set RANK, too
-    footer = "\n(What follows is torchrun's own report. The reason is above.)" * is_torchrun
-    return Launch(rank, local_rank, world_size, open_store, footer)
+    return Launch(rank, local_rank, world_size, open_store)
 
 
 def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: float) -> dist.Store:
@@ -67,17 +59,27 @@ def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: flo
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
+def footer() -> str:
+    """The last line of a message: announces what torchrun prints below it."""
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # other launchers set RANK, too
+    return "\n(What follows is torchrun's own report. The reason is above.)" * is_torchrun
+
+
+def print_end(message: str) -> None:
+    """Print a message about the end of the run."""
+    print(f"\n{message}{footer()}\n", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def exit_on_usage_error(launch: Launch | None) -> Iterator[None]:
+def exit_on_usage_error() -> Iterator[None]:
     """Report the user's mistakes, ValueError and OSError, by their message alone; exit code 2."""
-    launch = launch or Launch(0, 0, 1, open_store=None)
     try:
         yield
     except (ValueError, OSError) as error:
         # Every rank finds most of them: the first one of a node reports them, and the launcher then
         # ends the others while they sleep. They report only what the first one has not found.
-        time.sleep(5 if launch.local_rank else 0)
-        launch.print(str(error))
+        time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
+        print_end(str(error))
         raise SystemExit(2) from None
 
 

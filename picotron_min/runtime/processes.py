@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, and end all of them when one fails.
+"""Processes: start those of a run on this machine, and end all of them when one fails.
 
 python train.py     the parent: imports torch once (12 seconds for 8 ranks become 2), forks, waits
 |-- rank 0
@@ -6,18 +6,63 @@ python train.py     the parent: imports torch once (12 seconds for 8 ranks becom
 '-- rank 2          exits with code 1: it has reported its error itself, see failures.py
 """
 
+import argparse
 import multiprocessing
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import connection
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from picotron_min.runtime.failures import GRACE, report
-from picotron_min.runtime.launch import Launch
+from picotron_min.runtime.failures import GRACE, RankMonitor, monitored, report
+from picotron_min.runtime.launch import (
+    Launch,
+    exit_on_usage_error,
+    return_freed_memory,
+    set_environment,
+    torchrun_launch,
+)
+
+if TYPE_CHECKING:
+    from picotron_min.runtime.config import Config
+
+Train = Callable[["Config", RankMonitor], None]
+
+
+def start_run(train: Train) -> None:
+    """Call `train` in every process of a run, with the config that the command line names.
+
+    Under torchrun this is one of the processes; without, it starts as many as the config needs.
+    """
+    from picotron_min.runtime.config_checks import uses_hub
+    from picotron_min.runtime.config_file import load_config
+
+    parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
+    path = parser.parse_args().config
+    with exit_on_usage_error():
+        launch = torchrun_launch()
+        config = load_config(path, processes=launch and launch.world_size)
+    set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
+    if config.layout.sharding != "none":
+        return_freed_memory()
+    if launch:
+        run_rank(train, config, launch)
+    else:
+        start_processes(partial(run_rank, train, config), config.world_size)
+
+
+def run_rank(train: Train, config: "Config", launch: Launch) -> None:
+    if config.environment.OMP_NUM_THREADS:
+        torch.set_num_threads(config.environment.OMP_NUM_THREADS)
+    with monitored(launch, config.distributed.timeout_seconds) as monitor:
+        train(config, monitor)
 
 
 def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
@@ -31,23 +76,18 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
         launches = [Launch(rank, rank, world_size, open_store) for rank in range(world_size)]
         ranks = [context.Process(target=_run_forked, args=(main, launch)) for launch in launches]
         before = signal.getsignal(signal.SIGTERM)
-
-        def forward_sigterm(*_) -> None:
-            for process in ranks:
-                process.terminate()
-
         try:
             for process in ranks:
                 process.start()
-            signal.signal(signal.SIGTERM, forward_sigterm)
+            signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in ranks])
             code, rank = _wait(ranks)
             if code < 0:  # the number of a signal; otherwise the rank has reported its error
                 what = f"rank {rank} was killed by {signal.Signals(-code).name}"
                 what += " (perhaps because memory ran out)" * (-code == signal.SIGKILL)
-                report(what, open_store(GRACE), rank, launches[0])
+                report(what, open_store(GRACE), rank)
                 code = 1
         except KeyboardInterrupt:
-            report("stopped by Ctrl-C", open_store(GRACE), 0, launches[0])
+            report("stopped by Ctrl-C", open_store(GRACE), 0)
             code = 130
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -72,11 +112,10 @@ def _exit_with_parent() -> None:
 
 def _wait(ranks: list) -> tuple[int, int]:
     """Wait until all ranks are done or one fails: its exit code, otherwise 0, and its number."""
-    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    running = dict(enumerate(ranks))
     while running:
-        for sentinel in connection.wait(list(running)):
-            rank = running.pop(sentinel)
-            ranks[rank].join()
-            if code := ranks[rank].exitcode:
+        connection.wait([process.sentinel for process in running.values()])
+        for rank in [r for r, process in running.items() if not process.is_alive()]:
+            if code := running.pop(rank).exitcode:
                 return code, rank
     return 0, 0

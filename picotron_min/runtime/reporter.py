@@ -2,6 +2,7 @@
 
 import math
 import platform
+import time
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,10 +18,12 @@ from picotron_min.costs import (
 )
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.mesh import Axes
+from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.console import Console, Output, prompt_for
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
 from picotron_min.runtime.inputs import Inputs
+from picotron_min.runtime.launch import footer
 from picotron_min.runtime.metadata import resume_warnings
 from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, MetricsLog, SaveRecord, StepRecord
 from picotron_min.runtime.run_log import Rank, Ranks, Sent, Start, append_event
@@ -65,8 +68,14 @@ class Reporter(ExitStack):
             self.console.warn(f"no step is left: {how}")
         self.enter_context(self.console)
 
-    def step(self, step: int, result, seconds: float) -> None:
-        """Report a step, counted from 1; `result` is its train.StepResult."""
+    def begin(self, step: int) -> Watch:
+        """Start the clock of a step, counted from 0; returns its trace's context."""
+        self.began = time.perf_counter()
+        return self.trace.watch(step)
+
+    def step(self, step: int, result) -> None:
+        """Report a step, counted from 1, at its end; `result` is its train.StepResult."""
+        seconds = time.perf_counter() - self.began
         if step == self.measured_step:
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
@@ -106,9 +115,9 @@ class Reporter(ExitStack):
     def saved(self, step: int, seconds: float) -> None:
         self.log.write(SaveRecord(step, seconds))
 
-    def stopped(self, step: int, checkpoint: Path | None, footer: str) -> None:
+    def stopped(self, step: int, checkpoint: Path | None) -> None:
         how = how_to_resume(checkpoint)
-        self.console.warn(f"stopped by SIGTERM after step {step}: {how}{footer}")
+        self.console.warn(f"stopped by SIGTERM after step {step}: {how}{footer()}")
 
     def finished(self, model_folder: Path, checkpoint: Path | None) -> None:
         config = self.inputs.config
