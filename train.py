@@ -8,7 +8,6 @@ these same lines; what a parallelism changes is inside the model. Without torchr
 import math
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C leaves no traceback, not even during the imports below
@@ -25,7 +24,7 @@ from picotron_min.parallelize import ParallelModel
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.processes import start_run
-from picotron_min.runtime.saver import Saver, export_run
+from picotron_min.runtime.saver import Saver
 
 if TYPE_CHECKING:  # these need pydantic, and benchmarks take the step from this file without it
     from picotron_min.runtime.config import Config
@@ -48,8 +47,7 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     run = build_run(model, config.recipe, inputs.batches)
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
     monitor.wait_for_all()  # some ranks may have read or initialised their weights faster
-    saves = config.checkpoint
-    saver = Saver(monitor.long_group, device, saves.in_background, saves.keep, inputs.start)
+    saver = Saver(run, inputs, monitor.long_group)
     monitor.note_saved(saver.latest)  # to name it if a rank fails
     with Reporter(inputs, axes) as reporter:
         train_steps(run, inputs, reporter, saver, monitor)
@@ -67,12 +65,12 @@ def train_steps(
         if inputs.evaluates_after(done):
             reporter.evaluation(done, evaluate(run))
         stops = monitor.stop_requested()  # SIGTERM, agreed on by all ranks
-        saver.after(done, run, inputs, reporter, is_last=stops or done == inputs.last_step)
+        saver.after(done, reporter, is_last=stops or done == inputs.last_step)
         monitor.note_saved(saver.latest)
         if stops and done < inputs.last_step:
             return reporter.stopped(done, saver.latest)
-    folder = Path(inputs.config.checkpoint.save_dir, "hf")
-    export_run(run, inputs, folder, monitor.long_group)
+    folder = saver.folder / "hf"
+    saver.export(folder)
     reporter.finished(folder, saver.latest)
 
 

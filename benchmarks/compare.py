@@ -38,6 +38,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -403,13 +404,15 @@ def one_process(place: Place, on_every_rank: bool = False) -> Step:
 def checkpoint_saves(place: Place, in_background: bool) -> Step:
     """How long the step loop stands still for a checkpoint, the step itself not counted."""
     folder = str(place.folder / f"in_background-{in_background}")
-    settings = place.config.checkpoint.model_copy(update={"save_dir": folder})
+    changes = {"save_dir": folder, "keep": 2, "in_background": in_background}
+    settings = place.config.checkpoint.model_copy(update=changes)
     config = place.config.model_copy(update={"checkpoint": settings})
     run = our_run(config, place.model_config, place.axes, place.data)
-    done, saver = step_of(run)(0), Saver(dist.new_group(backend="gloo"), CPU, in_background, keep=2)
+    inputs = SimpleNamespace(config=config, model_config=place.model_config, device=CPU, start=None)
+    done, saver = step_of(run)(0), Saver(run, inputs, dist.new_group(backend="gloo"))
 
     def step(index: int) -> Done:
-        saver.save_run(run, config, place.model_config, index + 1)
+        saver.save(index + 1)
         return done
 
     step.settle = saver.wait

@@ -4,7 +4,6 @@ import shutil
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from picotron_min import checkpoint
-from picotron_min.checkpoint import load, parts_of_whole
-from picotron_min.extensions.settings import Layout
-from picotron_min.mesh import Axes, build_axes
-from picotron_min.placement import placements
+from picotron_min.mesh import Axes
 from picotron_min.runtime import inputs, saver
-from picotron_min.runtime.saver import Saver
-from tests.test_checkpoint import make_config, make_training, names
-
-CPU = torch.device("cpu")
-SHAPES = {"model.norm.weight": (4,)}
-
-
-def declare(axes: Axes) -> partial:
-    table = placements(SHAPES, Layout(), tied=False)
-    return partial(parts_of_whole, shapes=SHAPES, placements=table, axes=axes)
+from tests.test_checkpoint import State, make_config, make_training, names
 
 
 def current_devices_of_writers(folder: Path) -> list[int]:
@@ -47,14 +34,16 @@ def current_devices_of_writers(folder: Path) -> list[int]:
         patch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
         patch.setattr(saver, "save", save)
         set_device(device)  # as at the start of a run, in the main thread
-        tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for in_background in (False, True):
-            writer = Saver(dist.group.WORLD, device, in_background)
-            writer.save(folder, tensors, declare(build_axes(CPU, Layout(dp=2))), {"step": 1})
-            writer.wait()
+            training = make_training(make_config(dp=2, checkpoint={"async": in_background}))
+            training.saver.device = device
+            training.save(folder, 1)
+            training.saver.wait()
         patch.setattr(torch.cuda, "set_device", lambda device: None)
+        training = make_training(make_config(dp=2))
+        training.saver.device = device
         with pytest.raises(AssertionError, match=f"writes from GPU 0, not {device}"):
-            Saver(dist.group.WORLD, device).save(folder, tensors, None, {"step": 1})
+            training.save(folder, 1)
     return seen
 
 
@@ -68,16 +57,16 @@ def make_timeouts_short(axes: Axes) -> None:
 
 
 def load_with_a_slow_rank(folder: Path) -> None:
-    group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))
-    axes = build_axes(CPU, Layout(dp=2))
-    tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-    Saver(group, CPU).save(folder, tensors, declare(axes), {"step": 1})
-    make_timeouts_short(axes)
-    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    training = make_training(make_config(dp=2))
+    training.step(0)
+    training.save(folder, 1)
+    saved = State(training)
+    training.step(1)
+    make_timeouts_short(training.axes)
     if dist.get_rank() == 0:
         time.sleep(1.5)
-    load(folder / "step-00000001", declare(axes)(tensors), group)
-    assert all(tensor.eq(1).all() for tensor in tensors.values())
+    training.load(folder / "step-00000001", 1)
+    State(training).assert_equal(saved)
 
 
 def test_loading_may_take_longer_than_the_timeout(pool, tmp_path):

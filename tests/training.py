@@ -20,7 +20,7 @@ from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.inputs import Inputs, fill_weights, open_data
-from picotron_min.runtime.saver import Saver, export_run
+from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
 
@@ -76,8 +76,6 @@ class Training:
         tokenizer, start = BytesTokenizer(), (None, None, weights, None)
         self.inputs = Inputs(config, device, "gloo", model_config, tokenizer, None, batches, *start)
         self.config, self.model_config, self.axes, self.device = config, model_config, axes, device
-        settings, group = config.checkpoint, dist.new_group(backend="gloo")
-        self.saver = Saver(group, device, settings.in_background, settings.keep)
         # Drawing weights on the meta device, which has none, takes as long as the rest together.
         with ExitStack() as stack:
             for kind in (nn.Linear, nn.Embedding, nn.RMSNorm):
@@ -88,8 +86,9 @@ class Training:
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
         self.parts_of_whole = self.model.parts_of_whole
-        fill_weights(self.run, self.inputs, group)
-        dist.barrier(group)  # as train does
+        self.saver = Saver(self.run, self.inputs, dist.new_group(backend="gloo"))
+        fill_weights(self.run, self.inputs, self.saver.group)
+        dist.barrier(self.saver.group)  # as train does
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -110,9 +109,8 @@ class Training:
         return train.evaluate(self.run)
 
     def save(self, save_dir: Path, step: int) -> None:
-        settings = self.config.checkpoint.model_copy(update={"save_dir": str(save_dir)})
-        config = self.config.model_copy(update={"checkpoint": settings})
-        self.saver.save_run(self.run, config, self.model_config, step)
+        self.saver.folder = save_dir
+        self.saver.save(step)
 
     def load(self, folder: Path, step: int, skipped_steps: int = 0) -> None:
         metadata = SimpleNamespace(step=step, skipped_steps=skipped_steps)
@@ -120,5 +118,5 @@ class Training:
         fill_weights(self.run, inputs, self.saver.group)
 
     def export(self, folder: Path, tokenizer) -> None:
-        inputs = self.inputs._replace(tokenizer=tokenizer)
-        export_run(self.run, inputs, folder, self.saver.group)
+        self.saver.inputs = self.inputs._replace(tokenizer=tokenizer)
+        self.saver.export(folder)

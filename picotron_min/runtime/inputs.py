@@ -26,8 +26,6 @@ from picotron_min.runtime.metrics import check_writable
 from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 
-FP8_CAPABILITY = (8, 9)  # the first GPUs with products of 8-bit numbers
-
 
 class Inputs(NamedTuple):
     """All that a rank knows before it connects to the others."""
@@ -97,7 +95,8 @@ def check_same(settings: dict[str, object], group: dist.ProcessGroup) -> None:
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
     """Read and check everything; ValueError or OSError for the user's mistakes."""
-    save_dir, metadata, weights, resumed = Path(config.checkpoint.save_dir), None, None, {}
+    save_dir = Path(config.checkpoint.save_dir)
+    metadata, weights, lock, resumed = None, None, None, {}
     device = choose_device(launch, config.distributed.use_cpu)
     check_fp8(config, device)
     backend = choose_backend(device, config.distributed.backend)
@@ -110,7 +109,6 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
     tokenizer, here = load_tokenizer(config.tokenizer), config.layout.coordinates(launch.rank)
     batches = open_data(config, text, here.dp, here.cp, **resumed)
-    lock = None
     if launch.rank == 0:  # the one that writes
         lock = lock_folder(save_dir)
         check_writable(metrics_file=config.metrics_file, trace_file=config.logging.trace_file)
@@ -139,10 +137,9 @@ def check_fp8(config: Config, device: torch.device) -> None:
     """Raise ValueError if the GPU cannot multiply 8-bit numbers; a CPU can."""
     if not config.model.fp8 or device.type == "cpu":
         return
-    found = torch.cuda.get_device_capability(device)
-    if found < FP8_CAPABILITY:
-        least, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
-        why = f"model.fp8=true needs GPUs of compute capability {least} or more, not {has}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        why = f"model.fp8=true needs GPUs of compute capability 8.9 or more, not {major}.{minor}"
         raise ValueError(f"{why}: set it to false, or use newer ones, such as L4, RTX 40 or H100")
 
 
@@ -150,12 +147,6 @@ def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resume
     """The micro-batches of this rank; for a resumed run see Batches."""
     d, t = config.distributed, config.training
     same = t.model_dump(include={"seq_length", "seed", "micro_batch_size", "eval_batches"})
-    return Batches(
-        text.tokens,
-        num_micro_batches=t.gradient_accumulation_steps,
-        dp_rank=dp_rank,
-        dp_size=d.dp_size,
-        positions=POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length),
-        **same,
-        **resumed,
-    )
+    same |= {"num_micro_batches": t.gradient_accumulation_steps, "dp_size": d.dp_size}
+    positions = POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length)
+    return Batches(text.tokens, dp_rank=dp_rank, positions=positions, **same, **resumed)

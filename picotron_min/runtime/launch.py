@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,28 +34,27 @@ def torchrun_launch() -> Launch | None:
     if bad := bad + ["MASTER_ADDR=None"] * ("MASTER_ADDR" not in env):
         problem = "RANK is set, so a launcher should have set all of its variables, but"
         raise ValueError(f"{problem} {', '.join(bad)}: start with torchrun, or unset RANK")
-    # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
-    # addresses of processes that are gone. So every attempt has its own keys.
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(*(int(env[name]) for name in numbers[:3]), _open_tcp_store)
+
+
+def _open_tcp_store(timeout_seconds: float) -> dist.Store:  # open_store under a launcher
+    env, seconds = os.environ, f"{timeout_seconds:g} s"
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    rank, local_rank, world_size, port = (int(env[name]) for name in numbers)
-    open_store = partial(_tcp_store, env["MASTER_ADDR"], port, is_master, attempt)
-    return Launch(rank, local_rank, world_size, open_store)
-
-
-def _tcp_store(host: str, port: int, is_master: bool, attempt: str, seconds: float) -> dist.Store:
-    options = {"timeout": timedelta(seconds=seconds), "multi_tenant": is_master}
+    options = {"timeout": timedelta(seconds=timeout_seconds), "multi_tenant": is_master}
     try:
         store = dist.TCPStore(host, port, is_master=is_master, **options)
     except dist.DistError as error:
         at, cause = f"{host}:{port}", str(error).partition("\n")[0]
-        what = f"no rank 0 at {at} within {seconds:g} s: see its output, or check the address"
+        what = f"no rank 0 at {at} within {seconds}: see its output, or check the address"
         if is_master and "EADDRINUSE" in cause:
             what = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
         elif is_master:
             what = f"rank 0 cannot reach {at}, its own address: set MASTER_ADDR to where it runs"
         raise ConnectionError(f"{what} ({cause})") from None
-    return dist.PrefixStore(f"attempt {attempt}", store)
+    # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
+    # addresses of processes that are gone. So every attempt has its own keys.
+    return dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def footer() -> str:
@@ -120,13 +118,13 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
 
 def choose_backend(device: torch.device, backend: str) -> str:
     """ "auto" is NCCL between GPUs and gloo between CPUs. ValueError for one that cannot work."""
-    needed, between, remedy = "gloo", "CPUs, and no GPU is in use", ""
-    if device.type == "cuda":
-        needed, between, remedy = "nccl", "GPUs", ", or distributed.use_cpu to true"
-    if backend in ("auto", needed):
-        return needed
-    problem = f"distributed.backend={backend} does not work between {between}"
-    raise ValueError(f"{problem}: set it to auto or {needed}{remedy}")
+    needed = "nccl" if device.type == "cuda" else "gloo"
+    if backend not in ("auto", needed):
+        between = {"nccl": "GPUs", "gloo": "CPUs, and no GPU is in use"}[needed]
+        remedy = {"nccl": ", or distributed.use_cpu to true", "gloo": ""}[needed]
+        problem = f"distributed.backend={backend} does not work between {between}"
+        raise ValueError(f"{problem}: set it to auto or {needed}{remedy}")
+    return needed
 
 
 def open_process_group(

@@ -1,4 +1,4 @@
-"""state.json, the metadata of a checkpoint: is it complete, and does it fit the resuming run?"""
+"""Metadata: state.json of a checkpoint, which shows if it is complete and fits the run."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -56,12 +56,11 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
 
 def _describe(error: dict) -> str:
     """One of pydantic's errors, in words that need no knowledge of it."""
-    path = [str(part) for part in error["loc"]]
-    where, value = ".".join(path), shown(error["input"])
+    where, value = ".".join(map(str, error["loc"])), shown(error["input"])
     facts = {"json_invalid": "it is not JSON", "missing": f"{where} is missing"}
     facts["extra_forbidden"] = f"{where} is not known"
     facts["none_required"] = f"{where} must be null"  # a token, which must not be shown
-    schema = KEYS.get(".".join(path[1:])) if path[:1] == ["config"] else None
+    schema = KEYS.get(where.removeprefix("config."))
     wanted = f"must be {expected(schema)}" if schema else "is not what a run writes"
     return facts.get(error["type"], f"{where}={value} {wanted}".lstrip("="))
 
@@ -96,37 +95,39 @@ def read_to_resume(folder: Path, model_config: ModelConfig, optimizer: str) -> M
 
 
 def _changes(before: dict, now: dict) -> dict[str, str]:
-    changed = [key for key in now if before[key] != now[key]]
-    return {key: f"{key} was {shown(before[key])} and is {shown(now[key])}" for key in changed}
+    """Key -> what was changed; of settings as they were and as they are now."""
+    return {
+        key: f"{key} was {shown(before[key])} and is {shown(value)}"
+        for key, value in now.items()
+        if before[key] != value
+    }
 
 
 # Keys of training that change nothing of what a step learns; data_order has the batch's size.
-NOT_LEARNED = {"max_tokens", "eval_frequency", "micro_batch_size", "gradient_accumulation_steps"}
-NOT_LEARNED |= {"moe_pad_expert_input_to_capacity"}
-# But with these keys experts are balanced, or limited, among tokens that others decide on.
+NOT_LEARNED = {"training.max_tokens", "training.eval_frequency", "training.micro_batch_size"}
+NOT_LEARNED |= {"training.gradient_accumulation_steps", "training.moe_pad_expert_input_to_capacity"}
+# But if a key on the left is set, those on the right decide among which tokens experts are
+# balanced, or limited.
+CAPACITY = ("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")
 AMONG = {
-    "training.moe_aux_loss_coeff": ["training.micro_batch_size"],
-    "training.moe_global_aux_loss_coeff": ["training.gradient_accumulation_steps"],
-    "training.moe_expert_capacity_factor": [
-        *("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")
-    ],
+    "training.moe_aux_loss_coeff": ("training.micro_batch_size",),
+    "training.moe_global_aux_loss_coeff": ("training.gradient_accumulation_steps",),
+    "training.moe_expert_capacity_factor": CAPACITY,
 }
 
 
 def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     """Every setting that changes what is learned and differs from the saved run's."""
-    has_experts = metadata.model.num_local_experts > 0
-    among = {key for if_set, keys in AMONG.items() if attrgetter(if_set)(config) for key in keys}
-
-    def settings(config: Config) -> dict[str, object]:
-        kept = {"model.dtype", *(among if has_experts else ())}
-        for key in dict(config.training).keys() - NOT_LEARNED:
-            if has_experts or not key.startswith("moe_"):
-                kept.add(f"training.{key}")
-        in_order = [key for key in KEYS if key in kept]
-        return {key: attrgetter(key)(config) for key in in_order} | config.data_order
-
+    learned = {"model.dtype", *(f"training.{key}" for key in dict(config.training))} - NOT_LEARNED
+    if metadata.model.num_local_experts:
+        among = {k for if_set, keys in AMONG.items() if attrgetter(if_set)(config) for k in keys}
+    else:
+        among, learned = set(), {key for key in learned if ".moe_" not in key}
+    keys = [key for key in KEYS if key in learned | among]
+    was, now = (
+        {key: attrgetter(key)(c) for key in keys} | c.data_order for c in (metadata.config, config)
+    )
     effect = dict.fromkeys(among, "experts are balanced, or limited, among other tokens")
     effect |= dict.fromkeys(config.data_order, "other data is seen")
-    changes = _changes(settings(metadata.config), settings(config)).items()
+    changes = _changes(was, now).items()
     return [f"{c}: from here on {effect.get(key, 'the new value counts')}" for key, c in changes]

@@ -32,10 +32,8 @@ from picotron_min.runtime.launch import (
 if TYPE_CHECKING:
     from picotron_min.runtime.config import Config
 
-Train = Callable[["Config", RankMonitor], None]
 
-
-def start_run(train: Train) -> None:
+def start_run(train: Callable[["Config", RankMonitor], None]) -> None:
     """Call `train` in every process of a run, with the config that the command line names.
 
     Under torchrun this is one of the processes; without, it starts as many as the config needs.
@@ -53,12 +51,12 @@ def start_run(train: Train) -> None:
     if config.layout.sharding != "none":
         return_freed_memory()
     if launch:
-        run_rank(train, config, launch)
+        _run_rank(train, config, launch)
     else:
-        start_processes(partial(run_rank, train, config), config.world_size)
+        start_processes(partial(_run_rank, train, config), config.world_size)
 
 
-def run_rank(train: Train, config: "Config", launch: Launch) -> None:
+def _run_rank(train: Callable, config: "Config", launch: Launch) -> None:
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     with monitored(launch, config.distributed.timeout_seconds) as monitor:
