@@ -68,7 +68,8 @@ def train_steps(
         saver.after(done, reporter, is_last=stops or done == inputs.last_step)
         monitor.note_saved(saver.latest)
         if stops and done < inputs.last_step:
-            return reporter.stopped(done, saver.latest)
+            reporter.stopped(done, saver.latest)
+            return
     folder = saver.folder / "hf"
     saver.export(folder)
     reporter.finished(folder, saver.latest)
