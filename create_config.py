@@ -20,12 +20,12 @@ from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
-from picotron_min.planner.hardware import GPUS, Gpu
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.show import measures
 from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import CHOICES, MOST_PROCESSES, nearest, parse_config
+from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import parse_json
 from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted, expected

@@ -21,12 +21,12 @@ from statistics import median
 
 from picotron_min.planner.calibrate import Observation, calibrate
 from picotron_min.planner.config_files import model_of, predicted
-from picotron_min.planner.hardware import Gpu
 from picotron_min.planner.machine import machine
 from picotron_min.planner.measured import read_metrics
 from picotron_min.planner.validate import spearman
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.hardware import Gpu
 
 ROOT = Path(__file__).parent.parent
 MODEL = {

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from exercises.marks import Marks
 from picotron_min.planner.choices import Request
-from picotron_min.planner.hardware import GPUS
 from picotron_min.planner.search import search
+from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.public_models import PRESETS
 
 

@@ -35,10 +35,10 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workl
 from picotron_min.model import Llama
 from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.planner.config_files import predicted
-from picotron_min.planner.hardware import GPUS
 from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.inputs import check_fp8
 from picotron_min.runtime.reporter import describe
 

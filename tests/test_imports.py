@@ -19,15 +19,15 @@ MAY_IMPORT = {
     "planner": {"core", "settings", "extension", "runtime"},
     "report": {"core", "settings", "extension", "runtime", "planner"},
 }
-PENDING = {"draw", "trace", "speed"}  # to be moved
+PENDING = {"draw", "trace"}  # to be moved
 STANDARD_LIBRARY_ONLY = {
     *("layout.py", "placement.py", "model_config.py", "pipeline_messages.py", "costs.py"),
     *("pipeline_schedule.py", "extensions/schedules/zero_bubble.py", "extensions/settings.py"),
     *("extensions/experts/mixture.py", "extensions/sharding/rows.py"),
     *("extensions/memory/repeated.py", "extensions/schedules/registry.py"),
     *("extensions/schedules/simulator.py", "runtime/architectures.py", "runtime/draw.py"),
-    *("runtime/json_file.py", "runtime/public_models.py", "runtime/wording.py"),
-    *("planner/activations.py", "planner/hardware.py", "planner/layer_time.py"),
+    *("runtime/hardware.py", "runtime/json_file.py", "runtime/public_models.py"),
+    *("runtime/wording.py", "planner/activations.py", "planner/layer_time.py"),
     *("planner/links.py", "planner/memory.py", "planner/parameter_traffic.py"),
     *("planner/sent.py", "planner/step_time.py", "planner/system.py", "planner/traffic.py"),
 }

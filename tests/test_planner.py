@@ -17,7 +17,6 @@ from picotron_min.planner.choices import Request, groups, rule_problems, schedul
 from picotron_min.planner.command import main
 from picotron_min.planner.config_files import config_of, fixed_choices
 from picotron_min.planner.explain import lines_of, why
-from picotron_min.planner.hardware import GPUS
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.search import TIE, Candidate, Group, LeastMemory, search
 from picotron_min.planner.show import plan_text
@@ -25,6 +24,7 @@ from picotron_min.planner.step_time import StepTime, predict
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
+from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.public_models import find_preset, to_hf
 from tests.test_layouts import make_training
 

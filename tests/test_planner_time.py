@@ -14,11 +14,11 @@ from dataclasses import replace
 import pytest
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.hardware import GPUS, Gpu
 from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import link, send_seconds
 from picotron_min.planner.step_time import Rank, StepTime, predict
 from picotron_min.planner.system import Setting, System, our_system
+from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.public_models import find_preset
 
 TOY = Gpu(

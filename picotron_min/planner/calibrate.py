@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from picotron_min.planner.hardware import Gpu
 from picotron_min.planner.step_time import predict
 from picotron_min.planner.system import Setting
+from picotron_min.runtime.hardware import Gpu
 
 LIMITS = (1e-3, 1e3)  # times its first value: how far an unknown may be
 ROUNDS = 60

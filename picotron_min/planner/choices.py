@@ -15,11 +15,11 @@ from functools import lru_cache
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.hardware import Gpu
 from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.planner.system import Setting, our_system
 from picotron_min.runtime.config import KEYS, Config, Distributed, Model, Training
 from picotron_min.runtime.config_checks import layout_problems, model_problems
+from picotron_min.runtime.hardware import Gpu
 
 LIBRARY_BYTES = 1e9  # of CUDA and NCCL, on each GPU
 # What is chosen, by the names of Layout and Workload; each also has a key in config.json.

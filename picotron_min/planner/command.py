@@ -18,12 +18,12 @@ from pathlib import Path
 
 from picotron_min.planner import calibrate, config_files, machine, show, validate
 from picotron_min.planner.choices import CHOICES, Request
-from picotron_min.planner.hardware import GPUS
 from picotron_min.planner.measured import Measured, check_axes, read_metrics
 from picotron_min.planner.remedy import nothing_fits
 from picotron_min.planner.search import Candidate, search
 from picotron_min.planner.traffic import planned_traffic
 from picotron_min.runtime.config import ConfigError
+from picotron_min.runtime.hardware import GPUS
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ is as fast as the network cards of those of its ranks that are in one node.
 import math
 from typing import NamedTuple
 
-from picotron_min.planner.hardware import Gpu
+from picotron_min.runtime.hardware import Gpu
 
 
 class Link(NamedTuple):

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from picotron_min.planner.hardware import GPUS, Gpu
+from picotron_min.runtime.hardware import GPUS, Gpu
 
 # Of a core, before any run was measured: FLOP/s; bytes/s of the memory that all cores share, and of
 # a message between two processes.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import BYTES
-from picotron_min.planner.hardware import Gpu
+from picotron_min.runtime.hardware import Gpu
 
 
 @dataclass(frozen=True)

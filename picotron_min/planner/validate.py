@@ -14,9 +14,9 @@ from statistics import median
 from typing import NamedTuple
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.hardware import GPUS
 from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System
+from picotron_min.runtime.hardware import GPUS
 
 
 class Run(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from picotron_min import costs
 from picotron_min.extensions.memory.repeated import hardware_flops_per_token
 from picotron_min.extensions.settings import ModelConfig, Workload
-from picotron_min.planner.hardware import gpu_of_device
+from picotron_min.runtime.hardware import gpu_of_device
 
 
 class Speedometer:
