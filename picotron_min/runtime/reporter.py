@@ -12,11 +12,9 @@ import torch.distributed as dist
 
 from picotron_min.costs import (
     active_parameter_count,
-    common_flops_per_token,
     model_flops_per_token,
     parameter_count,
 )
-from picotron_min.extensions.settings import ModelConfig
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.console import Console, Output, prompt_for
@@ -186,6 +184,7 @@ def describe(inputs: Inputs) -> dict[str, str]:
     if has_experts(inputs):
         active = human(active_parameter_count(inputs.model_config))
         numbers += f", of which {active} active a token,"
+    flops = model_flops_per_token(inputs.model_config, t.seq_length)
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
         "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
@@ -197,16 +196,6 @@ def describe(inputs: Inputs) -> dict[str, str]:
         f" in {counted(text.num_documents, 'document')};"
         f" {counted(batches.num_eval_sequences, 'sequence')} to validate",
         "tokenizer": config.tokenizer,
-        **mfu_definitions(inputs.model_config, t.seq_length),
+        "MFU": f"{human(flops)} FLOPs a token: matmuls, causal half of attention",
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
-    }
-
-
-def mfu_definitions(model_config: ModelConfig, seq_length: int) -> dict[str, str]:
-    """What both MFUs of a step's record count, in FLOPs a token: see docs/mfu.md."""
-    ours, common = model_flops_per_token, common_flops_per_token
-    sizes = model_config, seq_length
-    return {
-        "MFU": f"{human(ours(*sizes))} FLOPs a token: matmuls, causal half of attention",
-        "mfu_common": f"{human(common(*sizes))} FLOPs a token: 6 N + 12 L H Q T, as others count",
     }
