@@ -15,7 +15,8 @@ from picotron_min.report.__main__ import NO_MATPLOTLIB, main
 from picotron_min.report.charts import MOST_POINTS, smooth, thin_out
 from picotron_min.report.pictures import ranges
 from picotron_min.report.reading import read_run
-from picotron_min.report.single import header, measured_peaks, plan_of_trace
+from picotron_min.report.single import header, measured_peaks
+from picotron_min.runtime.draw import plan_of_trace
 from picotron_min.runtime.wording import shown
 from tests import recorded_runs
 from tests.recorded_runs import write_records, write_run, write_start

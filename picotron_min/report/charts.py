@@ -1,14 +1,13 @@
-"""Charts as SVG that stands in a page and takes its colours from there, light or dark.
+"""Charts: SVG that takes its colours from the page that it stands in, light or dark.
 
 matplotlib draws with fixed colours; `finish` replaces them by the page's CSS variables. Text stays
 text, in the page's font, so that it can be searched and read out. Nothing here knows of a run.
 """
 
 import io
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -28,13 +27,13 @@ PALETTE = {  # light page, dark page
     "#56B4E9": ("#2E8BC0", "#0072B2"),  # sky
 }
 COLOURS = list(PALETTE)
-# With six colours, 18 kinds of lines; by their names in CSS, for a legend in the page.
+# With six colours, 18 kinds of lines; by their names in CSS, for the legend of a comparison.
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":"}
 # Text and axes; lines of a grid; where nothing is; text on one of the colours.
 INK, GRID, EMPTY, ON_COLOUR = "#010101", "#020202", "#030303", "#040404"
-VARIABLES = {INK: "currentColor", GRID: "var(--grid)", EMPTY: "var(--empty)"}
+VARIABLES = {colour: f"var(--series-{i})" for i, colour in enumerate(COLOURS)}
+VARIABLES |= {INK: "currentColor", GRID: "var(--grid)", EMPTY: "var(--empty)"}
 VARIABLES |= {ON_COLOUR: "var(--on-colour)"}
-VARIABLES |= {colour: f"var(--series-{i})" for i, colour in enumerate(COLOURS)}
 
 STYLE = {
     "svg.fonttype": "none",  # text as text, not as outlines
@@ -83,9 +82,7 @@ def finish(svg: str, title: str) -> str:
     svg = re.sub(r"'DejaVu Sans'.*?sans-serif", "var(--font)", svg)
     width, height = re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups()  # in points
     start = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}"'
-    return re.sub(
-        "<svg .*?>", f'{start} style="--width: {width}px">', svg, count=1, flags=re.DOTALL
-    )
+    return f'{start} style="--width: {width}px">' + svg[svg.index(">") + 1 :]
 
 
 class Line(NamedTuple):
@@ -97,8 +94,8 @@ class Line(NamedTuple):
     has_points: bool = False
 
 
-def curves(lines: Iterable[Line], title: str, unit: str, x_unit="step", about="") -> str:
-    """Lines over steps or tokens; a unit of "%" shows shares."""
+def curves(lines: Sequence[Line], title: str, unit: str, x_unit="step", about="") -> str:
+    """Lines over steps or tokens."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -108,15 +105,14 @@ def curves(lines: Iterable[Line], title: str, unit: str, x_unit="step", about=""
         axes.set(title=title, xlabel=x_unit, ylabel=unit)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=x_unit == "step"))
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        for axis, (_, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-            if high >= 10_000:
+        for axis in (axes.xaxis, axes.yaxis):
+            if (high := axis.get_view_interval()[1]) >= 10_000:
                 axis.set_major_formatter(EngFormatter(sep=""))  # 20k
             elif 0 < high < 0.01:
                 axis.get_major_formatter().set_powerlimits((0, 0))  # 1e-3 above the axis
         if len([line for line in lines if line.label]) > 1:
             axes.legend(loc="best")
 
-    lines = list(lines)
     return chart(draw, title, about)
 
 
@@ -145,21 +141,17 @@ def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
     stretch, kept = math.ceil(2 * len(x) / MOST_POINTS), []
     for start in range(0, len(x), stretch):
         known = [i for i in range(start, min(start + stretch, len(x))) if not math.isnan(y[i])]
-        if known:
-            kept += sorted({min(known, key=y.__getitem__), max(known, key=y.__getitem__)})
-        else:
-            kept.append(start)  # the gap
+        known = known or [start]  # the gap
+        kept += sorted({min(known, key=y.__getitem__), max(known, key=y.__getitem__)})
     return [x[i] for i in kept], [y[i] for i in kept]
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
     """Means in which a value's weight halves every 2% of the steps; gaps stay out of them."""
-    keep = 0.5 ** (1 / max(1.0, 0.02 * len(values)))
-
-    # Without dividing by the weights so far, the first value would count as if it were many.
-    def add(state: tuple[float, float], value: float | None) -> tuple[float, float]:
-        total, weight = state
-        return state if value is None else (keep * total + value, keep * weight + 1)
-
-    states = itertools.islice(itertools.accumulate(values, add, initial=(0.0, 0.0)), 1, None)
-    return [total / weight if weight else None for total, weight in states]
+    keep, total, weight, means = 0.5 ** (1 / max(1.0, 0.02 * len(values))), 0.0, 0.0, []
+    for value in values:
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        # Without dividing by the weights so far, the first value would count as if it were many.
+        means.append(total / weight if weight else None)
+    return means

@@ -1,4 +1,4 @@
-"""A page of HTML from titles, tables and pictures: one file that opens anywhere, offline."""
+"""Pages of HTML from titles, tables and pictures: one file that opens anywhere, offline."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -7,7 +7,7 @@ from picotron_min.report.charts import DASHES, PALETTE
 
 
 class Cell(str):
-    """Text of a table; `value`, the number in full, is in the page for who wants to compute."""
+    """A number of a table as text; the page also has `value`, the number in full."""
 
     value: float | None = None
 
@@ -20,31 +20,34 @@ class Cell(str):
         return cell
 
 
+def cells(form: str, *values: float | None) -> list[Cell]:
+    return [Cell.of(value, form) for value in values]
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
     """The first column names its row. Wide tables scroll inside a box of their own."""
     rows = list(rows)
     # A title stands where its column's content does: numbers to the right.
-    kinds = [' class="number"' if isinstance(cell, Cell) else "" for cell in (*rows, head)[0]]
-    top = "".join(
-        f'<th scope="col"{kind}>{escape(name)}</th>'
-        for name, kind in zip(head, kinds, strict=False)
-    )
-    body = "\n".join(f"<tr>{_row(row)}</tr>" for row in rows)
+    columns = zip(head, (*rows, head)[0], strict=False)
+    top = "".join(f'<th scope="col"{_side(cell)}>{escape(name)}</th>' for name, cell in columns)
+    body = "\n".join(f"<tr>{_row(*row)}</tr>" for row in rows)
     head = f"<thead><tr>{top}</tr></thead>" if top else ""
     title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
     return f'{title}<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _row(row: Sequence[str]) -> str:
-    name, *cells = row
-    return f'<th scope="row">{escape(name)}</th>' + "".join(map(_cell, cells))
+def _row(name: str, *cells: str) -> str:
+    content = "".join(f"<td{_side(cell)}{_full(cell)}>{escape(cell)}</td>" for cell in cells)
+    return f'<th scope="row">{escape(name)}</th>{content}'
 
 
-def _cell(cell: str) -> str:
-    if isinstance(cell, Cell):  # a number, to the right
-        full = "" if cell.value is None else f' data-value="{cell.value!r}"'
-        return f'<td class="number"{full}>{escape(cell)}</td>'
-    return f"<td>{escape(cell)}</td>"
+def _side(cell: str) -> str:
+    return ' class="number"' if isinstance(cell, Cell) else ""
+
+
+def _full(cell: str) -> str:
+    value = getattr(cell, "value", None)
+    return "" if value is None else f' data-value="{value!r}"'
 
 
 def section(title: str, *parts: str) -> str:
@@ -65,7 +68,7 @@ def legend(names: Sequence[str]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def pictures(*figures: str) -> str:
+def gallery(*figures: str) -> str:
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 

@@ -1,7 +1,7 @@
-"""What a run has left in its folder, as plain data: nothing is drawn here.
+"""Reading a run: what it has left in its folder, as plain data.
 
     metrics.jsonl    a line a step; written again after a resume       -> Run.steps, .evaluations
-    run.jsonl        settings, devices, what each rank sent            -> Run.start, .ranks
+    run.jsonl        settings, devices, what each rank sent            -> Run.starts, .ranks
     a trace          named by logging.trace_file                       -> Run.trace
 
 What is missing or damaged is left out, and `Run.notes` has a sentence about it.
@@ -40,6 +40,21 @@ class Run(NamedTuple):
     trace: MeasuredStep | None
     notes: list[str]
 
+    @property
+    def seconds(self) -> float:
+        """Of all steps, also of those that a resume has repeated: they cost as much."""
+        return sum(step.step_seconds or 0.0 for step in self.all_steps)
+
+    @property
+    def tokens(self) -> float:
+        steps = self.all_steps
+        return sum((s.tokens_per_second or 0.0) * (s.step_seconds or 0.0) for s in steps)
+
+    def mean_over_time(self, name: str) -> float | None:
+        known = [s for s in self.all_steps if getattr(s, name) is not None and s.step_seconds]
+        seconds = sum(s.step_seconds for s in known)
+        return sum(getattr(s, name) * s.step_seconds for s in known) / seconds if known else None
+
 
 def read_run(folder: Path) -> Run:
     """ValueError if the folder has no step of a run."""
@@ -52,7 +67,10 @@ def read_run(folder: Path) -> Run:
     config, model = (settings.config, settings.model) if settings else (None, None)
     all_steps, evaluations, saves = [], [], []
     steps: list[StepRecord] = []
-    for record in _records(_metrics_file(folder, config), notes):
+    path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name the checkpoint.save_dir of a run")
+    for record in _parse_lines(path, _record, notes):
         if isinstance(record, SaveRecord):
             saves.append(record)
         elif isinstance(record, EvalRecord):
@@ -74,25 +92,19 @@ def read_run(folder: Path) -> Run:
         count = f"{len(ranks.ranks)} of {counted(config.world_size, 'rank')}"
         notes.append(f"{folder / RUN_LOG} has what {count} sent: it is left out")
         ranks = None
-    trace = _read_trace(folder, config, starts, notes) if config else None
-    steps_and_more = steps, evaluations, saves, all_steps, starts
-    return Run(folder, *steps_and_more, config, model, ranks, trace, notes)
-
-
-def _metrics_file(folder: Path, config: Config | None) -> Path:
-    return _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
+    trace = None
+    try:
+        trace = config and _read_trace(folder, config, starts)
+    except (ValueError, OSError) as error:
+        notes.append(str(error))
+    records = steps, evaluations, saves, all_steps
+    return Run(folder, *records, starts, config, model, ranks, trace, notes)
 
 
 def _find(name: str | None, folder: Path) -> Path | None:
     """A file that the config names: where the run wrote it, or in the folder, if that was moved."""
     places = [Path(name), folder / Path(name).name] if name else []
     return next((path for path in places if path.is_file()), None)
-
-
-def _records(path: Path, notes: list[str]) -> Iterator[StepRecord | EvalRecord | SaveRecord]:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: name the checkpoint.save_dir of a run")
-    return _parse_lines(path, _record, notes)
 
 
 def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) -> Iterator:
@@ -177,31 +189,21 @@ def _read_state(folder: Path, notes: list[str]) -> State | None:
     return None
 
 
-def _read_trace(
-    folder: Path, config: Config, starts: list[Start], notes: list[str]
-) -> MeasuredStep | None:
-    """The trace that the config names, if it is of this run's pipeline."""
+def _read_trace(folder: Path, config: Config, starts: list[Start]) -> MeasuredStep | None:
+    """The trace that the config names; ValueError or OSError if it is not of this run."""
     name = config.logging.trace_file
+    if not name:
+        return None
     path = _find(name, folder)
     if path is None:
-        if name:
-            notes.append(f"logging.trace_file={name} does not exist: it is written at the end")
-        return None
-    try:
-        trace = read_trace(str(path))
-    except (ValueError, OSError) as error:
-        notes.append(str(error))
-        return None
-    expected = config.layout.pp_engine, config.layout.pp
-    found = trace.engine, trace.measured.num_ranks
-    if found != expected:
-        of = "{} with pp {}".format(*found)
-        wanted = "{} with pp {}".format(*expected)
-        notes.append(f"{path} is of another run: of {of}, not of {wanted}; it is left out")
-        return None
+        raise ValueError(f"logging.trace_file={name} does not exist: it is written at the end")
+    trace = read_trace(str(path))
+    wanted = f"{config.layout.pp_engine} with pp {config.layout.pp}"
+    found = f"{trace.engine} with pp {trace.measured.num_ranks}"
+    if found != wanted:
+        raise ValueError(f"{path} is of another run: of {found}, not of {wanted}; it is left out")
     # A file of this name may be left from an earlier run, or have been replaced by a later one.
     if starts and trace.run_began not in {start.at.isoformat() for start in starts}:
         of = f"that began {trace.run_began}" if trace.run_began else "of an older version"
-        notes.append(f"{path} is of another run, {of}; it is left out")
-        return None
+        raise ValueError(f"{path} is of another run, {of}; it is left out")
     return trace

@@ -1,27 +1,20 @@
-"""The report of one run, section by section: what it was, how it went, where its ranks were."""
+"""One run's page, section by section: what it was, how it went, where its ranks were."""
+
+from itertools import zip_longest
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
-from picotron_min.extensions.schedules.simulator import Timeline, simulate
+from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.extensions.settings import Layout
-from picotron_min.pipeline_messages import insert_messages
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.sent import Sent as Ledger
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
+from picotron_min.report import pictures
 from picotron_min.report.curves import curve_pictures
-from picotron_min.report.page import Cell, notes, page, paragraph, pictures, section, table
-from picotron_min.report.pictures import (
-    MOST_SPANS,
-    memory_picture,
-    pipeline_picture,
-    rank_grid,
-    traffic_picture,
-    unit_for,
-)
+from picotron_min.report.page import Cell, cells, gallery, notes, page, paragraph, section, table
 from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
 from picotron_min.report.reading import Run
-from picotron_min.runtime.draw import mean_times
-from picotron_min.runtime.metrics import StepRecord
+from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
 from picotron_min.runtime.run_log import Rank, Sent
 from picotron_min.runtime.wording import counted, duration
 
@@ -37,11 +30,6 @@ def report(run: Run) -> str:
 def header(run: Run) -> str:
     """What was trained, on what, and what it cost; MFU by both definitions."""
     rows = {}
-    if run.config and not run.starts:
-        sizes = run.config.layout.sizes._asdict()
-        rows["model"] = f"{run.config.model.name} in {run.config.model.dtype}"
-        rows["layout"] = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        rows |= {"data": run.config.dataset.name, "tokenizer": run.config.tokenizer}
     if run.starts:
         start = run.starts[-1]
         rows = {name: text for name, text in start.header.items() if "mfu" not in name.lower()}
@@ -50,57 +38,42 @@ def header(run: Run) -> str:
         rows["started"] = f"{run.starts[0].at:%Y-%m-%d %H:%M} UTC"
         if resumes := run.starts[1:]:
             rows["resumed"] = f"after step {', '.join(str(start.after_step) for start in resumes)}"
+    elif run.config:
+        sizes = run.config.layout.sizes._asdict()
+        rows["model"] = f"{run.config.model.name} in {run.config.model.dtype}"
+        rows["layout"] = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        rows |= {"data": run.config.dataset.name, "tokenizer": run.config.tokenizer}
     rows["steps"] = f"{len(run.steps):,}, from {run.steps[0].step:,} to {run.steps[-1].step:,}"
     if repeated := len(run.all_steps) - len(run.steps):
         rows["steps"] += f"; {counted(repeated, 'step')} more, after which it resumed from before"
-    seconds, saving = total_seconds(run), sum(save.save_seconds for save in run.saves)
-    rows["took"] = f"{duration(seconds)} in steps, {duration(saving)} in saves"
-    rows["tokens"] = f"{total_tokens(run):,.0f}"
+    saving = sum(save.save_seconds for save in run.saves)
+    rows["took"] = f"{duration(run.seconds)} in steps, {duration(saving)} in saves"
+    rows["tokens"] = f"{run.tokens:,.0f}"
     if run.config:
-        flops = total_tokens(run) * flops_per_token(run)[0]
+        flops = run.tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         rows["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"
     return section("The run", table((), rows.items()), mfu_table(run))
 
 
-def total_seconds(run: Run) -> float:
-    """Of all steps, also of those that a resume has repeated: they cost as much."""
-    return sum(record.step_seconds or 0.0 for record in run.all_steps)
-
-
-def total_tokens(run: Run) -> float:
-    steps = run.all_steps
-    return sum((s.tokens_per_second or 0.0) * (s.step_seconds or 0.0) for s in steps)
-
-
-def flops_per_token(run: Run) -> tuple[int, int]:
-    """By both definitions of MFU."""
-    sizes = run.model, run.config.training.seq_length
-    return model_flops_per_token(*sizes), common_flops_per_token(*sizes)
-
-
 DEFINITIONS = {
-    "mfu": "matmuls, and the causal half of attention",
-    "mfu_common": "6 N + 12 L H Q T: with the embedding, and all of attention",
+    "mfu": (model_flops_per_token, "matmuls, and the causal half of attention"),
+    "mfu_common": (
+        common_flops_per_token,
+        "6 N + 12 L H Q T: with the embedding, and all of attention",
+    ),
 }
 
 
 def mfu_table(run: Run) -> str:
     """The whole run's MFU: the mean over its time, as speeds are shares of one peak."""
-    rows, flops = [], flops_per_token(run) if run.config else (None, None)
-    for (name, definition), per_token in zip(DEFINITIONS.items(), flops, strict=True):
-        mean = mean_over_time(run.all_steps, name)
-        numbers = Cell.of(mean, ".2%"), Cell.of(per_token, ",")
-        rows.append((name, *numbers, definition))
+    rows, sizes = [], run.config and (run.model, run.config.training.seq_length)
+    for name, (flops_per_token, definition) in DEFINITIONS.items():
+        flops = Cell.of(sizes and flops_per_token(*sizes), ",")
+        rows.append((name, Cell.of(run.mean_over_time(name), ".2%"), flops, definition))
     peak = run.starts[-1].peak_flops if run.starts else None
     caption = f"Peak of a device: {peak / 1e12:.4g} TFLOP/s. " if peak else ""
     caption += "Other tools' MFU is mostly mfu_common: compare numbers of one definition only."
     return table(("", "mean", "FLOPs a token", "what counts"), rows, caption)
-
-
-def mean_over_time(steps: list[StepRecord], name: str) -> float | None:
-    known = [s for s in steps if getattr(s, name) is not None and s.step_seconds]
-    seconds = sum(s.step_seconds for s in known)
-    return sum(getattr(s, name) * s.step_seconds for s in known) / seconds if known else None
 
 
 COLUMNS = {
@@ -119,52 +92,46 @@ MOST_ROWS = 12
 
 def course(run: Run) -> str:
     """Curves over the steps, and a table of some of them."""
-    last, count = len(run.steps) - 1, min(MOST_ROWS, len(run.steps))
-    shown = [run.steps[round(i * last / max(1, count - 1))] for i in range(count)]
-    losses = {record.step: record.val_loss for record in run.evaluations}
-    rows = [
-        (
-            str(record.step),
-            *(Cell.of(getattr(record, name), form) for name, form in COLUMNS.items()),
-            Cell.of(losses[record.step], ".4f") if record.step in losses else Cell(""),
-        )
-        for record in shown
-    ]
+    last, count, rows = len(run.steps) - 1, min(MOST_ROWS, len(run.steps)), []
+    losses = {record.step: Cell.of(record.val_loss, ".4f") for record in run.evaluations}
+    for i in range(count):
+        record = run.steps[round(i * last / max(1, count - 1))]
+        numbers = [Cell.of(getattr(record, name), form) for name, form in COLUMNS.items()]
+        rows.append((str(record.step), *numbers, losses.get(record.step, Cell(""))))
     which = "All steps" if count > last else f"{count} of {last + 1:,} steps, evenly spaced"
     numbers = table(("step", *COLUMNS, "val_loss"), rows, f"{which}, from metrics.jsonl.")
-    return section("How it went", pictures(*curve_pictures([run])), numbers)
+    return section("How it went", gallery(*curve_pictures([run])), numbers)
 
 
 def ranks(run: Run) -> str:
     """Where ranks are in the grid, and what they send to each other."""
-    layout, work = run.config.layout, run.config.workload
-    shares = shares_of_ranks(run.model, layout, work.seq_length)
-    figures = [rank_grid(layout, [share.layers for share in shares])]
+    layout = run.config.layout
+    shares = shares_of_ranks(run.model, layout, run.config.workload.seq_length)
+    figures = [pictures.rank_grid(layout, [share.layers for share in shares])]
     if run.ranks and (traffic := traffic_between(layout, run.ranks)):
-        figures.append(traffic_picture(traffic, layout.world_size, run.ranks.step))
-    return section("Ranks and what they send", pictures(*figures), traffic_tables(run, layout))
+        figures.append(pictures.traffic_picture(traffic, layout.world_size, run.ranks.step))
+    return section("Ranks and what they send", gallery(*figures), traffic_tables(run, layout))
 
 
 def traffic_tables(run: Run, layout: Layout) -> str:
     """Bytes of rank 0 by axis, planned beside measured; and by collective, beside other ranks'."""
-    last, sizes = run.steps[-1], (run.model, layout, run.config.workload)
+    last, sizes, rows = run.steps[-1], (run.model, layout, run.config.workload), []
     if not last.comm_bytes:
         return paragraph("Nothing is sent: there is a single rank.")
-    rows, planned = [], planned_traffic(*sizes)
-    for axis in last.comm_bytes.keys() | planned.keys():
+    planned = planned_traffic(*sizes)
+    for axis in sorted(last.comm_bytes.keys() | planned.keys()):
         row = ranks_of_axis(layout, axis, 0)
         with_ranks = ", ".join(map(str, row[:8])) + ", ..." * (len(row) > 8)
-        numbers = planned.get(axis, 0), last.comm_bytes.get(axis, 0)
-        rows.append((axis, *(Cell.of(number, ",") for number in numbers), with_ranks))
+        numbers = cells(",", planned.get(axis, 0), last.comm_bytes.get(axis, 0))
+        rows.append((axis, *numbers, with_ranks))
     head = "axis", "planned bytes", "measured bytes", "among ranks"
     caption = f"What rank 0 sent in step {last.step}, by axis (comm_bytes in metrics.jsonl)."
-    tables = table(head, sorted(rows), caption)
+    tables = table(head, rows, caption)
     if run.ranks:
         head = "axis", "collective", "calls", "planned bytes", "bytes"
         head += "least of any rank", "most of any rank"
         caption = f"What rank 0 sent in step {run.ranks.step}, by collective, and the extremes."
-        rows = _by_collective(run.ranks.ranks, planned_ledger(*sizes))
-        tables += table(head, rows, caption)
+        tables += table(head, _by_collective(run.ranks.ranks, planned_ledger(*sizes)), caption)
     return tables
 
 
@@ -173,31 +140,28 @@ def _by_collective(ranks: list[Rank], planned: Ledger) -> list[tuple[str, ...]]:
     rows, nothing = [], Sent(calls=0, bytes=0)
     for axis, name in sorted(measured | planned.keys()):
         sent = [rank.sent.get(axis, {}).get(name, nothing) for rank in ranks]
-        amounts = [each.bytes for each in sent]
-        numbers = [sent[0].calls, round(planned[axis, name])]
-        numbers += [amounts[0], min(amounts), max(amounts)]
-        rows.append((axis, name, *(Cell.of(number, ",") for number in numbers)))
+        amounts, expected = [each.bytes for each in sent], round(planned[axis, name])
+        extremes = min(amounts), max(amounts)
+        rows.append((axis, name, *cells(",", sent[0].calls, expected, amounts[0], *extremes)))
     return rows
 
 
 def memory(run: Run) -> str:
     """What was planned for each pipeline rank, beside what its fullest rank needed."""
-    config, layout = run.config, run.config.layout
-    is_cpu = run.starts[-1].backend == "gloo" if run.starts else True
-    planned = memory_of_ranks(run.model, layout, config.workload, "cpu" if is_cpu else "cuda")
+    layout, rows = run.config.layout, []
+    is_cpu = not run.starts or run.starts[-1].backend == "gloo"
+    device = "cpu" if is_cpu else "cuda"
+    planned = memory_of_ranks(run.model, layout, run.config.workload, device)
     measured = measured_peaks(run, layout)
-    unit, unit_name = unit_for(max(memory.total for memory in planned))
-    picture = memory_picture(planned, measured)
+    unit, unit_name = pictures.unit_for(max(memory.total for memory in planned))
+    for rank, (memory, peak) in enumerate(zip_longest(planned, measured)):
+        sizes = [size and size / unit for size in (*memory, memory.total, peak)]
+        rows.append((str(rank), *cells(",.2f", *sizes)))
     parts = [name.replace("_", " ") for name in RankMemory._fields]
-    rows = []
-    for rank, memory in enumerate(planned):
-        peak = measured[rank] if rank < len(measured) else None
-        sizes = [*memory, memory.total, peak]
-        rows.append((str(rank), *(Cell.of(s and s / unit, ",.2f") for s in sizes)))
-    head = "pipeline rank", *parts, "planned", "measured"
     caption = f"{unit_name} a rank: planned by part, and the measured peak."
     caption += " On a CPU that is of the whole process, with Python and torch." if is_cpu else ""
-    return section("Memory", pictures(picture), table(head, rows, caption))
+    numbers = table(("pipeline rank", *parts, "planned", "measured"), rows, caption)
+    return section("Memory", gallery(pictures.memory_picture(planned, measured)), numbers)
 
 
 def measured_peaks(run: Run, layout: Layout) -> list[float]:
@@ -210,45 +174,35 @@ def measured_peaks(run: Run, layout: Layout) -> list[float]:
         return [latest]
     peaks = [rank.memory_gb * 1e9 for rank in run.ranks.ranks]
     size = layout.world_size // layout.pp  # ranks of a stage, which stand together
-    peaks = [max(peaks[start : start + size]) for start in range(0, len(peaks), size)]
-    return [max(latest, peaks[0]), *peaks[1:]]
+    first, *others = (max(peaks[start : start + size]) for start in range(0, len(peaks), size))
+    return [max(latest, first), *others]
 
 
 def pipeline(run: Run) -> str:
     """The schedule, planned above measured."""
     layout, m = run.config.layout, run.config.training.gradient_accumulation_steps
-    how = "Set logging.trace_file in the config to measure when each rank computes what."
     if run.trace:
-        planned, measured = plan_of_trace(run.trace.measured, layout.pp_engine), run.trace.measured
-        both = {"planned": planned, "measured": measured}
-        figure = pipeline_picture(both)
-        head = "rank", "planned bubble", "measured bubble", "computes (ms)"
-        rows = [
-            (
-                str(rank),
-                Cell.of(planned.bubble(rank), ".1%"),
-                Cell.of(measured.bubble(rank), ".1%"),
-                Cell.of((1 - measured.bubble(rank)) * measured.makespan / 1e3, ".2f"),
-            )
-            for rank in range(measured.num_ranks)
-        ]
-        step = run.trace.step + 1  # a trace counts from 0
-        caption = f"{layout.pp_engine}, step {step}. Planned: every action takes its kind's mean."
-        return section("The pipeline", pictures(figure), table(head, rows, caption))
+        return section("The pipeline", _planned_and_measured(run.trace))
     if layout.pp == 1:
         return ""
-    if layout.num_stages * m > MOST_SPANS:  # it would take long, and show little
-        return section("The pipeline", paragraph(how))
-    schedule = SCHEDULES[layout.pp_engine]
-    plans = build_plans(layout.pp_engine, layout.pp, m, layout.pp_chunks)
-    planned = simulate(plans, place=schedule.place)
-    figure = pipeline_picture({"planned": planned}, "forwards", 1.0)
-    return section("The pipeline", pictures(figure), paragraph(how))
+    how = "Set logging.trace_file in the config to measure when each rank computes what."
+    parts = [paragraph(how)]
+    if layout.num_stages * m <= pictures.MOST_SPANS:  # more would take long, and show little
+        plans = build_plans(layout.pp_engine, layout.pp, m, layout.pp_chunks)
+        planned = simulate(plans, place=SCHEDULES[layout.pp_engine].place)
+        parts.insert(0, gallery(pictures.pipeline_picture({"planned": planned}, "forwards", 1.0)))
+    return section("The pipeline", *parts)
 
 
-def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
-    """The same actions where each takes its kind's mean time, and messages take none."""
-    place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
-    plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-    plans = insert_messages(plans, place)
-    return simulate(plans, mean_times(measured, same=1), place=place)
+def _planned_and_measured(trace: MeasuredStep) -> str:
+    measured, rows = trace.measured, []
+    planned = plan_of_trace(measured, trace.engine)
+    for rank in range(measured.num_ranks):
+        bubbles = planned.bubble(rank), measured.bubble(rank)
+        busy = (1 - bubbles[1]) * measured.makespan / 1e3
+        rows.append((str(rank), *cells(".1%", *bubbles), Cell.of(busy, ".2f")))
+    head = "rank", "planned bubble", "measured bubble", "computes (ms)"
+    step = trace.step + 1  # a trace counts from 0
+    caption = f"{trace.engine}, step {step}. Planned: every action takes its kind's mean."
+    figure = pictures.pipeline_picture({"planned": planned, "measured": measured})
+    return gallery(figure) + table(head, rows, caption)

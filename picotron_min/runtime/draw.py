@@ -133,12 +133,9 @@ def print_needed_width(timeline: Timeline, width: int, makespan: float = 0.0) ->
 def show_trace(width: int, path: str) -> None:
     """Draw a measured step under its plan, and explain the difference between the two."""
     engine, step, measured, _ = read_trace(path)
-    place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
-    plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-    plans = insert_messages(plans, place)
     # From the plan, where all ranks are equally fast, towards the measurement: an action takes the
     # mean time of all that are of the same kind; and rank; and chunk; and then its own.
-    models = [simulate(plans, mean_times(measured, same), place=place) for same in (1, 2, 3, 4)]
+    models = [plan_of_trace(measured, engine, same) for same in (1, 2, 3, 4)]
     planned, makespan = models[0], max(models[0].makespan, measured.makespan)
     for name, timeline in (("planned", planned), ("measured", measured)):
         print(f"{name}, {engine}, step {step + 1}: {timeline.makespan / 1000:.2f} ms")
@@ -149,6 +146,7 @@ def show_trace(width: int, path: str) -> None:
     parts = [f"{name} {means[kind]:.2f} ms" for kind, name in names.items() if kind in means]
     print(f"mean {', '.join(parts)}\n")
     print("        planned bubble  measured bubble   computes")
+    ranks = range(measured.num_ranks)
     busy = [(1 - measured.bubble(rank)) * measured.makespan / 1000 for rank in ranks]
     for rank in ranks:
         bubbles = f"{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}"
@@ -163,6 +161,14 @@ def show_trace(width: int, path: str) -> None:
     print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan, of which")
     for (before, after), cause in zip(pairwise([*models, measured]), causes, strict=True):
         print(f"  {(after.makespan - before.makespan) / 1000:+8.2f} ms  {cause}")
+
+
+def plan_of_trace(measured: Timeline, engine: str, same: int = 1) -> Timeline:
+    """The measured actions with the times of `mean_times`, and messages that take none."""
+    place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
+    plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
+    plans = insert_messages(plans, place)
+    return simulate(plans, mean_times(measured, same), place=place)
 
 
 def mean_times(measured: Timeline, same: int) -> Callable[[int, Action], float]:
