@@ -16,24 +16,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-# Okabe and Ito's colours, which remain distinct to the colour-blind, by name and in two shades:
-# the lighter ones, and yellow, are hard to see on white, the darker ones on black.
-PALETTE = {  # light page, dark page
-    "#0072B2": ("#0072B2", "#56B4E9"),  # blue
-    "#D55E00": ("#D55E00", "#E69F00"),  # vermilion, orange
-    "#009E73": ("#00805D", "#009E73"),  # green
-    "#CC79A7": ("#AF5487", "#CC79A7"),  # purple
-    "#E69F00": ("#A87400", "#F0E442"),  # orange, yellow
-    "#56B4E9": ("#2E8BC0", "#0072B2"),  # sky
-}
-COLOURS = list(PALETTE)
+# Okabe and Ito's colours, which remain distinct to the colour-blind. page.html has two shades of
+# each: the lighter ones are hard to see on white, the darker ones on black.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 # With six colours, 18 kinds of lines; by their names in CSS, for the legend of a comparison.
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":"}
 # Text and axes; lines of a grid; where nothing is; text on one of the colours.
 INK, GRID, EMPTY, ON_COLOUR = "#010101", "#020202", "#030303", "#040404"
-VARIABLES = {colour: f"var(--series-{i})" for i, colour in enumerate(COLOURS)}
-VARIABLES |= {INK: "currentColor", GRID: "var(--grid)", EMPTY: "var(--empty)"}
-VARIABLES |= {ON_COLOUR: "var(--on-colour)"}
+CSS = {colour: f"var(--series-{i})" for i, colour in enumerate(COLOURS)}
+CSS |= {INK: "currentColor", GRID: "var(--grid)", EMPTY: "var(--empty)"}
+CSS |= {ON_COLOUR: "var(--on-colour)"}
 
 STYLE = {
     "svg.fonttype": "none",  # text as text, not as outlines
@@ -78,7 +70,7 @@ def finish(svg: str, title: str) -> str:
     prefix = re.sub(r"\W+", "-", title)
     svg = re.sub(r'\bid="', rf"\g<0>{prefix}-", svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", svg)
-    svg = re.sub("#[0-9a-f]{6}", lambda m: VARIABLES.get(m[0].upper(), m[0]), svg)
+    svg = re.sub("#[0-9a-f]{6}", lambda m: CSS.get(m[0].upper(), m[0]), svg)
     svg = re.sub(r"'DejaVu Sans'.*?sans-serif", "var(--font)", svg)
     width, height = re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups()  # in points
     start = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}"'
@@ -118,17 +110,13 @@ def curves(lines: Sequence[Line], title: str, unit: str, x_unit="step", about=""
 
 def plot_line(axes: Axes, line: Line) -> None:
     x, y = thin_out(line.x, [math.nan if value is None else value for value in line.y])
-    axes.plot(
-        x,
-        y,
-        color=COLOURS[line.colour % len(COLOURS)],
-        linestyle=[*DASHES.values()][line.colour // len(COLOURS)],
-        alpha=0.35 if line.is_faint else 1.0,
-        linewidth=1.0 if line.is_faint else 1.6,
-        marker="o" if line.has_points or len(x) == 1 else None,  # one point makes no line
-        markersize=3,
-        label=line.label,
-    )
+    dash, colour = divmod(line.colour, len(COLOURS))
+    style = {"color": COLOURS[colour], "linestyle": [*DASHES.values()][dash]}
+    if line.is_faint:
+        style |= {"alpha": 0.35, "linewidth": 1.0}
+    if line.has_points or len(x) == 1:  # one point makes no line
+        style |= {"marker": "o"}
+    axes.plot(x, y, **style, markersize=3, label=line.label)
 
 
 MOST_POINTS = 1500

@@ -3,18 +3,8 @@
 from operator import attrgetter
 
 from picotron_min.report.charts import COLOURS, DASHES, Line, curves, smooth
-from picotron_min.report.curves import curve_pictures
-from picotron_min.report.page import (
-    Cell,
-    cells,
-    gallery,
-    legend,
-    notes,
-    page,
-    paragraph,
-    section,
-    table,
-)
+from picotron_min.report.curves import LOSS, curve_pictures
+from picotron_min.report.page import Cell, cells, gallery, legend, page, paragraph, section, table
 from picotron_min.report.reading import Run
 from picotron_min.runtime.config import KEYS
 from picotron_min.runtime.wording import duration, shown
@@ -31,7 +21,7 @@ def comparison(runs: list[Run]) -> str:
     how = paragraph("Faint: each step. Strong: smoothed.")
     return page(
         "Runs compared",
-        notes([note for run in runs for note in run.notes]),
+        [note for run in runs for note in run.notes],
         section("Results", _results(named)),
         section("What differs in their settings", _differences(named)),
         section("How they went", legend([*named]), how, gallery(*charts)),
@@ -39,12 +29,10 @@ def comparison(runs: list[Run]) -> str:
 
 
 def _loss_by_tokens(runs: list[Run]) -> str:
-    lines = [
-        Line("", [s.tokens for s in run.steps], smooth([s.loss for s in run.steps]), i)
-        for i, run in enumerate(runs)
-    ]
+    x = [[step.tokens for step in run.steps] for run in runs]
+    lines = [Line("", x[i], smooth(LOSS.values(run)), i) for i, run in enumerate(runs)]
     about = "Smoothed. A step of these runs is not of one size: tokens are the fairer axis."
-    return curves(lines, "Loss by tokens", "nats a token", "tokens", about)
+    return curves(lines, "Loss by tokens", LOSS.unit, "tokens", about)
 
 
 def _results(named: dict[str, Run]) -> str:

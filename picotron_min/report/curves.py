@@ -41,7 +41,7 @@ OTHERS = [
 
 def curve_pictures(runs: Sequence[Run]) -> list[str]:
     """A chart for each quantity that any run has, with one colour a run."""
-    validation = [_validation(run, colour) for colour, run in enumerate(runs) if run.evaluations]
+    validation = [_validation(run, i) for i, run in enumerate(runs) if run.evaluations]
     if len(runs) == 1:
         each_step, smoothed = LOSS.lines(runs[0], 0)
         lines = [each_step, smoothed._replace(label="training")]

@@ -2,21 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import product
+from pathlib import Path
+from string import Template
 
-from picotron_min.report.charts import DASHES, PALETTE
+from picotron_min.report.charts import COLOURS, DASHES
 
 
 class Cell(str):
-    """A number of a table as text; the page also has `value`, the number in full."""
+    """A number of a table as text; `data` also has it in full, for who wants to compute."""
 
-    value: float | None = None
+    data = ""
 
     @classmethod
-    def of(cls, value: float | None, form: str = ".5g") -> "Cell":
-        if value is None:
-            return cls("n/a")
-        cell = cls(format(value, form))
-        cell.value = value
+    def of(cls, value: float | None, form: str) -> "Cell":
+        cell = cls("n/a" if value is None else format(value, form))
+        cell.data = "" if value is None else f' data-value="{value!r}"'
         return cell
 
 
@@ -37,17 +38,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "")
 
 
 def _row(name: str, *cells: str) -> str:
-    content = "".join(f"<td{_side(cell)}{_full(cell)}>{escape(cell)}</td>" for cell in cells)
+    pairs = ((_side(cell) + getattr(cell, "data", ""), escape(cell)) for cell in cells)
+    content = "".join(f"<td{attributes}>{text}</td>" for attributes, text in pairs)
     return f'<th scope="row">{escape(name)}</th>{content}'
 
 
 def _side(cell: str) -> str:
     return ' class="number"' if isinstance(cell, Cell) else ""
-
-
-def _full(cell: str) -> str:
-    value = getattr(cell, "value", None)
-    return "" if value is None else f' data-value="{value!r}"'
 
 
 def section(title: str, *parts: str) -> str:
@@ -60,88 +57,20 @@ def paragraph(text: str) -> str:
 
 def legend(names: Sequence[str]) -> str:
     """The line of each run, by which all charts of a comparison draw it."""
-    items = []
-    for i, name in enumerate(names):
-        dash, colour = [*DASHES][i // len(PALETTE)], f"var(--series-{i % len(PALETTE)})"
-        line = f'<span class="line" style="border-top: 3px {dash} {colour}"></span>'
-        items.append(f"<li>{line} {escape(name)}</li>")
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    items = ""
+    for name, (dash, colour) in zip(names, product(DASHES, range(len(COLOURS))), strict=False):
+        style = f"border-top: 3px {dash} var(--series-{colour})"
+        items += f'<li><span class="line" style="{style}"></span> {escape(name)}</li>'
+    return f'<ul class="legend">{items}</ul>'
 
 
 def gallery(*figures: str) -> str:
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
-def notes(sentences: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<ul class="notes">{items}</ul>' if items else ""
-
-
-def page(title: str, *parts: str) -> str:
+def page(title: str, notes: Sequence[str], *sections: str) -> str:
     """The whole document. Its policy keeps it from loading anything, even by a slip."""
-    light, dark = (
-        " ".join(f"--series-{i}: {shades[shade]};" for i, shades in enumerate(PALETTE.values()))
-        for shade in (0, 1)
-    )
-    style = STYLE.replace("LIGHT;", light).replace("DARK;", dark)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-{"".join(parts)}
-</body>
-</html>
-"""
-
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-STYLE = """
-:root {
-  --font: system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-  --ink: #1b1b1f; --paper: #ffffff; --quiet: #5a5a66; --grid: #dcdce2; --empty: #ececf1;
-  --on-colour: #ffffff; LIGHT;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e8e8ee; --paper: #16161a; --quiet: #a4a4b2; --grid: #3a3a44; --empty: #2a2a32;
-    --on-colour: #000000; DARK;
-  }
-}
-body {
-  font: 15px/1.5 var(--font); color: var(--ink); background: var(--paper);
-  max-width: 1200px; margin: 0 auto; padding: 1rem;
-}
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin-top: 2.5rem; border-bottom: 1px solid var(--grid); }
-p, figcaption { color: var(--quiet); font-size: 0.87rem; max-width: 48rem; }
-.notes { border-left: 4px solid var(--series-1); padding: 0.4rem 1rem 0.4rem 2rem; }
-.notes li { overflow-wrap: anywhere; }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0.3rem 1.5rem; }
-.legend li { overflow-wrap: anywhere; }
-.line { display: inline-block; width: 2rem; vertical-align: middle; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; margin: 0.25rem 0; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: 0.2rem 1rem 0.2rem 0; }
-tr { border-bottom: 1px solid var(--grid); }
-tbody th, thead th { font-weight: 600; white-space: nowrap; }
-thead th { color: var(--quiet); font-size: 0.87rem; }
-.number { text-align: right; white-space: nowrap; }
-td:not(.number) { min-width: 9rem; }
-.caption { margin: 1.25rem 0 0; }
-.pictures {
-  display: grid; gap: 1rem 1.5rem; align-items: start;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr));
-}
-figure { margin: 0; max-width: 420px; min-width: 0; }
-figure.wide { max-width: 800px; grid-column: 1 / -1; }
-svg { display: block; width: 100%; min-width: var(--width); height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
-"""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    content = f'<ul class="notes">{items}</ul>' * bool(notes) + "".join(sections)
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(title=escape(title), content=content)

@@ -1,17 +1,18 @@
-"""Which rank sends how much to which: a step's bytes, by axis and by pair of ranks.
+"""Traffic between ranks: the bytes of a step, by sender and receiver.
 
-Bytes are algorithmic, as in collectives.py: those of the ring form. So the picture shows who has to
-be near whom, whatever the backend does in fact:
+Bytes are those of the ring form, as in collectives.py. So the picture shows which ranks have to be
+near each other, whatever the backend really does:
 
     all-reduce, all-gather, reduce-scatter, shift    to the next rank of the axis
     all-to-all, exchange                             to all others of the axis alike
     send                                             to the ranks of the neighbouring stages
 
-An exchange depends on where tokens find their experts: here the ranks share it out evenly.
+An exchange depends on where tokens find their experts: here it is spread evenly over the ranks.
 """
 
 from collections import Counter
-from itertools import product
+
+import numpy as np
 
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.settings import Layout
@@ -27,17 +28,14 @@ VARY |= {"ep_etp": ("ep", "etp"), "cp_tp": ("cp", "tp"), "ends": ("pp",)}
 def ranks_of_axis(layout: Layout, axis: str, rank: int) -> list[int]:
     """The row of ranks along an axis that has this rank in it, as in mesh.build_axes."""
     names = GRID if set(VARY[axis]) <= set(GRID) else EXPERT_GRID
-    sizes = layout.axis_sizes
-    stride, place, row = layout.world_size, rank, [0]
-    for name in names:
-        stride //= sizes[name]
-        here, place = divmod(place, stride)
-        choices = range(sizes[name]) if name in VARY[axis] else [here]
-        row = [start + stride * choice for start, choice in product(row, choices)]
-    if axis == "ends":  # the first and the last stage
-        ends = sorted({row[0], row[-1]})
-        row = ends if rank in ends else [rank]
-    return row
+    grid = np.arange(layout.world_size).reshape([layout.axis_sizes[name] for name in names])
+    place = zip(names, np.unravel_index(rank, grid.shape), strict=True)
+    row = grid[tuple(slice(None) if name in VARY[axis] else i for name, i in place)]
+    row = row.flatten().tolist()
+    if axis != "ends":
+        return row
+    ends = sorted({row[0], row[-1]})  # the first and the last stage
+    return ends if rank in ends else [rank]
 
 
 def traffic_between(layout: Layout, measured: Ranks) -> Counter[tuple[int, int]]:

@@ -4,7 +4,7 @@
     run.jsonl        settings, devices, what each rank sent            -> Run.starts, .ranks
     a trace          named by logging.trace_file                       -> Run.trace
 
-What is missing or damaged is left out, and `Run.notes` has a sentence about it.
+What is missing or damaged is left out, and noted in `Run.notes`.
 """
 
 import json
@@ -65,8 +65,7 @@ def read_run(folder: Path) -> Run:
     # Older runs have no run.jsonl: their newest checkpoint knows the settings.
     settings = starts[-1] if starts else _read_state(folder, notes)
     config, model = (settings.config, settings.model) if settings else (None, None)
-    all_steps, evaluations, saves = [], [], []
-    steps: list[StepRecord] = []
+    steps, all_steps, evaluations, saves = [], [], [], []
     path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: name the checkpoint.save_dir of a run")
@@ -139,8 +138,8 @@ def _record(values: dict) -> StepRecord | EvalRecord | SaveRecord:
     values["loss"]  # a KeyError: of another kind
     numbers = {name: _number(values.pop(name, None)) for name in NUMBERS}  # older ones lack some
     sent = {axis: int(number) for axis, number in values.pop("comm_bytes", {}).items()}
-    if unknown := sent.keys() - VARY.keys():
-        raise ValueError(f"axes {unknown}")
+    if sent.keys() - VARY.keys():
+        raise ValueError("axes")
     balance = {name: value for name, value in values.items() if isinstance(value, float)}
     return StepRecord(**numbers, step=step, comm_bytes=sent, balance=balance)
 
@@ -151,21 +150,18 @@ def _number(value: float | None) -> float | None:
 
 
 def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], Ranks | None]:
-    def parse(values: dict) -> Start | Ranks:
-        (key,) = values  # ValueError unless there is exactly one
-        event = EVENTS[key].model_validate(values[key])
-        if isinstance(event, Ranks) and {a for r in event.ranks for a in r.sent} - VARY.keys():
-            raise ValueError("axes")
-        return event
+    events = [*_parse_lines(path, _event, notes)] if path.is_file() else []
+    starts = [event for event in events if isinstance(event, Start)]
+    # What ranks measured before the latest start may be of another layout.
+    return starts, events[-1] if events and isinstance(events[-1], Ranks) else None
 
-    starts, ranks = [], None
-    for event in _parse_lines(path, parse, notes) if path.is_file() else ():
-        if isinstance(event, Start):
-            starts.append(event)
-            ranks = None  # of another layout, perhaps
-        else:
-            ranks = event
-    return starts, ranks
+
+def _event(values: dict) -> Start | Ranks:
+    (key,) = values  # ValueError unless there is exactly one
+    event = EVENTS[key].model_validate(values[key])
+    if isinstance(event, Ranks) and {a for r in event.ranks for a in r.sent} - VARY.keys():
+        raise ValueError("axes")
+    return event
 
 
 class State(BaseModel):
@@ -178,15 +174,13 @@ class State(BaseModel):
 def _read_state(folder: Path, notes: list[str]) -> State | None:
     missing = f"{folder / RUN_LOG} has no settings of the run"
     newest = max(folder.glob("step-*/state.json"), default=None)
-    if newest:
-        try:
-            state = State.model_validate_json(newest.read_bytes())
-            notes.append(f"{missing}: those of {newest} are shown")
-            return state
-        except ValidationError:
-            missing += f", and {newest} cannot be read"
-    notes.append(f"{missing}: only what metrics.jsonl has is shown")
-    return None
+    try:
+        state = newest and State.model_validate_json(newest.read_bytes())
+    except ValidationError:
+        state, missing = None, f"{missing}, and {newest} cannot be read"
+    which = f"those of {newest} are shown" if state else "only what metrics.jsonl has is shown"
+    notes.append(f"{missing}: {which}")
+    return state
 
 
 def _read_trace(folder: Path, config: Config, starts: list[Start]) -> MeasuredStep | None:

@@ -11,7 +11,7 @@ from picotron_min.planner.sent import Sent as Ledger
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.report import pictures
 from picotron_min.report.curves import curve_pictures
-from picotron_min.report.page import Cell, cells, gallery, notes, page, paragraph, section, table
+from picotron_min.report.page import Cell, cells, gallery, page, paragraph, section, table
 from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
 from picotron_min.report.reading import Run
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
@@ -21,10 +21,10 @@ from picotron_min.runtime.wording import counted, duration
 
 def report(run: Run) -> str:
     """The page about one folder."""
-    sections = [notes(run.notes), header(run), course(run)]
+    sections = [header(run), course(run)]
     if run.config:
         sections += [ranks(run), memory(run), pipeline(run)]
-    return page(f"Run in {run.folder}", *sections)
+    return page(f"Run in {run.folder}", run.notes, *sections)
 
 
 def header(run: Run) -> str:
@@ -55,12 +55,10 @@ def header(run: Run) -> str:
     return section("The run", table((), rows.items()), mfu_table(run))
 
 
+COMMON = "6 N + 12 L H Q T: with the embedding, and all of attention"
 DEFINITIONS = {
     "mfu": (model_flops_per_token, "matmuls, and the causal half of attention"),
-    "mfu_common": (
-        common_flops_per_token,
-        "6 N + 12 L H Q T: with the embedding, and all of attention",
-    ),
+    "mfu_common": (common_flops_per_token, COMMON),
 }
 
 
@@ -170,12 +168,10 @@ def measured_peaks(run: Run, layout: Layout) -> list[float]:
     begin = run.starts[-1].after_step if run.starts else 0
     since = [record for record in run.steps if record.step > begin] or run.steps
     latest = max(record.memory_gb or 0.0 for record in since) * 1e9
-    if not run.ranks:
-        return [latest]
-    peaks = [rank.memory_gb * 1e9 for rank in run.ranks.ranks]
+    peaks = [rank.memory_gb * 1e9 for rank in run.ranks.ranks] if run.ranks else [latest]
+    peaks[0] = max(peaks[0], latest)
     size = layout.world_size // layout.pp  # ranks of a stage, which stand together
-    first, *others = (max(peaks[start : start + size]) for start in range(0, len(peaks), size))
-    return [max(latest, first), *others]
+    return [max(peaks[start : start + size]) for start in range(0, len(peaks), size)]
 
 
 def pipeline(run: Run) -> str:
