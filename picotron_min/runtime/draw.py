@@ -25,6 +25,11 @@ from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
 from picotron_min.pipeline_messages import insert_messages
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
+from picotron_min.extensions.schedules import simulator
+from picotron_min.extensions.schedules.simulator import Span, Timeline
+from picotron_min.pipeline_schedule import Action, Kind
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.pipeline_schedule import peak_live
 
 MARGIN = len("rank 0  ")
 FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behind a name
@@ -50,14 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))  # only what stands on the command line
     width = given.pop("width", None) or shutil.get_terminal_size((100, 24)).columns
     try:
-        if "trace" not in given and "svg" in given:
+        if "svg" in given and "trace" not in given:
             write_picture(**given)
-        elif "trace" not in given:
-            show_plan(width, **given)
-        elif len(given) > 1:
+            return
+        if "trace" in given and len(given) > 1:
             raise ValueError("--trace contains its own plan: omit --engine, --stages and the like")
-        else:
-            show_trace(width, given["trace"])
+        show = show_trace if "trace" in given else show_plan
+        show(width, **given)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough; Python would flush once more at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -110,7 +114,7 @@ def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
 
 
 def _label(action: Action, columns: int) -> str:
-    """As much of the action's name as fits, in exactly so many columns."""
+    """As much of the action's name as fits, filled up to `columns`."""
     name = _name(action)
     short = next(n for n in (name, name[1:], name[-1], "") if len(n) <= columns)
     return short.ljust(columns, FILLS[action.kind])
@@ -130,9 +134,9 @@ def print_needed_width(timeline: Timeline, width: int, makespan: float = 0.0) ->
         print(f"{width} columns are too few to name each action: use --width {needed} | less -S\n")
 
 
-def show_trace(width: int, path: str) -> None:
+def show_trace(width: int, trace: str) -> None:
     """Draw a measured step under its plan, and explain the difference between the two."""
-    engine, step, measured, _ = read_trace(path)
+    engine, step, measured, _ = read_trace(trace)
     # From the plan, where all ranks are equally fast, towards the measurement: an action takes the
     # mean time of all that are of the same kind; and rank; and chunk; and then its own.
     models = [plan_of_trace(measured, engine, same) for same in (1, 2, 3, 4)]
@@ -167,8 +171,13 @@ def plan_of_trace(measured: Timeline, engine: str, same: int = 1) -> Timeline:
     """The measured actions with the times of `mean_times`, and messages that take none."""
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
+<<<<<<< HEAD
     plans = insert_messages(plans, place)
     return simulate(plans, mean_times(measured, same), place=place)
+=======
+    plans = insert_messages(plans, place)
+    return simulate(plans, mean_times(measured, same), place=place)
+>>>>>>> cf3801e (Simplify what a run prints and records)
 
 
 def mean_times(measured: Timeline, same: int) -> Callable[[int, Action], float]:

@@ -1,4 +1,4 @@
-"""What a run records: one line a step in the metrics file, and the same in wandb.
+"""Metrics: one record a step, in a file of JSON lines and in wandb.
 
 Everything that is shown, plotted or compared comes from these records. Where a step occurs twice,
 after a resume, the later line counts.
@@ -61,7 +61,7 @@ class MetricsLog:
         if self._file:
             try:
                 self._file.write(json.dumps(values) + "\n")
-            except OSError as error:  # without a name; and to close the file would fail, too
+            except OSError as error:  # without a name; and closing the file would fail again
                 error.filename, self._file = self._file.name, None
                 raise
         if self._run:

@@ -1,8 +1,9 @@
-"""What a run reports while it trains: to the console, the metrics file, wandb and the trace."""
+"""Reports: what a run prints and records while it trains, and the settings it begins with."""
 
 import math
 import platform
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,35 +36,28 @@ class Reporter(ExitStack):
 
     def __init__(self, inputs: Inputs, axes: Axes) -> None:
         super().__init__()
-        self.inputs, self.axes, config, device = inputs, axes, inputs.config, inputs.device
+        self.inputs, self.axes, config = inputs, axes, inputs.config
         logging, save_dir, writes = config.logging, config.checkpoint.save_dir, axes.world.rank == 0
         if writes:
             make_room(Path(save_dir), inputs.start)
-        path = Path(config.metrics_file) if writes else None
         wandb = {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
-        wandb["config"] = config.model_dump()
-        self.log = MetricsLog(path, wandb if logging.use_wandb else None)
+        wandb = wandb | {"config": config.model_dump()} if logging.use_wandb else None
+        self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
-        self.speedometer = Speedometer(inputs.model_config, config.workload, device)
+        self.speedometer = Speedometer(inputs.model_config, config.workload, inputs.device)
         done, last = inputs.first_step, inputs.last_step
         traced = range(done + 2, done + 5) if logging.trace_file else ()  # after two that warm up
-        self.trace = Trace(traced, axes.pp, device, config.distributed.pp_engine)
+        self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         self.console = Console(done + 1, last, Output(quiet=not writes))
-        self.console.header("picotron-min", describe(inputs))
-        self.run_log = Path(save_dir) / RUN_LOG if writes else None
         self.start = start_of(inputs, self.speedometer.peak)
+        self.console.header("picotron-min", self.start.header)
+        self.run_log = Path(save_dir) / RUN_LOG if writes else None
         if writes:
             append_event(self.run_log, self.start)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
-        for warning in resume_warnings(inputs.metadata, config) if inputs.metadata else []:
+        for warning in warnings_of(inputs):
             self.console.warn(warning)
-        if config.workload.routing.moe_router_force_load_balancing and has_experts(inputs):
-            why = "experts are chosen at random, for benchmarks: the weights learn nothing useful"
-            self.console.warn(f"moe_router_force_load_balancing=true: {why}")
-        if done >= last:
-            how = f"{inputs.start} has {done} of {last}; its model is exported"
-            self.console.warn(f"no step is left: {how}")
         self.enter_context(self.console)
 
     def begin(self, step: int) -> Watch:
@@ -125,6 +119,18 @@ class Reporter(ExitStack):
         self.console.summary(model_folder, checkpoint, prompt, config.checkpoint.save_dir)
 
 
+def warnings_of(inputs: Inputs) -> Iterator[str]:
+    config, done, last = inputs.config, inputs.first_step, inputs.last_step
+    if inputs.metadata:
+        yield from resume_warnings(inputs.metadata, config)
+    has_experts = inputs.model_config.num_local_experts > 0
+    if config.workload.routing.moe_router_force_load_balancing and has_experts:
+        why = "experts are chosen at random, for benchmarks: the weights learn nothing useful"
+        yield f"moe_router_force_load_balancing=true: {why}"
+    if done >= last:
+        yield f"no step is left: {inputs.start} has {done} of {last}; its model is exported"
+
+
 def start_of(inputs: Inputs, peak: float | None) -> Start:
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
     if inputs.device.type == "cuda":
@@ -168,23 +174,18 @@ def make_room(save_dir: Path, start: Path | None) -> None:
         print(f"{save_dir} held an earlier run: it is now in {aside}")
 
 
-def has_experts(inputs: Inputs) -> bool:
-    return inputs.model_config.num_local_experts > 0
-
-
 def describe(inputs: Inputs) -> dict[str, str]:
     """What is being trained, for the console's header."""
-    config, batches, text = inputs.config, inputs.batches, inputs.text
+    config, batches, text, shape = inputs.config, inputs.batches, inputs.text, inputs.model_config
     t, m, layout = config.training, config.model, config.layout
+    numbers = f"{human(parameter_count(shape))} parameters"
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
     sizes += f", {layout.pp_engine}" if layout.pp > 1 else ""
     sizes += f", sharding {layout.sharding}" if layout.sharding != "none" else ""
-    sizes += f", ep {layout.ep} x etp {layout.etp}" if has_experts(inputs) else ""
-    numbers = f"{human(parameter_count(inputs.model_config))} parameters"
-    if has_experts(inputs):
-        active = human(active_parameter_count(inputs.model_config))
-        numbers += f", of which {active} active a token,"
-    flops = model_flops_per_token(inputs.model_config, t.seq_length)
+    if shape.num_local_experts:
+        numbers += f", of which {human(active_parameter_count(shape))} active a token,"
+        sizes += f", ep {layout.ep} x etp {layout.etp}"
+    flops = human(model_flops_per_token(shape, t.seq_length))
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
         "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
@@ -196,6 +197,6 @@ def describe(inputs: Inputs) -> dict[str, str]:
         f" in {counted(text.num_documents, 'document')};"
         f" {counted(batches.num_eval_sequences, 'sequence')} to validate",
         "tokenizer": config.tokenizer,
-        "MFU": f"{human(flops)} FLOPs a token: matmuls, causal half of attention",
+        "MFU": f"{flops} FLOPs a token: matmuls, causal half of attention",
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
     }

@@ -1,7 +1,7 @@
-"""run.jsonl in checkpoint.save_dir: what a run is, beside the records of its steps.
+"""The log of a run: run.jsonl in checkpoint.save_dir, beside the records of its steps.
 
-A line when the run starts, and one when it resumes; and one with what every rank sent in a step.
-`python -m picotron_min.report` reads it. Without torch, so that this takes no time.
+A line for each start and each resume, and one with what every rank sent in a step. The report reads
+it, so there is no torch here, which takes seconds to import.
 """
 
 import json
@@ -51,6 +51,6 @@ EVENTS = {"start": Start, "ranks": Ranks}  # the only key of a line -> what it h
 
 
 def append_event(path: Path, event: Start | Ranks) -> None:
-    key = next(key for key, kind in EVENTS.items() if isinstance(event, kind))
+    key = type(event).__name__.lower()
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({key: event.model_dump(mode="json", by_alias=True)}) + "\n")

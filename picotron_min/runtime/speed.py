@@ -1,4 +1,4 @@
-"""How fast a run is: MFU, HFU, the device's peak, memory.
+"""Speed and memory of a run: MFU, HFU, the device's peak.
 
 MFU is the share of the device's peak FLOPs that goes into the model's own arithmetic; HFU also
 counts what recomputation repeats (Chowdhery et al. 2022, "PaLM", appendix B; formulas: costs.py).
@@ -22,7 +22,7 @@ class Speedometer:
     """Turns tokens per second into a step record's measures of speed."""
 
     def __init__(self, model_config: ModelConfig, work: Workload, device: torch.device) -> None:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        name = device_name(device) if device.type == "cuda" else "cpu"
         self._device, self.peak = device, peak_flops(name, getattr(torch, work.dtype))
         sizes = model_config, work.seq_length
         self._flops_per_token = {
@@ -33,12 +33,10 @@ class Speedometer:
 
     def measure(self, tokens_per_second: float, devices: int) -> dict[str, float | None]:
         """Fields of StepRecord: speeds, their shares of the peak, memory."""
-        speed, peak = tokens_per_second / devices, self.peak
-        return {
-            "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_device": speed,
-            "memory_gb": memory_gb(self._device),
-        } | {name: peak and flops * speed / peak for name, flops in self._flops_per_token.items()}
+        speed, peak, flops = tokens_per_second / devices, self.peak, self._flops_per_token
+        shares = {name: peak and flops[name] * speed / peak for name in flops}
+        speeds = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_device": speed}
+        return speeds | shares | {"memory_gb": memory_gb(self._device)}
 
 
 def device_name(device: torch.device) -> str:

@@ -1,11 +1,11 @@
-"""When each rank of a pipeline computed what, measured: a Chrome trace to lay beside the plan.
+"""Traces of a pipeline: when each rank computed what, as Chrome's tracing format.
 
     python -m picotron_min.pipeline_schedule --trace FILE     draws it under the plan
-    chrome://tracing or ui.perfetto.dev                       opens it, too
+    chrome://tracing or ui.perfetto.dev                       also open it
 
-Actions that compute are timed, without the wait for what they need: that is the bubble. On a GPU
+Actions that compute are timed, without the wait for their input: that is the bubble. On a GPU,
 events on its stream mark when they begin and end, and are read when the run is over. (Synchronising
-the device would wait for all outstanding messages, too, and can deadlock.)
+the device would also wait for all outstanding messages, and can deadlock.)
 """
 
 import json

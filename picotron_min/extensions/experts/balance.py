@@ -8,8 +8,6 @@ from torch import Tensor
 from picotron_min.extensions.experts.router import Tally
 from picotron_min.extensions.settings import ModelConfig, Routing
 
-Measures = dict[str, float | None]
-
 # Losses as metrics, each with its column of the tally and its coefficient.
 LOSSES = {
     "load_balancing_loss": ("load_balancing_loss", "moe_aux_loss_coeff"),
@@ -24,9 +22,9 @@ def measure_balance(
 ) -> Mapping[str, float | list[float | None] | None]:
     """Means over the layers with experts, and, `per_layer`, lists; of StepResult.routed.
 
-    Losses are means over tokens, without their coefficient; None if that is 0. With equal scores
-    a balance loss is 1 however uneven the choices are. Hence `load_imbalance`: the tokens of the
-    expert that has most, divided by the mean of all. `dropped` is the share of (token, expert).
+    Losses are means over tokens, without their coefficient; None if the coefficient is 0. With
+    equal scores a balance loss is 1 however uneven the choices are. Hence `load_imbalance`: the
+    tokens of the busiest expert, divided by the mean. `dropped` is a share of (token, expert).
     """
     layers = [
         _of_layer(row, model_config, routing) if model_config.has_experts(i) else {}
@@ -41,10 +39,12 @@ def measure_balance(
     return measures
 
 
-def _of_layer(row: list[float], model_config: ModelConfig, routing: Routing) -> Measures:
+def _of_layer(
+    row: list[float], model_config: ModelConfig, routing: Routing
+) -> dict[str, float | None]:
     X, k = model_config.num_local_experts, model_config.num_experts_per_tok
     counts, rest = row[:X], dict(zip(Tally.COLUMNS, row[X:], strict=True))
-    measures: Measures = {
+    measures = {
         name: rest[column] / rest["tokens"] if getattr(routing, coefficient) else None
         for name, (column, coefficient) in LOSSES.items()
     }
