@@ -1,7 +1,7 @@
-"""Charts: SVG that takes its colours from the page that it stands in, light or dark.
+"""Charts: SVG that takes its colours from the page that it stands in, and curves over the steps.
 
-matplotlib draws with fixed colours; `finish` replaces them by the page's CSS variables. Text stays
-text, in the page's font, so that it can be searched and read out. Nothing here knows of a run.
+matplotlib draws with fixed colours; `finish` replaces them by the page's CSS variables, which are
+light or dark. Text stays text, in the page's font, so that it can be searched and read out.
 """
 
 import io
@@ -15,6 +15,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from picotron_min.report.reading import Run
 
 # Okabe and Ito's colours, which remain distinct to the colour-blind. page.html has two shades of
 # each: the lighter ones are hard to see on white, the darker ones on black.
@@ -78,12 +80,66 @@ def finish(svg: str, title: str) -> str:
 
 
 class Line(NamedTuple):
-    label: str
     x: Sequence[float]
     y: Sequence[float | None]  # None: a gap
     colour: int = 0
+    label: str = ""
     is_faint: bool = False  # behind another one
     has_points: bool = False
+
+
+class Quantity(NamedTuple):
+    """What a chart shows of each step."""
+
+    title: str
+    unit: str
+    name: str  # in the metrics file
+    scale: float = 1
+    is_noisy: bool = True  # then it is smoothed, with each step's value behind
+
+    def values(self, run: Run) -> list[float | None]:
+        numbers = [(vars(step) | step.balance).get(self.name) for step in run.steps]
+        return [None if number is None else self.scale * number for number in numbers]
+
+    def lines(self, runs: Sequence[Run]) -> list[Line]:
+        """One or two a run, in its colour."""
+        lines = []
+        for colour, run in enumerate(runs):
+            x, y = [step.step for step in run.steps], self.values(run)
+            lines.append(Line(x, y, colour, is_faint=self.is_noisy))
+            lines += [Line(x, smooth(y), colour)] * self.is_noisy
+        return lines
+
+
+LOSS = Quantity("Loss", "nats a token", "loss")
+OTHERS = [
+    Quantity("Learning rate", "learning rate", "learning_rate", is_noisy=False),
+    Quantity("Gradient norm", "norm before clipping", "grad_norm"),
+    Quantity("Speed", "tokens/s", "tokens_per_second"),
+    Quantity("MFU: mfu", "% of the peak", "mfu", scale=100),
+    Quantity("MFU: mfu_common", "% of the peak", "mfu_common", scale=100),
+    Quantity("Zeros in the gradient", "elements", "num_zeros_in_grad"),
+    Quantity("Imbalance", "fullest expert / mean", "load_imbalance"),
+]
+
+
+def curve_pictures(runs: Sequence[Run]) -> list[str]:
+    """A chart for each quantity that any run has, with one colour a run."""
+    known = [q for q in OTHERS if any(value is not None for run in runs for value in q.values(run))]
+    others = [curves(quantity.lines(runs), quantity.title, quantity.unit) for quantity in known]
+    losses, validation = LOSS.lines(runs), []
+    for colour, run in enumerate(runs):
+        if run.evaluations:
+            x, y = [e.step for e in run.evaluations], [e.val_loss for e in run.evaluations]
+            validation.append(Line(x, y, colour, has_points=True))
+    if len(runs) > 1:
+        more = [curves(validation, "Validation loss", LOSS.unit)] if validation else []
+        return [curves(losses, LOSS.title, LOSS.unit), *more, *others]
+    each_step, smoothed = losses
+    both = [each_step, smoothed._replace(label="training")]
+    both += [line._replace(label="validation", colour=1) for line in validation]
+    about = "Faint: each step. Strong: smoothed. The same holds below."
+    return [curves(both, LOSS.title, LOSS.unit, about=about), *others]
 
 
 def curves(lines: Sequence[Line], title: str, unit: str, x_unit="step", about="") -> str:

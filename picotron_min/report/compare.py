@@ -2,8 +2,7 @@
 
 from operator import attrgetter
 
-from picotron_min.report.charts import COLOURS, DASHES, Line, curves, smooth
-from picotron_min.report.curves import LOSS, curve_pictures
+from picotron_min.report.charts import COLOURS, DASHES, LOSS, Line, curve_pictures, curves, smooth
 from picotron_min.report.page import Cell, cells, gallery, legend, page, paragraph, section, table
 from picotron_min.report.reading import Run
 from picotron_min.runtime.config import KEYS
@@ -29,8 +28,8 @@ def comparison(runs: list[Run]) -> str:
 
 
 def _loss_by_tokens(runs: list[Run]) -> str:
-    x = [[step.tokens for step in run.steps] for run in runs]
-    lines = [Line("", x[i], smooth(LOSS.values(run)), i) for i, run in enumerate(runs)]
+    tokens = [[step.tokens for step in run.steps] for run in runs]
+    lines = [Line(tokens[i], smooth(LOSS.values(run)), i) for i, run in enumerate(runs)]
     about = "Smoothed. A step of these runs is not of one size: tokens are the fairer axis."
     return curves(lines, "Loss by tokens", LOSS.unit, "tokens", about)
 

@@ -83,10 +83,9 @@ def traffic_picture(traffic: Mapping[tuple[int, int], float], ranks: int, step: 
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(min(size, 8), integer=True))
 
-    about = "As if every collective were a ring: "
-    about += "what a rank sends goes to its neighbour on the axis."
-    about += f" The first {size} of {ranks:,} ranks." if size < ranks else ""
-    return chart(draw, "Who sends to whom", about, (SMALL[0], 3.2))
+    how = "As if every collective were a ring: what a rank sends goes to its neighbour on the axis."
+    more = f" The first {size} of {ranks:,} ranks." if size < ranks else ""
+    return chart(draw, "Who sends to whom", how + more, (SMALL[0], 3.2))
 
 
 def unit_for(size: float) -> tuple[float, str]:

@@ -47,8 +47,7 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        steps = self.all_steps
-        return sum((s.tokens_per_second or 0.0) * (s.step_seconds or 0.0) for s in steps)
+        return sum((s.tokens_per_second or 0.0) * (s.step_seconds or 0.0) for s in self.all_steps)
 
     def mean_over_time(self, name: str) -> float | None:
         known = [s for s in self.all_steps if getattr(s, name) is not None and s.step_seconds]

@@ -10,7 +10,7 @@ from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_r
 from picotron_min.planner.sent import Sent as Ledger
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.report import pictures
-from picotron_min.report.curves import curve_pictures
+from picotron_min.report.charts import curve_pictures
 from picotron_min.report.page import Cell, cells, gallery, page, paragraph, section, table
 from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
 from picotron_min.report.reading import Run
@@ -120,8 +120,8 @@ def traffic_tables(run: Run, layout: Layout) -> str:
     for axis in sorted(last.comm_bytes.keys() | planned.keys()):
         row = ranks_of_axis(layout, axis, 0)
         with_ranks = ", ".join(map(str, row[:8])) + ", ..." * (len(row) > 8)
-        numbers = cells(",", planned.get(axis, 0), last.comm_bytes.get(axis, 0))
-        rows.append((axis, *numbers, with_ranks))
+        numbers = planned.get(axis, 0), last.comm_bytes.get(axis, 0)
+        rows.append((axis, *cells(",", *numbers), with_ranks))
     head = "axis", "planned bytes", "measured bytes", "among ranks"
     caption = f"What rank 0 sent in step {last.step}, by axis (comm_bytes in metrics.jsonl)."
     tables = table(head, rows, caption)
@@ -147,8 +147,7 @@ def _by_collective(ranks: list[Rank], planned: Ledger) -> list[tuple[str, ...]]:
 def memory(run: Run) -> str:
     """What was planned for each pipeline rank, beside what its fullest rank needed."""
     layout, rows = run.config.layout, []
-    is_cpu = not run.starts or run.starts[-1].backend == "gloo"
-    device = "cpu" if is_cpu else "cuda"
+    device = "cpu" if not run.starts or run.starts[-1].backend == "gloo" else "cuda"
     planned = memory_of_ranks(run.model, layout, run.config.workload, device)
     measured = measured_peaks(run, layout)
     unit, unit_name = pictures.unit_for(max(memory.total for memory in planned))
@@ -157,7 +156,8 @@ def memory(run: Run) -> str:
         rows.append((str(rank), *cells(",.2f", *sizes)))
     parts = [name.replace("_", " ") for name in RankMemory._fields]
     caption = f"{unit_name} a rank: planned by part, and the measured peak."
-    caption += " On a CPU that is of the whole process, with Python and torch." if is_cpu else ""
+    if device == "cpu":
+        caption += " On a CPU that is of the whole process, with Python and torch."
     numbers = table(("pipeline rank", *parts, "planned", "measured"), rows, caption)
     return section("Memory", gallery(pictures.memory_picture(planned, measured)), numbers)
 
