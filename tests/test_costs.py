@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
 from picotron_min.extensions.memory.recompute import apply_recompute
-from picotron_min.extensions.memory.repeated import hardware_flops_per_token
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.layout import STRIPE_ROWS
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import RankMemory, memory_per_rank
+from picotron_min.runtime.hardware import hardware_flops_per_token
 from picotron_min.runtime.public_models import PRESETS, find_preset
 
 GQA = ModelConfig(

@@ -12,12 +12,12 @@ from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import Tally
 from picotron_min.extensions.memory.recompute import apply_recompute
-from picotron_min.extensions.memory.repeated import hardware_flops_per_token
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
 from picotron_min.runtime.config import Config
+from picotron_min.runtime.hardware import hardware_flops_per_token
 from tests import test_checkpoint
 from tests.test_sharding import MODES, bytes_held
 

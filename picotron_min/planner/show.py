@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from picotron_min import costs
-from picotron_min.extensions.memory.repeated import hardware_flops_per_token
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.planner.choices import Request
@@ -14,6 +13,7 @@ from picotron_min.planner.memory import RankMemory
 from picotron_min.planner.search import Candidate
 from picotron_min.planner.traffic import axis_sizes, planned_ledger, planned_traffic
 from picotron_min.runtime.draw import draw
+from picotron_min.runtime.hardware import hardware_flops_per_token
 
 MOST_DRAWN = 4000  # actions of a drawing
 UNCERTAIN = """\

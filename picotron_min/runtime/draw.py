@@ -25,11 +25,6 @@ from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
 from picotron_min.pipeline_messages import insert_messages
 from picotron_min.pipeline_schedule import Action, Kind, peak_live
-from picotron_min.extensions.schedules import simulator
-from picotron_min.extensions.schedules.simulator import Span, Timeline
-from picotron_min.pipeline_schedule import Action, Kind
-from picotron_min.extensions.schedules.registry import SCHEDULES
-from picotron_min.pipeline_schedule import peak_live
 
 MARGIN = len("rank 0  ")
 FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behind a name
@@ -171,13 +166,8 @@ def plan_of_trace(measured: Timeline, engine: str, same: int = 1) -> Timeline:
     """The measured actions with the times of `mean_times`, and messages that take none."""
     place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
     plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-<<<<<<< HEAD
     plans = insert_messages(plans, place)
     return simulate(plans, mean_times(measured, same), place=place)
-=======
-    plans = insert_messages(plans, place)
-    return simulate(plans, mean_times(measured, same), place=place)
->>>>>>> cf3801e (Simplify what a run prints and records)
 
 
 def mean_times(measured: Timeline, same: int) -> Callable[[int, Action], float]:

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from picotron_min import costs
-from picotron_min.extensions.memory.repeated import hardware_flops_per_token
 from picotron_min.extensions.settings import ModelConfig, Workload
-from picotron_min.runtime.hardware import gpu_of_device
+from picotron_min.runtime.hardware import gpu_of_device, hardware_flops_per_token
 
 
 class Speedometer:
