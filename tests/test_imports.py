@@ -24,6 +24,7 @@ STANDARD_LIBRARY_ONLY = {
     *("layout.py", "placement.py", "model_config.py", "pipeline_messages.py", "costs.py"),
     *("pipeline_schedule.py", "extensions/schedules/zero_bubble.py", "extensions/settings.py"),
     *("extensions/experts/mixture.py", "extensions/sharding/rows.py"),
+    "extensions/qk_norm/shape.py",
     *("extensions/schedules/registry.py"),
     *("extensions/schedules/simulator.py", "runtime/architectures.py", "runtime/draw.py"),
     *("runtime/hardware.py", "runtime/json_file.py", "runtime/public_models.py"),

@@ -1,7 +1,5 @@
 """Public models by name, and every field of a Hugging Face config.json, right or wrong."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import transformers
@@ -11,8 +9,7 @@ from picotron_min.extensions.experts.router import Tally
 from picotron_min.extensions.settings import SIZES, ModelConfig, Routing
 from picotron_min.model import Llama
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime import public_models
-from picotron_min.runtime.architectures import ARCHITECTURES, Architecture
+from picotron_min.runtime.architectures import ARCHITECTURES
 from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.public_models import (
     PRESETS,
@@ -357,7 +354,9 @@ def test_other_architectures_are_refused_with_the_reason(model_type, reason):
     with pytest.raises(ValueError, match=f"model_type='{model_type}' is not supported") as error:
         from_hf(GLM | {"model_type": model_type})
     assert reason in str(error.value)
-    assert "only 'llama', 'mixtral', 'glm4_moe', 'solar_open', 'qwen2_moe'" in str(error.value)
+    assert "only 'llama', 'mixtral', 'glm4_moe', 'solar_open', 'qwen2_moe', 'qwen3'" in str(
+        error.value
+    )
 
 
 # What transformers would take for some of these is another number than ours, or another model.
@@ -414,34 +413,10 @@ def test_any_value_of_any_key_of_experts_gives_a_model_or_a_value_error(model_ty
         assert refused > len(ANY_VALUES) / 3 or free, key
 
 
-@dataclass(frozen=True)
-class WithNorms(ModelConfig):
-    """What an extension adds to the model: a norm of each head of queries and keys."""
-
-    qk_norm: bool = False
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = super().parameter_shapes()
-        if self.qk_norm:
-            for i in range(self.num_hidden_layers):
-                for norm in ("q_norm", "k_norm"):
-                    shapes[f"model.layers.{i}.self_attn.{norm}.weight"] = (self.head_dim,)
-        return shapes
+NORMED = ModelConfig(97, 32, 56, 3, 4, 2, head_dim=16, qk_norm=True)
 
 
-NORMED = WithNorms(97, 32, 56, 3, 4, 2, head_dim=16, qk_norm=True)
-QWEN3 = Architecture(
-    class_name="Qwen3ForCausalLM",
-    fits=lambda model_config: model_config.qk_norm,
-    fixed={"attention_bias": False, "use_sliding_window": False},
-    defaults={},  # an absent head_dim would mean 128
-    read=lambda hf: {"qk_norm": True},
-)
-
-
-def test_an_extension_adds_an_architecture_by_a_row(monkeypatch):
-    monkeypatch.setattr(public_models, "ModelConfig", WithNorms)
-    monkeypatch.setitem(ARCHITECTURES, "qwen3", QWEN3)
+def test_an_extension_adds_an_architecture_by_a_row():
     hf = to_hf(NORMED)
     there = transformers.AutoConfig.for_model(**hf)
     assert type(there) is transformers.Qwen3Config
@@ -458,7 +433,8 @@ def test_an_extension_adds_an_architecture_by_a_row(monkeypatch):
     assert to_hf(plain)["model_type"] == "llama" and from_hf(to_hf(plain)) == plain
 
 
-def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path):
+def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path, monkeypatch):
+    monkeypatch.delitem(ARCHITECTURES, "qwen3")
     weights = {name: torch.zeros(shape) for name, shape in NORMED.parameter_shapes().items()}
     name = "model.layers.0.self_attn.q_norm.weight"
     message = rf"'llama' of transformers is another model: {name} is absent there, and \(16,\) here"

@@ -52,6 +52,10 @@ def extensions_of(
         from picotron_min.extensions.precision.extension import Precision
 
         chosen.append(Precision(workload, device))
+    if model_config.qk_norm:
+        from picotron_min.extensions.qk_norm.extension import QkNorm
+
+        chosen.append(QkNorm())
     if model_config.num_local_experts:
         from picotron_min.extensions.experts.extension import Experts
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from picotron_min import layout
 from picotron_min.extensions.experts.mixture import Mixture, expert_rows
+from picotron_min.extensions.qk_norm.shape import QWEN3, QkNorms, norm_rows
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.registry import chunks_problem as chunks_problem
 from picotron_min.layout import Grid
@@ -22,9 +23,11 @@ LARGEST_BETA2 = 0.99  # of bfloat16 moments: see optimizers/adamw.py
 
 
 @dataclass(frozen=True)
-class ModelConfig(Mixture):
+class ModelConfig(Mixture, QkNorms):
     """The shape of a model. ValueError if its numbers contradict each other."""
 
+
+ARCHITECTURES = {"qwen3": QWEN3}  # more rows of runtime/architectures.py
 
 SIZES = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
 
@@ -58,7 +61,7 @@ class Layout(layout.Layout):
 
     @property
     def rules(self) -> list[Callable]:
-        rules = [partial(expert_rows, layout=self)]
+        rules = [partial(expert_rows, layout=self), norm_rows]
         if self.sharding != "none":
             from picotron_min.extensions.sharding.rows import sharded_rows
 

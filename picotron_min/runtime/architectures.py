@@ -12,6 +12,7 @@ Standard library only, to plan without torch.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from picotron_min.extensions import settings
 from picotron_min.extensions.settings import SIZES, ModelConfig
 
 # What all of them have: fields of ModelConfig, and keys with the only value that we compute.
@@ -135,6 +136,7 @@ ARCHITECTURES = {
         tensors=((".shared_experts.", ".shared_expert."),),
     ),
 }
+ARCHITECTURES |= {name: Architecture(**row) for name, row in settings.ARCHITECTURES.items()}
 # Others with experts, and what our model lacks for them.
 REFUSED = dict.fromkeys(["qwen3_moe", "olmoe"], "it has norms of queries and keys")
 REFUSED |= dict.fromkeys(["deepseek_v2", "deepseek_v3"], "it has latent attention")

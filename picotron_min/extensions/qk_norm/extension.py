@@ -1,0 +1,36 @@
+"""Query and key norms: an RMSNorm over each head's numbers, before they are rotated.
+
+    q [B, S, Q D] -> [B, S, Q, D] -> norm over D -> [B, S, Q D]
+
+So scores cannot grow with the size of queries and keys, which makes training more stable.
+Source: Henry et al. 2020, "Query-Key Normalization for Transformers"; Qwen3, Yang et al. 2025.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from picotron_min.extension import Extension
+from picotron_min.model import Llama, RMSNorm, SelfAttention
+
+
+class QkNorm(Extension):
+    def swap(self, model: Llama) -> None:
+        for attention in (layer.self_attn for layer in model.model.layers.values()):
+            with torch.device("meta"):
+                for name in ("q_norm", "k_norm"):
+                    norm = RMSNorm(attention.head_dim, model.config.rms_norm_eps)
+                    setattr(attention, name, norm.to(attention.q_proj.weight.dtype))
+
+    def connect(self, model: Llama) -> None:
+        for attention in (layer.self_attn for layer in model.model.layers.values()):
+            attention.project = partial(_normed, attention, attention.project)
+
+
+def _normed(attention: SelfAttention, project: Callable, x: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = project(x)  # this rank's heads
+    D = attention.head_dim
+    q = attention.q_norm(q.unflatten(-1, (-1, D))).flatten(-2)
+    return q, attention.k_norm(k.unflatten(-1, (-1, D))).flatten(-2), v
