@@ -1,4 +1,7 @@
-"""A model of one layer whose matrices are cut by a placement table, and the same model, whole."""
+"""A model of one layer whose matrices are cut by a placement table, and the same model, whole.
+
+Where there is no model, gradients are made up: the table sums them and puts them together.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,12 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from exercises.ranks import Rank
-    from picotron_min.extensions.settings import ModelConfig
     from picotron_min.mesh import Axes
+    from picotron_min.model_config import ModelConfig
 
 
 def model_config(case: Case) -> "ModelConfig":
-    from picotron_min.extensions.settings import ModelConfig
+    from picotron_min.model_config import ModelConfig
 
     return ModelConfig(case.vocab, 2 * case.heads, case.inner, 1, case.heads, case.heads // 2)
 
@@ -26,18 +29,12 @@ def run_cut(
     from torch import nn
 
     course = rank.course
-    model, queue = (
-        course.model.Llama(model_config(case)),
-        course.module("extensions.overlap.linear").WeightGradients(),
-    )
+    model = course.model.Llama(model_config(case))
     for name, parameter in list(model.named_parameters()):
         mine = draw(case, name, shape=parameter.shape)[parts[name]].clone()
         model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(mine)
-    queue.hold = True
-    course.module("extensions.overlap.linear").apply_queue(model, queue)
-    kind = "SequenceBoundary" if case.layout.get("sequence_parallel") else "Boundary"
-    boundary = getattr(course.tensor_parallel, kind)(axes.tp, queue)
-    course.tensor_parallel.apply_tensor_parallel(model, boundary)
+    sequence_parallel = case.layout.get("sequence_parallel", False)
+    course.tensor_parallel.apply_tensor_parallel(model, axes.tp, sequence_parallel)
     ids, targets = tokens(case)
     loss = model(ids, torch.arange(ids.shape[1]), targets)
     loss.backward()
@@ -57,6 +54,22 @@ def run_whole(case: Case) -> tuple["Tensor", dict[str, "Tensor"]]:
     loss = model(ids, torch.arange(ids.shape[1]), targets)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def put_together(
+    rank: "Rank", axes: "Axes", table: dict, shapes: dict, gradients: dict[str, "Tensor"]
+) -> dict[str, "Tensor"]:
+    """Whole gradients: each part is summed over ranks, and counts once, as the table has it."""
+    course, results = rank.course, {}
+    for name, gradient in gradients.items():
+        for axis in table[name].sums:
+            course.collectives.all_reduce(gradient, axes[axis])
+        whole = gradient.new_zeros(shapes[name])
+        if all(axes.ranks[axis] == 0 for axis in table[name].copies):
+            place = course.placement.part(shapes[name], table[name].cuts, axes.ranks, axes.sizes)
+            whole[place] = gradient
+        results[f"gradient of {name}"] = course.collectives.all_reduce(whole, axes.world)
+    return results
 
 
 def tokens(case: Case) -> tuple["Tensor", "Tensor"]:

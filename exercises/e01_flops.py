@@ -11,15 +11,15 @@ from exercises.pictures import bars
 
 TASK = """
 Return the FLOPs of forward and backward of a model, per token. Forward: 2 for each parameter that
-a token is multiplied with, and attention's own, of which the causal half counts. `_all_layers` has
-these for each layer, by part. The embedding is a lookup, lm_head is a product, also where both are
-one matrix. Backward costs twice as much as forward.
+a token is multiplied with, and attention's own, of which the causal half counts.
+`flops_of_layers` has these for each layer, by part. The embedding is a lookup, lm_head is a
+product, also where both are one matrix. Backward costs twice as much as forward.
 Read: costs.py, model_config.py.
 """
 
 HINTS = (
     "Which products happen once a layer, which once a model? How many does backward add?",
-    "sum, _all_layers(model_config, seq_length), model_config.vocab_size, hidden_size.",
+    "sum, flops_of_layers(model_config, seq_length), model_config.vocab_size, hidden_size.",
     "Add up the values of all layers' dicts. Add 2 V E for lm_head. Multiply the sum by 3: forward"
     " once, backward twice.",
 )
@@ -34,7 +34,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def model_config(case: Case):
-    from picotron_min.extensions.settings import ModelConfig
+    from picotron_min.model_config import ModelConfig
 
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
     return config.override(tie_word_embeddings=case.tied)
@@ -43,7 +43,7 @@ def model_config(case: Case):
 def on_rank(rank, case: Case) -> dict:
     flops = rank.course.costs.model_flops_per_token
     result = {"FLOPs per token": flops(model_config(case), case.length)}
-    presets = rank.course.module("runtime.public_models").PRESETS
+    presets = rank.course.public_models.PRESETS
     result["presets"] = {name: flops(presets[name], 2048) for name in PICTURED}
     return result
 
@@ -136,7 +136,7 @@ EXERCISE = Exercise(
         """
 def model_flops_per_token(model_config, seq_length):
     total = 0
-    for parts in _all_layers(model_config, seq_length):
+    for parts in flops_of_layers(model_config, seq_length):
         for flops in parts.values():
             total += 3 * flops
     return total + 6 * model_config.hidden_size * model_config.vocab_size

@@ -36,7 +36,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def shape_of(case: Case):
-    from picotron_min.extensions.settings import ModelConfig
+    from picotron_min.model_config import ModelConfig
 
     return ModelConfig(case.vocab, 16, 24, 2, 4, 4)
 
@@ -57,10 +57,7 @@ def part_of(name: str, whole, rank: int, tp: int):
 def on_rank(rank, case: Case) -> dict:
     import torch
 
-    layout, config = (
-        rank.course.module("extensions.settings").Layout(tp=case.tp, pp=case.pp),
-        shape_of(case),
-    )
+    layout, config = rank.course.layout.Layout(tp=case.tp, pp=case.pp), shape_of(case)
     shapes, axes = config.parameter_shapes(), rank.axes(layout)
     table = rank.course.placement.placements(shapes, layout, tied=False, num_layers=[1, 1])
     parameters = {}

@@ -41,9 +41,7 @@ def tensor_of(case: Case, rank: int):
 
 def on_rank(rank, case: Case) -> dict:
     tensor = tensor_of(case, rank.number)
-    axes = rank.axes(
-        rank.course.module("extensions.settings").Layout(dp=case.dp, cp=case.ranks // case.dp)
-    )
+    axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.ranks // case.dp))
     shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
     rank.mark("Shift returns")
     kept = getattr(shift, "sent", None)

@@ -75,7 +75,7 @@ def gradient(case: Case, name: str) -> "Tensor":
 def on_rank(rank, case: Case) -> dict:
     from torch import empty, nn
 
-    course, layout = rank.course, rank.course.module("extensions.settings").Layout(**case.layout)
+    course, layout = rank.course, rank.course.settings.Layout(**case.layout)
     axes = rank.axes(layout)
     table = course.placement.placements(shapes(case), layout, tied=True)
     parameters = {}

@@ -16,8 +16,8 @@ with products of it with several weights: gather_multiply. It ends with the sum 
 what each of them has computed: multiply_scatter. In backward the same two methods serve the other
 ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
 weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return
-their argument: it is the same on all ranks. `sum` begins a sum and waits for it.
-Read: tensor_parallel.py, extensions/overlap/linear.py.
+their argument: it is the same on all ranks.
+Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/linear.py.
 """
 
 HINTS = (
@@ -71,7 +71,7 @@ WAIT = "work.wait()  # NCCL: the stream waits, not the host"
 
 EXERCISE = Exercise(
     __name__,
-    target="tensor_parallel:Boundary",
+    target="extensions.overlap.boundary:Boundary",
     task=TASK,
     hints=HINTS,
     cases=cases,
@@ -110,7 +110,7 @@ EXERCISE = Exercise(
             "What all ranks have already is summed once more, forward and backward: it becomes tp"
             " times too large in each sublayer.",
             "return x\n\n    def start_sum",
-            "return self.sum(x.clone())\n\n    def start_sum",
+            "return collectives.all_reduce(x.clone(), self.axis)\n\n    def start_sum",
         ),
         Wrong(
             "meanwhile_last",
@@ -172,9 +172,6 @@ class Boundary:
         work = dist.all_reduce(y, group=self.axis.group, async_op=True)
         self.axis.ledger.record("all_reduce", y, 2 * self.axis.share)
         return y, work
-
-    def sum(self, y):
-        return collectives.all_reduce(y.contiguous(), self.axis)
 
     def gather_multiply(self, x, products):
         return x, [product(self.whole(x)) for product in products]

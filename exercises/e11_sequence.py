@@ -14,7 +14,7 @@ Write the ends of a sublayer for sequence parallelism: outside, a rank has x [B,
 returns all of the sequence. `start_sum` begins to sum [B, S, E] over the ranks, and returns a
 rank's own part of the sum and the work to wait for. `maximum`, which only FP8 uses, returns the
 largest amax of all ranks. The other methods are those of Boundary.
-Read: tensor_parallel.py, collectives.py.
+Read: extensions/overlap/boundary.py, collectives.py.
 """
 
 HINTS = (
@@ -80,7 +80,7 @@ MY_PART = ".chunk(self.axis.size, 1)[self.axis.rank]"
 
 EXERCISE = Exercise(
     __name__,
-    target="tensor_parallel:SequenceBoundary",
+    target="extensions.overlap.boundary:SequenceBoundary",
     task=TASK,
     hints=HINTS,
     cases=cases,

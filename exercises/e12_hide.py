@@ -12,18 +12,18 @@ from exercises.pictures import timeline
 TASK = """
 Write the backward of _Enter: it gets the gradients of what each of its linears has computed, and
 returns the gradient of their common input, summed over the ranks: the layer below waits for it.
-Weight gradients have time. Put each into the queue of the boundary, and let the queue settle while
-the sum travels: multiply_scatter has an argument for that.
-Read: tensor_parallel.py, extensions/overlap/linear.py.
+Weight gradients have time. Put each into the queue of the boundary, and let the queue run while the
+sum travels, by run_during_message: multiply_scatter has an argument for that.
+Read: extensions/overlap/boundary.py, extensions/overlap/linear.py.
 """
 
 HINTS = (
-    "Three things: put what weight gradients need into the queue; begin the sum; settle the queue.",
+    "Three things: put what weight gradients need into the queue; begin the sum; run the queue.",
     "ctx.boundary, ctx.linears, ctx.saved_tensors, which has x alone; boundary.queue.put,"
-    " boundary.queue.settle, boundary.multiply_scatter, linear.input_gradient.",
+    " boundary.queue.run_during_message, boundary.multiply_scatter, linear.input_gradient.",
     "Put (linear, x, dy) of each linear into the queue. Then multiply and scatter all dys, with the"
-    " input gradients as products and settle as `meanwhile`. Return one value for each argument"
-    " of forward but ctx: None for boundary and linears, which have no gradient.",
+    " input gradients as products and run_during_message as `meanwhile`. Return one value for each"
+    " argument of forward but ctx: None for boundary and linears, which have no gradient.",
 )
 
 
@@ -80,9 +80,9 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-SUM = "dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.settle)"
+SUM = "dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)"
 ALONE = "dx = boundary.multiply_scatter(dys, products)"
-SETTLE = "boundary.queue.settle()"
+RUN = "boundary.queue.run_during_message()"
 LEAVE = """for linear, dy in zip(linears, dys, strict=True):
         boundary.queue.put(linear, x, dy)
 """
@@ -90,7 +90,7 @@ RETURN = "return None, None, dx"
 
 EXERCISE = Exercise(
     __name__,
-    target="tensor_parallel:_Enter.backward",
+    target="extensions.overlap.boundary:_Enter.backward",
     task=TASK,
     hints=HINTS,
     cases=cases,
@@ -104,29 +104,29 @@ EXERCISE = Exercise(
     " Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`.",
     wrong=(
         Wrong(
-            "settled_last",
+            "run_last",
             "The sum is awaited, and only then are weight gradients computed: nothing hides it.",
             SUM,
-            f"{ALONE}\n    {SETTLE}",
+            f"{ALONE}\n    {RUN}",
         ),
         Wrong(
-            "settled_first",
+            "run_first",
             "Weight gradients are computed before the sum is started: the layer below waits for"
             " both.",
             SUM,
-            f"{SETTLE}\n    {ALONE}",
+            f"{RUN}\n    {ALONE}",
         ),
         Wrong(
-            "never_settled",
-            "The queue is never settled: weight gradients are not computed.",
+            "never_run",
+            "The queue is never run: weight gradients are not computed.",
             SUM,
             ALONE,
         ),
         Wrong(
             "run_at_once",
-            "The queue is run, not settled: in a pipeline whose plan has W, weight gradients must"
-            " wait for that.",
-            "boundary.queue.settle",
+            "The queue is run by `run`, not by run_during_message: in a pipeline whose plan has W,"
+            " weight gradients must wait for that.",
+            "boundary.queue.run_during_message",
             "boundary.queue.run",
         ),
         Wrong(
@@ -134,7 +134,7 @@ EXERCISE = Exercise(
             "The input's gradient is not summed over the ranks: each has what its own heads"
             " contribute, and all layers below get only that.",
             SUM,
-            f"dx = add_products(dys, products)\n    {SETTLE}",
+            f"dx = add_products(dys, products)\n    {RUN}",
         ),
         Wrong(
             "one_linear_only",
@@ -148,8 +148,8 @@ EXERCISE = Exercise(
             "Each linear's part of the gradient is summed over the ranks by itself: added up"
             " before, they need one message.",
             SUM,
-            "dx = sum(boundary.multiply_scatter([dy], [p], meanwhile=boundary.queue.settle)"
-            " for dy, p in zip(dys, products))",
+            "dx = sum(boundary.multiply_scatter([dy], [p], meanwhile="
+            "boundary.queue.run_during_message) for dy, p in zip(dys, products))",
         ),
         Wrong(
             "one_left",
@@ -159,7 +159,7 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "left_too_late",
-            "The linears come into the queue after it has settled: their weight gradients are"
+            "The linears come into the queue after it has run: their weight gradients are"
             " computed one sublayer later, and the last never.",
             LEAVE,
             "\n",
@@ -189,7 +189,7 @@ def backward(ctx, *dys):
         gradients.append(ctx.linears[i].input_gradient)
         queue.put(ctx.linears[i], saved, dys[i])
     y, work = ctx.boundary.start_sum(add_products(dys, gradients))
-    queue.settle()
+    queue.run_during_message()
     work.wait()
     return None, None, y
 """,

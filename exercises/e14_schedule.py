@@ -14,7 +14,7 @@ Return the plan of a rank: all its forwards and backwards, in an order in which 
 backwards take turns as soon as there are gradients. Of p ranks the last one begins with F0 B0 F1 B1
 ...; a rank before it starts some forwards earlier, its warm-up. `_alternating` makes such a plan.
 The bubble is AFAB's, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
-Read: pipeline_action.py, pipeline_schedule.py.
+Read: pipeline_schedule.py.
 """
 
 HINTS = (
@@ -43,7 +43,7 @@ def on_rank(rank, case: Case) -> dict:
         "time": timeline.makespan,
         "bubble of each rank": [timeline.bubble(r) for r in range(p)],
         "most micro-batches alive": [schedules.peak_live(plan) for plan in plans],
-        "drawing": rank.course.module("runtime.draw").draw(timeline),
+        "drawing": rank.course.draw.draw(timeline),
     }
 
 

@@ -19,16 +19,16 @@ another is sent, as soon as it is there: an action of a kind in SENDS, with the 
 to as `peer`; and received, an action of a kind in RECEIVES with the micro-batch and chunk of the
 action that needs it, and the rank that it comes from. `place(stage, ranks)` is the rank and chunk
 of a stage. Even if a send waits for its receive and a receive for its send, nothing may deadlock.
-Read: pipeline_action.py, extensions/schedules/simulator.py.
+Read: pipeline_schedule.py, pipeline_messages.py.
 """
 
 HINTS = (
     "Write one list of what all ranks do, in an order in which it can be done. Where does a message"
     " stand in it? A rank's plan is its part of the list.",
-    "_needs (its W has no message), simulate(plans, send_time=2**-20, place=place).spans, span.end,"
-    " SENDS, RECEIVES, _replace.",
+    "inputs_of (the input of a W needs no message), in_order, textbook_times,"
+    " spans_of(needs, times, send_time=2**-20), span.end, SENDS, RECEIVES, _replace.",
     "With a small send_time, of two ranks that would end together the one upstream ends first. Sort"
-    " the spans of all ranks by their end, and of equal ones the lower rank first. Append each"
+    " the events of all ranks by their end, and of equal ones the lower rank first. Append each"
     " action to its rank's plan; if what needs it is on another rank, append a send to this plan,"
     " and at once a receive to the other.",
 )
@@ -61,12 +61,10 @@ def plans_of(case: Case) -> tuple[list["Plan"], dict[tuple[int, int], int]]:
 def on_rank(rank, case: Case) -> dict:
     from exercises.paper import play, run_messages, time_of
 
-    schedules = rank.course.pipeline_schedule
-    simulator = rank.course.module("extensions.schedules.simulator")
     p, m, v = case.stages, case.micro_batches, case.chunks
-    schedule = schedules.SCHEDULES[case.engine]
+    schedule = rank.course.registry.SCHEDULES[case.engine]
     plans = [schedule.plan(r, p, m, v) for r in range(p)]
-    complete = simulator.insert_messages([list(plan) for plan in plans], schedule.place)
+    complete = rank.course.pipeline_messages.insert_messages(plans, schedule.place)
     computed = [[a for a in plan if a.peer is None] for plan in complete]
     results = {"what is computed": texts(computed), "plans": texts(complete)}
     results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
@@ -131,10 +129,9 @@ def picture(runs) -> str:
     return "\n".join([*lines, *(f"{a:30}{b}".rstrip() for a, b in zip(*rows, strict=True))])
 
 
-SPANS = "for rank, action, *_ in sorted(spans, key=lambda span: (span.end, span.rank)):"
 APPEND = "complete[rank].append(action)\n"
 CONDITION = "if peer != rank:"
-RECEIVE = "complete[peer].append(follower._replace(kind=RECEIVES[action.kind], peer=rank))"
+RECEIVE = "complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank))"
 ALONE = """alone = []
     for rank, plan in enumerate(plans):
         alone.append([])
@@ -144,7 +141,7 @@ ALONE = """alone = []
             alone[-1].append(action)
             alone[-1] += [m for m in mine if m.kind is SENDS.get(action.kind)]
     return alone"""
-WHEN_NEEDED = """for source, made in ways.get((rank, action), []):
+WHEN_NEEDED = """for source, made in inputs[rank, action]:
             if source != rank:
                 complete[source].append(made._replace(kind=SENDS[made.kind], peer=rank))
                 complete[rank].append(action._replace(kind=RECEIVES[made.kind], peer=source))
@@ -197,14 +194,14 @@ EXERCISE = Exercise(
             "to_itself",
             "Where the next stage is another chunk of the same rank, the rank sends to itself.",
             CONDITION,
-            "if follower:",
+            "if receiver:",
         ),
         Wrong(
             "chunk_of_the_sender",
             "A receive has the chunk of the action that made the message: it must have that of the"
             " one that needs it.",
             RECEIVE,
-            RECEIVE.replace("follower", "action"),
+            RECEIVE.replace("receiver", "action"),
         ),
         Wrong(
             "no_receives",
@@ -216,8 +213,8 @@ EXERCISE = Exercise(
             "rank_by_rank",
             "The list has all of rank 0 first, then all of rank 1, ...: a rank runs its backwards"
             " before it has received their gradients.",
-            "(span.end, span.rank)",
-            "(span.rank, span.end)",
+            "(spans[event].end, event[0])",
+            "(event[0], spans[event].end)",
         ),
     ),
     also_right=(
@@ -226,18 +223,19 @@ def insert_messages(plans, place=loop):
     ranks = len(plans)
     chunks = 1 + max(action.chunk for plan in plans for action in plan)
     stages = {place(stage, ranks): stage for stage in range(ranks * chunks)}
-    spans = simulate(plans, send_time=1e-6, place=place).spans
+    needs = in_order(plans, inputs_of(plans, place))
+    spans = spans_of(needs, textbook_times(plans), send_time=1e-6)
     complete = [[] for _ in plans]
-    for span in sorted(spans, key=lambda span: (span.end, span.rank)):
-        kind, i, chunk, _ = span.action
-        complete[span.rank].append(span.action)
+    for rank, action in sorted(spans, key=lambda event: (spans[event].end, event[0])):
+        kind, i, chunk, _ = action
+        complete[rank].append(action)
         if kind is Kind.WEIGHT:
             continue
-        stage = stages[span.rank, chunk] + (1 if kind is Kind.FORWARD else -1)
-        if 0 <= stage < ranks * chunks and place(stage, ranks)[0] != span.rank:
+        stage = stages[rank, chunk] + (1 if kind is Kind.FORWARD else -1)
+        if 0 <= stage < ranks * chunks and place(stage, ranks)[0] != rank:
             peer, its_chunk = place(stage, ranks)
-            complete[span.rank].append(Action(SENDS[kind], i, chunk, peer))
-            complete[peer].append(Action(RECEIVES[kind], i, its_chunk, span.rank))
+            complete[rank].append(Action(SENDS[kind], i, chunk, peer))
+            complete[peer].append(Action(RECEIVES[kind], i, its_chunk, rank))
     return complete
 """,
     ),

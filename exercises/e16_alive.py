@@ -77,22 +77,14 @@ def on_rank(rank, case: Case) -> dict:
 
     course, p, v = rank.course, case.ranks, case.chunks
     axis, parallel = rank.axis("pp"), course.pipeline_parallel
-    outputs, seen, made = (
-        watched.Outputs(),
-        {"has a graph": False, "read": set(), "watched": []},
-        [],
-    )
-    chunks = []
-    for stage in parallel.my_stages([1] * (p * v), case.engine, axis):
+    outputs, chunks, made = watched.Outputs(), [], []
+    seen = {"has a graph": False, "read": set(), "watched": []}
+    schedule = course.pipeline_schedule.SCHEDULES[case.engine]
+    for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         place = stage.layers.start
-        model = watched.PartOfModel(
-            weight(case, place, p * v - 1), stage.is_first, forward, outputs
-        )
-        chunks.append(
-            parallel.Chunk(
-                stage, model, course.module("extensions.overlap.linear").WeightGradients()
-            )
-        )
+        mine = weight(case, place, p * v - 1)
+        model = watched.PartOfModel(mine, stage.is_first, forward, outputs)
+        chunks.append(parallel.Chunk(stage, model))
 
     def new_activation() -> "Tensor":
         made.append(torch.empty(B, S, E, dtype=torch.float64))
@@ -106,8 +98,8 @@ def on_rank(rank, case: Case) -> dict:
     watch = outputs.counted_at_forwards(seen["watched"])
     pipeline = parallel.Pipeline(chunks, axis, torch.arange(S), new_activation)
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
-    plans = course.module("extensions.schedules.registry").build_plans(
-        case.engine, p, case.micro_batches, v, training=case.training
+    plans = course.pipeline_messages.build_plans(
+        schedule, p, case.micro_batches, v, training=case.training
     )
     with torch.set_grad_enabled(case.training):
         totals = pipeline.run(plans[rank.number], read, watch)
@@ -127,7 +119,7 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     import torch
 
-    from picotron_min.extensions.schedules.registry import SCHEDULES
+    from picotron_min.pipeline_schedule import SCHEDULES
 
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
     weights = [

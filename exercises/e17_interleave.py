@@ -16,7 +16,7 @@ backwards, the last chunk first. A rank starts as many forwards as its first gro
 the last chunk, and two more for each rank behind it; then a forward and a backward take turns.
 group_sizes (the largest comes first) and _alternating help. Bubble: (p - 1) / (m v + p - 1) for v
 chunks and m >= p.
-Read: pipeline_action.py, pipeline_schedule.py.
+Read: pipeline_schedule.py.
 """
 
 HINTS = (
@@ -37,14 +37,13 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    schedules = rank.course.pipeline_schedule
-    simulator = rank.course.module("extensions.schedules.simulator")
+    schedules, simulator = rank.course.pipeline_schedule, rank.course.simulator
     p, m, v = case.stages, case.micro_batches, case.chunks
     plans = [schedules.interleaved(r, p, m, v) for r in range(p)]
     timeline, problem = played(rank, plans)
     if problem:
         return {"what is wrong with the plans": problem}
-    draw = rank.course.module("runtime.draw").draw
+    draw = rank.course.draw.draw
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
     simple = [schedules.one_f_one_b(r, p, m) for r in range(p)]
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))

@@ -50,10 +50,7 @@ def on_rank(rank, case: Case) -> dict:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    orthogonalise, update = (
-        rank.course.module("extensions.optimizers.muon").orthogonalise,
-        update_of(case),
-    )
+    orthogonalise, update = rank.course.muon.orthogonalise, update_of(case)
     given = update.clone()
     with FlopCounterMode(display=False) as counter:
         direction = orthogonalise(given)

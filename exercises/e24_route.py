@@ -80,7 +80,7 @@ def results_of(route, case: Case) -> dict:
 
 
 def on_rank(rank, case: Case) -> dict:
-    return results_of(rank.course.module("extensions.experts.router").route, case)
+    return results_of(rank.course.router.route, case)
 
 
 def expected(case: Case) -> list[dict]:

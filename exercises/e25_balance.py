@@ -63,7 +63,7 @@ def on_rank(rank, case: Case) -> dict:
     import torch
 
     course, used = rank.course, case.losses.split()
-    axes = rank.axes(course.module("extensions.settings").Layout(dp=case.dp, cp=case.cp))
+    axes = rank.axes(course.settings.Layout(dp=case.dp, cp=case.cp))
     config = SimpleNamespace(
         num_local_experts=case.experts, num_hidden_layers=2, num_experts_per_tok=case.k
     )
@@ -75,16 +75,14 @@ def on_rank(rank, case: Case) -> dict:
             moe_global_aux_loss_coeff=on["global"],
         ),
         config=config,
-        tally=course.module("extensions.experts.router").Tally(config, torch.device("cpu")),
+        tally=course.router.Tally(config, torch.device("cpu")),
         layer=1,
         sum_over_sequences=partial(course.collectives.all_reduce, axis=axes.cp_tp),
         sum_over_batch=partial(course.collectives.all_reduce, axis=axes.dp),
     )
     place, results = (axes.dp.rank, axes.cp.rank), {}
     for i in range(MICRO_BATCHES):
-        gradient = course.module("extensions.experts.router").Router._balance(
-            router, shares_of(case, *place, i)
-        )
+        gradient = course.router.Router._balance(router, shares_of(case, *place, i))
         results[f"gradient, micro-batch {i}"] = gradient.clone()
     return results | {"losses, and what else the tally has": router.tally.table.clone()}
 

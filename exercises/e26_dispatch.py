@@ -70,12 +70,10 @@ def on_rank(rank, case: Case) -> dict:
     import torch
 
     course = rank.course
-    axes = rank.axes(
-        course.module("extensions.settings").Layout(dp=case.ranks, ep=case.ep, etp=case.etp)
-    )
+    axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
-    routing = course.module("extensions.settings").Routing(**(pads if case.capacity else {}))
-    limit = course.module("extensions.experts.moe").Limit(case.experts, case.k, routing)
+    routing = course.settings.Routing(**(pads if case.capacity else {}))
+    limit = course.moe.Limit(case.experts, case.k, routing)
     each, width = case.experts // case.ep, INNER // case.etp
     part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
     ran = []
@@ -92,7 +90,7 @@ def on_rank(rank, case: Case) -> dict:
         return "shared"
 
     x, weights, experts, d_out = inputs(case, rank.number)
-    dispatch = course.module("extensions.experts.dispatch").AllToAllDispatch(limit, axes)
+    dispatch = course.dispatch.AllToAllDispatch(limit, axes)
     out, shared = dispatch(x, weights, experts, run, meanwhile)
     rank.mark(f"{ran[0]} rows")
     if out.requires_grad and out.shape == d_out.shape:

@@ -14,7 +14,7 @@ W, for which nothing waits until the end of the step. Forwards and B are in the 
 micro-batch i comes directly behind B of micro-batch i + rank, so that a rank saves `rank` of its W
 for the end, when it would be idle. `_plan` makes a plan of letters: each F, B or W stands for its
 next micro-batch. Memory: at most min(m, p) micro-batches alive on every rank, from F to W.
-Read: pipeline_action.py, extensions/schedules/zero_bubble.py.
+Read: pipeline_schedule.py, extensions/schedules/zero_bubble.py.
 """
 
 HINTS = (
@@ -34,9 +34,7 @@ def cases(dice: random.Random) -> list[Case]:
 def on_rank(rank, case: Case) -> dict:
     peak_live = rank.course.pipeline_schedule.peak_live
     p, m = case.stages, case.micro_batches
-    plans = [
-        rank.course.module("extensions.schedules.zero_bubble").zb_h1(r, p, m) for r in range(p)
-    ]
+    plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
     names = [[str(action) for action in plan] for plan in plans]
     timeline, problem = played(rank, plans)
     if problem:
@@ -49,7 +47,7 @@ def on_rank(rank, case: Case) -> dict:
             max(0, peak_live(plan) - min(m, p)) for plan in plans
         ],
         "F, B and W in the order of micro-batches": [in_order(plan) for plan in names],
-        "drawing": rank.course.module("runtime.draw").draw(timeline),
+        "drawing": rank.course.draw.draw(timeline),
     }
 
 

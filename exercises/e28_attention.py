@@ -61,9 +61,7 @@ def on_rank(rank, case: Case) -> dict:
 
     course, tensors = rank.course, inputs(case)
     E, heads = case.config_heads * case.head_dim, case.config_heads
-    config = course.module("extensions.settings").ModelConfig(
-        7, E, 8, 1, heads, min(heads, case.key)
-    )
+    config = course.model_config.ModelConfig(7, E, 8, 1, heads, min(heads, case.key))
     module = course.model.SelfAttention(config)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):  # as tensor parallelism narrows them
         getattr(module, name).weight = torch.nn.Parameter(tensors[name])

@@ -212,7 +212,7 @@ def part(shape, cuts, rank, size):
     for axis, dim, owner in cuts:
         left, r = indices[dim], rank[axis]
         if owner is None:
-            each = math.ceil(len(left) / size[axis])
+            each = (len(left) + size[axis] - 1) // size[axis]
             indices[dim] = left[r * each : (r + 1) * each]
         elif r != owner:
             indices[dim] = []

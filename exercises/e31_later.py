@@ -1,7 +1,8 @@
 """31 later: a weight gradient is computed when there is time for it
 
-Two linears put (layer, x, dy) into a queue in each backward. Who waits is chosen beforehand: with
-hold, until settle; with split, until the pipeline's W. W runs micro-batches in another order.
+Two linears put (layer, x, dy) into a queue in each backward. How long it waits is chosen
+beforehand: with hold, until a message travels; with split, until the pipeline's W. W runs
+micro-batches in another order.
 """
 
 import random
@@ -11,19 +12,21 @@ from exercises.pictures import timeline
 
 TASK = """
 A queue of (layer, x, dy), whose weight gradients dy^T x are still to be computed. `put` adds one,
-and runs the queue at once unless it waits. With `hold` it waits until `settle`, with `split` (or
-with both) until what is here is taken and run: then `settle` does nothing. `take` returns what is
-here as a queue of its own, and leaves none here. `run` computes all that is here, once:
-layer.add_weight_gradient(x, dy). Gradients must have no graph, wherever `run` is called.
+and runs the queue at once unless it waits. With `hold` it waits until `run_during_message`, with
+`split` (or with both) until what is here is detached and run: then `run_during_message` does
+nothing. `detach` returns what is here as a queue of its own, and leaves none here. `run` computes
+all that is here, once: layer.add_weight_gradient(x, dy). Gradients must have no graph, wherever
+`run` is called.
 Read: extensions/overlap/linear.py.
 """
 
 HINTS = (
-    "put and settle run the queue, unless it has to wait longer; run and take leave it empty.",
+    "put and run_during_message run the queue, unless it has to wait longer; run and detach leave"
+    " it empty.",
     "self.append, self.pop or self.clear, torch.no_grad, layer.add_weight_gradient.",
-    "`waits` is hold or split. put appends, and runs if it does not wait; settle runs if there is"
-    " no split. take copies the list into a new WeightGradients, and clears this one. run takes"
-    " one after the other out of the list, without gradients.",
+    "`waits` is hold or split. put appends, and runs if it does not wait; run_during_message runs"
+    " if there is no split. detach copies the list into a new WeightGradients, and clears this one."
+    " run takes one after the other out of the list, without gradients.",
 )
 
 BATCHES = 2
@@ -46,12 +49,11 @@ def weight(case: Case, name: str):
 def on_rank(rank, case: Case) -> dict:
     import torch
 
-    linear = rank.course.module("extensions.overlap.linear")
-    layers = {name: linear.Linear(case.width, case.width).double() for name in "ab"}
+    linear = rank.course.linear
+    layers = {name: linear.Linear(torch.nn.Parameter(weight(case, name))) for name in "ab"}
     queue, taken, dxs = linear.WeightGradients(), [], []
     queue.hold, queue.split = case.hold, case.split
     for name, layer in layers.items():
-        layer.weight.data = weight(case, name)
         layer.gradient_arrived = lambda name=name: rank.mark(f"d{name}")
     model = torch.nn.Sequential(layers["a"], torch.nn.Tanh(), layers["b"])
     linear.apply_queue(model, queue)
@@ -61,10 +63,10 @@ def on_rank(rank, case: Case) -> dict:
         model(x.requires_grad_()).backward(dy)
         dxs.append(x.grad)
         if case.hold:
-            rank.mark(f"settle{i}")
-            queue.settle()
+            rank.mark(f"message{i}")
+            queue.run_during_message()
         if case.split:
-            taken.append(queue.take())
+            taken.append(queue.detach())
     for i in reversed(range(len(taken))):
         rank.mark(f"W{i}")
         taken[i].run()
@@ -84,7 +86,7 @@ def expected(case: Case) -> list[dict]:
 
 
 def order(case: Case, records) -> str:
-    waits_for = "W" if case.split else "settle" if case.hold else "B"
+    waits_for = "W" if case.split else "message" if case.hold else "B"
     part, computed = "", {}  # in each part of the step, by its mark
     for event in records[0].events:
         if event.what in ("da", "db"):
@@ -106,8 +108,8 @@ def picture(runs) -> str:
 
 
 AT_ONCE = "if not self.waits:"
-SETTLE = "if not self.split:\n            self.run()"
-TAKE = "taken = WeightGradients(self)\n        self.clear()"
+DURING_MESSAGE = "if not self.split:\n            self.run()"
+DETACH = "taken = WeightGradients(self)\n        self.clear()"
 POP = "while self:\n            linear, x, dy = self.pop(0)"
 WITHOUT = "@torch.no_grad()  # autograd has switched it off in a backward, but not after one"
 
@@ -134,7 +136,7 @@ EXERCISE = Exercise(
         ),
         Wrong(
             "always_waits",
-            "They wait also where neither hold nor split is set: nothing settles the queue there.",
+            "They wait also where neither hold nor split is set: nothing runs the queue there.",
             AT_ONCE,
             "if False:",
         ),
@@ -158,35 +160,35 @@ EXERCISE = Exercise(
             "self.hold and self.split",
         ),
         Wrong(
-            "settled_in_split",
-            "settle runs the queue also with split: nothing is left for W.",
+            "run_in_split",
+            "run_during_message runs the queue also with split: nothing is left for W.",
             "if not self.split:",
             "if True:",
         ),
         Wrong(
-            "never_settled",
-            "settle does not run the queue: with hold, no weight gradient is computed.",
-            SETTLE,
+            "never_run",
+            "run_during_message does not run the queue: with hold, no weight gradient is computed.",
+            DURING_MESSAGE,
             "pass",
         ),
         Wrong(
-            "taken_and_kept",
-            "take leaves in the queue what it returns: the next micro-batch takes it again, and it"
-            " counts twice.",
-            TAKE,
+            "detached_and_kept",
+            "detach leaves in the queue what it returns: the next micro-batch detaches it again,"
+            " and it counts twice.",
+            DETACH,
             "taken = WeightGradients(self)",
         ),
         Wrong(
-            "took_itself",
-            "take returns the queue itself: the first W computes all micro-batches, and the others"
-            " nothing.",
-            TAKE,
+            "detached_itself",
+            "detach returns the queue itself: the first W computes all micro-batches, and the"
+            " others nothing.",
+            DETACH,
             "taken = self",
         ),
         Wrong(
-            "cleared_what_was_taken",
-            "take clears the very list that it returns: nothing is left to compute in W.",
-            TAKE,
+            "cleared_what_was_detached",
+            "detach clears the very list that it returns: nothing is left to compute in W.",
+            DETACH,
             "taken = self\n        self.clear()",
         ),
         Wrong(
@@ -216,14 +218,14 @@ class WeightGradients(list):
     def put(self, layer, x, dy):
         self.append((layer, x.detach(), dy.detach()))
         if not self.hold:
-            self.settle()
+            self.run_during_message()
 
-    def settle(self):
+    def run_during_message(self):
         if self.split:
             return
         self.run()
 
-    def take(self):
+    def detach(self):
         other = WeightGradients()
         other[:], self[:] = self[:], []
         return other

@@ -70,7 +70,7 @@ def on_rank(rank, case: Case) -> dict:
 
     x, kind = part(case, rank.number), getattr(torch, case.kind)
     shared = {"maximum": maximum} if case.ranks > 1 else {}
-    result = course.module("extensions.precision.float8").quantise(x, kind, **shared)
+    result = course.float8.quantise(x, kind, **shared)
     numbers = result.numbers.double()
     wide = x.double()
     errors = ((numbers * result.inverse.double() - wide).abs() / wide.abs()).mean(1)

@@ -64,8 +64,8 @@ def on_rank(rank, case: Case) -> dict:
 
         return multiply
 
-    queue = course.module("extensions.overlap.linear").WeightGradients()
-    boundary = course.module("extensions.overlap.ring").RingBoundary(rank.axis("tp"), queue)
+    queue = course.linear.WeightGradients()
+    boundary = course.ring.RingBoundary(rank.axis("tp"), queue)
     products = [product(i) for i in range(case.inputs)]
     y = boundary.multiply_scatter(xs, products, lambda: rank.mark("meanwhile"))
     return {"y": y, "dtype": str(y.dtype), "rows of each product": rows}

@@ -75,7 +75,7 @@ def on_rank(rank, case: Case) -> dict:
     x, weights, experts, gradient = inputs(case)
     x.requires_grad_(), weights.requires_grad_()
     sizes = sizes_of(case)
-    pairs = rank.course.module("extensions.experts.moe").Pairs(experts, sum(sizes), case.rows_each)
+    pairs = rank.course.moe.Pairs(experts, sum(sizes), case.rows_each)
     rows, sorted_weights = pairs.spread(x), pairs.sort(weights)
     y = torch.cat([run(case, e, part) for e, part in enumerate(rows.split(sizes))])
     out = pairs.collect(y * sorted_weights[:, None])

@@ -42,7 +42,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    axes = rank.axes(rank.course.module("extensions.settings").Layout(**case.sizes))
+    axes = rank.axes(rank.course.settings.Layout(**case.sizes))
     groups = {id(axis.group) for axis in axes}
     members = {axis.name: list(axis.group.ranks) for axis in axes}
     fields = dict(zip(axes._fields, [axis.name for axis in axes], strict=True))

@@ -52,9 +52,7 @@ def on_rank(rank, case: Case) -> dict:
 
     weights = [torch.nn.Parameter(draw(case, "w", g, shape=(case.rows, 2))) for g in (0, 1)]
     groups = [{"params": [w], "weight_decay": d} for w, d in zip(weights, DECAYS, strict=True)]
-    optimizer = rank.course.module("extensions.optimizers.adamw").NarrowAdamW(
-        groups, 1.0, case.betas
-    )
+    optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
     history, squares = [], []
     for step in range(STEPS):
         for g, weight in enumerate(weights):

@@ -61,7 +61,7 @@ def leaves_of(x, weights):
 def on_rank(rank, case: Case) -> dict:
     from torch.autograd.graph import saved_tensors_hooks
 
-    offload = rank.course.module("extensions.memory.offload")
+    offload = rank.course.offload
     offload.LEAST_OFFLOAD = LEAST
     x, weights = inputs(case)
     leaves, blocks = leaves_of(x, weights), {}

@@ -61,7 +61,7 @@ def addend(case: Case):
 
 def on_rank(rank, case: Case) -> dict:
     tensors = tensors_of(case)
-    joined = rank.course.module("extensions.experts.grouped").joined_view(tensors)
+    joined = rank.course.grouped.joined_view(tensors)
     before = None if joined is None else joined.clone()
     if joined is not None:
         joined += addend(case)

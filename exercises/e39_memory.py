@@ -70,10 +70,10 @@ def config_of(
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout = rank.course.module("extensions.settings").Layout(tp=case.tp, etp=case.etp)
-    bytes_of = rank.course.module("planner.activations").factors_per_token
+    layout = rank.course.settings.Layout(tp=case.tp, etp=case.etp)
+    bytes_of = rank.course.activations.factors_per_token
     args = config_of(*sizes_of(case)), case.dtype, layout, 0
-    saved = rank.course.module("planner.activations").saved_per_token
+    saved = rank.course.activations.saved_per_token
     plain = saved(*args[:2], "none", layout, 0, case.fp8)
     return {"bytes per token": float(bytes_of(*args, case.fp8)), "kept until B": plain}
 
@@ -95,14 +95,14 @@ def elements_per_token(*sizes: int) -> tuple[float, float]:
 
     from picotron_min.extensions.experts.moe import apply_moe
     from picotron_min.extensions.experts.router import Tally
-    from picotron_min.extensions.overlap.linear import WeightGradients, apply_queue
+    from picotron_min.extensions.overlap.linear import WeightGradients, apply_queue, take_apart
     from picotron_min.extensions.settings import Routing
     from picotron_min.model import Llama
 
     config = config_of(*sizes)
     model, queue = Llama(config), WeightGradients()
     apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
-    model.double()
+    take_apart(model.double())
     queue.split = True
     apply_queue(model, queue)
     for tensor in (*model.parameters(), *model.buffers()):

@@ -158,9 +158,7 @@ def _train(rank, run: dict, steps: int) -> dict[str, Any]:
     from exercises.tiny import tiny_run
 
     axes = {axis: run[axis] for axis in ("dp", "pp", "cp", "tp")}
-    layout = rank.course.module("extensions.settings").Layout(
-        **axes, sequence_parallel=bool(run["sequence_parallel"])
-    )
+    layout = rank.course.settings.Layout(**axes, sequence_parallel=bool(run["sequence_parallel"]))
     recipe = {"optimizer": run["optimizer"], "learning_rate": run["lr"]}
     recipe["grad_clip"] = run["grad_clip"] or None
     trained = tiny_run(rank, layout, num_micro_batches=run["micro_batches"], **recipe)

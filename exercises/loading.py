@@ -16,6 +16,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,15 +29,23 @@ Watch = Callable[[Any], Any]  # a definition -> one that does the same, and is w
 
 
 class Course:
-    """The modules of a loaded course: `course.collectives` is picotron_min/collectives.py."""
+    """The modules of a loaded course, by their files' names.
+
+    `course.mesh` is picotron_min/mesh.py, `course.ring` picotron_min/extensions/overlap/ring.py.
+    """
 
     def __getattr__(self, name: str) -> ModuleType:
-        return self.module(name)
+        return importlib.import_module(module_of(name))
 
-    def module(self, name: str) -> ModuleType:
-        """One with a dot in its name, too: `course.module("runtime.draw")`."""
-        name = name if name == "train" else f"picotron_min.{name}"
-        return importlib.import_module(name)
+
+@cache
+def module_of(name: str) -> str:
+    """The module in a file with this name: at the top of the course, or in the only such folder."""
+    tops = source.COURSE.parent / f"{name}.py", source.COURSE / f"{name}.py"  # train.py is outside
+    found = [file for file in tops if file.exists()] or [*source.COURSE.rglob(f"{name}.py")]
+    if len(found) != 1:
+        raise AttributeError(f"the course has {len(found)} files {name}.py, not one")
+    return ".".join(found[0].relative_to(source.COURSE.parent).with_suffix("").parts)
 
 
 @contextlib.contextmanager

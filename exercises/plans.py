@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def played(rank: "Rank", plans: list["Plan"]) -> tuple["Timeline | None", str]:
     """The timeline, or None and what is wrong with the plans; Deadlock has the circle of ranks."""
     try:
-        return rank.course.module("extensions.schedules.simulator").simulate(plans), ""
+        return rank.course.simulator.simulate(plans), ""
     except ValueError as error:
         if "deadlock" in str(error):
             raise Deadlock(str(error).removeprefix("deadlock, ")) from None

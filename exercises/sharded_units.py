@@ -18,11 +18,8 @@ def build(rank, case: Case) -> list:
 
     course, travelling, units = rank.course, [], []
     shard = course.placement.Cut("dp_cp", 0)
-    placement = course.placement.Placement((), shard, copies=(), sums=("dp_cp",))
-    axes, device = (
-        rank.axes(course.module("extensions.settings").Layout(dp=case.ranks)),
-        torch.device("cpu"),
-    )
+    placement = course.placement.Placement((), copies=(), sums=("dp_cp",), further=(shard,))
+    axes, device = rank.axes(course.settings.Layout(dp=case.ranks)), torch.device("cpu")
     for names in NAMES_OF_UNITS[case.units]:
         modules = {}
         for name in names:
@@ -30,5 +27,5 @@ def build(rank, case: Case) -> list:
             modules[name] = [nn.Embedding(rows, COLUMNS, device="meta", dtype=torch.float64)]
         table = dict.fromkeys(names, placement)
         args = axes, torch.float64, device, case.sharding, travelling
-        units.append(course.module("extensions.sharding.units").ShardedUnit(modules, table, *args))
+        units.append(course.units.ShardedUnit(modules, table, *args))
     return units

@@ -23,7 +23,7 @@ NAMES = "gate", "up", "down"
 
 
 class Sublayer(nn.Module):
-    """What `_put_around` of tensor_parallel.py expects."""
+    """What `_put_around` of boundary.py expects."""
 
     def __init__(self, gate: "Linear", up: "Linear", down: "Linear") -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     left for later, for the W of a pipeline's plan.
     """
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
-    queue = course.module("extensions.overlap.linear").WeightGradients()
+    queue = course.linear.WeightGradients()
     queue.hold, queue.split = True, split
 
     def run() -> None:
@@ -73,19 +73,17 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
         type(queue).run(queue)
 
     queue.run = run
-    boundary = getattr(course.tensor_parallel, kind)(axis, queue)
+    boundary = getattr(course.boundary, kind)(axis, queue)
+    ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
     x, upstream, weights = data(case)
     mine = x[rank.number].clone().requires_grad_()
     sublayers, kept = [], 0
     for whole in weights:
-        linears = []
-        for name in NAMES:
-            linears.append(course.module("extensions.overlap.linear").Linear(1, 1))
-            own = part(name, whole[name], rank.number, n).clone()
-            linears[-1].weight = nn.Parameter(own)
+        parts = [part(name, whole[name], rank.number, n).clone() for name in NAMES]
+        linears = [course.linear.Linear(nn.Parameter(own)) for own in parts]
         sublayers.append(Sublayer(*linears))
-        course.tensor_parallel._put_around(sublayers[-1], linears[:2], linears[2], boundary)
-    out = course.tensor_parallel._sum(mine, boundary)
+        course.boundary._put_around(sublayers[-1], linears[:2], linears[2], boundary)
+    out = ends.leave(mine)
     for sublayer in sublayers:
         with SavedTensors() as saved:
             normed = norm(out)
@@ -97,7 +95,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     out.backward(upstream)
     if split:
         rank.mark("W")
-        queue.take().run()
+        queue.detach().run()
     results = {"output": out.detach(), "gradient of the input": mine.grad}
     for i, sublayer in enumerate(sublayers):
         results |= {f"gradient of {k} {i}": getattr(sublayer, k).weight.grad for k in NAMES}

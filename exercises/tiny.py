@@ -33,17 +33,15 @@ def tiny_run(
     """
     course = rank.course
     axes, device = rank.axes(layout), torch.device("cpu")
-    own = course.module("extensions.settings").Routing() if routing is None else routing
+    own = course.settings.Routing() if routing is None else routing
     sizes = {"seq_length": SEQ_LENGTH, "num_micro_batches": num_micro_batches}
     sizes["micro_batch_size"] = global_batch // (layout.dp * num_micro_batches)
     settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "grad_clip": None}
     settings |= {"dtype": "float64", "fused": False, "total_train_steps": 100} | recipe
-    workload = course.module("extensions.settings").Workload(
+    workload = course.settings.Workload(
         **sizes, dtype="float64", optimizer=settings["optimizer"], routing=own
     )
-    config: ModelConfig = course.module("extensions.settings").ModelConfig(
-        **(SHAPE | (model or {}))
-    )
+    config: ModelConfig = course.settings.ModelConfig(**(SHAPE | (model or {})))
     positions = course.context_parallel.POSITIONS[layout.cp_engine]
     batches = course.data.Batches(
         text(config.vocab_size),
@@ -53,10 +51,8 @@ def tiny_run(
         dp_size=layout.dp,
         positions=positions(axes.cp.rank, layout.cp, SEQ_LENGTH),
     )
-    parallel = course.parallelize.parallelize(config, layout, workload, axes, device)
-    run = course.train.build_run(
-        parallel, course.module("extensions.settings").Recipe(**settings), batches
-    )
+    parallel = course.build.build_model(config, layout, workload, axes, device)
+    run = course.train.build_run(parallel, course.settings.Recipe(**settings), batches)
     parameters, table = parallel.parameters, parallel.placements
     course.initialise.initialise(parameters, config, seed, table, axes)
     parallel.weights_changed()

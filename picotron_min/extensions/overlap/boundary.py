@@ -49,11 +49,6 @@ class Boundary:
     def maximum(self, amax: Tensor) -> Tensor:  # the largest |x|, over all parts of x: for float8
         return amax
 
-    def sum(self, y: Tensor) -> Tensor:
-        y, work = self.start_sum(y)
-        work.wait()
-        return y
-
     def gather_multiply(self, x: Tensor, products: Products) -> tuple[Tensor, list[Tensor]]:
         """All of x, [B, S, E], and its products."""
         x = self.whole(x)
