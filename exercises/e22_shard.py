@@ -23,7 +23,7 @@ travel already, of all units: so at most two buffers exist. Otherwise there is o
 which adds up all self.num_backwards of a step, and is summed once. It is never set to zero: the
 first gradient of a step replaces what is there.
 Read: extensions/sharding/units.py (`begin`, `_finish_reductions` and `wait` show what the
-attributes are for).
+attributes are for), extensions/sharding/collectives.py.
 """
 
 HINTS = (

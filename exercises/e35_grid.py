@@ -10,19 +10,19 @@ from exercises.exercise import Case, Exercise, Wrong
 TASK = """
 Build all axes of a layout, each with the row of ranks that this rank is in. Ranks are numbered row
 by row over (pp, dp, cp, tp), tp varies fastest; experts lie on another grid over the same ranks,
-(pp, edp, ep, etp), also row by row. An axis has the ranks that differ in its coordinate only, a
-joint axis those that differ in some, and `ends` the first and the last stage; what lies between
-needs a group, too. All ranks must make all groups in the same order:
-dist.new_subgroups_by_enumeration(lists of ranks) gives back the group that this rank is in. Where
-two axes have the same ranks, they share a group.
-Read: mesh.py, layout.py.
+(pp, edp, ep, etp), also row by row. layout.grids has both, each with its sizes and its axes. An
+axis has the ranks that differ in its coordinate only, a joint axis those that differ in some, and
+`ends` the first and the last stage; what lies between needs a group, too. All ranks must make all
+groups in the same order: dist.new_subgroups_by_enumeration(lists of ranks) gives back the group
+that this rank is in. Where two axes have the same ranks, they share a group.
+Read: mesh.py, layout.py, extensions/settings.py (`grids`).
 """
 
 HINTS = (
     "Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.",
-    "torch.arange, view(layout.sizes), view(layout.pp, -1, layout.ep, layout.etp), movedim,"
-    " reshape, tolist, a dict of groups by str(lists), Axis(name, group, device), Axes.",
-    "Move the dims of an axis to the end, in their order, and reshape to [-1, their size]: each row"
+    "layout.grids, grid.axes.items(), rows_of(grid, varying), a dict of groups by str(lists),"
+    " Axis(name, group, device), Axes, timedelta(seconds=timeout_seconds).",
+    "For each axis of each grid, rows_of moves the dims that vary to the end and reshapes: each row"
     " is a group. ends: of each row along pp the first and the last rank, which are one rank if pp"
     " is 1; and a group of its own for each rank between.",
 )
@@ -45,8 +45,8 @@ def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(rank.course.settings.Layout(**case.sizes))
     groups = {id(axis.group) for axis in axes}
     members = {axis.name: list(axis.group.ranks) for axis in axes}
-    fields = dict(zip(axes._fields, [axis.name for axis in axes], strict=True))
-    return {"members": members, "names": fields, "groups": len(groups)}
+    names = {name: axis.name for name, axis in vars(axes).items()}
+    return {"members": members, "names": names, "groups": len(groups)}
 
 
 def coordinates(case: Case, rank: int, names: tuple[str, ...]) -> dict[str, int]:
@@ -99,8 +99,16 @@ def picture(runs) -> str:
     return "\n".join([*lines, f"groups: {records[5].values['groups']}"])
 
 
-ROWS = "grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size)"
-VIEW = "torch.arange(dist.get_world_size()).view(layout.sizes)"
+ROWS = "rows_of(grid, varying)"
+PIPELINES = 'rows_of(layout.grids[0], ("pp",))'
+GRIDS = "for grid in layout.grids\n"
+
+
+def expert_grid_as(*names: str) -> str:
+    """With the coordinates of the experts' grid in another order: the last one varies fastest."""
+    sizes = f"{{name: layout.grids[1].sizes[name] for name in {names}}}"
+    return f"for grid in (layout.grids[0], layout.grids[1]._replace(sizes={sizes}))\n"
+
 
 EXERCISE = Exercise(
     __name__,
@@ -120,16 +128,18 @@ EXERCISE = Exercise(
             "pp_fastest",
             "The first coordinate varies fastest: then tensor-parallel ranks, which communicate"
             " most, are far apart.",
-            VIEW,
-            "torch.arange(dist.get_world_size()).view(tuple(layout.sizes)[::-1])"
-            ".permute(3, 2, 1, 0).contiguous()",
+            PIPELINES,
+            "torch.arange(layout.world_size).view(-1, layout.pp).tolist()",
+            GRIDS,
+            "for grid in (grid._replace(sizes=dict(reversed(grid.sizes.items())))"
+            " for grid in layout.grids)\n",
         ),
         Wrong(
             "neighbours_always",
             "Every axis gets ranks that are neighbours: those of an outer axis are as far apart as"
             " the inner sizes multiply to.",
             ROWS,
-            "grid.reshape(-1, size)",
+            "torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()",
         ),
         Wrong(
             "a_group_each",
@@ -162,32 +172,32 @@ EXERCISE = Exercise(
         Wrong(
             "cp_left_out",
             "dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.",
-            'axis("dp_cp", groups_of(1, 2))',
-            'axis("dp_cp", groups_of(1))',
+            ROWS,
+            'rows_of(grid, ("dp",) if name == "dp_cp" else varying)',
         ),
         Wrong(
             "world_of_a_stage",
             "world has the ranks of one stage: it must have all, also along pp.",
-            "groups_of(0, 1, 2, 3)",
-            "groups_of(1, 2, 3)",
+            ROWS,
+            'rows_of(grid, varying[1:] if name == "world" else varying)',
         ),
         Wrong(
             "one_grid",
             "edp is taken from the grid (pp, dp, cp, tp), along dp: experts lie on another one.",
-            "groups_of(1, grid=expert_grid)",
-            "groups_of(1)",
+            ROWS,
+            'rows_of(layout.grids[0], ("dp",)) if name == "edp" else rows_of(grid, varying)',
         ),
         Wrong(
             "ep_and_etp_swapped",
             "ep and etp are swapped in the grid of experts: etp must vary fastest.",
-            "view(layout.pp, -1, layout.ep, layout.etp)",
-            "view(layout.pp, -1, layout.etp, layout.ep).transpose(2, 3).contiguous()",
+            GRIDS,
+            expert_grid_as("pp", "edp", "etp", "ep"),
         ),
         Wrong(
             "edp_fastest",
             "edp varies fastest in the grid of experts: then those of a layer are far apart.",
-            "view(layout.pp, -1, layout.ep, layout.etp)",
-            "view(layout.pp, layout.ep, layout.etp, -1).permute(0, 3, 1, 2).contiguous()",
+            GRIDS,
+            expert_grid_as("pp", "ep", "etp", "edp"),
         ),
     ),
     also_right=(

@@ -1,7 +1,8 @@
 """39 memory: what is kept until the weights' gradients are computed
 
-The reference runs backward without weight gradients, and measures what the queue of linear.py then
-holds: the memory of each tensor once. Of a tensor-parallel rank the model is narrower.
+The reference runs backward without weight gradients, and measures what the queue of
+overlap/linear.py then holds: the memory of each tensor once. Of a tensor-parallel rank the model is
+narrower.
 """
 
 import random

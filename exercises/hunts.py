@@ -38,8 +38,8 @@ MINE = "mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)
 HUNTS = {
     1: Hunt(
         "picotron_min/placement.py",
-        'return Placement(cuts, None, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)',
-        'return Placement(cuts, None, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)',
+        'return Placement(cuts, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)',
+        'return Placement(cuts, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)',
         "A user reports that context parallelism learns worse. Data parallelism is fine.",
         ("dp=1,cp=1", "dp=2,cp=1", "dp=1,cp=2"),
         (
@@ -68,8 +68,8 @@ HUNTS = {
     ),
     3: Hunt(
         "train.py",
-        "buckets.scale(clip / num_targets)",
-        "buckets.scale(run.batches.num_micro_batches * clip / num_targets)",
+        "gradients.scale(clip / num_targets)",
+        "gradients.scale(run.batches.num_micro_batches * clip / num_targets)",
         "With gradient accumulation SGD needs a smaller learning rate. AdamW does not.",
         (
             "micro_batches=1,lr=0.05",

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,19 @@ from exercises.world import Deadlock
 from picotron_min import collectives
 from picotron_min.collectives import Axis
 from picotron_min.extensions.settings import Layout
+from picotron_min.extensions.sharding import collectives as in_place
 from picotron_min.mesh import build_axes
 
 
-def everything(axis: Axis, collectives) -> tuple[list, float]:
-    """Every operation of collectives.py once, and the ledger's bytes."""
+def everything(axis: Axis) -> tuple[list, float]:
+    """Every operation of the course's collectives once, and the ledger's bytes."""
+    from picotron_min import collectives  # those of a loaded course, within `simulate`
+    from picotron_min.extensions.experts.dispatch import start_exchange
+    from picotron_min.extensions.sharding.collectives import (
+        start_all_gather_,
+        start_reduce_scatter_,
+    )
+
     rank, n = axis.rank, axis.size
     x = torch.arange(4.0 * n, dtype=torch.float64).view(2 * n, 2) * (rank + 1) + rank
     results = [
@@ -33,20 +42,21 @@ def everything(axis: Axis, collectives) -> tuple[list, float]:
         *(tensor for _, tensor in collectives.ring(x, axis)),
     ]
     rows = x.view(n, -1).clone()
-    collectives.start_all_gather_(rows, axis).wait()
+    start_all_gather_(rows, axis).wait()
     partial = x.view(n, -1).clone()
-    collectives.start_reduce_scatter_(partial, axis).wait()
+    start_reduce_scatter_(partial, axis).wait()
     to_each = [(rank + other) % 2 for other in range(n)]
-    received, work = collectives.start_exchange(x[: sum(to_each)], to_each, to_each, axis)
+    received, work = start_exchange(x[: sum(to_each)], to_each, to_each, axis)
     work.wait()
     return [*results, rows, partial[rank], received], axis.ledger.bytes.total()
 
 
 def on_gloo(with_copies: bool) -> tuple[list, float]:
     axis = build_axes(torch.device("cpu"), Layout(dp=dist.get_world_size())).dp
-    assert axis.is_gloo
-    axis.is_gloo = not with_copies  # by the functions that other backends have
-    return everything(axis, collectives)
+    assert in_place.is_gloo(axis)
+    # With copies: by the functions that other backends have.
+    with mock.patch.object(in_place, "is_gloo", lambda axis: not with_copies):
+        return everything(axis)
 
 
 def simulate(ranks: int, function, **options):
@@ -59,9 +69,7 @@ def simulate(ranks: int, function, **options):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_simulated_collectives_equal_gloo(pool, ranks, with_copies):
     real = pool.run(ranks, on_gloo, with_copies)
-    ours = simulate(
-        ranks, lambda rank: everything(rank.axes(Layout(dp=ranks)).dp, rank.course.collectives)
-    )
+    ours = simulate(ranks, lambda rank: everything(rank.axes(Layout(dp=ranks)).dp))
     for (expected, ledger), record in zip(real, ours, strict=True):
         results, simulated_ledger = record.values
         named = sum(sent.bytes for sent in record.ledger.values())
@@ -253,7 +261,9 @@ LAYOUTS = [
 
 
 def losses(rank, layout: dict, **recipe) -> dict:
-    run = tiny_run(rank, Layout(**layout), num_micro_batches=2, **recipe)
+    # Of the loaded course, whose kinds of actions are its own.
+    layout = rank.course.settings.Layout(**layout)
+    run = tiny_run(rank, layout, num_micro_batches=2, **recipe)
     step = rank.course.train.train_step
     return {"losses": [step(run, i).loss for i in range(3)]}
 
