@@ -22,8 +22,7 @@ it when it is needed, and let go of it when it travels. Before it travels, end t
 travel already, of all units: so at most two buffers exist. Otherwise there is one buffer for ever,
 which adds up all self.num_backwards of a step, and is summed once. It is never set to zero: the
 first gradient of a step replaces what is there.
-Read: extensions/sharding/units.py (`begin`, `_finish_reductions` and `wait` show what the
-attributes are for), extensions/sharding/collectives.py.
+Read: extensions/sharding/units.py (`begin`, `_finish_reductions`, `wait`) and its collectives.py.
 """
 
 HINTS = (

@@ -240,6 +240,18 @@ def test_a_buffer_of_integers_is_unusable_before_the_wait():
         assert record.values == {"early": [torch.iinfo(torch.int64).min] * 2, "late": [5, 5]}
 
 
+def test_a_module_of_the_course_is_found_by_the_name_of_its_file():
+    course, names = Course(), ("train", "collectives", "ring", "activations")
+    assert [getattr(course, name).__name__ for name in names] == [
+        "train",
+        "picotron_min.collectives",
+        "picotron_min.extensions.overlap.ring",
+        "picotron_min.planner.activations",
+    ]
+    with pytest.raises(AttributeError, match=r"0 files nothing\.py"):
+        _ = course.nothing
+
+
 def test_nothing_is_left_behind():
     before = {name: getattr(dist, name) for name in ("all_reduce", "isend", "get_rank")}
     with contextlib.suppress(Deadlock):
