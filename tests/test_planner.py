@@ -18,7 +18,7 @@ from picotron_min.planner.command import main
 from picotron_min.planner.config_files import config_of, fixed_choices
 from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.search import TIE, Candidate, Group, LeastMemory, search
+from picotron_min.planner.search import TIE, Candidate, Group, least_memory, search
 from picotron_min.planner.show import plan_text
 from picotron_min.planner.step_time import StepTime, predict
 from picotron_min.runtime.config import Config
@@ -77,17 +77,14 @@ def test_the_quick_bound_never_exceeds_the_exact_memory():
         of_request = list(groups(request))
         for layout, work in draw.sample(of_request, 100 if request is EXPERTS else 15):
             times = StepTime(request.setting(layout, work))
-            bound = LeastMemory(request, Group(0.0, layout, work, times))
+            least = least_memory(request, Group(0.0, layout, work, times))
             for engine, numbers in schedules(request, layout.pp).items():
                 if not numbers or rule_problems(request, layout):
                     continue
                 chunks, kind = draw.choice(list(numbers)), draw.choice(shardings(request, layout))
                 changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
                 exact = request.memory(replace(layout, **changes), work).total
-                layers, others = bound.of_pipeline(engine, chunks)
-                each, held = bound.of_parameters(kind)
-                assert layers * each + held + others <= exact, (layout, work, changes)
-                assert bound.at_best(request) <= exact
+                assert least(engine, chunks)[kind] <= exact, (layout, work, changes)
 
 
 def test_a_number_of_chunks_that_does_not_fit_leaves_the_next_fastest(monkeypatch):

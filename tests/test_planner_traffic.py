@@ -114,6 +114,18 @@ LAYOUTS = {
     },
     "all at once": dict(dp=2, pp=2, cp=2, sharding="optimizer", model=TIED, **THREE),
 }
+LAYOUTS |= {  # a V has both ends on one rank
+    f"V, {sharding}, tied": dict(
+        dp=2,
+        pp=2,
+        pp_engine="zb_v",
+        pp_chunks=2,
+        sharding=sharding,
+        model=TIED | {"num_hidden_layers": 5},
+        **FOUR,
+    )
+    for sharding in ("none", "optimizer", "gradients", "parameters")
+}
 LAYOUTS |= {
     f"pp, {engine}": dict(
         pp=2,

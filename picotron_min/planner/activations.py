@@ -9,7 +9,8 @@ k of them for each token. Standard library only, so that a run can be planned an
 
 from picotron_min.extensions.settings import Layout, ModelConfig
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # of a number in the compute dtype
+WIDE = {"float64": 8, "float32": 4, "bfloat16": 4}  # of a parameter, and of the residual stream
 
 
 def saved_per_token(
@@ -32,7 +33,7 @@ def saved_per_token(
     attention's output, which attention itself keeps in the compute dtype, too.
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
-    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
+    wide, narrow = WIDE[dtype], BYTES[dtype]
     split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
     if recompute == "full":
         return wide * E / split
@@ -88,7 +89,7 @@ def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> 
     shared    E their input, 4 F each as in an MLP; E their output, if it is gated
     """
     E, F, tp = c.hidden_size, c.moe_intermediate_size, layout.tp
-    wide, narrow = max(BYTES["float32"], BYTES[dtype]), BYTES[dtype]
+    wide, narrow = WIDE[dtype], BYTES[dtype]
     # Each tp rank routes its own part of a sequence; shared experts have all of it, as MLPs do.
     saved = wide * (E + c.num_local_experts) / tp
     saved += c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp

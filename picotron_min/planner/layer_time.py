@@ -14,6 +14,7 @@ head dimension, M MLP size, X experts of size F; w bytes of a number in the comp
 
 import math
 from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
 from picotron_min.planner.activations import BYTES
@@ -46,6 +47,11 @@ class Layer(NamedTuple):
     def seconds(self) -> tuple[float, float]:
         """Forward, and backward with what it repeats."""
         return sum(self.forward), sum(self.backward) + sum(self.repeated)
+
+    def parts(self) -> dict[str, float]:
+        """Forward and backward together, by what they are spent on."""
+        both = map(add, self.forward, self.backward)
+        return dict(zip(Pass._fields, both, strict=True), recomputed=sum(self.repeated))
 
 
 class LayerTimes:

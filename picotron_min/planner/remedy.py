@@ -4,16 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from picotron_min.planner.choices import (
-    LIBRARY_BYTES,
-    Request,
-    groups,
-    rule_problems,
-    schedules,
-    shardings,
-)
+from picotron_min.planner.choices import LIBRARY_BYTES, Request, groups, rule_problems, schedules
 from picotron_min.planner.explain import gb
-from picotron_min.planner.search import Group, LeastMemory, search
+from picotron_min.planner.search import Group, least_memory, search
 from picotron_min.planner.step_time import StepTime
 from picotron_min.runtime.wording import choice
 
@@ -39,23 +32,20 @@ def least_of_all(request: Request) -> float:
     bounds = []
     for layout, workload in groups(request):
         group = Group(0.0, layout, workload, StepTime(request.setting(layout, workload)))
-        bound = LeastMemory(request, group)
+        least = least_memory(request, group)
         for engine, numbers in schedules(request, layout.pp).items():
             for chunks in {numbers[0], numbers[-1]} if numbers else ():
-                layers, others = bound.of_pipeline(engine, chunks)
-                for sharding in shardings(request, layout):
-                    each, held = bound.of_parameters(sharding)
-                    choice = layout, workload, engine, chunks, sharding
-                    bounds.append((each * layers + held + others, choice))
-    least = math.inf
-    for limit, choice in sorted(bounds, key=lambda pair: pair[0]):
-        if limit >= least:
+                for sharding, needed in least(engine, chunks).items():
+                    changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": sharding}
+                    bounds.append((needed, layout, workload, changes))
+    smallest = math.inf
+    for needed, layout, workload, changes in sorted(bounds, key=lambda bound: bound[0]):
+        if needed >= smallest:
             break  # all that follow need more
-        layout, workload, engine, chunks, sharding = choice
-        layout = replace(layout, pp_engine=engine, pp_chunks=chunks, sharding=sharding)
+        layout = replace(layout, **changes)
         if not rule_problems(request, layout):
-            least = min(least, request.memory(layout, workload).total)
-    return least
+            smallest = min(smallest, request.memory(layout, workload).total)
+    return smallest
 
 
 def remedy(request: Request) -> str:

@@ -5,8 +5,10 @@ search ends where no group can beat what is found: all that it leaves out is slo
 needs too much memory is never timed; what is fast enough is then counted exactly, by memory.py.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, lru_cache
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -14,9 +16,13 @@ from typing import NamedTuple
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.activations import BYTES, saved_per_token
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
-from picotron_min.planner.memory import RankMemory
-from picotron_min.planner.step_time import Prediction, StepTime, ranks_of
+from picotron_min.planner.memory import RankMemory, Share, parameter_bytes
+from picotron_min.planner.step_time import Prediction, Rank, StepTime, layer_parameters, ranks_of
 
 TIE = 1.005  # predictions that are this close are equal
 
@@ -81,18 +87,14 @@ class Options:
 
 def expanded(request: Request, group: "Group") -> Iterator[Options]:
     """A group with each schedule and each kind of sharding that may fit."""
-    bound = LeastMemory(request, group)
-    if bound.at_best(request) > request.budget:
-        return
+    least, budget = least_memory(request, group), request.budget
     for engine, numbers in schedules(request, group.layout.pp).items():
-        kept = {chunks: bound.of_pipeline(engine, chunks) for chunks in numbers}
+        needed = {chunks: least(engine, chunks) for chunks in numbers}
         for sharding in shardings(request, group.layout):
-            held = bound.of_parameters(sharding)
-            changes = {"pp_engine": engine, "sharding": sharding}
             layouts = [
-                replace(group.layout, pp_chunks=chunks, **changes)
-                for chunks, (layers, others) in kept.items()
-                if held[0] * layers + held[1] + others <= request.budget
+                replace(group.layout, pp_engine=engine, pp_chunks=chunks, sharding=sharding)
+                for chunks, by_sharding in needed.items()
+                if by_sharding[sharding] <= budget
             ]
             if layouts:
                 yield Options(group, layouts)
@@ -116,68 +118,64 @@ def by_best_time(request: Request) -> list[Group]:
     return sorted(found, key=lambda group: group.seconds)
 
 
-class LeastMemory:
-    """Bytes that the first pipeline rank needs at least: quick, where memory.py is exact."""
+def least_memory(request: Request, group: Group) -> Callable[[str, int], dict[str, float]]:
+    """Bytes that the first pipeline rank needs at least, of engine and chunks, by kind of sharding.
 
-    def __init__(self, request: Request, group: Group) -> None:
-        self.group, work, c = group, group.workload, request.model_config
-        self.wide, self.narrow = max(BYTES["float32"], BYTES[work.dtype]), BYTES[work.dtype]
-        self.moments = {"adamw": 2 * self.wide, "muon": self.wide, "sgd": 0}[work.optimizer]
-        sizes = group.layout.axis_sizes  # experts may be sharded over more ranks than the rest
-        self.has_experts = c.num_local_experts > 0
-        self.n = max(sizes["dp_cp"], sizes["edp"] if self.has_experts else 1)
-        tokens = work.micro_batch_size * work.seq_length // group.layout.cp
-        layers = {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values()
-        self.kept, everything = (  # of a layer, for a micro-batch
-            tokens * min(saved_per_token(c, work.dtype, again, group.layout, i) for i in layers)
-            for again in (work.recompute, "none")
+    The terms are those of memory.py for what is quickly known of the rank: no norms, rows without
+    padding, and no plan of a schedule that splits backward, whose B frees a part before its W.
+    """
+    c, layout, work = request.model_config, group.layout, group.workload
+    tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
+    for i in {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values():
+        saved, everything = (  # of a layer, for a micro-batch
+            tokens * saved_per_token(c, work.dtype, recompute, layout, i)
+            for recompute in (work.recompute, "none")
         )
-        # What backward runs again, of one layer at a time.
-        self.again = everything if work.recompute == "full" else everything - self.kept
-        self.layer = min(map(group.times.layer_parameters, group.times.layers))  # elements
-        self.embedding = c.vocab_size // group.layout.tp * c.hidden_size
+        kept[c.has_experts(i)] = saved
+        again.append(everything if work.recompute == "full" else everything - saved)
 
-    def at_best(self, request: Request) -> float:
-        """Of the group's layouts, with the least of everything."""
-        layers = request.model_config.num_hidden_layers // self.group.layout.pp
-        kinds = shardings(request, self.group.layout)
-        each = min(self.bytes_each(kind, self.narrow) for kind in kinds)
-        return layers * each * self.layer + self.again
+    @cache
+    def of_parameters(sharding: str, first: Rank) -> float:
+        return least_parameters(c, layout, sharding, first, work.dtype, work.optimizer)
 
-    def of_pipeline(self, engine: str, chunks: int) -> tuple[float, float]:
-        """The rank's layers, and bytes of its activations."""
-        pp, m = self.group.layout.pp, self.group.workload.num_micro_batches
-        layout = Layout(pp=pp, pp_engine=engine, pp_chunks=chunks)
-        first = ranks_of(self.group.times.setting, layout)[0]
-        layers = first.dense + first.mixtures
-        schedule = SCHEDULES[engine]
-        live = schedule.live_activations(0, pp, m, chunks) / chunks
-        if schedule.splits_backward:  # B frees a part of each, before its W
-            live = 1 / chunks
-        return layers, layers * live * self.kept + self.again
+    def least(engine: str, chunks: int) -> dict[str, float]:
+        pipeline = Layout(pp=layout.pp, pp_engine=engine, pp_chunks=chunks)
+        first = ranks_of(c, pipeline, work.seq_length)[0]
+        schedule, sizes = SCHEDULES[engine], (0, layout.pp, work.num_micro_batches, chunks)
+        live = 1 if schedule.splits_backward else schedule.live_activations(*sizes)
+        saved = sum(number * kept[has_experts] for number, has_experts in first.layers)
+        others = saved * live / chunks + min(again)
+        return {kind: of_parameters(kind, first) + others for kind in kinds}
 
-    def of_parameters(self, sharding: str) -> tuple[float, float]:
-        """Bytes of each layer's weights, gradients and states, and of all else that is held."""
-        held = self.bytes_each(sharding, self.wide) * self.embedding
-        largest = max(self.layer, self.embedding)
-        # One buffer travels while another fills. Experts have buffers of their own, so that the
-        # largest is smaller than a layer.
-        if sharding in ("gradients", "parameters") and not self.has_experts:
-            held += 2 * self.wide * largest
-        if sharding == "parameters":  # and two layers are here, or one and an end
-            held += self.narrow * (self.layer + largest)
-        return self.bytes_each(sharding, self.narrow) * self.layer, held
+    kinds = shardings(request, layout)
+    return least
 
-    def bytes_each(self, sharding: str, narrow: int) -> float:
-        """Of a parameter that is computed with in so many bytes, see sharding/README.md."""
-        wide, moments = self.wide, self.moments
-        if sharding == "none":  # and a copy to compute with, if it is narrower
-            return 2 * wide + moments + narrow * (narrow < wide)
-        if sharding == "gradients":
-            return narrow + (2 * wide + moments) / self.n
-        if sharding == "parameters":
-            return (2 * wide + moments) / self.n
-        return narrow + wide + (wide + moments) / self.n
+
+@lru_cache(maxsize=2**14)
+def least_parameters(
+    c: ModelConfig, layout: Layout, sharding: str, first: Rank, dtype: str, optimizer: str
+) -> float:
+    """Bytes of the weights, gradients and optimizer state of a rank with these layers at least."""
+    layout = replace(layout, sharding=sharding)
+    sizes, windows, elements = layout.axis_sizes, [], Counter()
+
+    def rows(number: int, kind: str, of_unit: dict[str, float]) -> list[dict[str, float]]:
+        """R of so many units by axis; their elements are counted."""
+        sharded = [a for a in of_unit if layout.sharding != "none" and sizes[a] > 1]
+        for axis, size in of_unit.items():
+            elements[f"sharded_{kind}" if axis in sharded else kind] += number * size
+        return number * [{axis: of_unit[axis] / sizes[axis] for axis in sharded}]
+
+    experts = 3 * c.hidden_size * c.moe_intermediate_size * c.num_local_experts
+    for number, has_experts in first.layers:
+        of_unit = {"dp_cp": layer_parameters(c, layout, has_experts)}
+        if has_experts:
+            of_unit["edp"] = experts / (layout.ep * layout.etp)
+            of_unit["dp_cp"] -= of_unit["edp"] + c.hidden_size * c.num_local_experts  # the router
+        windows += rows(number, "hidden", of_unit)
+    ends = rows(1, "others", {"dp_cp": c.vocab_size // layout.tp * c.hidden_size})
+    share, work = Share([], False, windows, ends, **elements), Workload(1, 1, 1, dtype)
+    return sum(parameter_bytes(share, layout, replace(work, optimizer=optimizer)).values())
 
 
 def ranked(found: list[Candidate]) -> list[Candidate]:

@@ -10,9 +10,7 @@ N tokens of a rank's micro-batch, E hidden size, V vocabulary; a message of b by
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from functools import cached_property, lru_cache
-from operator import add
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
@@ -20,10 +18,16 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.pipeline_schedule import stages_of
 from picotron_min.planner.layer_time import Layer, LayerTimes, Pass
+from picotron_min.extensions.settings import Layout
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.pipeline_schedule import stages_of
+from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.system import Setting
 
 Seconds = Counter[str]  # by what they are spent on
+OF_PIPELINE = ("pp", "pp_engine", "pp_chunks", "pp_layers")  # what decides a rank's layers
 BUCKET_BYTES = 25 * 2**20  # of data_parallel.py
 
 
@@ -53,6 +57,36 @@ class Rank(NamedTuple):
     head: float
     embedding: float
 
+    @property
+    def layers(self) -> list[tuple[float, bool]]:
+        """How many there are without experts and with them, if any."""
+        return [(n, kind) for n, kind in ((self.dense, False), (self.mixtures, True)) if n]
+
+
+@lru_cache(maxsize=4096)
+def ranks_of(
+    c: ModelConfig, pipeline: Layout, seq_length: int, is_balanced: bool | None = None
+) -> list[Rank]:
+    """What each pipeline rank has; `is_balanced` as in system.py."""
+    pp, kinds = pipeline.pp, layers_by_kind(c)
+    if is_balanced is not None:
+        each = kinds[False] / pp, kinds[True] / pp
+        if is_balanced:
+            return [Rank(*each, head=1 / pp, embedding=1.0)] * pp
+        return [Rank(*each, head=float(r == pp - 1), embedding=float(r == 0)) for r in range(pp)]
+    stages, first = [], 0
+    for number in layers_of_stages(c, pipeline, seq_length):
+        mixtures = sum(map(c.has_experts, range(first, first + number)))
+        stages.append((number - mixtures, mixtures))
+        first += number
+    ranks = []
+    for rank in range(pp):
+        mine = stages_of(pipeline.pp_engine, rank, pp, pipeline.pp_chunks)
+        dense, mixtures = map(sum, zip(*(stages[s] for s in mine), strict=True))
+        ends = pipeline.num_stages - 1 in mine, 0 in mine
+        ranks.append(Rank(dense, mixtures, *map(float, ends)))
+    return ranks
+
 
 @lru_cache
 def layers_by_kind(model_config: ModelConfig) -> Counter[bool]:
@@ -60,57 +94,36 @@ def layers_by_kind(model_config: ModelConfig) -> Counter[bool]:
     return Counter(map(model_config.has_experts, range(model_config.num_hidden_layers)))
 
 
-def ranks_of(setting: Setting, layout: Layout) -> list[Rank]:
-    """What each pipeline rank of a layout has; of the layout, only its pipeline matters."""
-    S, is_balanced = setting.workload.seq_length, setting.system.is_balanced
-    pipeline = layout.pp, layout.pp_engine, layout.pp_chunks, layout.pp_layers
-    return _ranks_of(setting.model_config, *pipeline, S, is_balanced)
-
-
-@lru_cache(maxsize=4096)
-def _ranks_of(
-    model_config: ModelConfig,
-    pp: int,
-    engine: str,
-    chunks: int,
-    layers: tuple[int, ...] | None,
-    seq_length: int,
-    is_balanced: bool | None,
-) -> list[Rank]:
-    c, layout = model_config, Layout(pp=pp, pp_chunks=chunks, pp_layers=layers)
-    if is_balanced is not None:
-        kinds = layers_by_kind(c)
-        each = kinds[False] / pp, kinds[True] / pp
-        if is_balanced:
-            return [Rank(*each, head=1 / pp, embedding=1.0)] * pp
-        return [Rank(*each, head=float(r == pp - 1), embedding=float(r == 0)) for r in range(pp)]
-    stages, first = [], 0
-    for number in layers_of_stages(c, layout, seq_length):
-        mixtures = sum(map(c.has_experts, range(first, first + number)))
-        stages.append((number - mixtures, mixtures))
-        first += number
-    ranks = []
-    for rank in range(pp):
-        mine = stages_of(layout.schedule, rank, pp, chunks)
-        dense, mixtures = map(sum, zip(*(stages[s] for s in mine), strict=True))
-        ends = layout.num_stages - 1 in mine, 0 in mine
-        ranks.append(Rank(dense, mixtures, *map(float, ends)))
-    return ranks
+def layer_parameters(
+    c: ModelConfig, layout: Layout, has_experts: bool, mlp_matrices: int = 3
+) -> float:
+    """Elements of a layer's matrices on a rank."""
+    E, heads = c.hidden_size, 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+    mlp = mlp_matrices * c.intermediate_size / layout.tp
+    if has_experts:
+        F = c.moe_intermediate_size
+        mlp = 3 * F * c.num_local_experts / (layout.ep * layout.etp)
+        mlp += 3 * F * c.n_shared_experts / layout.tp + c.num_local_experts
+    return E * (heads / layout.tp + mlp)
 
 
 class StepTime:
+    """The parts of a step, of one of the pipeline's ranks each."""
+
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.times = setting, LayerTimes(setting)
+        self.times = LayerTimes(setting)
         self.config, self.gpu, self.layout = setting.model_config, setting.gpu, setting.layout
         self.work, self.system = setting.workload, setting.system
-        self.memory_speed = self.gpu.hbm_share * self.gpu.hbm
+        self.memory_speed = self.times.memory_speed
+        # By whether a layer has experts.
+        self.layers = {kind: self.times.layer(kind) for kind in layers_by_kind(self.config)}
+        self.layer_parts = {kind: layer.parts() for kind, layer in self.layers.items()}
+        self.dp_link = self._dp_link()
 
     def at(self, layout: Layout) -> "StepTime":
         """The same with another schedule or sharding, which do not change a layer's time."""
-        other = copy.copy(self)  # with the times of layers, if they have been computed
-        other.setting, other.layout = replace(self.setting, layout=layout), layout
-        for name in ("layer_parts", "sharding_link"):
-            other.__dict__.pop(name, None)
+        other = copy.copy(self)  # with what is computed already
+        other.layout = layout
         return other
 
     def at_best(self) -> float:
@@ -122,7 +135,9 @@ class StepTime:
 
     def prediction(self) -> Prediction:
         m, layout = self.work.num_micro_batches, self.layout
-        ranks = Counter(ranks_of(self.setting, layout))  # many have the same
+        stages = {name: getattr(layout, name) for name in OF_PIPELINE}
+        sizes = Layout(**stages), self.work.seq_length, self.system.is_balanced
+        ranks = Counter(ranks_of(self.config, *sizes))  # many have the same
         times = {rank: self.micro_batch(rank) for rank in ranks}
         mean = sum(times[rank].total() * n for rank, n in ranks.items()) / layout.pp
         slowest = max(ranks, key=lambda rank: times[rank].total())
@@ -141,32 +156,16 @@ class StepTime:
     def micro_batch(self, rank: Rank) -> Seconds:
         """Forward and backward of all that a rank has, for one micro-batch."""
         seconds = Counter()
-        for number, has_experts in ((rank.dense, False), (rank.mixtures, True)):
-            if number:
-                for name, each in self.layer_parts[has_experts].items():
-                    seconds[name] += number * each
+        for number, has_experts in rank.layers:
+            for name, each in self.layer_parts[has_experts].items():
+                seconds[name] += number * each
+            seconds["dp"] += number * self.gathers(has_experts, *self.layers[has_experts].seconds)
         if rank.head:
             seconds["head"] = rank.head * self.head
             seconds["tp"] += rank.head * 2 * self.times.tp_message
         seconds["passes"] += self.accumulation(rank)
         seconds["dp"] += self.each_reduction(rank)
         return seconds
-
-    @cached_property
-    def layers(self) -> dict[bool, Layer]:
-        """A layer's times, by whether it has experts."""
-        return {kind: self.times.layer(kind) for kind in layers_by_kind(self.config)}
-
-    @cached_property
-    def layer_parts(self) -> dict[bool, Seconds]:
-        """The same, forward and backward together, with what sharding adds to them."""
-        parts = {}
-        for has_experts, layer in self.layers.items():
-            both = map(add, layer.forward, layer.backward)
-            parts[has_experts] = Counter(dict(zip(Pass._fields, both, strict=True)))
-            parts[has_experts]["recomputed"] = sum(layer.repeated)
-            parts[has_experts]["dp"] = self.gathers(has_experts, *layer.seconds)
-        return parts
 
     @cached_property
     def head(self) -> float:
@@ -182,22 +181,13 @@ class StepTime:
     # Parameters of a rank, and what is done with each.
 
     def layer_parameters(self, has_experts: bool) -> float:
-        """Elements of a layer's matrices on this rank."""
-        c, layout = self.config, self.layout
-        E, heads = c.hidden_size, 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-        mlp = self.system.mlp_matrices * c.intermediate_size / layout.tp
-        if has_experts:
-            F = c.moe_intermediate_size
-            mlp = 3 * F * c.num_local_experts / (layout.ep * layout.etp)
-            mlp += 3 * F * c.n_shared_experts / layout.tp + c.num_local_experts
-        return E * (heads / layout.tp + mlp)
+        return layer_parameters(self.config, self.layout, has_experts, self.system.mlp_matrices)
 
     def parameters(self, rank: Rank) -> float:
         c, vocabulary = self.config, self.config.vocab_size * self.config.hidden_size
         both = rank.embedding and (rank.head == 1) and not c.tie_word_embeddings
         ends = (1 + both) * bool(rank.embedding or rank.head) * vocabulary / self.layout.tp
-        dense, mixture = self.layer_parameters(False), rank.mixtures and self.layer_parameters(True)
-        return rank.dense * dense + rank.mixtures * mixture + ends
+        return sum(n * self.layer_parameters(kind) for n, kind in rank.layers) + ends
 
     def accumulation(self, rank: Rank) -> float:
         """Adding a micro-batch's gradients to those of the ones before, for one of them."""
@@ -209,21 +199,20 @@ class StepTime:
 
     def optimizer(self, rank: Rank) -> float:
         P, (owned, any_) = self.parameters(rank), self.system.optimizer_bytes
-        share = 1 if self.layout.sharding == "none" else 1 / self.sharding_link.size
+        share = 1 if self.layout.sharding == "none" else 1 / self.dp_link.size
         return (owned * share + any_) * P / self.memory_speed
 
-    # Messages of data parallelism.
+    # Messages of data parallelism: what of them nothing hides.
 
-    @cached_property
-    def sharding_link(self) -> Link:
-        """Between the ranks that share the parameters."""
+    def _dp_link(self) -> Link:
+        """Between the ranks that sum their gradients, and share the parameters."""
         n, tp = self.layout.dp * self.layout.cp, self.layout.tp
         if self.system.shares_in_node:
             n = min(n, self.gpu.gpus_per_node // tp)
         return link(self.gpu, n, tp)
 
     def reduce_scatter(self, elements: float) -> float:
-        g, over = self.system.gradient_bytes, self.sharding_link
+        g, over = self.system.gradient_bytes, self.dp_link
         seconds = over.message(g * elements)
         if self.system.shares_in_node:  # then the nodes add up theirs
             nodes = self.layout.dp * self.layout.cp // over.size
@@ -232,16 +221,16 @@ class StepTime:
         return seconds
 
     def gathers(self, has_experts: bool, forward: float, backward: float) -> float:
-        """With parameters sharded: what of a layer's messages its own compute does not hide."""
+        """With parameters sharded: a layer's messages, which its own compute hides."""
+        if self.layout.sharding != "parameters":
+            return 0.0
         W = self.layer_parameters(has_experts)
-        if self.layout.sharding == "parameters":
-            gather, reduce = self.sharding_link.message(2 * W), self.reduce_scatter(W)
-            return max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-        return 0.0
+        gather, reduce = self.dp_link.message(2 * W), self.reduce_scatter(W)
+        return max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
 
     def each_reduction(self, rank: Rank) -> float:
-        """With parameters or gradients sharded: what is left of a micro-batch's messages."""
-        c, over = self.config, self.sharding_link
+        """With parameters or gradients sharded: a micro-batch's other messages."""
+        c, over = self.config, self.dp_link
         if self.layout.sharding == "parameters":  # the first gather, the last reduction, the ends
             W = self.layer_parameters(rank.mixtures > rank.dense)
             ends = 2 * c.vocab_size * c.hidden_size / self.layout.tp
@@ -252,40 +241,30 @@ class StepTime:
         return 0.0  # whole gradients are accumulated, and sent after the last micro-batch
 
     def gradients(self, rank: Rank) -> float:
-        """Once a step: what of the gradients' messages, and those of updated weights, is left."""
-        over, P, g = self.gradient_link, self.parameters(rank), self.system.gradient_bytes
-        if self.layout.sharding == "parameters" or over.size == 1:
+        """Once a step: the messages of gradients, and of updated weights if they are sharded."""
+        over, P, g = self.dp_link, self.parameters(rank), self.system.gradient_bytes
+        kind = self.layout.sharding
+        if kind == "parameters" or over.size == 1:
             return 0.0
-        reduce = over.all_reduce if self.layout.sharding == "none" else over.message
-        gathered = 2 * P if self.layout.sharding != "none" else 0.0
+        reduce = over.all_reduce if kind == "none" else over.message
+        gather = 0.0 if kind == "none" else over.message(2 * P)
         forward, backward = self.passes_of(rank)
         if not self.system.hides_gathers:
-            hidden = backward if self.system.hides_dp else 0.0
-            return max(0.0, reduce(g * P) + (over.message(gathered) if gathered else 0.0) - hidden)
+            return max(0.0, reduce(g * P) + gather - (backward if self.system.hides_dp else 0.0))
         # Ours: nothing is left to hide the last bucket behind, or the embedding's gather.
         embedding = rank.embedding * self.config.vocab_size * self.config.hidden_size
         embedding *= self.system.residual_bytes / self.layout.tp
-        last = reduce(min(g * P, max(BUCKET_BYTES, embedding)))
-        if self.layout.sharding == "gradients":  # all but the last were sent before
-            return last + self._gather(gathered, forward, embedding)
-        seconds = max(last, reduce(g * P) - backward)
-        return seconds + self._gather(gathered, forward, embedding)
-
-    def _gather(self, gathered: float, forward: float, embedding: float) -> float:
-        if not gathered:
-            return 0.0
-        over = self.gradient_link
-        return max(0.0, over.message(gathered) - forward) + over.message(embedding)
-
-    @cached_property
-    def gradient_link(self) -> Link:
-        return link(self.gpu, self.layout.dp * self.layout.cp, self.layout.tp)
+        seconds = reduce(min(g * P, max(BUCKET_BYTES, embedding)))
+        if kind != "gradients":  # else all but the last were sent before
+            seconds = max(seconds, reduce(g * P) - backward)
+        if kind != "none":
+            seconds += max(0.0, gather - forward) + over.message(embedding)
+        return seconds
 
     def passes_of(self, rank: Rank) -> tuple[float, float]:
         """Forward and backward of one micro-batch, behind which messages can travel."""
         forward, backward = self.head * rank.head / 3, 2 / 3 * self.head * rank.head
-        for number, has_experts in ((rank.dense, False), (rank.mixtures, True)):
-            if number:
-                there, back = self.layers[has_experts].seconds
-                forward, backward = forward + number * there, backward + number * back
+        for number, has_experts in rank.layers:
+            there, back = self.layers[has_experts].seconds
+            forward, backward = forward + number * there, backward + number * back
         return forward, backward

@@ -1,0 +1,102 @@
+"""The parameters of a rank: its part of each, in units that are used together.
+
+    unit    a window of layers, the embedding, the last norm, or lm_head
+    rows    R of the buffers [n, R] in which the sharded matrices of a unit travel, by axis
+
+What a rank holds (memory.py) and what it sends for them (parameter_traffic.py) follow from these.
+Standard library only.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from picotron_min.costs import layers_of_stages
+from picotron_min.layout import Layout
+from picotron_min.model_config import ModelConfig
+from picotron_min.pipeline_schedule import stages_of
+from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+class Part(NamedTuple):
+    """What a rank computes with of a parameter."""
+
+    shape: list[int]
+    placement: Placement
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Unit(NamedTuple):
+    """Parameters that are used together."""
+
+    parts: list[Part]  # without those of which the rank has nothing, such as other ranks' experts
+    rows: dict[str, int]
+    is_end: bool  # not of layers
+
+
+class Parameters(NamedTuple):
+    """What a rank has of the model."""
+
+    stages: list[range]  # of layers
+    has_head: bool
+    units: list[Unit]
+
+
+def parameters_of_rank(
+    model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
+) -> Parameters:
+    """Of the rank that is at these places along the axes that cut parameters."""
+    num_layers = tuple(layers_of_stages(model_config, layout, seq_length))
+    shapes, table, names = _table(model_config, layout, num_layers)
+    mine = stages_of(layout.pp_engine, places["pp"], layout.pp, layout.pp_chunks)
+    stops = [0, *accumulate(num_layers)]
+    stages = [range(stops[s], stops[s + 1]) for s in mine]
+    groups = [[EMBEDDING]] if 0 in mine else []
+    for window in (window for stage in stages for window in windows(stage, shapes, layout)):
+        groups.append([name for layer in window for name in names[layer]])
+    has_head = layout.num_stages - 1 in mine
+    if has_head:
+        head = [saved_name(HEAD, model_config.tie_word_embeddings)]
+        groups += [[NORM]] if head in groups else [[NORM], head]  # a tied matrix counts once
+    units = [_unit(group, shapes, table, places, layout.axis_sizes) for group in groups]
+    return Parameters(stages, has_head, units)
+
+
+def _unit(
+    names: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+    table: Mapping[str, Placement],
+    places: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> Unit:
+    parts, sharded, rows = [], defaultdict(dict), {}
+    for name in names:
+        slices = part(shapes[name], table[name].cuts, places, sizes)
+        mine = Part([s.stop - s.start for s in slices], table[name])
+        if mine.elements:
+            parts.append(mine)
+            if shard := table[name].shard:  # experts: among fewer ranks than the rest of a layer
+                sharded[shard.axis][name] = mine.shape
+    for axis, matrices in sharded.items():
+        shards = {name: table[name].shard for name in matrices}
+        rows[axis] = lay_out(matrices, shards, sizes[axis])[1]
+    return Unit(parts, rows, is_end=names[0] in (EMBEDDING, NORM, HEAD))
+
+
+@lru_cache(maxsize=16)
+def _table(
+    model_config: ModelConfig, layout: Layout, num_layers: tuple[int, ...]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Placement], dict[int, list[str]]]:
+    """The shape and the placement of every parameter, and the names of each layer's."""
+    shapes, names = model_config.parameter_shapes(), defaultdict(list)
+    for name in (name for name in shapes if ".layers." in name):
+        names[int(name.split(".")[2])].append(name)
+    return shapes, placements(shapes, layout, model_config.tie_word_embeddings, num_layers), names
