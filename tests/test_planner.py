@@ -13,7 +13,7 @@ import pytest
 import create_config
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner import calibrate, machine
-from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
+from picotron_min.planner.choices import Request, groups, rule_problems, schedules
 from picotron_min.planner.command import main
 from picotron_min.planner.config_files import config_of, fixed_choices
 from picotron_min.planner.explain import lines_of, why
@@ -44,7 +44,7 @@ def everything(name: str) -> list[tuple[float, int]]:
     request, found = SMALL[name], []
     for group, work in groups(request):
         for engine, numbers in schedules(request, group.pp).items():
-            for chunks, kind in itertools.product(numbers, shardings(request, group)):
+            for chunks, kind in itertools.product(numbers, request.values("sharding", group)):
                 changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
                 layout = replace(group, **changes)
                 if not rule_problems(request, layout):
@@ -81,7 +81,8 @@ def test_the_quick_bound_never_exceeds_the_exact_memory():
             for engine, numbers in schedules(request, layout.pp).items():
                 if not numbers or rule_problems(request, layout):
                     continue
-                chunks, kind = draw.choice(list(numbers)), draw.choice(shardings(request, layout))
+                kinds = request.values("sharding", layout)
+                chunks, kind = draw.choice(list(numbers)), draw.choice(kinds)
                 changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
                 exact = request.memory(replace(layout, **changes), work).total
                 assert least(engine, chunks)[kind] <= exact, (layout, work, changes)

@@ -3,19 +3,22 @@
     grids           (tp, cp, pp, dp) whose product is the number of GPUs
     groups          x sequence parallelism, cp engine, experts, recompute, micro-batch: how long the
                     compute of a step takes, and so how fast it can be at best
-    schedules, shardings    the bubble, messages of dp, memory
+    schedules, sharding     the bubble, messages of dp, memory
 
 The rules of what fits are those of config files.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.memory import RankMemory, memory_per_rank
+from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, our_system
 from picotron_min.runtime.config import KEYS, Config, Distributed, Model, Training
 from picotron_min.runtime.config_checks import layout_problems, model_problems
@@ -62,64 +65,97 @@ class Request:
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:
         return memory_per_rank(self.model_config, layout, workload, self.device)
 
-    def values(self, name: str, all_values: Iterable) -> list:
-        """Those that a choice may have: all, unless it is fixed."""
-        return [self.fixed[name]] if name in self.fixed else list(all_values)
+    def candidate(self, layout: Layout, workload: Workload) -> "Candidate":
+        prediction = predict(self.setting(layout, workload))
+        return Candidate(layout, workload, prediction, self.memory(layout, workload))
+
+    def workload(self, size: int, num_micro_batches: int, recompute: str) -> Workload:
+        kept = {name: getattr(self, name) for name in ("dtype", "optimizer", "compile")}
+        return Workload(self.seq_length, size, num_micro_batches, recompute=recompute, **kept)
+
+    def values(self, name: str, layout: Layout) -> Sequence:
+        """Those that a choice may have beside the others of a layout; one, if it is fixed."""
+        if name in self.fixed:
+            return [self.fixed[name]]
+        return all_values(self, name, layout)
+
+
+class Candidate(NamedTuple):
+    """A layout, and what is predicted for it."""
+
+    layout: Layout
+    workload: Workload
+    prediction: Prediction
+    memory: RankMemory
+
+    @property
+    def num_axes(self) -> int:
+        return sum(size > 1 for size in self.layout.sizes)
+
+
+def all_values(request: Request, name: str, layout: Layout) -> Sequence:
+    """The values that make sense for a choice beside the others of a layout, in order."""
+    gpus, tp, cp, pp = request.gpus, layout.tp, layout.cp, layout.pp
+    schedule = SCHEDULES[layout.pp_engine]
+    match name:
+        case "tp":
+            return [n for n in divisors(gpus) if n <= request.max_tp]
+        case "cp":
+            return divisors(gpus // (tp * pp) or 1)
+        case "pp":
+            return divisors(gpus // (tp * cp) or 1)
+        case "ep":
+            return divisors(request.model_config.num_local_experts or 1)
+        case "micro_batch_size":
+            return divisors(request.global_batch // layout.dp)
+        case "sequence_parallel":
+            return [False, True] if tp > 1 else [False]
+        case "cp_engine":
+            return ["ring", "ulysses"] if cp > 1 else ["ring"]
+        case "pp_engine":
+            return list(SCHEDULES) if pp > 1 else ["1f1b"]
+        case "pp_chunks":
+            most = request.model_config.num_hidden_layers // pp  # else stages outnumber layers
+            few = schedule.fixed_chunks or schedule.chunks == 1
+            return range(schedule.chunks, min(schedule.chunks if few else most, most) + 1)
+        case "recompute":
+            return choices_of("model.recompute")
+        case "sharding":
+            kinds = choices_of("distributed.sharding") if layout.dp * cp > 1 else ["none"]
+            # Whole matrices are as fast as rows and pad more: only Muon needs them.
+            return [kind for kind in kinds if kind != "layerwise" or request.optimizer == "muon"]
 
 
 def groups(request: Request) -> Iterator[tuple[Layout, Workload]]:
     """All choices but those of the pipeline's schedule and of sharding."""
-    X = request.model_config.num_local_experts
     for grid in grids(request):
-        sequences = request.global_batch // grid.dp
-        cuts = request.values("sequence_parallel", [False, True] if grid.tp > 1 else [False])
-        engines = request.values("cp_engine", ["ring", "ulysses"] if grid.cp > 1 else ["ring"])
-        ranks = grid.dp * grid.cp * grid.tp
-        eps = request.values("ep", [n for n in divisors(X or 1) if ranks % n == 0])
-        for cut, engine, ep in ((c, e, n) for c in cuts for e in engines for n in eps):
-            layout = replace(
-                grid, sequence_parallel=cut, cp_engine=engine, ep=ep, **_fixed_experts(request)
-            )
-            for size in request.values("micro_batch_size", divisors(sequences)):
-                if sequences % size:
-                    continue
-                for recompute in request.values("recompute", choices_of("model.recompute")):
-                    yield layout, _workload(request, size, sequences // size, recompute)
+        sequences, ranks = request.global_batch // grid.dp, grid.dp * grid.cp * grid.tp
+        kept = {n: request.fixed[n] for n in ("etp", "ep_engine") if n in request.fixed}
+        names = ("sequence_parallel", "cp_engine", "ep", "micro_batch_size", "recompute")
+        for cut, engine, ep, size, recompute in product(*(request.values(n, grid) for n in names)):
+            if sequences % size == 0 and ("ep" in request.fixed or ranks % ep == 0):
+                layout = replace(grid, sequence_parallel=cut, cp_engine=engine, ep=ep, **kept)
+                yield layout, request.workload(size, sequences // size, recompute)
 
 
 def grids(request: Request) -> Iterator[Layout]:
     """The sizes of the axes."""
-    for tp in request.values("tp", (n for n in divisors(request.gpus) if n <= request.max_tp)):
-        for cp in request.values("cp", divisors(request.gpus // tp)):
-            for pp in request.values("pp", divisors(request.gpus // (tp * cp) or 1)):
+    for tp in request.values("tp", Layout()):
+        for cp in request.values("cp", Layout(tp=tp)):
+            for pp in request.values("pp", Layout(tp=tp, cp=cp)):
                 dp = request.gpus // (tp * cp * pp)
-                fits = dp in request.values("dp", [dp]) and tp * cp * pp * dp == request.gpus
+                fits = dp == request.fixed.get("dp", dp) and tp * cp * pp * dp == request.gpus
                 has_layers = pp <= request.model_config.num_hidden_layers
                 if fits and has_layers and request.global_batch % dp == 0:
                     yield Layout(tp=tp, cp=cp, pp=pp, dp=dp)
-
-
-def shardings(request: Request, layout: Layout) -> list[str]:
-    """The kinds of sharding that make sense for a layout."""
-    kinds = choices_of("distributed.sharding") if layout.dp * layout.cp > 1 else ["none"]
-    if request.optimizer != "muon":
-        # Whole matrices are as fast as rows and pad more: only Muon needs them.
-        kinds = [kind for kind in kinds if kind != "layerwise"]
-    return request.values("sharding", kinds)
 
 
 def schedules(request: Request, pp: int) -> dict[str, list[int]]:
     """Engines, each with the numbers of chunks that a rank can have."""
     if pp == 1:  # without a pipeline all others only need more memory
         return {request.fixed.get("pp_engine", "1f1b"): [request.fixed.get("pp_chunks", 1)]}
-    most, numbers = request.model_config.num_hidden_layers // pp, {}
-    for engine in request.values("pp_engine", SCHEDULES):
-        own = SCHEDULES[engine].chunks
-        if own > 1 and not SCHEDULES[engine].fixed_chunks:
-            numbers[engine] = request.values("pp_chunks", range(own, most + 1))
-        elif own <= most:  # else there are more stages than layers
-            numbers[engine] = request.values("pp_chunks", [own])
-    return numbers
+    layouts = [Layout(pp=pp, pp_engine=name) for name in request.values("pp_engine", Layout(pp=pp))]
+    return {layout.pp_engine: request.values("pp_chunks", layout) for layout in layouts}
 
 
 def rule_problems(request: Request, layout: Layout) -> list[str]:
@@ -146,19 +182,3 @@ def choices_of(key: str) -> list[str]:
 def divisors(number: int) -> tuple[int, ...]:
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*low, *(number // n for n in low)}))
-
-
-def _workload(request: Request, size: int, num_micro_batches: int, recompute: str) -> Workload:
-    return Workload(
-        request.seq_length,
-        size,
-        num_micro_batches,
-        dtype=request.dtype,
-        recompute=recompute,
-        optimizer=request.optimizer,
-        compile=request.compile,
-    )
-
-
-def _fixed_experts(request: Request) -> dict[str, object]:
-    return {name: request.fixed[name] for name in ("etp", "ep_engine") if name in request.fixed}

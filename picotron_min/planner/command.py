@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,18 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     try:
         check_used(parser, flags)
-        check_files(flags)
         run(flags)
-    except ConfigError as error:
-        for problem in error.problems:
+    except (ConfigError, ValueError, OSError) as error:
+        problems = error.problems if isinstance(error, ConfigError) else [error]
+        if isinstance(error, OSError) and error.filename:
+            problems = [f"{error.filename}: {error.strerror}: name another file"]
+        for problem in problems:
             print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        why = f"{error.filename}: {error.strerror}: name another file"
-        print(f"error: {why if error.filename else error}", file=sys.stderr)
         return 2
     return 0
 
@@ -83,30 +79,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+def number(kind: type, what: str, most: float = math.inf, why: str = "") -> Callable[[str], float]:
+    """A reader of numbers above 0 and to `most`, for argparse."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (value := kind(text)) <= most and value < math.inf:
+                return value
+            if most < value < math.inf:
+                raise argparse.ArgumentTypeError(f"{text} is above {most}: {why}")
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+    return read
 
 
-def batch(text: str) -> int:
-    if (number := positive(text)) > 2**20:
-        why = f"{number} is above {2**20}: it counts sequences, not tokens"
-        raise argparse.ArgumentTypeError(why)
-    return number
-
-
-def above_zero(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (number := float(text)) < math.inf:
-            return number
-    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-
-
-def share(text: str) -> float:
-    if (number := above_zero(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text} is above 1: it is a share, such as 0.92")
-    return number
+WHOLE, ABOVE_ZERO = "a whole number of at least 1", "a number above 0"
+positive, above_zero = number(int, WHOLE), number(float, ABOVE_ZERO)
+batch = number(int, WHOLE, 2**20, "it counts sequences, not tokens")
+share = number(float, ABOVE_ZERO, 1, "it is a share, such as 0.92")
 
 
 # What each kind of command reads; without --config, --calibrate and --validate it is a search.
@@ -119,17 +109,13 @@ READS = {
 
 
 def check_used(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """ValueError for flags that this kind of command would ignore."""
+    """ValueError for flags that this kind of command would ignore, and files that cannot be."""
     given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
     kind = next((kind for kind in READS if getattr(flags, kind)), None)
     unused = given - {kind} - READS[kind] if kind else given & {"metrics"}
     if unused:
         names, where = ", ".join(f"--{name}" for name in sorted(unused)), "without --config"
         raise ValueError(f"{names}: not used {f'with --{kind}' if kind else where}; leave it out")
-
-
-def check_files(flags: argparse.Namespace) -> None:
-    """ValueError for files that cannot be used, before a search that may take long."""
     if flags.write and flags.write.is_dir():
         example = flags.write / "config.json"
         raise ValueError(f"--write {flags.write} is a folder: name a file, such as {example}")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.choices import CHOICES, Request, choices_of
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.planner.choices import CHOICES, Candidate, Request, choices_of
+from picotron_min.runtime.hardware import Gpu
 from picotron_min.planner.machine import HARDWARE, machine
-from picotron_min.planner.search import Candidate
-from picotron_min.planner.step_time import predict
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -134,8 +135,7 @@ def predicted(
         optimizer=workload.optimizer,
         fill=fill,
     )
-    prediction = predict(request.setting(layout, workload))
-    return request, Candidate(layout, workload, prediction, request.memory(layout, workload))
+    return request, request.candidate(layout, workload)
 
 
 def check_dtype(gpu: Gpu, dtype: str) -> None:

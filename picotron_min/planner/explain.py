@@ -6,7 +6,7 @@ micro-batches takes up the difference. The reason is what the prediction shows: 
 configured, it does not fit, or it is slower, by the part of the step that changed most.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.choices import Request, choices_of, divisors, rule_problems
 from picotron_min.planner.search import Candidate
 from picotron_min.planner.step_time import predict
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.planner.choices import Candidate, Request, all_values, rule_problems
 
 TOSS_UP = 0.01  # of the step: too little for a reason
 
@@ -39,53 +42,31 @@ def why(request: Request, best: Candidate) -> list[Reason]:
 
 
 def neighbours(request: Request, best: Candidate) -> dict[str, list]:
-    """For each choice the next values to the best one."""
-    layout, work = best.layout, best.workload
-    sizes = [n for n in divisors(request.gpus) if n <= request.max_tp]
-    sequences = request.global_batch // layout.dp
-    near = {
-        "tp": _next(sizes, layout.tp),
-        "cp": _next(divisors(request.gpus // (layout.tp * layout.pp)), layout.cp),
-        "pp": _next(divisors(request.gpus // (layout.tp * layout.cp)), layout.pp),
-        "micro_batch_size": _next(divisors(sequences), work.micro_batch_size),
-        "recompute": [v for v in choices_of("model.recompute") if v != work.recompute],
-    }
-    if layout.tp > 1:
-        near["sequence_parallel"] = [not layout.sequence_parallel]
-    if layout.cp > 1:
-        near["cp_engine"] = ["ulysses" if layout.cp_engine == "ring" else "ring"]
-    if layout.pp > 1:
-        near["pp_engine"] = [name for name in SCHEDULES if name != layout.pp_engine]
-        schedule = SCHEDULES[layout.pp_engine]
-        if not schedule.fixed_chunks and schedule.chunks > 1:
-            most = request.model_config.num_hidden_layers // layout.pp
-            near["pp_chunks"] = _next(range(schedule.chunks, most + 1), layout.pp_chunks)
-    if layout.dp * layout.cp > 1:
-        kinds = [v for v in choices_of("distributed.sharding") if v != layout.sharding]
-        near["sharding"] = [v for v in kinds if v != "layerwise" or request.optimizer == "muon"]
-    if X := request.model_config.num_local_experts:
-        near["ep"] = _next(divisors(X), layout.ep)
-    return {choice: others for choice, others in near.items() if choice not in request.fixed}
+    """For each choice the next values to the best one: all others, if it is a name."""
+    near, chosen = {}, {**vars(best.layout), **vars(best.workload)}
+    for choice in (choice for choice in EXPLAINED if choice not in request.fixed):
+        values, value = all_values(request, choice, best.layout), chosen[choice]
+        near[choice] = [other for other in values if other != value]
+        if not isinstance(value, str):
+            smaller, larger = ([v for v in values if v < value], [v for v in values if v > value])
+            near[choice] = smaller[-1:] + larger[:1]
+    return near
 
 
-def _next(values: Iterable[int], value: int) -> list[int]:
-    """The neighbours of a value among sorted values."""
-    smaller, larger = [v for v in values if v < value], [v for v in values if v > value]
-    return smaller[-1:] + larger[:1]
+EXPLAINED = ("tp", "cp", "pp", "micro_batch_size", "recompute", "sequence_parallel", "cp_engine")
+EXPLAINED += ("pp_engine", "pp_chunks", "sharding", "ep")
 
 
 def _reason(request: Request, best: Candidate, choice: str, other: object) -> Reason:
-    names = {**vars(best.layout), **vars(best.workload)}
-    reason = Reason(choice, names[choice], other, "", None)
+    value = {**vars(best.layout), **vars(best.workload)}[choice]
     changed = changed_choice(request, best, choice, other)
     if isinstance(changed, str):
-        return reason._replace(text=changed)
+        return Reason(choice, value, other, changed, None)
     layout, work = changed
     if problems := rule_problems(request, layout):
-        return reason._replace(text=f"it is not possible: {problems[0]}")
-    prediction = predict(request.setting(layout, work))
-    there = Candidate(layout, work, prediction, request.memory(layout, work))
-    return reason._replace(text=_verdict(request, best, there), candidate=there)
+        return Reason(choice, value, other, f"it is not possible: {problems[0]}", None)
+    there = request.candidate(layout, work)
+    return Reason(choice, value, other, _verdict(request, best, there), there)
 
 
 def changed_choice(

@@ -46,8 +46,7 @@ def send_seconds(gpu: Gpu, size: int, stride: int, sent: float) -> float:
     """Seconds of a message from a rank to its neighbour, which uses one network card."""
     if size == 1:
         return 0.0
-    inside = gpu.link_share * gpu.nvlink
-    crosses = size * stride > gpu.gpus_per_node
-    return (
-        sent / (min(inside, gpu.network_share * gpu.network) if crosses else inside) + gpu.latency
-    )
+    speed = gpu.link_share * gpu.nvlink
+    if size * stride > gpu.gpus_per_node:
+        speed = min(speed, gpu.network_share * gpu.network)
+    return sent / speed + gpu.latency

@@ -20,24 +20,11 @@ from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.choices import Request, groups, rule_problems, schedules, shardings
-from picotron_min.planner.memory import RankMemory, Share, parameter_bytes
-from picotron_min.planner.step_time import Prediction, Rank, StepTime, layer_parameters, ranks_of
+from picotron_min.planner.choices import Candidate, Request, groups, rule_problems, schedules
+from picotron_min.planner.memory import Share, parameter_bytes
+from picotron_min.planner.step_time import Rank, StepTime, layer_parameters, ranks_of
 
 TIE = 1.005  # predictions that are this close are equal
-
-
-class Candidate(NamedTuple):
-    """A layout, and what is predicted for it."""
-
-    layout: Layout
-    workload: Workload
-    prediction: Prediction
-    memory: RankMemory
-
-    @property
-    def num_axes(self) -> int:
-        return sum(size > 1 for size in self.layout.sizes)
 
 
 def search(request: Request, top: int = 10) -> list[Candidate]:
@@ -90,7 +77,7 @@ def expanded(request: Request, group: "Group") -> Iterator[Options]:
     least, budget = least_memory(request, group), request.budget
     for engine, numbers in schedules(request, group.layout.pp).items():
         needed = {chunks: least(engine, chunks) for chunks in numbers}
-        for sharding in shardings(request, group.layout):
+        for sharding in request.values("sharding", group.layout):
             layouts = [
                 replace(group.layout, pp_engine=engine, pp_chunks=chunks, sharding=sharding)
                 for chunks, by_sharding in needed.items()
@@ -147,7 +134,7 @@ def least_memory(request: Request, group: Group) -> Callable[[str, int], dict[st
         others = saved * live / chunks + min(again)
         return {kind: of_parameters(kind, first) + others for kind in kinds}
 
-    kinds = shardings(request, layout)
+    kinds = request.values("sharding", layout)
     return least
 
 

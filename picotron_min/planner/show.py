@@ -1,5 +1,6 @@
 """A plan as text: the best layouts, then all about the first of them."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from picotron_min import costs
@@ -11,7 +12,7 @@ from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
 from picotron_min.planner.memory import RankMemory
 from picotron_min.planner.search import Candidate
-from picotron_min.planner.traffic import axis_sizes, planned_ledger, planned_traffic
+from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.draw import draw
 from picotron_min.runtime.hardware import hardware_flops_per_token
 
@@ -55,22 +56,23 @@ def measures(request: Request, candidate: Candidate) -> dict[str, float]:
 
 def table(request: Request, found: list[Candidate]) -> str:
     """A line a layout. In `tp` an s stands for sequence parallelism, in `cp` a u for Ulysses."""
-    has_experts = request.model_config.num_local_experts > 0
-    head = "  tp  cp  pp schedule            dp sharding    " + "  ep " * has_experts
-    head += "recompute  micro-batches   step s  tok/s/GPU   MFU   HFU  memory GB  bubble"
-    lines = [head]
+    experts = "  ep " if request.model_config.num_local_experts else ""
+    lines = [f"  tp  cp  pp schedule            dp sharding    {experts}recompute  micro-batches"]
+    lines[0] += "   step s  tok/s/GPU   MFU   HFU  memory GB  bubble"
     for candidate in found:
-        layout, work, number = candidate.layout, candidate.workload, measures(request, candidate)
+        layout, work, prediction, needed = candidate
+        speed, mfu, hfu = measures(request, candidate).values()
         tp = f"{layout.tp}{'s' * layout.sequence_parallel}"
         cp = f"{layout.cp}{'u' * (layout.cp > 1 and layout.cp_engine == 'ulysses')}"
         engine = layout.pp_engine if layout.pp > 1 else "-"
         engine += f" x {layout.pp_chunks}" if layout.pp_chunks > 1 else ""
-        line = f"{tp:>4}{cp:>4}{layout.pp:>4} {engine:<17}{layout.dp:>5} {layout.sharding:<12}"
-        line += f"{layout.ep:>4} " * has_experts
-        line += f"{work.recompute:<11}{work.micro_batch_size:>4} x {work.num_micro_batches:<6}"
-        line += f"{candidate.prediction.step:>9.4g}{number['tokens_per_second_per_device']:>11,.0f}"
-        line += f"{number['mfu']:>6.1%}{number['hfu']:>6.1%}{gigabytes(candidate.memory.total):>11}"
-        lines.append(f"{line}{candidate.prediction.bubble:>8.1%}")
+        ep = f"{layout.ep:>4} " if experts else ""
+        lines.append(
+            f"{tp:>4}{cp:>4}{layout.pp:>4} {engine:<17}{layout.dp:>5} {layout.sharding:<12}{ep}"
+            f"{work.recompute:<11}{work.micro_batch_size:>4} x {work.num_micro_batches:<6}"
+            f"{prediction.step:>9.4g}{speed:>11,.0f}{mfu:>6.1%}{hfu:>6.1%}"
+            f"{gigabytes(needed.total):>11}{prediction.bubble:>8.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -108,7 +110,7 @@ def traffic(request: Request, best: Candidate) -> str:
     lines = ["traffic of rank 0  GB a step   messages  link     seconds  hidden"]
     for axis, sent, calls, over in traffic_rows(request, best):
         seconds = sent / over.bandwidth + calls * over.latency
-        exposed = best.prediction.parts.get(PARTS.get(axis), None)
+        exposed = best.prediction.parts.get(PARTS.get(axis))
         hidden = "" if exposed is None else f"{max(0.0, 1 - exposed / seconds):>8.0%}"
         kind = "network" if over.is_network else "NVLink"
         number = f"{sent / 1e9:>12.4g}{calls:>11,.0f}"
@@ -120,9 +122,9 @@ PARTS = {"tp": "tp", "cp": "cp", "ep_etp": "ep", "dp_cp": "dp"}  # of a step's t
 
 
 def traffic_rows(request: Request, best: Candidate) -> Iterator[tuple[str, float, float, Link]]:
-    layout = best.layout
+    """Axis, bytes, calls and link of all that rank 0 sends."""
+    layout, calls = best.layout, Counter()
     sent = planned_ledger(request.model_config, layout, best.workload)
-    sizes, calls = axis_sizes(layout, rank=0), dict.fromkeys(sent.sizes, 0)
     for (axis, _), number in sent.calls.items():
         calls[axis] += number
     tp, cp = layout.tp, layout.cp
@@ -131,19 +133,19 @@ def traffic_rows(request: Request, best: Candidate) -> Iterator[tuple[str, float
     strides["ends"] = (layout.pp - 1) * strides["pp"]
     for axis, total in sent.by_axis().items():
         if total:
-            yield axis, total, calls[axis], link(request.gpu, sizes[axis], strides.get(axis, 1))
+            over = link(request.gpu, sent.sizes[axis], strides.get(axis, 1))
+            yield axis, total, calls[axis], over
 
 
 def beside(request: Request, candidate: Candidate, measured: Measured) -> str:
     """What was predicted, and what a run measured."""
     planned = planned_traffic(request.model_config, candidate.layout, candidate.workload)
-    step, total = candidate.prediction.step, candidate.memory.total
-    lines = [f"{'':18}{'planned':>16}{'measured':>16}{'ratio':>8}"]
-    rows = [("step, s", step, measured.step_seconds)]
-    rows.append(("memory, GB", total / 1e9, measured.memory_gb))
+    rows = [("step, s", candidate.prediction.step, measured.step_seconds)]
+    rows.append(("memory, GB", candidate.memory.total / 1e9, measured.memory_gb))
     for axis in sorted({*planned, *measured.comm_bytes}):
         sent = planned.get(axis, 0), measured.comm_bytes.get(axis, 0)
         rows.append((f"bytes over {axis}", *sent))
+    lines = [f"{'':18}{'planned':>16}{'measured':>16}{'ratio':>8}"]
     for name, plan, real in rows:
         ratio = f"{real / plan:8.3f}" if plan else ""
         lines.append(f"{name:18}{plan:>16,.6g}{real:>16,.6g}{ratio}")

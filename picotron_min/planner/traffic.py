@@ -13,13 +13,17 @@ N tokens of a rank's micro-batch; `narrow` are the bytes of a number in the comp
 those of the residual stream, of statistics and of gradients. Standard library only.
 """
 
-import itertools
 import math
+from itertools import accumulate, pairwise
 
 from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import BYTES
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.planner.activations import BYTES, WIDE
 from picotron_min.planner.parameter_traffic import add_parameters
 from picotron_min.planner.sent import Sent
 
@@ -35,9 +39,9 @@ def planned_traffic(
 def planned_ledger(
     model_config: ModelConfig, layout: Layout, workload: Workload, rank: int = 0
 ) -> Sent:
-    """The same with the collectives, and how often a rank calls each."""
+    """The bytes by axis and collective, and how often a rank calls each."""
     sent = Sent(axis_sizes(layout, rank))
-    _Activations(sent, model_config, layout, workload).of_rank(rank)
+    _Activations(sent, model_config, layout, workload).of_rank(layout.coordinates(rank).pp)
     add_parameters(sent, model_config, layout, workload, rank)
     X, L = model_config.num_local_experts, model_config.num_hidden_layers
     numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; router.Tally
@@ -62,94 +66,75 @@ class _Activations:
 
     def __init__(self, sent: Sent, config: ModelConfig, layout: Layout, work: Workload) -> None:
         self.sent, self.config, self.layout, self.work = sent, config, layout, work
-        self.narrow = BYTES[work.dtype]
-        self.wide = max(BYTES["float32"], self.narrow)
+        self.narrow, self.wide = BYTES[work.dtype], WIDE[work.dtype]
         self.tokens = work.micro_batch_size * work.seq_length // layout.cp  # N
         self.elements = self.tokens * config.hidden_size  # of [B, S/cp, E]
         self.m = work.num_micro_batches
 
-    def of_rank(self, rank: int) -> None:
-        layout, me = self.layout, self.layout.coordinates(rank).pp
-        numbers = layers_of_stages(self.config, layout, self.work.seq_length)
-        ranks = [self._rank_of(stage) for stage in range(layout.num_stages)]
-        first = 0
-        for stage, number in enumerate(numbers):
-            if ranks[stage] == me:
-                for layer in range(first, first + number):
-                    fp8 = self.work.in_fp8(layer, self.config.num_hidden_layers)
-                    self._layer(self.config.has_experts(layer), fp8)
-            first += number
-        if ranks[0] == me:
-            self._embedding()
-        if ranks[-1] == me:
-            self._head()
+    def of_rank(self, me: int) -> None:
+        """Of a pipeline rank."""
+        layout, place = self.layout, SCHEDULES[self.layout.pp_engine].place
+        ranks = [place(stage, layout.pp)[0] for stage in range(layout.num_stages)]
+        stops = [0, *accumulate(layers_of_stages(self.config, layout, self.work.seq_length))]
+        for rank, layers in zip(ranks, pairwise(stops), strict=True):
+            for layer in range(*layers) if rank == me else ():
+                self._layer(layer)
+        if ranks[0] == me:  # see VocabularyParallelEmbedding: in the dtype of the residual stream
+            self._sum(self.m, self.wide)
+            self._gather(self.m, self.wide)  # backward
+        if ranks[-1] == me:  # see VocabularyParallelHead: its input; and three numbers a token
+            self._sum(self.m, self.narrow)
+            self._gather(self.m, self.narrow)
+            self.sent.all_reduce("tp", 3 * self.wide * self.tokens, self.m)
         # An activation to the next stage and a gradient to the one before, if others have them.
-        crossings = [pair for pair in itertools.pairwise(ranks) if len(set(pair)) == 2]
-        leaving = sum(me in pair for pair in crossings)
+        leaving = sum(me in pair and len(set(pair)) == 2 for pair in pairwise(ranks))
         split = layout.tp if layout.sequence_parallel else 1
         self.sent.add("pp", "send", self.wide * self.elements / split, self.m * leaving)
 
-    def _rank_of(self, stage: int) -> int:
-        return SCHEDULES[self.layout.pp_engine].place(stage, self.layout.pp)[0]
-
-    def _embedding(self) -> None:
-        """See VocabularyParallelEmbedding: in the dtype of the residual stream."""
-        whole = self.wide * self.elements
-        if self.layout.sequence_parallel:
-            self.sent.reduce_scatter("tp", whole, self.m)
-            self.sent.all_gather("tp", whole, self.m)  # backward
-        else:
-            self.sent.all_reduce("tp", whole, self.m)
-
-    def _head(self) -> None:
-        """See VocabularyParallelHead: its input; and three numbers a token, of each stripe."""
-        self._sum(self.m, overlap=False)
-        self._gather(self.m, overlap=False)
-        self.sent.all_reduce("tp", 3 * self.wide * self.tokens, self.m)
-
-    def _gather(self, times: int, overlap: bool, fp8: bool = False) -> None:
+    def _gather(self, times: int, width: int, overlap: bool = False) -> None:
         """Make a sublayer's input whole: enter, or leave's backward."""
-        whole = (1 if fp8 else self.narrow) * self.elements
         if overlap:
-            self._shift(whole, times)
+            self._shift(times, width)
         elif self.layout.sequence_parallel:
-            self.sent.all_gather("tp", whole, times)
-        if fp8 and self.layout.sequence_parallel:  # amax
-            self.sent.all_reduce("tp", BYTES["float32"], times)
+            self.sent.all_gather("tp", width * self.elements, times)
 
-    def _sum(self, times: int, overlap: bool) -> None:
+    def _sum(self, times: int, width: int, overlap: bool = False) -> None:
         """Add the ranks' parts: leave, or enter's backward."""
-        whole = self.narrow * self.elements
         if overlap:
-            self._shift(whole, times)
+            self._shift(times, width)
         elif self.layout.sequence_parallel:
-            self.sent.reduce_scatter("tp", whole, times)
+            self.sent.reduce_scatter("tp", width * self.elements, times)
         else:
-            self.sent.all_reduce("tp", whole, times)
+            self.sent.all_reduce("tp", width * self.elements, times)
 
-    def _shift(self, whole: float, times: int) -> None:
+    def _shift(self, times: int, width: int) -> None:
         """Part after part: see overlap/ring.py."""
         tp = self.layout.tp
-        self.sent.add("tp", "shift", whole / tp, (tp - 1) * times)
+        self.sent.add("tp", "shift", width * self.elements / tp, (tp - 1) * times)
 
-    def _layer(self, has_experts: bool, fp8: bool) -> None:
-        again = self.work.recompute
+    def _layer(self, layer: int) -> None:
+        again, m, overlap = self.work.recompute, self.m, self.layout.tp_overlap
         # How often forwards run, in units of micro-batches: twice where they are run again.
         attention = 2 if again in ("full", "selective") else 1
-        layer = 2 if again == "full" else 1
-        self._attention(self.m * attention)
-        has_mlp = not has_experts or self.config.n_shared_experts > 0
+        whole = 2 if again == "full" else 1
+        has_experts = self.config.has_experts(layer)
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
-        overlap = self.layout.tp_overlap
-        self._gather(self.m * (attention + 1), overlap, fp8)
-        self._sum(self.m * (layer + 1), overlap)
-        if has_mlp:
-            self._gather(self.m * (layer + 1), overlap, fp8)
-            ends_layer = not has_experts  # shared experts come before the others' last linear
-            self._sum(self.m * (2 if ends_layer else layer + 1), overlap)
+        gathers, sums = [attention + 1], [whole + 1]
+        if not has_experts or self.config.n_shared_experts:
+            gathers.append(whole + 1)
+            # Shared experts come before the others' last linear.
+            sums.append(whole + 1 if has_experts else 2)
+        fp8 = self.work.in_fp8(layer, self.config.num_hidden_layers)
+        for times in gathers:
+            self._gather(m * times, 1 if fp8 else self.narrow, overlap)
+            if fp8 and self.layout.sequence_parallel:  # amax
+                self.sent.all_reduce("tp", BYTES["float32"], m * times)
+        for times in sums:
+            self._sum(m * times, self.narrow, overlap)
+        self._attention(m * attention)
         if has_experts:
-            self._experts(layer)
+            self._experts(whole)
 
     def _attention(self, forwards: int) -> None:
         """Context parallelism: see context_parallel.py."""

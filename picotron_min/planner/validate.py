@@ -106,8 +106,7 @@ def errors_of(runs: list[Run]) -> Errors:
 
 def sweep(runs: list[Run]) -> list[Run]:
     """The runs to be put in order: those of "rank", and counted ones of the same sweep."""
-    ranked = [run for run in runs if run.use == "rank"]
-    prefixes = {run.name.split("-mbs")[0] for run in ranked}
+    prefixes = {run.name.split("-mbs")[0] for run in runs if run.use == "rank"}
     return [run for run in runs if run.name.split("-mbs")[0] in prefixes]
 
 
@@ -120,14 +119,12 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 def report(runs: list[Run]) -> str:
     """The table, and what it comes to."""
-    lines = ["run                                        published  predicted   error"]
-    lines[0] += "  (tokens per second and GPU)"
+    lines = [f"{'run':43}published  predicted   error  (tokens per second and GPU)"]
     for run in runs:
         note = "" if run.use == "counted" else f"  {run.use}"
         speeds = f"{run.measured:10,.5g} {run.predicted:10,.5g} {run.error:+8.1%}"
         lines.append(f"{run.name:42.42} {speeds}{note}")
-    counted = [run for run in runs if run.use == "counted"]
-    if counted:
+    if counted := [run for run in runs if run.use == "counted"]:
         errors = errors_of(counted)
         lines.append(
             f"\n{len(counted)} counted runs: error of MFU {errors.median:.1%} in the median, at"
@@ -135,10 +132,10 @@ def report(runs: list[Run]) -> str:
         )
     if ranked := sweep(runs):
         order = spearman([r.measured for r in ranked], [r.predicted for r in ranked])
-        best = max(ranked, key=lambda run: run.measured)
         chosen = max(ranked, key=lambda run: run.predicted)
+        reached = chosen.measured / max(run.measured for run in ranked)
         lines.append(
             f"{len(ranked)} layouts of one sweep: Spearman {order:.2f}; the predicted best one"
-            f" reached {chosen.measured / best.measured:.1%} of the best measured speed"
+            f" reached {reached:.1%} of the best measured speed"
         )
     return "\n".join(lines)
