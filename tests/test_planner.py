@@ -18,9 +18,9 @@ from picotron_min.planner.command import main
 from picotron_min.planner.config_files import config_of, fixed_choices
 from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.search import TIE, Candidate, Group, least_memory, search
+from picotron_min.planner.search import TIE, Candidate, least_memory, search
 from picotron_min.planner.show import plan_text
-from picotron_min.planner.step_time import StepTime, predict
+from picotron_min.planner.step_time import predict
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
@@ -76,8 +76,7 @@ def test_the_quick_bound_never_exceeds_the_exact_memory():
     for request in (TINY, EXPERTS, replace(TINY, dtype="float32", optimizer="sgd"), LLAMA):
         of_request = list(groups(request))
         for layout, work in draw.sample(of_request, 100 if request is EXPERTS else 15):
-            times = StepTime(request.setting(layout, work))
-            least = least_memory(request, Group(0.0, layout, work, times))
+            least = least_memory(request, layout, work)
             for engine, numbers in schedules(request, layout.pp).items():
                 if not numbers or rule_problems(request, layout):
                     continue

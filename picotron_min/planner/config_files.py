@@ -11,12 +11,16 @@ from picotron_min.planner.choices import CHOICES, Request, choices_of
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.choices import CHOICES, Candidate, Request, choices_of
 from picotron_min.runtime.hardware import Gpu
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.planner.choices import CHOICES, Candidate, Request
+from picotron_min.runtime.hardware import Gpu
 from picotron_min.planner.machine import HARDWARE, machine
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import Gpu
 from picotron_min.runtime.json_file import parse_json, read_json
+from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.wording import choice
 
 ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
@@ -86,14 +90,14 @@ def fixed_choices(text: str) -> dict[str, object]:
             raise ValueError(f"--fix {text}: {name} is given twice: keep one")
         schema = KEYS[key_of(name)]
         if "enum" in schema:
-            if value not in schema["enum"]:
-                raise ValueError(f"--fix {pair}: use {choice(choices_of(key_of(name)))}")
-            fixed[name] = value
-            continue
-        kind = bool if schema["type"] == "boolean" else int
-        fixed[name] = parse_json(value) if value in ("true", "false") or value.isdecimal() else None
-        if type(fixed[name]) is not kind or (kind is int and fixed[name] < 1):
-            raise ValueError(f"--fix {pair}: use {'true or false' if kind is bool else 'a number'}")
+            good, fixed[name], what = value in schema["enum"], value, choice(schema["enum"])
+        elif schema["type"] == "boolean":
+            good, fixed[name], what = value in ("true", "false"), value == "true", "true or false"
+        else:
+            good, what = value.isdecimal() and int(value) > 0, "a number"
+            fixed[name] = int(value) if good else None
+        if not good:
+            raise ValueError(f"--fix {pair}: use {what}")
     return fixed
 
 
@@ -145,16 +149,19 @@ def check_dtype(gpu: Gpu, dtype: str) -> None:
 
 def config_of(request: Request, candidate: Candidate) -> dict:
     """config.json of a plan: what it chose, and what was asked for."""
-    layout, work = vars(candidate.layout), vars(candidate.workload)
-    raw = {"distributed": {}, "model": {"name": request.model_name, "dtype": request.dtype}}
-    raw["training"] = {
-        "seq_length": request.seq_length,
-        "gradient_accumulation_steps": work["num_micro_batches"],
-        "optimizer": request.optimizer,
+    chosen = vars(candidate.layout) | vars(candidate.workload)
+    raw = {
+        "distributed": {},
+        "model": {"name": request.model_name, "dtype": request.dtype},
+        "training": {
+            "seq_length": request.seq_length,
+            "gradient_accumulation_steps": chosen["num_micro_batches"],
+            "optimizer": request.optimizer,
+        },
     }
     for name in CHOICES:
         section, key = key_of(name).split(".")
-        raw[section][key] = (layout | work)[name]
+        raw[section][key] = chosen[name]
     if request.compile:
         raw["model"]["compile"] = True
     if request.device == "cpu":

@@ -83,20 +83,19 @@ class LayerTimes:
         """The forward of a layer's linears, by the parts of costs.layer_flops."""
         c, tp, N = self.config, self.layout.tp, self.tokens
         E, M, D = c.hidden_size, c.intermediate_size / tp, c.head_dim / tp
-        Q, K = c.num_attention_heads * D, c.num_key_value_heads * D
-        ups = 1 if self.system.mlp_matrices == 2 else 2
-        times = {"o": self.matmul(N, Q, E)}
+        Q, K, ups = (
+            c.num_attention_heads * D,
+            c.num_key_value_heads * D,
+            self.system.mlp_matrices - 1,
+        )
         if self.system.joins_linears:
-            times["q, k, v"] = self.matmul(N, E, Q + 2 * K)
+            qkv, up = self.matmul(N, E, Q + 2 * K), self.matmul(N, E, ups * M)
         else:
-            times["q, k, v"] = self.matmul(N, E, Q) + 2 * self.matmul(N, E, K)
-        if has_experts:
-            return times | self._experts()
-        if self.system.joins_linears:
-            times["gate, up"] = self.matmul(N, E, ups * M)
-        else:
-            times["gate, up"] = ups * self.matmul(N, E, M)
-        return times | {"down": self.matmul(N, M, E)}
+            qkv = self.matmul(N, E, Q) + 2 * self.matmul(N, E, K)
+            up = ups * self.matmul(N, E, M)
+        attention = {"o": self.matmul(N, Q, E), "q, k, v": qkv}
+        mlp = {"gate, up": up, "down": self.matmul(N, M, E)}
+        return attention | (self._experts() if has_experts else mlp)
 
     def _experts(self) -> dict[str, float]:
         """Those of a mixture, if tokens use all experts alike."""
@@ -136,14 +135,10 @@ class LayerTimes:
             k = c.num_experts_per_tok / tp
             # Rows are copied into the order of the experts, and back, on both sides of a message.
             inner = k * (3 * F + 4 * self.layout.etp * E) + 3 * c.n_shared_experts * F / tp
-        residuals = (6 * self.system.residual_bytes + 8) * c.hidden_size * N / self._parts
+        split = tp if self.layout.sequence_parallel else 1  # of the residual stream
+        residuals = (6 * self.system.residual_bytes + 8) * c.hidden_size * N / split
         moved = residuals + 2 * w * heads * N + w * inner * N
         return (FUSED if self.system.is_fused else UNFUSED) * moved / self.memory_speed
-
-    @cached_property
-    def _parts(self) -> int:
-        """Into how many the residual stream of a sequence is cut by tensor parallelism."""
-        return self.layout.tp if self.layout.sequence_parallel else 1
 
     # Messages: what of them is not hidden, forward and backward.
 
@@ -151,9 +146,9 @@ class LayerTimes:
         t = self.tp_message
         if not self.system.hides_tp:
             return 4 * t, 4 * t
-        if self.layout.sequence_parallel:  # the gathers at the end of a sublayer have no cover
-            return 4 * t, 2 * t + max(0.0, 2 * t - weight_gradients)
-        return 4 * t, max(0.0, 4 * t - weight_gradients)
+        # With sequence parallelism the gathers at the end of a sublayer have no cover.
+        exposed, covered = (2 * t, 2 * t) if self.layout.sequence_parallel else (0.0, 4 * t)
+        return 4 * t, exposed + max(0.0, covered - weight_gradients)
 
     @cached_property
     def tp_message(self) -> float:
@@ -173,14 +168,11 @@ class LayerTimes:
             over = link(self.gpu, cp, tp)
             once = 2 * over.message(w * heads * each) + 2 * over.message(w * repeated * each)
             return once, once
-        hop = self._send(2 * w * kv_heads * each, cp, tp)
-        last = self._send(2 * max(4, w) * kv_heads * each, cp, tp)  # gradients are float32
+        hop = send_seconds(self.gpu, cp, tp, 2 * w * kv_heads * each)
+        last = send_seconds(self.gpu, cp, tp, 2 * max(4, w) * kv_heads * each)  # float32 gradients
         ring = (cp - 1) * hop
         both = (cp - 1) * (hop + last)
         return max(0.0, ring - forward), max(0.0, both - backward) + last
-
-    def _send(self, sent: float, size: int, stride: int) -> float:
-        return send_seconds(self.gpu, size, stride, sent)
 
     def _ep(self, has_experts: bool) -> float:
         """Rows travel to their experts and back; balanced, and half of it hides nothing."""
@@ -195,18 +187,15 @@ class LayerTimes:
 
     def _repeated(self, forward: Pass, linears: dict[str, float]) -> Pass:
         """What backward runs again: see hardware_flops_per_token in costs.py."""
-        t = self.tp_message
         if self.system.repeats is not None:
             matmuls, attention = self.system.repeats
             again = Pass(*(matmuls * seconds for seconds in forward))
             return again._replace(attention=attention * forward.attention)
+        t, cut = self.tp_message, self.layout.sequence_parallel  # then inputs are gathered again
         if self.work.recompute == "none":
             return Pass()
-        whole = self.layout.sequence_parallel  # then the input of a sublayer is gathered again
         if self.work.recompute == "selective":
-            qkv = linears["q, k, v"]
-            return Pass(qkv, forward.attention, 0.0, t if whole else 0.0, forward.cp)
-        matmuls = forward.matmuls - linears["down"]
+            return Pass(linears["q, k, v"], forward.attention, tp=t * cut, cp=forward.cp)
         # Not again: the sum at the end of the layer, and the way back from the experts.
-        tp = 3 * t if whole else 2 * t
-        return forward._replace(matmuls=matmuls, tp=tp, ep=forward.ep / 2)
+        matmuls = forward.matmuls - linears["down"]
+        return forward._replace(matmuls=matmuls, tp=(2 + cut) * t, ep=forward.ep / 2)

@@ -6,6 +6,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,15 +45,11 @@ def read(hardware: Path) -> dict[str, dict[str, float]]:
     """What was found, by device; nothing if there is no file. ValueError if it is damaged."""
     if not hardware.exists():
         return {}
-    try:
+    with suppress(ValueError, AttributeError, TypeError):
         found = json.loads(hardware.read_text(encoding="utf-8"))
-        numbers = [number for of in found.values() for number in of.values()]
-        good = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
-    except (ValueError, AttributeError):
-        good = False
-    if not good:
-        raise ValueError(f"{hardware} is not what --calibrate writes: delete it, calibrate again")
-    return found
+        if all(0 < number < math.inf for of in found.values() for number in of.values()):
+            return found
+    raise ValueError(f"{hardware} is not what --calibrate writes: delete it, calibrate again")
 
 
 def write(hardware: Path, gpu: Gpu) -> None:

@@ -11,7 +11,7 @@ library only, so that a run can be planned anywhere.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import chain, islice
 from operator import sub
@@ -160,12 +160,20 @@ def _memory_of(
         [saved_per_token(c, work.dtype, again, layout, i, fp8[i]) for i in share.layers]
         for again in (work.recompute, "none")
     )
-    moved, on_their_way = _offloaded(share, saved, c, layout, work, device)
+    layer_input = saved_per_token(c, work.dtype, "full", layout, 0)
+    moves = device != "cpu" and tokens * layer_input >= LEAST_OFFLOAD
+    moved, on_their_way = _offloaded(share, saved, layer_input, work.offload * moves)
     kept = sum(saved) - moved
-    live, losses = _live(rank, share, c, layout, work, kept)
+
+    schedule, sizes = SCHEDULES[layout.pp_engine], (rank, layout.pp, work.num_micro_batches)
+    live = losses = schedule.live_activations(*sizes, layout.pp_chunks) / layout.pp_chunks
+    if schedule.splits_backward:
+        factors = sum(factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
+        live = _live_until_w(rank, layout, work, factors / kept)
+        losses = 1  # the last stage's B follows its F at once, and takes what the loss has kept
 
     terms = parameter_bytes(share, layout, work)
-    terms["weights"] += _fp8_weights(share, c, layout, work)
+    terms["weights"] += _fp8_weights(share, c, layout, work, fp8)
     activations, loss, logits = live * kept, 0, 0
     if share.has_head:
         terms["weights"] += cast * V * E  # lm_head's copy
@@ -183,61 +191,44 @@ def _memory_of(
     return RankMemory(**terms, loss=math.ceil(loss + logits))
 
 
-def _live(
-    rank: int, share: Share, c: ModelConfig, layout: Layout, work: Workload, kept: float
-) -> tuple[float, float]:
-    """How many micro-batches' activations of a rank are alive at once; and how many losses."""
-    schedule, chunks = SCHEDULES[layout.pp_engine], layout.pp_chunks
-    m = work.num_micro_batches
-    if not schedule.splits_backward:
-        live = schedule.live_activations(rank, layout.pp, m, chunks) / chunks  # each is of a chunk
-        return live, live
-    # From B to W only factors are left; recomputed, they are more than what forward has kept.
-    fp8 = {i: work.in_fp8(i, c.num_hidden_layers) for i in share.layers}
-    factors = sum(factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
-    few = min(m, 4 * layout.pp)  # more of them repeat what these do
-    plan = schedule.plan(rank, layout.pp, few, chunks)
-    # The last stage's B follows its F at once, and takes what the loss has kept.
-    return peak_live(plan, held=factors / kept) / chunks, 1
+def _live_until_w(rank: int, layout: Layout, work: Workload, held: float) -> float:
+    """Split backward: micro-batches that are alive at once, if a part `held` of each waits for W.
+
+    From B to W only factors are left; recomputed, they are more than what forward has kept.
+    """
+    few = min(work.num_micro_batches, 4 * layout.pp)  # more of them repeat what these do
+    plan = SCHEDULES[layout.pp_engine].plan(rank, layout.pp, few, layout.pp_chunks)
+    return peak_live(plan, held) / layout.pp_chunks  # each is of one chunk
 
 
 def _offloaded(
-    share: Share,
-    saved: Iterable[float],
-    c: ModelConfig,
-    layout: Layout,
-    work: Workload,
-    device: str,
+    share: Share, saved: Iterable[float], layer_input: float, num_layers: int
 ) -> tuple[float, float]:
     """Offload: bytes per token that leave for the host, and those on their way at the fullest."""
     moved, on_their_way, saved = 0, 0, iter(saved)
-    tokens = work.micro_batch_size * work.seq_length // layout.cp
-    layer_input = saved_per_token(c, work.dtype, "full", layout, 0)
-    moves = device != "cpu" and tokens * layer_input >= LEAST_OFFLOAD
     for stage in share.stages:
         of_stage = list(islice(saved, len(stage)))
-        leave = of_stage[: work.offload * moves]
+        leave = of_stage[:num_layers]
         if leave and stage[0] > 0:
             leave[0] -= layer_input  # it came from another stage, and stays: see memory/offload.py
         moved += sum(leave)
-        # Two offloaded layers are here at a time, while the others have saved nothing yet, or
+        # Two offloaded layers are here at a time, while the other layers have saved nothing yet, or
         # freed it.
         stay = sum(of_stage) - sum(leave)
         on_their_way = max(on_their_way, 2 * max(leave, default=0) - stay)
     return moved, on_their_way
 
 
-def _fp8_weights(share: Share, c: ModelConfig, layout: Layout, work: Workload) -> int:
+def _fp8_weights(
+    share: Share, c: ModelConfig, layout: Layout, work: Workload, fp8: Mapping[int, bool]
+) -> int:
     """FP8: bytes of W and its transpose, beyond the copies in bfloat16 that they replace."""
     heads = 2 * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)
-    shared = c.n_shared_experts * c.moe_intermediate_size
-
-    def of_layer(i: int) -> int:
-        inner = shared if c.has_experts(i) else c.intermediate_size
-        fp8 = work.in_fp8(i, c.num_hidden_layers)
-        return fp8 * 2 * c.hidden_size * (heads + 3 * inner) // layout.tp
-
-    layers = [of_layer(i) for i in share.layers]
+    inner = {False: c.intermediate_size, True: c.n_shared_experts * c.moe_intermediate_size}
+    layers = [
+        fp8[i] * 2 * c.hidden_size * (heads + 3 * inner[c.has_experts(i)]) // layout.tp
+        for i in share.layers
+    ]
     if layout.sharding == "parameters":  # of the window that computes
         return max(layers) * math.ceil(len(layers) / len(share.windows))
     replaced = work.dtype == "bfloat16" and layout.sharding == "none"

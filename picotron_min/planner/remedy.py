@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from picotron_min.planner.choices import LIBRARY_BYTES, Request, groups, rule_problems, schedules
 from picotron_min.planner.explain import gb
-from picotron_min.planner.search import Group, least_memory, search
-from picotron_min.planner.step_time import StepTime
+from picotron_min.planner.search import least_memory, search
 from picotron_min.runtime.wording import choice
 
 
@@ -31,8 +30,7 @@ def least_of_all(request: Request) -> float:
     """Bytes a GPU of the layout that needs least; infinite if no layout can be configured."""
     bounds = []
     for layout, workload in groups(request):
-        group = Group(0.0, layout, workload, StepTime(request.setting(layout, workload)))
-        least = least_memory(request, group)
+        least = least_memory(request, layout, workload)
         for engine, numbers in schedules(request, layout.pp).items():
             for chunks in {numbers[0], numbers[-1]} if numbers else ():
                 for sharding, needed in least(engine, chunks).items():

@@ -5,13 +5,13 @@ search ends where no group can beat what is found: all that it leaves out is slo
 needs too much memory is never timed; what is fast enough is then counted exactly, by memory.py.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, Workload
@@ -35,9 +35,9 @@ def search(request: Request, top: int = 10) -> list[Candidate]:
     found: list[Candidate] = []
     waiting: list[tuple[float, int, Options]] = []  # a heap: the fastest is first
     numbers = count()  # of two that are as fast, the one that came first
-    for group in [*by_best_time(request), None]:
+    for at_best, times in [*by_best_time(request), (math.inf, None)]:
         # Nothing that is still to come is faster than what can be settled now.
-        while waiting and (group is None or waiting[0][0] <= group.seconds):
+        while waiting and waiting[0][0] <= at_best:
             _, _, options = heappop(waiting)
             if len(found) >= top and options.seconds > TIE * found[top - 1].prediction.step:
                 return ranked(found)[:top]
@@ -45,18 +45,24 @@ def search(request: Request, top: int = 10) -> list[Candidate]:
                 found.append(best)
             elif options.timed:  # the next slower one
                 heappush(waiting, (options.seconds, next(numbers), options))
-        for options in expanded(request, group) if group else ():
+        for options in expanded(request, times) if times else ():
             heappush(waiting, (options.seconds, next(numbers), options))
     return ranked(found)[:top]
+
+
+def by_best_time(request: Request) -> list[tuple[float, StepTime]]:
+    """All groups with the time of a step at best, those that can be fastest first."""
+    times = [StepTime(request.setting(*group)) for group in groups(request)]
+    return sorted(((of.at_best(), of) for of in times), key=lambda pair: pair[0])
 
 
 class Options:
     """Layouts that differ in their chunks alone, the fastest last."""
 
-    def __init__(self, group: "Group", layouts: list[Layout]) -> None:
-        self.group = group
-        timed = [(group.times.at(layout).prediction(), layout) for layout in layouts]
+    def __init__(self, times: StepTime, layouts: list[Layout]) -> None:
+        timed = [(times.at(layout).prediction(), layout) for layout in layouts]
         self.timed = sorted(timed, key=lambda pair: -pair[0].step)
+        self.work = times.work
 
     @property
     def seconds(self) -> float:
@@ -67,51 +73,34 @@ class Options:
         prediction, layout = self.timed.pop()
         if rule_problems(request, layout):
             return None
-        memory = request.memory(layout, self.group.workload)
-        fits = memory.total <= request.budget
-        return Candidate(layout, self.group.workload, prediction, memory) if fits else None
+        candidate = Candidate(layout, self.work, prediction, request.memory(layout, self.work))
+        return candidate if candidate.memory.total <= request.budget else None
 
 
-def expanded(request: Request, group: "Group") -> Iterator[Options]:
+def expanded(request: Request, times: StepTime) -> Iterator[Options]:
     """A group with each schedule and each kind of sharding that may fit."""
-    least, budget = least_memory(request, group), request.budget
-    for engine, numbers in schedules(request, group.layout.pp).items():
+    least, budget = least_memory(request, times.layout, times.work), request.budget
+    for engine, numbers in schedules(request, times.layout.pp).items():
         needed = {chunks: least(engine, chunks) for chunks in numbers}
-        for sharding in request.values("sharding", group.layout):
+        for sharding in request.values("sharding", times.layout):
             layouts = [
-                replace(group.layout, pp_engine=engine, pp_chunks=chunks, sharding=sharding)
+                replace(times.layout, pp_engine=engine, pp_chunks=chunks, sharding=sharding)
                 for chunks, by_sharding in needed.items()
                 if by_sharding[sharding] <= budget
             ]
             if layouts:
-                yield Options(group, layouts)
+                yield Options(times, layouts)
 
 
-class Group(NamedTuple):
-    """Choices that decide how long a step computes."""
-
-    seconds: float  # of a step without bubble, messages of dp and optimizer
-    layout: Layout
-    workload: Workload
-    times: StepTime
-
-
-def by_best_time(request: Request) -> list[Group]:
-    """All groups, those that can be fastest first."""
-    found = []
-    for layout, workload in groups(request):
-        times = StepTime(request.setting(layout, workload))
-        found.append(Group(times.at_best(), layout, workload, times))
-    return sorted(found, key=lambda group: group.seconds)
-
-
-def least_memory(request: Request, group: Group) -> Callable[[str, int], dict[str, float]]:
+def least_memory(
+    request: Request, layout: Layout, work: Workload
+) -> Callable[[str, int], dict[str, float]]:
     """Bytes that the first pipeline rank needs at least, of engine and chunks, by kind of sharding.
 
     The terms are those of memory.py for what is quickly known of the rank: no norms, rows without
     padding, and no plan of a schedule that splits backward, whose B frees a part before its W.
     """
-    c, layout, work = request.model_config, group.layout, group.workload
+    c = request.model_config
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
     for i in {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values():
         saved, everything = (  # of a layer, for a micro-batch

@@ -1,6 +1,7 @@
 """What a rank sends, on paper: the ledger of collectives.py as formulas fill it."""
 
 from collections import Counter
+from functools import partialmethod
 
 
 class Sent(Counter):
@@ -15,20 +16,14 @@ class Sent(Counter):
             self[axis, collective] += times * sent
             self.calls[axis, collective] += times
 
-    def all_reduce(self, axis: str, tensor: float, times: float = 1) -> None:
-        self.add(axis, "all_reduce", 2 * self._share(axis) * tensor, times)
+    def _ring(self, name: str, rounds: int, axis: str, whole: float, times: float = 1) -> None:
+        n = self.sizes[axis]
+        self.add(axis, name, rounds * ((n - 1) / n) * whole, times)
 
-    def all_gather(self, axis: str, whole: float, times: float = 1) -> None:
-        self.add(axis, "all_gather", self._share(axis) * whole, times)
-
-    def reduce_scatter(self, axis: str, whole: float, times: float = 1) -> None:
-        self.add(axis, "reduce_scatter", self._share(axis) * whole, times)
-
-    def all_to_all(self, axis: str, tensor: float, times: float = 1) -> None:
-        self.add(axis, "all_to_all", self._share(axis) * tensor, times)
-
-    def _share(self, axis: str) -> float:
-        return (self.sizes[axis] - 1) / self.sizes[axis]
+    all_reduce = partialmethod(_ring, "all_reduce", 2)
+    all_gather = partialmethod(_ring, "all_gather", 1)
+    reduce_scatter = partialmethod(_ring, "reduce_scatter", 1)
+    all_to_all = partialmethod(_ring, "all_to_all", 1)  # `whole`: of one rank
 
     def by_axis(self) -> Counter[str]:
         total = Counter()

@@ -4,10 +4,15 @@ The same layout takes longer in one code base than in another. What makes the di
 here. This project is one of them; the published runs in docs/planner.md are of others.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import BYTES
+from picotron_min.runtime.hardware import Gpu
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.layout import STRIPE_ROWS
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.planner.activations import WIDE
 from picotron_min.runtime.hardware import Gpu
 
 
@@ -34,27 +39,22 @@ class System:
     repeats: tuple[float, float] | None = None
 
 
-# Ours: see linear.py (one matmul for each weight), model.py (the residual stream is wide), loss.py
-# (stripes; what is read and written for a logit), adamw (p, m, v twice, g; scale, norm, zero).
-OURS = System(
-    residual_bytes=4,
-    is_fused=False,
-    joins_linears=False,
-    logit_bytes=40.0,
-    stripe_rows=4096,
-    optimizer_bytes=(50.0, 0.0),
-    hides_gathers=True,
-    is_balanced=None,
-)
-
-
 def our_system(workload: Workload, device: str = "cuda") -> System:
     """This project as a workload uses it."""
-    wide = max(BYTES["float32"], BYTES[workload.dtype])
-    system = replace(OURS, residual_bytes=wide, gradient_bytes=wide)
-    if device == "cpu":
-        system = replace(system, stripe_rows=1024)
-    return replace(system, is_fused=True, logit_bytes=8.0) if workload.compile else system
+    wide, fused = WIDE[workload.dtype], workload.compile
+    # See linear.py (one matmul for each weight), model.py (the residual stream is wide), loss.py
+    # (stripes; what is read and written for a logit), adamw (p, m, v twice, g; scale, norm, zero).
+    return System(
+        residual_bytes=wide,
+        gradient_bytes=wide,
+        is_fused=fused,
+        joins_linears=False,
+        logit_bytes=8.0 if fused else 40.0,
+        stripe_rows=STRIPE_ROWS[device],
+        optimizer_bytes=(50.0, 0.0),
+        hides_gathers=True,
+        is_balanced=None,
+    )
 
 
 @dataclass(frozen=True)

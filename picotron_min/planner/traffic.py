@@ -118,6 +118,7 @@ class _Activations:
         attention = 2 if again in ("full", "selective") else 1
         whole = 2 if again == "full" else 1
         has_experts = self.config.has_experts(layer)
+        self._attention(m * attention)
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
         gathers, sums = [attention + 1], [whole + 1]
@@ -132,7 +133,6 @@ class _Activations:
                 self.sent.all_reduce("tp", BYTES["float32"], m * times)
         for times in sums:
             self._sum(m * times, self.narrow, overlap)
-        self._attention(m * attention)
         if has_experts:
             self._experts(whole)
 
