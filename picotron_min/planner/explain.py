@@ -8,6 +8,7 @@ configured, it does not fit, or it is slower, by the part of the step that chang
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
@@ -106,10 +107,9 @@ def _verdict(request: Request, best: Candidate, there: Candidate) -> str:
     slower = there.prediction.step / best.prediction.step - 1
     if abs(slower) < TOSS_UP:
         return f"a toss-up ({slower:+.1%})"
-    parts = sorted(after, key=lambda name: after[name] - before.get(name, 0.0))
-    part = parts[-1] if slower > 0 else parts[0]
     if slower < 0:  # it is faster, and was not chosen: the search prefers fewer axes in a tie
         return f"{-slower:.1%} faster, but with more axes"
+    part = sorted(after, key=lambda name: after[name] - before.get(name, 0.0))[-1]
     return f"{slower:.1%} slower: {part} {before.get(part, 0.0):.3g} s -> {after[part]:.3g} s"
 
 
@@ -123,14 +123,11 @@ def gigabytes(number: float) -> str:  # 72.3, and 0.0428 of a tiny model
 
 def lines_of(reasons: list[Reason]) -> Iterator[str]:
     """A line for each choice: `pp 2, not 1: ...; not 4: ...`"""
-    choices = {reason.choice: None for reason in reasons}
-    for choice in choices:
-        mine = [reason for reason in reasons if reason.choice == choice]
-        others = [f"not {_shown(reason.other)}: {reason.text}" for reason in mine]
-        name = NAMES.get(choice, choice)
-        yield f"{name} {_shown(mine[0].value)}, " + ".\n    ".join(
-            text if i == 0 else text[0].upper() + text[1:] for i, text in enumerate(others)
-        )
+    for choice, group in groupby(reasons, key=lambda reason: reason.choice):
+        first, *others = group
+        line = f"{NAMES.get(choice, choice)} {_shown(first.value)}"
+        line += f", not {_shown(first.other)}: {first.text}"
+        yield line + "".join(f".\n    Not {_shown(o.other)}: {o.text}" for o in others)
 
 
 NAMES = {"micro_batch_size": "micro-batch", "sequence_parallel": "sequence parallelism"}

@@ -12,6 +12,7 @@ library only, so that a run can be planned anywhere.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
 from operator import sub
@@ -64,11 +65,16 @@ def memory_of_ranks(
     model_config: ModelConfig, layout: Layout, workload: Workload, device: str = "cuda"
 ) -> list[RankMemory]:
     """The memory of each pipeline rank."""
-    shares = shares_of_ranks(model_config, layout, workload.seq_length)
+    shares = shares_of_ranks(model_config, of_parameters_alone(layout), workload.seq_length)
     return [
         _memory_of(rank, share, model_config, layout, workload, device)
         for rank, share in enumerate(shares)
     ]
+
+
+def of_parameters_alone(layout: Layout) -> Layout:
+    """A layout without what changes nothing about parameters, for caches."""
+    return replace(layout, sequence_parallel=False, tp_overlap=False, cp_engine="ring")
 
 
 class Share(NamedTuple):

@@ -21,7 +21,7 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.choices import Candidate, Request, groups, rule_problems, schedules
-from picotron_min.planner.memory import Share, parameter_bytes
+from picotron_min.planner.memory import Share, of_parameters_alone, parameter_bytes
 from picotron_min.planner.step_time import Rank, StepTime, layer_parameters, ranks_of
 
 TIE = 1.005  # predictions that are this close are equal
@@ -100,7 +100,7 @@ def least_memory(
     The terms are those of memory.py for what is quickly known of the rank: no norms, rows without
     padding, and no plan of a schedule that splits backward, whose B frees a part before its W.
     """
-    c = request.model_config
+    c, grid = request.model_config, of_parameters_alone(layout)
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
     for i in {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values():
         saved, everything = (  # of a layer, for a micro-batch
@@ -112,7 +112,7 @@ def least_memory(
 
     @cache
     def of_parameters(sharding: str, first: Rank) -> float:
-        return least_parameters(c, layout, sharding, first, work.dtype, work.optimizer)
+        return least_parameters(c, grid, sharding, first, work.dtype, work.optimizer)
 
     def least(engine: str, chunks: int) -> dict[str, float]:
         pipeline = Layout(pp=layout.pp, pp_engine=engine, pp_chunks=chunks)

@@ -27,7 +27,6 @@ from picotron_min.planner.links import Link, link
 from picotron_min.planner.system import Setting
 
 Seconds = Counter[str]  # by what they are spent on
-OF_PIPELINE = ("pp", "pp_engine", "pp_chunks", "pp_layers")  # what decides a rank's layers
 BUCKET_BYTES = 25 * 2**20  # of data_parallel.py
 
 
@@ -117,7 +116,7 @@ class StepTime:
         self.memory_speed = self.times.memory_speed
         # By whether a layer has experts.
         self.layers = {kind: self.times.layer(kind) for kind in layers_by_kind(self.config)}
-        self.layer_parts = {kind: layer.parts() for kind, layer in self.layers.items()}
+        self.layer_parts = {k: layer.parts() | {"dp": 0.0} for k, layer in self.layers.items()}
         self.dp_link = self._dp_link()
 
     def at(self, layout: Layout) -> "StepTime":
@@ -135,8 +134,13 @@ class StepTime:
 
     def prediction(self) -> Prediction:
         m, layout = self.work.num_micro_batches, self.layout
-        stages = {name: getattr(layout, name) for name in OF_PIPELINE}
-        sizes = Layout(**stages), self.work.seq_length, self.system.is_balanced
+        stages = Layout(
+            layout.pp,
+            pp_engine=layout.pp_engine,
+            pp_chunks=layout.pp_chunks,
+            pp_layers=layout.pp_layers,
+        )
+        sizes = stages, self.work.seq_length, self.system.is_balanced
         ranks = Counter(ranks_of(self.config, *sizes))  # many have the same
         times = {rank: self.micro_batch(rank) for rank in ranks}
         mean = sum(times[rank].total() * n for rank, n in ranks.items()) / layout.pp
@@ -159,7 +163,9 @@ class StepTime:
         for number, has_experts in rank.layers:
             for name, each in self.layer_parts[has_experts].items():
                 seconds[name] += number * each
-            seconds["dp"] += number * self.gathers(has_experts, *self.layers[has_experts].seconds)
+            if self.layout.sharding == "parameters":
+                alone = self.layers[has_experts].seconds
+                seconds["dp"] += number * self.gathers(has_experts, *alone)
         if rank.head:
             seconds["head"] = rank.head * self.head
             seconds["tp"] += rank.head * 2 * self.times.tp_message
@@ -222,8 +228,6 @@ class StepTime:
 
     def gathers(self, has_experts: bool, forward: float, backward: float) -> float:
         """With parameters sharded: a layer's messages, which its own compute hides."""
-        if self.layout.sharding != "parameters":
-            return 0.0
         W = self.layer_parameters(has_experts)
         gather, reduce = self.dp_link.message(2 * W), self.reduce_scatter(W)
         return max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
