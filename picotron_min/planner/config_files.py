@@ -7,19 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.planner.choices import CHOICES, Request, choices_of
-from picotron_min.extensions.settings import ModelConfig
-from picotron_min.planner.choices import CHOICES, Candidate, Request, choices_of
-from picotron_min.runtime.hardware import Gpu
-from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.runtime.hardware import Gpu
 from picotron_min.planner.machine import HARDWARE, machine
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import Gpu
-from picotron_min.runtime.json_file import parse_json, read_json
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.wording import choice
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.planner.choices import Request, choices_of, divisors, rule_problems
-from picotron_min.planner.search import Candidate
-from picotron_min.planner.step_time import predict
-from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.extensions.schedules.registry import SCHEDULES
-from picotron_min.planner.choices import Candidate, Request, all_values, rule_problems
+from picotron_min.planner.choices import (
+    Candidate,
+    Request,
+    all_values,
+    rule_problems,
+)
 
 TOSS_UP = 0.01  # of the step: too little for a reason
 

@@ -186,7 +186,7 @@ class LayerTimes:
         return 2 * ranks.message(c.num_experts_per_tok * layout.etp * own)
 
     def _repeated(self, forward: Pass, linears: dict[str, float]) -> Pass:
-        """What backward runs again: see hardware_flops_per_token in costs.py."""
+        """What backward runs again: see hardware_flops_per_token in runtime/hardware.py."""
         if self.system.repeats is not None:
             matmuls, attention = self.system.repeats
             again = Pass(*(matmuls * seconds for seconds in forward))

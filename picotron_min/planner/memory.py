@@ -18,18 +18,10 @@ from itertools import chain, islice
 from operator import sub
 from typing import NamedTuple
 
-from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
-from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
+from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.layout import STRIPE_ROWS
-from picotron_min.pipeline_schedule import peak_live, stages_of
-from picotron_min.placement import Placement, part, placements, saved_name
-from picotron_min.planner.activations import BYTES, factors_per_token, saved_per_token
-from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, Workload
-from picotron_min.layout import STRIPE_ROWS
-from picotron_min.extensions.settings import ModelConfig
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.pipeline_schedule import peak_live
 from picotron_min.planner.activations import BYTES, WIDE, factors_per_token, saved_per_token
 from picotron_min.planner.parameters import parameters_of_rank
@@ -104,7 +96,7 @@ def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) 
         elements = Counter()
         for part in chain(*(unit.parts for unit in mine.units)):
             kind = "hidden" if part.placement.is_hidden_matrix else "others"
-            elements[f"sharded_{kind}" if part.placement.shard else kind] += part.elements
+            elements[f"sharded_{kind}" if shard_of(part.placement) else kind] += part.elements
         windows, ends = ([u.rows for u in mine.units if u.is_end is end] for end in (False, True))
         shares.append(Share(mine.stages, mine.has_head, windows, ends, **elements))
     return shares

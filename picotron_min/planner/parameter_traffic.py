@@ -7,14 +7,8 @@ Muon, with tp         an all-gather of each hidden matrix's update
 
 from collections.abc import Mapping
 
-from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
-from picotron_min.pipeline_schedule import stages_of
-from picotron_min.placement import Placement, part, placements, saved_name
-from picotron_min.planner.activations import BYTES
-from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.pipeline_schedule import ends_share_rank
 from picotron_min.planner.activations import BYTES, WIDE
 from picotron_min.planner.parameters import Unit, parameters_of_rank
@@ -30,7 +24,7 @@ def add_parameters(
     is_tied = model_config.tie_word_embeddings and ends_share_rank(*pipeline)
     for unit in parameters_of_rank(model_config, layout, workload.seq_length, places).units:
         for part in unit.parts:
-            for axis in () if part.placement.shard else part.placement.sums:
+            for axis in () if shard_of(part.placement) else part.placement.sums:
                 sent.all_reduce(axis, wide * part.elements)
         # A layer's weights are needed for forward and backward, a tied embedding at both ends. A V
         # has the ends in two chunks, which reduce their gradients one by one.
@@ -71,7 +65,7 @@ def _add_sharded(
 def _add_updates(sent: Sent, unit: Unit, places: Mapping[str, int], narrow: int) -> None:
     """Muon makes the matrices whole that this rank updates: see optimizers/muon.py."""
     for part in unit.parts:
-        shard = part.placement.shard
+        shard = shard_of(part.placement)
         if part.placement.is_hidden_matrix and (not shard or shard.owner == places[shard.axis]):
             for axis in (cut.axis for cut in part.placement.cuts if cut.owner is None):
                 sent.all_gather(axis, narrow * part.elements * sent.sizes[axis])

@@ -15,10 +15,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.layout import Layout
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
 from picotron_min.pipeline_schedule import stages_of
-from picotron_min.placement import Placement, lay_out, part, placements, saved_name, windows
+from picotron_min.placement import Placement, part, placements, saved_name
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -56,7 +56,7 @@ def parameters_of_rank(
     """Of the rank that is at these places along the axes that cut parameters."""
     num_layers = tuple(layers_of_stages(model_config, layout, seq_length))
     shapes, table, names = _table(model_config, layout, num_layers)
-    mine = stages_of(layout.pp_engine, places["pp"], layout.pp, layout.pp_chunks)
+    mine = stages_of(layout.schedule, places["pp"], layout.pp, layout.pp_chunks)
     stops = [0, *accumulate(num_layers)]
     stages = [range(stops[s], stops[s + 1]) for s in mine]
     groups = [[EMBEDDING]] if 0 in mine else []
@@ -83,10 +83,10 @@ def _unit(
         mine = Part([s.stop - s.start for s in slices], table[name])
         if mine.elements:
             parts.append(mine)
-            if shard := table[name].shard:  # experts: among fewer ranks than the rest of a layer
+            if shard := shard_of(table[name]):  # of experts: over fewer ranks
                 sharded[shard.axis][name] = mine.shape
     for axis, matrices in sharded.items():
-        shards = {name: table[name].shard for name in matrices}
+        shards = {name: shard_of(table[name]) for name in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]
     return Unit(parts, rows, is_end=names[0] in (EMBEDDING, NORM, HEAD))
 

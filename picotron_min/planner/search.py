@@ -14,11 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
-from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.planner.activations import BYTES, saved_per_token
-from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.extensions.settings import ModelConfig
-from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.choices import Candidate, Request, groups, rule_problems, schedules
 from picotron_min.planner.memory import Share, of_parameters_alone, parameter_bytes

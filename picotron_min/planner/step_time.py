@@ -17,11 +17,6 @@ from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.pipeline_schedule import stages_of
-from picotron_min.planner.layer_time import Layer, LayerTimes, Pass
-from picotron_min.extensions.settings import Layout
-from picotron_min.extensions.settings import ModelConfig
-from picotron_min.extensions.schedules.registry import SCHEDULES
-from picotron_min.pipeline_schedule import stages_of
 from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.system import Setting
@@ -80,7 +75,7 @@ def ranks_of(
         first += number
     ranks = []
     for rank in range(pp):
-        mine = stages_of(pipeline.pp_engine, rank, pp, pipeline.pp_chunks)
+        mine = stages_of(pipeline.schedule, rank, pp, pipeline.pp_chunks)
         dense, mixtures = map(sum, zip(*(stages[s] for s in mine), strict=True))
         ends = pipeline.num_stages - 1 in mine, 0 in mine
         ranks.append(Rank(dense, mixtures, *map(float, ends)))

@@ -7,11 +7,7 @@ here. This project is one of them; the published runs in docs/planner.md are of 
 from dataclasses import dataclass
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.activations import BYTES
-from picotron_min.runtime.hardware import Gpu
-from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.layout import STRIPE_ROWS
-from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.activations import WIDE
 from picotron_min.runtime.hardware import Gpu
 

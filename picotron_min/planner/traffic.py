@@ -19,10 +19,6 @@ from itertools import accumulate, pairwise
 from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.activations import BYTES
-from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.extensions.settings import ModelConfig
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.planner.activations import BYTES, WIDE
 from picotron_min.planner.parameter_traffic import add_parameters
 from picotron_min.planner.sent import Sent

@@ -70,6 +70,7 @@ class Model(Section):  # a public model's shape, with any of its numbers changed
     rms_norm_eps: PositiveFloat | None = None
     tie_word_embeddings: bool | None = None
     max_position_embeddings: PositiveInt | None = None
+    qk_norm: bool | None = None  # queries and keys are normalised, each head by itself
     num_local_experts: NonNegativeInt | None = None  # 0: none; see ModelConfig for these keys
     num_experts_per_tok: PositiveInt | None = None
     moe_intermediate_size: PositiveInt | None = None
