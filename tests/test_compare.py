@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
-from benchmarks import bubbles, compare
+from benchmarks import compare
 from benchmarks.compare import Done, Effort, Result, Row, Turns
 
 TINY = {
@@ -104,18 +104,3 @@ def test_every_row_runs_and_its_contenders_do_the_same_work(tmp_path, capsys, mo
         for r in results:
             assert len(r["step_seconds"]) == compare.QUICK.rounds and r["memory_mb"] > 0
             assert f"\n{r['contender']} " in shown
-
-
-def test_the_bubbles_of_four_schedules_are_measured_in_turn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bubbles, "WARM_UP", 0)
-    file = tmp_path / "numbers.json"
-    arguments = ["--rounds", "1", "--micro_batches", "4", "--json", str(file)]
-    bubbles.main(arguments, TINY["model"], TINY["training"])
-    rows = {row["engine"]: row for row in json.loads(file.read_text())}
-    assert tuple(rows) == bubbles.ENGINES
-    textbook = [round(row["textbook"], 3) for row in rows.values()]
-    assert textbook == [0.2, 0.111, 0.077, 0.04]  # 1 / (m + 1), 1 / (2m + 1), 1 / 13, 1 / 25
-    shown = capsys.readouterr().out
-    for engine, row in rows.items():
-        assert 0 <= row["planned"] < 1 and 0 < row["measured"][0] < 1
-        assert f"\n{engine} " in shown
