@@ -62,8 +62,8 @@ from picotron_min.runtime.launch import (
     set_environment,
 )
 from picotron_min.runtime.public_models import find_preset, to_hf
-from picotron_min.runtime.speed import Speedometer
-from train import Run, build_run, train_step
+from picotron_min.runtime.speed import Speedometer, device_name
+from train import build_run, train_step
 
 CHECKED_STEPS = 3
 # Relative, between the contenders in those steps: bfloat16 rounds a lot. Random tokens cost ln V
@@ -109,11 +109,8 @@ class Work(NamedTuple):
     device: torch.device
 
     def workload(self, micro_batch: int) -> Workload:
-        preset = self.preset
-        num_micro_batches = preset.sequences // micro_batch
-        return Workload(
-            preset.seq_length, micro_batch, num_micro_batches, "bfloat16", preset.recompute
-        )
+        preset, count = self.preset, self.preset.sequences // micro_batch
+        return Workload(preset.seq_length, micro_batch, count, "bfloat16", preset.recompute)
 
     def data(self, micro_batch: int) -> Batches:
         """Random tokens: the same steps, whatever the micro-batch."""
@@ -175,19 +172,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK.steps} steps, not 20")
     parser.add_argument("--minutes", type=float, default=7.5, help="for everything; default: 7.5")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="traces, and largest kernels"
-    )
-    parser.add_argument(
-        "--attention", choices=ATTENTION, help="kernel to prefer, for all; default: torch's choice"
-    )
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="traces, largest kernels")
+    parser.add_argument("--attention", choices=ATTENTION, help="kernel to prefer, for all")
     options = parser.parse_args(arguments)
-    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
-        parser.error(f"--json {options.json}: name a file in a folder that is there")
-    if options.profile:
-        if options.profile.is_file():
-            parser.error(f"--profile {options.profile} is a file: name a folder")
-        options.profile.mkdir(parents=True, exist_ok=True)
+    if options.json:
+        options.json.open("a").close()  # an error now rather than after minutes
     set_environment()
     end = time.monotonic() + 60 * options.minutes
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -210,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[torch.device]:
-    """A process group of this process alone, which Training wants."""
+    """A process group of this process alone, which the mesh needs."""
     launch = Launch(0, 0, 1, open_store=lambda timeout: dist.HashStore())
     chosen = choose_device(launch, use_cpu=device == "cpu")
     backend = choose_backend(chosen, "auto")
@@ -228,15 +217,14 @@ def prefer(attention: str | None) -> contextlib.AbstractContextManager:
 
 def describe(device: torch.device) -> dict[str, str]:
     """What one must know to read the numbers."""
-    on_gpu = device.type == "cuda"
     try:
         peer = version("transformers")
     except PackageNotFoundError:
         peer = "not installed"
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() + " CPU",
-        "driver": driver() if on_gpu else "none",
+        "device": device_name(device),
+        "driver": driver() if device.type == "cuda" else "none",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
         "python": platform.python_version(),
         "transformers": peer,
@@ -332,32 +320,27 @@ def clean_up(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def our_run(work: Work, workload: Workload, data: Batches) -> Run:
-    layout = Layout()
-    axes = build_axes(work.device, layout)
-    model = build_model(work.model_config, layout, workload, axes, work.device)
+def picotron_min(work: Work) -> Contender:
+    layout, axes = Layout(), build_axes(work.device, Layout())
+    model = build_model(work.model_config, layout, work.workload(1), axes, work.device)
     initialise(model.parameters, work.model_config, 0, model.placements, axes)
     model.weights_changed()
-    return build_run(model, RECIPE, data)
-
-
-def picotron_min(work: Work) -> Contender:
-    run = our_run(work, work.workload(1), work.data(1))
+    run = build_run(model, RECIPE, work.data(1))
 
     def step(data: Batches, index: int) -> tuple[float, float]:
         # A model is made for one micro-batch size; a new one would draw its weights again.
         (plan,) = build_plans("1f1b", 1, data.num_micro_batches, 1)
-        result = train_step(run._replace(model=replace(run.model, plan=plan), batches=data), index)
+        result = train_step(run._replace(model=replace(model, plan=plan), batches=data), index)
         return result.loss, result.grad_norm
 
     def compile() -> None:
         """As model.compile in one process, where a layer is then one graph."""
-        (chunk,) = run.model.pipeline.chunks
+        (chunk,) = model.pipeline.chunks
         for linear in linears(chunk.model).values():
             del linear.forward  # the one with a queue
         apply_compile(chunk.model)
 
-    return Contender(run.model.parameters, run.optimizer, step, compile, run.model.weights_changed)
+    return Contender(model.parameters, run.optimizer, step, compile, model.weights_changed)
 
 
 def transformers_llama(work: Work) -> Contender:
@@ -439,13 +422,13 @@ def fastest_micro_batch(contender: Contender, work: Work) -> int:
 
 def candidates(work: Work) -> list[int]:
     """Powers of two that our own model should fit with; 1 always, let it show."""
-    preset, device = work.preset, work.device
-    limit = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else float("inf")
+    on_gpu = work.device.type == "cuda"
+    limit = torch.cuda.mem_get_info(work.device)[1] if on_gpu else math.inf
 
     def needed(size: int) -> int:
         return memory_per_rank(work.model_config, Layout(), work.workload(size)).total
 
-    sizes = [2**i for i in range(preset.sequences.bit_length())]
+    sizes = [2**i for i in range(work.preset.sequences.bit_length())]
     return [size for size in sizes if size == 1 or needed(size) <= limit]
 
 
@@ -453,9 +436,7 @@ def time_steps(
     contender: Contender, work: Work, result: Result, effort: Effort, until: float = math.inf
 ) -> None:
     """Fill in a result; OutOfTime if its steps would take longer than `until`."""
-    preset, device = work.preset, work.device
-    data = work.data(result.micro_batch)
-    times = []
+    device, data, times = work.device, work.data(result.micro_batch), []
     for index in range(effort.warmup + effort.steps):
         # Every step reads its loss, so the host is never more than one ahead of the GPU.
         began = time.perf_counter()
@@ -472,7 +453,7 @@ def time_steps(
                 torch.cuda.reset_peak_memory_stats(device)
     result.step_seconds = times[effort.warmup :]
     speedometer = Speedometer(work.model_config, work.workload(1), device)
-    tokens_per_second = preset.tokens / statistics.median(result.step_seconds)
+    tokens_per_second = work.preset.tokens / statistics.median(result.step_seconds)
     measured = speedometer.measure(tokens_per_second, devices=1)
     for name in ("tokens_per_second", "mfu", "hfu", "memory_gb"):
         setattr(result, name, measured[name])
@@ -480,13 +461,11 @@ def time_steps(
 
 def profile(contender: Contender, data: Batches, file: Path) -> None:
     """Print the largest kernels of two steps, and write their Chrome trace."""
-    on_gpu = next(iter(contender.parameters.values())).is_cuda
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:  # of a GPU as well, where there is one
         for index in range(2):
             contender.step(data, index)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    on_gpu = next(iter(contender.parameters.values())).is_cuda
     profiler.export_chrome_trace(str(file))
     order = f"self_{'device' if on_gpu else 'cpu'}_time_total"
     print(f"\n{profiler.key_averages().table(sort_by=order, row_limit=20)}\ntrace: {file}")

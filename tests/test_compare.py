@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark, and one small run of it."""
+"""The arithmetic of benchmarks/compare.py, and one small run of all its rows."""
 
 import json
 from functools import partial
@@ -7,8 +7,9 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
-from benchmarks import compare
-from benchmarks.compare import Done, Effort, Result, Row, Turns
+from benchmarks import compare, rows
+from benchmarks.compare import Effort, Result, Turns
+from benchmarks.ours import Done
 
 TINY = {
     "model": {"name": "tiny", "hidden_size": 32, "num_hidden_layers": 4},
@@ -37,11 +38,11 @@ def test_contenders_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
 
         return lambda place: step
 
-    turns = compare.take_turns(1, 2, None, Row("", {}, {name: build(name) for name in "AB"}))
+    turns = compare.take_turns({name: build(name) for name in "AB"}, 1, 2, None)
     assert [call for call in calls if call != "barrier"] == ["A0", "B0", "A1", "B1", "A2", "B2"]
     assert calls[::2] == ["barrier"] * 6
-    assert [len(turns[name].seconds) for name in "AB"] == [2, 2]
-    assert [done.loss for done in turns["B"].done] == [0, 1, 2]
+    assert [len(turns.seconds[name]) for name in "AB"] == [2, 2]
+    assert [done.loss for done in turns.done["B"]] == [0, 1, 2]
 
 
 def test_ratios_compare_neighbours_so_that_a_slow_phase_of_the_machine_cancels():
@@ -50,13 +51,13 @@ def test_ratios_compare_neighbours_so_that_a_slow_phase_of_the_machine_cancels()
 
 
 def test_the_slowest_rank_sets_the_time_and_the_largest_the_memory(monkeypatch):
-    ranks = [
-        {"picotron-min": Turns(SAME, [1.0, 4.0]), "transformers": Turns(SAME, [2.0, 2.0])},
-        {"picotron-min": Turns(SAME, [3.0, 2.0]), "transformers": Turns(SAME, [2.0, 2.0])},
-    ]
-
     def run_ranks(row, work, function):
-        return ranks if function.func is compare.take_turns else [(100, 150), (200, 240)]
+        contenders, *_ = function.args
+        done = dict.fromkeys(contenders, SAME)
+        if len(contenders) == 1:  # for its memory
+            return [Turns(done, {}, memory) for memory in ((100, 150), (200, 240))]
+        seconds = {"picotron-min": [1.0, 4.0]}, {"picotron-min": [3.0, 2.0]}
+        return [Turns(done, {"transformers": [2.0, 2.0]} | own, (300, 900)) for own in seconds]
 
     monkeypatch.setattr(compare, "run_ranks", run_ranks)
     ours, _ = compare.measure("one-process", TINY, Effort(1, 2, 2))
@@ -80,18 +81,16 @@ def test_the_table_shows_medians_ratios_and_memory():
     ]  # fmt: skip
 
 
-def memory_of_some(measure, row: str, work: dict, steps: int) -> dict[str, tuple[float, float]]:
+def memory_of_some(measure, row: str, name: str, work: dict, steps: int) -> tuple[float, float]:
     """Memory needs processes for each contender, so only the two rows with most are measured."""
-    if row in ("dp2", "checkpoint"):
-        return measure(row, work, steps)
-    return dict.fromkeys(compare.ROWS[row].contenders, (100, 150))
+    return measure(row, name, work, steps) if row in ("dp2", "checkpoint") else (100, 150)
 
 
 def test_every_row_runs_and_its_contenders_do_the_same_work(tmp_path, capsys, monkeypatch):
     assert LlamaForCausalLM  # imported here once, not in each process of the row that compares it
     monkeypatch.setattr(compare, "QUICK", Effort(1, 2, 2))
-    monkeypatch.setitem(compare.LONG, "seq_length", 32)
-    monkeypatch.setitem(compare.MANY, "num_local_experts", 8)
+    monkeypatch.setitem(rows.LONG, "seq_length", 32)
+    monkeypatch.setitem(rows.MANY, "num_local_experts", 8)
     monkeypatch.setattr(compare, "measure_memory", partial(memory_of_some, compare.measure_memory))
     file = tmp_path / "numbers.json"
     compare.main(["--quick", "--json", str(file)], work=TINY)
