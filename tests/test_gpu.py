@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
-from picotron_min import attention, parallelize
+from picotron_min import attention
 from picotron_min.attention import (
     FLASH_CUDA,
     RepeatedAttention,
@@ -35,6 +35,7 @@ from picotron_min.attention import (
 )
 from picotron_min.extensions.memory import offload
 from picotron_min.extensions.overlap.linear import linears
+from picotron_min.extensions.precision import extension as precision
 from picotron_min.extensions.settings import Layout
 from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
@@ -110,7 +111,7 @@ def test_a_step_casts_each_weight_once_and_the_head_once_a_micro_batch(pool, rec
 
 def steps_in_bfloat16(with_copies: bool, sizes: dict) -> list[tuple]:
     config = make_config(micro_batches=2, optimizer="adamw", dtype="bfloat16", **sizes)
-    without = mock.patch.object(parallelize, "apply_copies")
+    without = mock.patch.object(precision, "apply_copies")
     with contextlib.nullcontext() if with_copies else without:
         training = make_training(config, MODEL)
     results = [training.step(step) for step in range(3)]
