@@ -156,7 +156,7 @@ def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
     asked.assert_called_once_with(
         PRESETS["tiny"],
         Layout(pp=4, tp=2, pp_engine="afab", sequence_parallel=True),
-        Workload(128, 3, 5, "bfloat16", "full", "sgd"),
+        Workload(128, 3, 5, "bfloat16", recompute="full", optimizer="sgd"),
         "cuda",
     )
 

@@ -96,7 +96,7 @@ class Candidate(NamedTuple):
 def all_values(request: Request, name: str, layout: Layout) -> Sequence:
     """The values that make sense for a choice beside the others of a layout, in order."""
     gpus, tp, cp, pp = request.gpus, layout.tp, layout.cp, layout.pp
-    schedule = SCHEDULES[layout.pp_engine]
+    schedule = layout.schedule
     match name:
         case "tp":
             return [n for n in divisors(gpus) if n <= request.max_tp]

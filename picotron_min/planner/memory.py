@@ -18,7 +18,6 @@ from itertools import chain, islice
 from operator import sub
 from typing import NamedTuple
 
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.layout import STRIPE_ROWS
@@ -163,7 +162,7 @@ def _memory_of(
     moved, on_their_way = _offloaded(share, saved, layer_input, work.offload * moves)
     kept = sum(saved) - moved
 
-    schedule, sizes = SCHEDULES[layout.pp_engine], (rank, layout.pp, work.num_micro_batches)
+    schedule, sizes = layout.schedule, (rank, layout.pp, work.num_micro_batches)
     live = losses = schedule.live_activations(*sizes, layout.pp_chunks) / layout.pp_chunks
     if schedule.splits_backward:
         factors = sum(factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
@@ -195,7 +194,7 @@ def _live_until_w(rank: int, layout: Layout, work: Workload, held: float) -> flo
     From B to W only factors are left; recomputed, they are more than what forward has kept.
     """
     few = min(work.num_micro_batches, 4 * layout.pp)  # more of them repeat what these do
-    plan = SCHEDULES[layout.pp_engine].plan(rank, layout.pp, few, layout.pp_chunks)
+    plan = layout.schedule.plan(rank, layout.pp, few, layout.pp_chunks)
     return peak_live(plan, held) / layout.pp_chunks  # each is of one chunk
 
 

@@ -20,7 +20,7 @@ def add_parameters(
 ) -> None:
     """Add to `sent` what a rank sends for its parameters in a step."""
     places, wide = places_of(rank, layout), WIDE[workload.dtype]
-    pipeline = layout.pp_engine, layout.pp, layout.pp_chunks
+    pipeline = layout.schedule, layout.pp, layout.pp_chunks
     is_tied = model_config.tie_word_embeddings and ends_share_rank(*pipeline)
     for unit in parameters_of_rank(model_config, layout, workload.seq_length, places).units:
         for part in unit.parts:

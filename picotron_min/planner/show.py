@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from picotron_min import costs
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.planner.choices import Request
 from picotron_min.planner.explain import gb, gigabytes, lines_of, why
@@ -81,7 +80,7 @@ def details(request: Request, best: Candidate, width: int) -> str:
     blocks = [times(best, width), memory(request, best.memory), traffic(request, best)]
     m, layout = best.workload.num_micro_batches, best.layout
     if layout.pp > 1 and layout.pp * m * layout.pp_chunks <= MOST_DRAWN:
-        schedule = SCHEDULES[layout.pp_engine]
+        schedule = layout.schedule
         plans = [schedule.plan(r, layout.pp, m, layout.pp_chunks) for r in range(layout.pp)]
         drawn = draw(simulate(plans, place=schedule.place), width)
         blocks.append(f"schedule {layout.pp_engine}\n{drawn}")

@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.pipeline_schedule import stages_of
 from picotron_min.planner.layer_time import LayerTimes
@@ -141,7 +140,7 @@ class StepTime:
         mean = sum(times[rank].total() * n for rank, n in ranks.items()) / layout.pp
         slowest = max(ranks, key=lambda rank: times[rank].total())
         parts = Counter({name: m * seconds for name, seconds in times[slowest].items()})
-        idle = SCHEDULES[layout.pp_engine].bubble(layout.pp, m, layout.pp_chunks)
+        idle = layout.schedule.bubble(layout.pp, m, layout.pp_chunks)
         bubble = m * mean * idle / (1 - idle)  # idle slots beside each busy one
         # Of ranks that share cores, the others compute faster while one waits: a step takes as long
         # as the work of all, or as the longest chain at a whole core's speed if that is longer.

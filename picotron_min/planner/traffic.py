@@ -17,7 +17,6 @@ import math
 from itertools import accumulate, pairwise
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.activations import BYTES, WIDE
 from picotron_min.planner.parameter_traffic import add_parameters
@@ -69,7 +68,7 @@ class _Activations:
 
     def of_rank(self, me: int) -> None:
         """Of a pipeline rank."""
-        layout, place = self.layout, SCHEDULES[self.layout.pp_engine].place
+        layout, place = self.layout, self.layout.schedule.place
         ranks = [place(stage, layout.pp)[0] for stage in range(layout.num_stages)]
         stops = [0, *accumulate(layers_of_stages(self.config, layout, self.work.seq_length))]
         for rank, layers in zip(ranks, pairwise(stops), strict=True):

@@ -3,7 +3,7 @@
 from itertools import zip_longest
 
 from picotron_min.costs import common_flops_per_token, model_flops_per_token
-from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.extensions.settings import Layout
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
@@ -185,7 +185,7 @@ def pipeline(run: Run) -> str:
     parts = [paragraph(how)]
     if layout.num_stages * m <= pictures.MOST_SPANS:  # more would take long, and show little
         plans = build_plans(layout.pp_engine, layout.pp, m, layout.pp_chunks)
-        planned = simulate(plans, place=SCHEDULES[layout.pp_engine].place)
+        planned = simulate(plans, place=layout.schedule.place)
         parts.insert(0, gallery(pictures.pipeline_picture({"planned": planned}, "forwards", 1.0)))
     return section("The pipeline", *parts)
 
