@@ -14,7 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from picotron_min.pipeline_schedule import SCHEDULES, Schedule
 
@@ -40,14 +40,14 @@ class Grid(NamedTuple):
 class Layout:
     """The size of each axis of the mesh, and what belongs to it."""
 
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
+    pp: int = 1  # pipeline parallel: each rank has some of the layers
+    dp: int = 1  # data parallel: each rank has some of the batch
+    cp: int = 1  # context parallel: every sequence is split
+    tp: int = 1  # tensor parallel: every matrix is split
     pp_engine: str = "1f1b"  # a name in pipeline_schedule.SCHEDULES
-    pp_chunks: int = 1  # stages of a rank
+    pp_chunks: int = 1  # stages of a rank, for schedules that take several
     pp_layers: tuple[int, ...] | None = None  # of each stage; None: balanced, see costs.py
-    cp_engine: str = "ring"  # or "ulysses"
+    cp_engine: Literal["ring", "ulysses"] = "ring"
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
 
     @property
@@ -95,22 +95,22 @@ class Workload:
     seq_length: int  # tokens
     micro_batch_size: int = 1  # sequences
     num_micro_batches: int = 1
-    dtype: str = "float32"  # of matmuls: float32, bfloat16 or float64
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of matmuls
     flash_attention: bool = True
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the weights are updated; the defaults and their meaning are those of config.json."""
+    """How the weights are updated."""
 
-    optimizer: str = "adamw"  # or "sgd"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 3e-4
-    min_learning_rate: float = 0.0
-    schedule: str = "constant"  # or "cosine", "wsd": after the warm-up
+    min_learning_rate: float = 0.0  # where cosine and wsd end
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up
     warmup_steps: int = 0
     total_train_steps: int = 200
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float | None = 1.0
-    count_zeros: bool = False  # record how many elements of the gradient are 0
+    weight_decay: float = 0.1  # of matrices only
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    grad_clip: float | None = 1.0  # largest norm of the whole gradient; None: no clipping
+    count_zeros: bool = False  # record how many elements of the gradient are exactly zero
     fused: bool = True

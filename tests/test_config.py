@@ -106,8 +106,8 @@ BAD = {
     "a misspelt key of another section": ("model", {"seq_lenght": 64},
         "model.seq_lenght is not known: did you mean training.seq_length?"),
     "a key like no other": ("logging", {"zzz": 1},
-        "logging.zzz is not known: use use_wandb, project_name, run_name, metrics_file, "
-        "trace_file, moe_per_layer_logging or log_num_zeros_in_grad"),
+        "logging.zzz is not known: use log_num_zeros_in_grad, use_wandb, project_name, run_name, "
+        "metrics_file, trace_file or moe_per_layer_logging"),
     "only warm-up": ("training", {"warmup_steps": 50, "total_train_steps": 50},
         "warmup_steps=50: must be below total_train_steps=50"),
     "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},
@@ -168,7 +168,7 @@ BAD = {
     "a word that is a value": ("training", {"cosine": True},
         'training.cosine is not known: did you mean training.schedule="cosine"?'),
     "a key that is only a little like others": ("distributed", {"cosines": 2},
-        "distributed.cosines is not known: use tp_size, cp_size, pp_size, dp_size,"),
+        "distributed.cosines is not known: use pp_size, dp_size, cp_size, tp_size,"),
     "more layers than memory": ("model", {"num_hidden_layers": 10**9},
         "num_hidden_layers=1000000000: must be a whole number from 1 up to 10,000"),
     "more heads than memory": ("model", {"num_attention_heads": 10**12, "head_dim": 32},

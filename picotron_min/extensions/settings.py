@@ -7,6 +7,7 @@ extension is used but overlap. Standard library only, so that a run can be plann
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
+from typing import Literal
 
 from picotron_min import layout
 from picotron_min.extensions.experts.mixture import Mixture, expert_rows
@@ -36,12 +37,14 @@ SIZES = tuple(field.name for field in fields(ModelConfig) if field.default is MI
 class Layout(layout.Layout):
     """The size of each axis of the mesh, and what belongs to it."""
 
+    pp_engine: Literal[tuple(SCHEDULES)] = "1f1b"  # see schedules/registry.py
     overlap: bool = True  # weight gradients are computed while messages travel: see overlap/
     tp_overlap: bool = False  # with sequence_parallel: messages during products, see overlap/
-    sharding: str = "none"  # what the dp x cp ranks divide: see sharding/
+    # What the dp x cp ranks divide: see sharding/.
+    sharding: Literal["none", "optimizer", "layerwise", "gradients", "parameters"] = "none"
     ep: int = 1  # ranks among which the experts of a layer are divided: see experts/
     etp: int = 1  # ranks that have a part of each of them
-    ep_engine: str = "alltoall"  # or "allgather"
+    ep_engine: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach their experts
 
     @property
     def schedule(self) -> Schedule:
@@ -79,7 +82,7 @@ class Routing:
     moe_z_loss_coeff: float = 0.0  # keeps the router's logits small
     moe_router_bias_update_rate: float = 0.001  # of the bias that sigmoid routers have
     moe_expert_capacity_factor: float | None = None  # None: no token is dropped
-    moe_token_drop_policy: str = "probs"  # or "position": which tokens an expert keeps
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"  # which tokens an expert keeps
     moe_pad_expert_input_to_capacity: bool = False
     moe_router_force_load_balancing: bool = False  # random experts, for benchmarks
 
@@ -89,12 +92,12 @@ class Workload(layout.Workload):
     """What one data-parallel rank computes in a step."""
 
     compile: bool = False  # see memory/
-    recompute: str = "none"  # or "selective", "full"
+    recompute: Literal["none", "full", "selective"] = "none"  # selective: attention only
     offload: int = 0  # layers of each stage whose activations wait on the host
     fp8: bool = False  # layers' linears multiply in 8 bits: see precision/
     fp8_skip: int = 0  # number of first and last layers that stay in `dtype`
-    optimizer: str = "adamw"  # or "muon", "sgd": see optimizers/
-    moments: str = "float32"  # or "bfloat16": of AdamW
+    optimizer: str = "adamw"  # this and moments as in Recipe
+    moments: str = "float32"
     routing: Routing = Routing()
 
     def in_fp8(self, layer: int, num_layers: int) -> bool:
@@ -105,7 +108,7 @@ class Workload(layout.Workload):
 class Recipe(layout.Recipe):
     """How the weights are updated."""
 
-    optimizer: str = "adamw"  # or "muon", "sgd": see optimizers/
-    momentum: float = 0.95  # of Muon
-    moments: str = "float32"  # or "bfloat16": in which AdamW keeps its averages
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"  # muon: of hidden matrices
+    momentum: float = 0.95  # of Muon; AdamW, with its betas, updates the rest
+    moments: Literal["float32", "bfloat16"] = "float32"  # in which AdamW keeps its averages
     dtype: str = "float32"  # of matmuls; Muon has some

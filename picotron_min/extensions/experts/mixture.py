@@ -10,6 +10,7 @@ X experts of size F; a token uses k of them. Standard library only, to plan with
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig, mlp
@@ -29,7 +30,7 @@ class Mixture(ModelConfig):
     n_shared_experts: int = 0  # every token also uses an MLP of so many times an expert's size
     moe_shared_expert_gate: bool = False  # which a learned number between 0 and 1 scales
     mlp_only_layers: tuple[int, ...] = ()  # layers without experts
-    scoring_func: str = "softmax"  # or "sigmoid": how a router's logits become scores
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # turns a router's logits into scores
     norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
     n_group: int = 1  # with sigmoid: a token's experts are in the best topk_group of n_group
     topk_group: int = 1
