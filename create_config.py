@@ -2,10 +2,10 @@
 
     python create_config.py --out_dir runs --exp_name first --dp 2 --model_name tiny --use_cpu
 
-writes runs/first/config.json. Every key of the schema in picotron_min/runtime/config.py is a flag;
-those that picotron's create_config.py has go by its names too (`--tp`, `--mbs`, ...). Only
-what is given is written, everything else stays at the schema's default. Nothing is ever deleted,
-no other file is overwritten without --force, and the network is not used.
+writes runs/first/config.json. Every key of picotron_min/runtime/config.py is a flag; those that
+picotron's create_config.py has go by its names too (`--tp`, `--mbs`, ...). Only what is given is
+written, everything else stays at its default. Nothing is ever deleted, no other file is overwritten
+without --force, and the network is not used.
 """
 
 import argparse
@@ -22,20 +22,18 @@ from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.show import measures
-from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
+from picotron_min.runtime.config import AXES, KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
-from picotron_min.runtime.config_file import CHOICES, MOST_PROCESSES, nearest, parse_config
+from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
 from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import parse_json
 from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted, expected
 
-ALIASES = {
-    f"distributed.{axis}_size": f"--{axis}" for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
-}
-ALIASES |= {f"{section}.name": f"--{section}_name" for section in ("model", "dataset")}
-ALIASES |= {"training.micro_batch_size": "--mbs", "training.seq_length": "--seq_len"}
-ALIASES["training.gradient_accumulation_steps"] = "--grad_acc_steps"
+ALIASES = {f"distributed.{axis}_size": axis for axis in AXES}
+ALIASES |= {"model.name": "model_name", "dataset.name": "dataset_name"}
+ALIASES |= {"training.micro_batch_size": "mbs", "training.seq_length": "seq_len"}
+ALIASES |= {"training.gradient_accumulation_steps": "grad_acc_steps"}
 HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
 ASSUMED_GPU = "H100"  # this machine need not have any
 GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine
@@ -46,8 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         create(arguments)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
@@ -74,7 +71,7 @@ def create(arguments: list[str] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    describe(config, flags.gpu)
+    describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
 
@@ -92,12 +89,12 @@ def build_parser() -> argparse.ArgumentParser:
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
     for where, schema in KEYS.items():
-        names = [ALIASES[where]] if where in ALIASES else []
-        names += [f"--{where.split('.')[1]}"] if not where.endswith(".name") else []
+        names = [ALIASES.get(where), where.split(".")[1]]
+        flags = [f"--{name}" for name in names if name not in (None, "name")]
         is_switch = "boolean" in types_of(schema)
         options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": ""}
         about = f"{where}, default {json.dumps(schema['default'])}: {expected(schema)}"
-        parser.add_argument(*names, dest=where, help=about, **options)
+        parser.add_argument(*flags, dest=where, help=about, **options)
     return parser
 
 
@@ -119,30 +116,25 @@ def to_config(flags: argparse.Namespace) -> dict:
 
 
 def parse_value(where: str, value: str | bool) -> object:
-    """A flag's text as JSON (3, 1e-4, [0.9, 0.95], null), or as it is where the key takes text.
-
-    What is neither stays text, and the schema reports what it expected.
-    """
+    """A flag's text as JSON (3, 1e-4, [0.9, 0.95], null), or as it is where the key takes text."""
     if isinstance(value, bool) or "string" in types_of(KEYS[where]):
         return value
     try:
         return parse_json(value)
-    except ValueError:
+    except ValueError:  # stays text, and the schema reports what it expected
         return value
 
 
 def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    """The remedy for an unknown flag: the one whose value it is, or the nearest."""
+    """The remedy for an unknown flag: the nearest."""
     word = word.split("=")[0]
     flags = [f for f in parser._option_string_actions if ("--no-" in f) == ("--no-" in word)]
-    value, names = word.lstrip("-").lower(), {flag.lstrip("-"): flag for flag in flags}
-    meant = names.get(nearest(value, names))
-    if not meant and value in CHOICES:
-        meant = f"--{CHOICES[value].split('.')[1]} {value}"
+    names = {flag.lstrip("-"): flag for flag in flags}
+    meant = names.get(nearest(word.lstrip("-"), names))
     return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
 
 
-def describe(config: Config, gpu: str | None) -> None:
+def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
     """Print what the config means: processes, batch, parameters, and bytes per rank."""
     t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
@@ -154,16 +146,20 @@ def describe(config: Config, gpu: str | None) -> None:
     print(f"tokens per step  {config.tokens_per_step:,} = {product}")
     own = ", the model's own" if tokenizer == tokenizer_of(config.model.name) else ""
     print(f"tokenizer        {tokenizer}{own}")
-    if is_known_here(name := config.model.name):
-        model_config = resolve_model(config)
-        print_costs(config, model_config)
-        if config.model.offload:
-            print_offload(config, model_config, GPUS[gpu or ASSUMED_GPU])
-        if not config.distributed.use_cpu:
-            print_prediction(config, model_config, gpu)
-    else:  # a hub id, checked when the run fetches it
+    if not is_known_here(name := config.model.name):  # a hub id, checked when the run fetches it
         remedy = f"download {name} and name its folder"
         print(f"parameters       not known without the network: {remedy}")
+        return
+    model_config = resolve_model(config)
+    count, matmul = parameter_count(model_config), matmul_parameters(model_config)
+    print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
+    if model_config.num_local_experts:
+        print_experts(config, model_config)
+    print_memory(config, model_config)
+    if config.model.offload:
+        print_offload(config, model_config, gpu)
+    if not config.distributed.use_cpu:
+        print_prediction(config, model_config, gpu, is_assumed)
 
 
 def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
@@ -176,49 +172,60 @@ def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
         print(f"  and {counted(more, 'more row')}")
 
 
-def print_costs(config: Config, model_config: ModelConfig) -> None:
-    m, t = config.model, config.training
+def print_experts(config: Config, c: ModelConfig) -> None:
+    layout, X = config.layout, c.num_local_experts
+    layers = counted(sum(map(c.has_experts, range(c.num_hidden_layers))), "layer")
+    parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
+    print(f"experts          {X} in each of {layers}, {c.num_experts_per_tok} of them a token")
+    print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
+    if not config.training.moe_expert_capacity_factor:
+        why = "their activations have no bound: all tokens may"
+        print(f"  without moe_expert_capacity_factor {why}")
+        print("  choose the same experts; the memory below is that of tokens spread evenly")
+
+
+def print_memory(config: Config, model_config: ModelConfig) -> None:
+    m, t, sharding = config.model, config.training, config.layout.sharding
     device = "cpu" if config.distributed.use_cpu else "cuda"
     memory = memory_per_rank(model_config, config.layout, config.workload, device)
-    count, matmul = parameter_count(model_config), matmul_parameters(model_config)
-    print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
-    print_experts(config, model_config)
     print("memory per rank  by the formulas of picotron_min/planner/memory.py, memory_per_rank:")
-    size = 8 if m.dtype == "float64" else 4
+    each = f"{8 if m.dtype == 'float64' else 4} bytes a parameter"
+    each += " of this rank" if sharding == "none" else f', sharding "{sharding}"'
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
     copy = ", + 2 bytes for copies to multiply with" if m.fp8 else copy
     states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
-    each = f"{size} bytes a parameter of this rank"
     offload = f", offload {m.offload}" if m.offload else ""
-    if config.layout.sharding != "none":
-        each = f'{size} bytes a parameter, sharding "{config.layout.sharding}"'
-    for what, count, formula in [
-        ("weights", memory.weights, each + copy),
-        ("gradients", memory.gradients, each),
-        ("optimizer state", memory.optimizer_state, f"{states[t.optimizer]} ({t.optimizer})"),
-        ("activations", memory.activations, f"saved_per_token, recompute {m.recompute}{offload}"),
-        ("loss", memory.loss, "logits of a stripe, gradients of lm_head and its input"),
-        ("together", memory.total, "without torch itself and temporaries"),
-    ]:
+    formulas = {
+        "weights": each + copy,
+        "gradients": each,
+        "optimizer_state": f"{states[t.optimizer]} ({t.optimizer})",
+        "activations": f"saved_per_token, recompute {m.recompute}{offload}",
+        "loss": "logits of a stripe, gradients of lm_head and its input",
+        "total": "without torch itself and temporaries",
+    }
+    for what, formula in formulas.items():
+        count = getattr(memory, what)
         size = f"{count / 1e9:>9.3f} GB" if count >= 1e8 else f"{count / 1e6:>9.3f} MB"
-        print(f"  {what:<15}{size}   {formula}")
+        print(f"  {what.replace('_', ' ').replace('total', 'together'):<15}{size}   {formula}")
     sent = {"gradients": "gradients are", "parameters": "weights and gradients are"}
-    if config.layout.sharding in sent and (m := t.gradient_accumulation_steps) > 1:
-        print(f"  {sent[config.layout.sharding]} sent for each micro-batch: {m} times a step")
+    if sharding in sent and (batches := t.gradient_accumulation_steps) > 1:
+        print(f"  {sent[sharding]} sent for each micro-batch: {batches} times a step")
 
 
 def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
-    m, t, layout = config.model, config.training, config.layout
+    """What offload saves, and whether its copies are hidden."""
+    m, t, layout, work = config.model, config.training, config.layout, config.workload
     if config.distributed.use_cpu:
         print("offload          saves nothing on a CPU: the copies are in the same memory")
-    if config.distributed.use_cpu or m.dtype not in gpu.peaks:
+        return
+    if m.dtype not in gpu.peaks:
         return
     here, without = (
-        memory_per_rank(model_config, layout, replace(config.workload, offload=layers)).activations
+        memory_per_rank(model_config, layout, replace(work, offload=layers)).activations
         for layers in (m.offload, 0)
     )
     tokens = t.micro_batch_size * t.seq_length // layout.cp
-    fp8 = config.workload.in_fp8(0, model_config.num_hidden_layers)
+    fp8 = work.in_fp8(0, model_config.num_hidden_layers)
     saved = tokens * saved_per_token(model_config, m.dtype, m.recompute, layout, 0, fp8)
     flops = tokens * sum(layer_flops(model_config, t.seq_length, 0).values()) / layout.tp
     copy, forward = saved / HOST_LINK, flops / (gpu.matmul_share * gpu.peaks[m.dtype])
@@ -228,8 +235,7 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
     print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
 
 
-def print_prediction(config: Config, model_config: ModelConfig, asked: str | None) -> None:
-    gpu = GPUS[asked or ASSUMED_GPU]
+def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_assumed: bool) -> None:
     if config.model.fp8:
         print("predicted step   none: how fast FP8 is, is not modelled")
         return
@@ -243,23 +249,8 @@ def print_prediction(config: Config, model_config: ModelConfig, asked: str | Non
     chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
     if left_out := " and ".join(key for key, value in chosen.items() if value):
         print(f"  as without {left_out}, whose effect on the time is not modelled")
-    if not asked:
+    if is_assumed:
         print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
-
-
-def print_experts(config: Config, model_config: ModelConfig) -> None:
-    layout, X, k = config.layout, model_config.num_local_experts, model_config.num_experts_per_tok
-    if not X:
-        return
-    mixtures = sum(map(model_config.has_experts, range(model_config.num_hidden_layers)))
-    parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
-    print(f"experts          {X} in each of {counted(mixtures, 'layer')}, {k} of them a token")
-    print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
-    if not config.training.moe_expert_capacity_factor:
-        print(
-            "  without moe_expert_capacity_factor their activations have no bound: all tokens may"
-        )
-        print("  choose the same experts; the memory below is that of tokens spread evenly")
 
 
 def launch_command(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,8 +50,8 @@ BAD = {
     "a fraction of a step": ("training", {"total_train_steps": 2.5},
         "training.total_train_steps=2.5: must be a whole number from 1 up to 99,999,999"),
     "a whole number as 1e9": ("training", {"max_tokens": 1e9},
-        "training.max_tokens=1000000000.0: must be a whole number above 0 or null, written "
-        "1000000000"),
+        "training.max_tokens=1000000000.0: must be a whole number above 0 or null, without a point "
+        "or an exponent"),
     "true for a number": ("training", {"seed": True},
         "training.seed=true: must be a whole number from 0 up to 9,223,372,036,854,775,807"),
     "a number for true": ("model", {"compile": 1},
@@ -90,8 +89,7 @@ BAD = {
     "an unknown schedule": ("training", {"schedule": "cosin"},
         'training.schedule="cosin": must be "constant", "cosine" or "wsd"'),
     "float16": ("model", {"dtype": "float16"},
-        'model.dtype="float16": must be "float32", "bfloat16" or "float64"; float16 '
-        "overflows without loss scaling, use bfloat16"),
+        'model.dtype="float16": must be "float32", "bfloat16" or "float64"'),
     "threads that are no number": ("environment", {"OMP_NUM_THREADS": "many"},
         'environment.OMP_NUM_THREADS="many": must be a whole number from 1 up to 1,024 or null'),
     "a token in the file": ("environment", {"HF_TOKEN": "hf_secret"},
@@ -102,7 +100,7 @@ BAD = {
     "a key in capitals": ("distributed", {"TP_SIZE": 2},
         "distributed.TP_SIZE is not known: did you mean tp_size?"),
     "a key of another section": ("model", {"seq_length": 64},
-        "model.seq_length is in the wrong place: seq_length belongs in training"),
+        "model.seq_length is not known: did you mean training.seq_length?"),
     "a misspelt key of another section": ("model", {"seq_lenght": 64},
         "model.seq_lenght is not known: did you mean training.seq_length?"),
     "a key like no other": ("logging", {"zzz": 1},
@@ -137,8 +135,8 @@ BAD = {
     "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
         'pp_engine="1f1b" does not fit pp_chunks=2: 1f1b has 1 chunk a rank, not 2: use 1, or'),
     "offload of all layers": ("model", {"offload": 4},
-        "offload=4: the last layer of a stage stays on the device, and there are 4: use at most "
-        "3"),
+        "offload=4: the last layer of a stage stays on the device, and the smallest has 4: use at "
+        "most 3"),
     "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
         "pp_layers=[2, 1]: must be pp_size=2 x pp_chunks=1 = 2 numbers with the sum "
         "num_hidden_layers=4, or null"),
@@ -157,16 +155,8 @@ BAD = {
         "dataset.tokenizer=byte: use bytes, a local path"),
     "no tokenizer folder": ("dataset", {"tokenizer": "/nowhere/at/all"},
         "dataset.tokenizer=/nowhere/at/all: there is no /nowhere/at/all"),
-    "a file to save into": ("checkpoint", {"save_dir": __file__},
-        f"checkpoint.save_dir={__file__} cannot be written, since {__file__} is a file: name"),
-    "a folder to log into": ("logging", {"metrics_file": "/"},
-        "logging.metrics_file=/ cannot be written, since / is a folder: name another file"),
     "too long a timeout": ("distributed", {"timeout_seconds": 10**10},
         "distributed.timeout_seconds=10000000000: must be a whole number from 1 up to 1,000,000"),
-    "a trace in a file": ("logging", {"trace_file": f"{__file__}/trace.json"},
-        f"logging.trace_file={__file__}/trace.json cannot be written, since {__file__} is a file"),
-    "a word that is a value": ("training", {"cosine": True},
-        'training.cosine is not known: did you mean training.schedule="cosine"?'),
     "a key that is only a little like others": ("distributed", {"cosines": 2},
         "distributed.cosines is not known: use pp_size, dp_size, cp_size, tp_size,"),
     "more layers than memory": ("model", {"num_hidden_layers": 10**9},
@@ -191,9 +181,8 @@ BAD = {
     "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
         "dataset.tokenizer=bytes has far fewer ids (257) than vocab_size=49152 of"
         " model.name=SmolLM-135M: leave it out for the model's own, or set vocab_size"),
-    "no checkpoint": ("checkpoint", {"load_path": "nowhere"},
-        "checkpoint.load_path=nowhere is no checkpoint (no state.json): use latest, "
-        "or a folder like checkpoints/step-00000010"),
+    "a name that no file system allows": ("dataset", {"tokenizer": "./" + "x" * 256},
+        f"dataset.tokenizer=./{'x' * 256}: there is no /"),
 }
 # fmt: on
 
@@ -217,8 +206,8 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
         ("", "Expecting value: line 1 column 1 (char 0)"),
         ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
         ('{"trainng": {}}', "trainng is not known: did you mean training?"),
-        ('{"seed": 1}', "seed is in the wrong place: seed belongs in training"),
-        ('{"name": "tiny"}', "name is in the wrong place: name belongs in model or dataset"),
+        ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
+        ('{"name": "tiny"}', "name is not known: did you mean model.name?"),
         ('{"training": 5}', "training=5: must be a section, { ... }"),
         (
             '{"model": {"name": "a", "compile": true, "name": "b"}}',
@@ -403,16 +392,10 @@ def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
         resolve_model(config)
 
 
-def test_local_files_are_accepted_and_the_newest_checkpoint_is_offered(tmp_path):
-    (tmp_path / "step-00000020").mkdir()
-    (tmp_path / "step-00000020" / "state.json").write_text("{}")
+def test_local_files_are_accepted(tmp_path):
     (tmp_path / "text.txt").write_text("text")
-    checkpoint = {"save_dir": str(tmp_path), "load_path": str(tmp_path / "step-00000020")}
     dataset = {"name": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
-    parse_config({"checkpoint": checkpoint, "dataset": dataset})
-    parse_config({"checkpoint": checkpoint | {"load_path": "latest"}})
-    (problem,) = problems({"checkpoint": checkpoint | {"load_path": str(tmp_path)}})
-    assert problem.endswith(f"use latest, or a folder like {tmp_path / 'step-00000020'}")
+    parse_config({"dataset": dataset})
 
 
 def test_layouts_that_do_not_fit_the_model_name_those_that_do():
@@ -444,11 +427,11 @@ BAD_EXPERTS = {
     "a part of a row": ({"etp_size": 5, "dp_size": 5}, {}, {},
         "etp_size=5 does not divide moe_intermediate_size=96: use 1"),
     "ep without experts": ({"ep_size": 2, "dp_size": 2}, NONE | {"num_local_experts": 0}, {},
-        "ep_size=2 shares out experts, and model.name=tiny has none: use 1, or set "
-        "num_local_experts"),
+        "model.name=tiny has no experts, but ep_size=2: set num_local_experts, or leave the rest "
+        "out"),
     "etp without experts": ({"etp_size": 2, "dp_size": 2}, NONE, {},
-        "etp_size=2 shares out experts, and model.name=tiny has none: use 1, or set "
-        "num_local_experts"),
+        "model.name=tiny has no experts, but etp_size=2: set num_local_experts, or leave the rest "
+        "out"),
     "keys of experts without any":
         ({}, NONE | {"n_shared_experts": 2} | SIGMOID, {},
         'model.name=tiny has no experts, but n_shared_experts=2, scoring_func="sigmoid": set '
@@ -463,8 +446,8 @@ BAD_EXPERTS = {
         ({"tp_size": 2}, {"mlp_only_layers": [0], "intermediate_size": 383}, {},
         "tp_size=2 does not divide intermediate_size=383: use 1"),
     "padding to no capacity": ({}, {}, {"moe_pad_expert_input_to_capacity": True},
-        "moe_pad_expert_input_to_capacity=true needs a capacity: set moe_expert_capacity_factor, "
-        "for example to 1.25, or padding to false"),
+        "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor: set it, for "
+        "example to 1.25"),
     "more choices than experts": ({}, {"num_experts_per_tok": 9}, {},
         "num_experts_per_tok=9 exceeds num_local_experts=8: use at most 8"),
     "a router that learns nothing": ({}, {"num_experts_per_tok": 1}, {},
@@ -625,17 +608,6 @@ def test_more_processes_than_a_machine_can_start_need_torchrun(tmp_path):
     assert load_config(path, 10**5).world_size == 10**5
 
 
-def test_a_path_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    for key in ("trace_file", "metrics_file"):
-        (problem,) = problems({"logging": {key: f"{tmp_path}/new/file"}})
-        assert f"logging.{key}={tmp_path}/new/file cannot be written, since you may" in problem
-    (problem,) = problems({"checkpoint": {"save_dir": f"{tmp_path}/new"}})
-    assert f"checkpoint.save_dir={tmp_path}/new cannot be written" in problem
-    (tmp_path / "mine").mkdir()
-    parse_config({"checkpoint": {"save_dir": f"{tmp_path}/mine/new"}})
-
-
 def write_tokenizer(path: Path, num_ids: int) -> str:
     """A tokenizer's .json file as the `tokenizers` package writes it."""
     vocabulary = {f"w{i}": i for i in range(num_ids - 1)}
@@ -677,7 +649,7 @@ def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
     (problem,) = problems({"model": {"name": str(folder)}})
     assert problem == (
         f"model.name={folder} holds no tokenizer: copy its files there, or set dataset.tokenizer to"
-        " a folder, a .json file, a hub id, or bytes"
+        " a folder, a hub id or bytes"
     )
     write_tokenizer(folder / "tokenizer.json", 100)
     assert tokenizer(str(folder)) == str(folder)
@@ -692,22 +664,6 @@ def test_bytes_in_a_vocabulary_that_is_given_or_a_little_larger_are_accepted():
     parse_config({"model": {"vocab_size": 512}})
 
 
-@pytest.mark.parametrize(
-    "key,expected",
-    [
-        ("checkpoint.save_dir", "cannot be written, since a name in it is too long"),
-        ("dataset.cache_dir", "cannot be written, since a name in it is too long"),
-        ("logging.metrics_file", "cannot be written, since a name in it is too long"),
-        ("checkpoint.load_path", "is no checkpoint"),
-        ("dataset.tokenizer", "there is no"),
-    ],
-)
-def test_a_name_that_no_file_system_allows_is_refused_with_its_key(tmp_path, key, expected):
-    (section, name), path = key.split("."), f"{tmp_path}/{'x' * 256}"
-    (problem,) = problems({section: {name: path}})
-    assert problem.startswith(f"{key}={path}") and expected in problem
-
-
 def test_a_folder_that_may_not_be_listed_is_no_traceback(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
 
@@ -715,11 +671,5 @@ def test_a_folder_that_may_not_be_listed_is_no_traceback(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.listdir", forbidden)
+        patch.setattr("os.scandir", forbidden)
         assert parse_config({"model": {"name": str(tmp_path)}}).tokenizer == str(tmp_path)
-
-
-def test_the_newest_checkpoint_of_a_folder_that_cannot_be_is_not_looked_for(tmp_path):
-    checkpoint = {"save_dir": f"{tmp_path}/{'x' * 256}", "load_path": f"{tmp_path}/none"}
-    long, none = problems({"checkpoint": checkpoint})
-    assert "a name in it is too long" in long and f"{tmp_path}/none is no checkpoint" in none

@@ -1,30 +1,25 @@
-"""What no single key of config.json shows: whether the keys fit each other, files and model."""
+"""Checks of config.json that no single key allows: its keys fit each other, files and the model."""
 
 import difflib
+import glob
 import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
-from picotron_min.costs import layers_of_stages
-from picotron_min.extensions.settings import LARGEST_BETA2, Layout, ModelConfig, chunks_problem
-from picotron_min.runtime.config import KEYS, Config, ConfigError
-from picotron_min.runtime.float8_checks import fp8_problems
+from picotron_min.extensions.settings import LARGEST_BETA2, ModelConfig, chunks_problem
+from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.json_file import read_json
+from picotron_min.runtime.model_checks import model_problems
 from picotron_min.runtime.public_models import PRESETS, check_numbers, find_preset, from_hf
-from picotron_min.runtime.wording import choice, shown
-
-MIXTURE = ("num_experts_per_tok", "n_shared_experts", "moe_shared_expert_gate", "mlp_only_layers")
-MIXTURE += ("scoring_func", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
-DEFAULTS = {f.name: f.default for f in fields(ModelConfig) if f.name in MIXTURE}
+from picotron_min.runtime.wording import choice, divisors, shown
 
 
 def problems_of(config: Config) -> Iterator[str]:
     """Sentences, with numbers and remedy: what does not fit, as far as this machine shows it."""
-    for check in (_training_problems, layout_problems, _path_problems):
+    for check in (_training_problems, layout_problems, _name_problems):
         yield from check(config)
     try:
         if is_known_here(config.model.name):
@@ -46,13 +41,14 @@ def _training_problems(config: Config) -> Iterator[str]:
     if t.max_tokens and t.max_tokens < tokens:
         yield f"max_tokens={t.max_tokens}: must be at least {tokens}, the tokens of one step"
     if t.moe_pad_expert_input_to_capacity and not t.moe_expert_capacity_factor:
-        why = "moe_pad_expert_input_to_capacity=true needs a capacity"
-        yield f"{why}: set moe_expert_capacity_factor, for example to 1.25, or padding to false"
+        needs = "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor"
+        yield f"{needs}: set it, for example to 1.25"
     if trace_file and steps < 5:
         yield f"trace_file={trace_file} records steps 3 to 5: raise total_train_steps={steps} to 5"
 
 
 def layout_problems(config: Config) -> Iterator[str]:
+    """What does not fit whatever the model is."""
     d, seq_length = config.distributed, config.training.seq_length
     if config.training.optimizer == "muon" and d.sharding not in ("none", "layerwise"):
         why = f'optimizer="muon" needs whole matrices and sharding="{d.sharding}" cuts them'
@@ -74,8 +70,7 @@ def layout_problems(config: Config) -> Iterator[str]:
     if ranks % needed:
         made = f"ep_size={d.ep_size} x etp_size={d.etp_size} = {needed} does not divide"
         of = f"dp_size={d.dp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} = {ranks}"
-        good = choice(n for n in range(1, min(ranks, 64) + 1) if ranks % n == 0)
-        yield f"{made} {of}: use a product of {good}"
+        yield f"{made} {of}: use a product of {divisors(ranks)}"
     if d.pp_size == 1 and (d.pp_chunks > 1 or chunks_problem(d.pp_engine, 1)):
         given = f'pp_engine="{d.pp_engine}" with pp_chunks={d.pp_chunks}'
         yield f"{given} needs more than pp_size=1: use more ranks, or 1f1b with pp_chunks 1"
@@ -83,33 +78,16 @@ def layout_problems(config: Config) -> Iterator[str]:
         yield f'pp_engine="{d.pp_engine}" does not fit pp_chunks={d.pp_chunks}: {problem}'
 
 
-def _path_problems(config: Config) -> Iterator[str]:
+def _name_problems(config: Config) -> Iterator[str]:
     built_in = {"dataset.name": ["stdlib"], "model.weights": [], "dataset.tokenizer": ["bytes"]}
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
     own = config.tokenizer  # the model's, if none is given
-    if not config.dataset.tokenizer and not _may_hold_tokenizer(own):
-        others = "a folder, a .json file, a hub id, or bytes"
-        remedy = f"copy its files there, or set dataset.tokenizer to {others}"
+    names = glob.glob("*", root_dir=own)  # none, too, if it is no folder, or one that is not ours
+    if names and not config.dataset.tokenizer and not re.search(r"token|vocab|\.model", str(names)):
+        remedy = "copy its files there, or set dataset.tokenizer to a folder, a hub id or bytes"
         yield f"model.name={own} holds no tokenizer: {remedy}"
-    for key in KEYS:
-        if key.endswith(("_dir", "_file")) and (path := attrgetter(key)(config)):
-            yield from _unwritable(key, path, "folder" if key.endswith("_dir") else "file")
-    save_dir, load_path = config.checkpoint.save_dir, config.checkpoint.load_path
-    if load_path not in (None, "latest") and not os.path.isfile(f"{load_path}/state.json"):
-        # glob raises an error for a name that is too long, which has a message of its own.
-        saved = Path(save_dir).glob("step-*/state.json") if os.path.isdir(save_dir) else ()
-        example = max(saved, default=Path(save_dir, "step-00000010/state.json")).parent
-        why = f"checkpoint.load_path={load_path} is no checkpoint (no state.json)"
-        yield f"{why}: use latest, or a folder like {example}"
-
-
-def _may_hold_tokenizer(name: str) -> bool:
-    try:
-        return bool(re.search(r"token|vocab|\.model", str(os.listdir(name))))
-    except OSError:  # no folder; or one that may not be read, like its config.json
-        return True
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
@@ -139,19 +117,6 @@ def is_known_here(model_name: str) -> bool:
 def uses_hub(config: Config) -> bool:
     names = [config.model.weights, config.dataset.name, config.tokenizer]
     return not is_known_here(config.model.name) or any(name and _on_hub(name) for name in names)
-
-
-def _unwritable(key: str, path: str, kind: str) -> Iterator[str]:
-    """Why a run cannot write to a path: what exists of it decides, nothing is made."""
-    whole, problem = Path(path).absolute(), f"{key}={path} cannot be written, since"
-    there = next(part for part in (whole, *whole.parents) if os.path.exists(part))
-    if there.is_dir() != (kind == "folder" or there != whole):
-        is_kind = "folder" if there.is_dir() else "file"
-        yield f"{problem} {there} is a {is_kind}: name another {kind}"
-    elif not os.access(there, os.W_OK):
-        yield f"{problem} you may not write to {there}: name another"
-    elif any(len(os.fsencode(part)) > 255 for part in whole.parts):
-        yield f"{problem} a name in it is too long: use up to 255 bytes"
 
 
 def resolve_model(config: Config) -> ModelConfig:
@@ -185,83 +150,6 @@ def _hugging_face_config(name: str) -> Path:
         why = str(error).strip().partition("\n")[0]
         remedy = "check the spelling, the network and your access, or name a preset or a folder"
         raise ValueError(f"cannot fetch its config.json from the hub ({why}): {remedy}") from None
-
-
-def model_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
-    """Why the layout and the sequence do not fit the model's numbers."""
-    layout, seq_length = config.layout, config.training.seq_length
-    tp, cp, V = layout.tp, layout.cp, model_config.vocab_size
-    sizes = _sizes_that_tp_cuts(model_config, layout, seq_length)
-    for what, size in sizes.items():
-        if size % tp:
-            yield f"tp_size={tp} does not divide {what}: use {_divisors(math.gcd(*sizes.values()))}"
-    yield from _expert_problems(config, model_config)
-    yield from fp8_problems(config, model_config)
-    num_heads = model_config.num_attention_heads
-    if layout.cp_engine == "ulysses" and (heads := num_heads // tp) % cp:
-        needs = f"num_attention_heads={num_heads} / tp_size={tp} = {heads}: use {_divisors(heads)}"
-        yield f'cp_size={cp} does not divide {needs}, or cp_engine="ring"'
-    if (tp - 1) * (rows := math.ceil(V / tp)) >= V:
-        yield f"tp_size={tp} is too large to split vocab_size={V}, {rows} rows a rank: lower it"
-    made = f"pp_size={layout.pp} x pp_chunks={layout.pp_chunks}"
-    stages, layers, given = layout.num_stages, model_config.num_hidden_layers, layout.pp_layers
-    if given and (len(given), sum(given)) != (stages, layers):
-        needs = f"{made} = {stages} numbers with the sum num_hidden_layers={layers}"
-        yield f"pp_layers={list(given)}: must be {needs}, or null"
-    if stages > layers:
-        yield f"{made} = {stages} stages exceed num_hidden_layers={layers}: use at most {layers}"
-    elif offload := config.model.offload:
-        fewest = min(layers_of_stages(model_config, layout, seq_length))
-        if offload >= fewest:
-            there = f"the smallest of {stages} stages has" if stages > 1 else "there are"
-            why = f"the last layer of a stage stays on the device, and {there} {fewest}"
-            yield f"offload={offload}: {why}: use at most {fewest - 1}"
-    if seq_length > (longest := model_config.max_position_embeddings):
-        where = f"max_position_embeddings={longest} of model.name={config.model.name}"
-        yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
-
-
-def _sizes_that_tp_cuts(
-    model_config: ModelConfig, layout: Layout, seq_length: int
-) -> dict[str, int]:
-    """What each of the tp ranks has an equal part of, as messages show it."""
-    c, cp, n = model_config, layout.cp, model_config.n_shared_experts
-    keys = ["num_attention_heads", "num_key_value_heads"]
-    if not all(map(c.has_experts, range(c.num_hidden_layers))):
-        keys.append("intermediate_size")
-    sizes = {f"{key}={getattr(c, key)}": getattr(c, key) for key in keys}
-    if c.num_local_experts and n:
-        made = f"n_shared_experts={n} x moe_intermediate_size={c.moe_intermediate_size}"
-        sizes[f"{made} = {n * c.moe_intermediate_size}"] = n * c.moe_intermediate_size
-    # Before tokens go to experts, the ranks share them out, also without sequence parallelism.
-    if c.num_local_experts and not layout.sequence_parallel and seq_length % cp == 0:
-        sizes[f"seq_length={seq_length} / cp_size={cp} = {seq_length // cp}"] = seq_length // cp
-    return sizes
-
-
-def _expert_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
-    """Why the experts cannot be shared out among ranks."""
-    X, F, layout = model_config.num_local_experts, model_config.moe_intermediate_size, config.layout
-    ranks = layout.dp * layout.cp * layout.tp
-    given = {name: getattr(config.model, name) for name in MIXTURE}
-    others = [f"{k}={shown(v)}" for k, v in given.items() if v not in (None, DEFAULTS[k], [])]
-    if not X and others:
-        why = f"model.name={config.model.name} has no experts, but {', '.join(others)}"
-        yield f"{why}: set num_local_experts, or leave the rest out"
-    for key, size, what, number in (
-        ("ep_size", layout.ep, "num_local_experts", X),
-        ("etp_size", layout.etp, "moe_intermediate_size", F),
-    ):
-        if size > 1 and not X:
-            why = f"{key}={size} shares out experts, and model.name={config.model.name} has none"
-            yield f"{why}: use 1, or set num_local_experts"
-        elif number % size:
-            good = _divisors(math.gcd(number, ranks))
-            yield f"{key}={size} does not divide {what}={number}: use {good}"
-
-
-def _divisors(number: int) -> str:
-    return choice(n for n in range(1, number + 1) if number % n == 0)
 
 
 def _vocabulary(config: Config, model_config: ModelConfig) -> Iterator[str]:

@@ -71,18 +71,21 @@ def _describe(kind: str, raw: dict, section: str, *keys: str) -> str:
         return f"{where} must be null: {why}. Delete it here, run  export HF_TOKEN=..."
     problem = f"{where}={shown(value)}: must be "
     problem += expected(KEYS[where]) if keys else "a section, { ... }"
-    is_quoted = re.fullmatch(r'"(-?[\d.]+(e[-+]?\d+)?|true|false)"', shown(value).lower())
+    is_quoted = isinstance(value, str) and re.fullmatch(r"[-\d.e]+|true|false", value.lower())
     if is_quoted and kind in ("int_type", "float_type", "bool_type"):
         problem += ", without quotes"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        problem += f", written {int(value)}"
-    if value == "float16":
-        problem += "; float16 overflows without loss scaling, use bfloat16"
+    if kind == "int_type" and isinstance(value, float):
+        problem += ", without a point or an exponent"
     return problem
 
 
-# The first key of each word that is a value: "cosine" is one of training.schedule.
-CHOICES = {word: key for key, schema in reversed(KEYS.items()) for word in schema.get("enum", ())}
+def _unknown(*path: str) -> str:
+    """The remedy for an unknown section or key: where it belongs, or what is near."""
+    where, word = ".".join(path), path[-1]
+    own = SECTIONS[path[0]] if len(path) > 1 else SECTIONS
+    everywhere = {key.split(".")[1]: key for key in reversed(KEYS)}
+    meant = everywhere.get(word) or nearest(word, own) or everywhere.get(nearest(word, everywhere))
+    return f"{where} is not known: {f'did you mean {meant}?' if meant else f'use {choice(own)}'}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -96,17 +99,3 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     whole = [name for name in names if set(lower.split("_")) <= set(name.split("_"))]
     best = whole[0] if len(whole) == 1 else max(names, key=likeness)
     return names[best] if len(whole) == 1 or likeness(best)[0] >= 0.75 else None
-
-
-def _unknown(*path: str) -> str:
-    """The remedy for an unknown section or key: where it belongs, or what is near."""
-    where, word = ".".join(path), path[-1]
-    own = SECTIONS[path[0]] if len(path) > 1 else SECTIONS
-    if homes := [name for name, keys in SECTIONS.items() if word in keys]:
-        return f"{where} is in the wrong place: {word} belongs in {choice(homes)}"
-    everywhere = {dotted.split(".")[1]: dotted for dotted in KEYS}
-    meant = nearest(word, own) or everywhere.get(nearest(word, everywhere))
-    if not meant and word in CHOICES:
-        meant = f'{CHOICES[word]}="{word}"'
-    remedy = f"did you mean {meant}?" if meant else f"use {choice(own)}"
-    return f"{where} is not known: {remedy}"

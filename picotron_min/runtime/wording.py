@@ -16,6 +16,11 @@ def choice(options: Iterable) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def divisors(number: int) -> str:
+    """1, 2, 4 or 8; those up to 1,024"""
+    return choice(n for n in range(1, min(number, 1024) + 1) if number % n == 0)
+
+
 # From JSON schema to English.
 KINDS = {"integer": "a whole number", "number": "a finite number", "boolean": "true or false"}
 KINDS |= {"string": "text of 1 to 4,096 valid characters", "null": "null"}
