@@ -156,9 +156,10 @@ def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
     if model_config.num_local_experts:
         print_experts(config, model_config)
     print_memory(config, model_config)
-    if config.model.offload:
+    if config.distributed.use_cpu and config.model.offload:
+        print("offload          saves nothing on a CPU: the copies are in the same memory")
+    if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
         print_offload(config, model_config, gpu)
-    if not config.distributed.use_cpu:
         print_prediction(config, model_config, gpu, is_assumed)
 
 
@@ -215,14 +216,11 @@ def print_memory(config: Config, model_config: ModelConfig) -> None:
 def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
     """What offload saves, and whether its copies are hidden."""
     m, t, layout, work = config.model, config.training, config.layout, config.workload
-    if config.distributed.use_cpu:
-        print("offload          saves nothing on a CPU: the copies are in the same memory")
+    if not m.offload:
         return
-    if m.dtype not in gpu.peaks:
-        return
-    here, without = (
+    without, here = (
         memory_per_rank(model_config, layout, replace(work, offload=layers)).activations
-        for layers in (m.offload, 0)
+        for layers in (0, m.offload)
     )
     tokens = t.micro_batch_size * t.seq_length // layout.cp
     fp8 = work.in_fp8(0, model_config.num_hidden_layers)
@@ -238,8 +236,6 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
 def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_assumed: bool) -> None:
     if config.model.fp8:
         print("predicted step   none: how fast FP8 is, is not modelled")
-        return
-    if config.model.dtype not in gpu.peaks:
         return
     request, candidate = predicted(config, model_config, gpu)
     step, number = candidate.prediction.step, measures(request, candidate)

@@ -219,6 +219,5 @@ def test_the_ring_runs_where_the_first_use_of_a_communicator_blocks(pool):
 def test_overlap_without_sequence_parallelism_is_refused():
     config = Config.model_validate({"distributed": {"tp_size": 2, "tp_overlap": True}})
     assert list(layout_problems(config)) == [
-        "tp_overlap=true sends parts of sequences, which sequence_parallel=false does not cut: "
-        "set sequence_parallel to true, or tp_overlap to false"
+        "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
     ]

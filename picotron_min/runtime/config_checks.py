@@ -14,7 +14,7 @@ from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.model_checks import model_problems
 from picotron_min.runtime.public_models import PRESETS, check_numbers, find_preset, from_hf
-from picotron_min.runtime.wording import choice, divisors, shown
+from picotron_min.runtime.wording import choice, divisors
 
 
 def problems_of(config: Config) -> Iterator[str]:
@@ -60,22 +60,20 @@ def layout_problems(config: Config) -> Iterator[str]:
     pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
     if rest := seq_length % pieces:
         good = choice(n for n in (seq_length - rest, seq_length - rest + pieces) if n)
-        why = f'as cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
-        why += f" sequence_parallel={shown(d.sequence_parallel)} need"
-        yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
+        why = f"cp_size={d.cp_size} and tp_size={d.tp_size} cut it into {pieces} equal pieces"
+        yield f"seq_length={seq_length} does not fit, since {why}: use {good}"
     if d.tp_overlap and not d.sequence_parallel:
-        why = "tp_overlap=true sends parts of sequences, which sequence_parallel=false does not cut"
-        yield f"{why}: set sequence_parallel to true, or tp_overlap to false"
+        yield "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
     ranks, needed = d.dp_size * d.cp_size * d.tp_size, d.ep_size * d.etp_size
     if ranks % needed:
         made = f"ep_size={d.ep_size} x etp_size={d.etp_size} = {needed} does not divide"
         of = f"dp_size={d.dp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} = {ranks}"
         yield f"{made} {of}: use a product of {divisors(ranks)}"
+    given = f'pp_engine="{d.pp_engine}" with pp_chunks={d.pp_chunks}'
     if d.pp_size == 1 and (d.pp_chunks > 1 or chunks_problem(d.pp_engine, 1)):
-        given = f'pp_engine="{d.pp_engine}" with pp_chunks={d.pp_chunks}'
         yield f"{given} needs more than pp_size=1: use more ranks, or 1f1b with pp_chunks 1"
     elif problem := chunks_problem(d.pp_engine, d.pp_chunks):
-        yield f'pp_engine="{d.pp_engine}" does not fit pp_chunks={d.pp_chunks}: {problem}'
+        yield f"{given} does not fit: {problem}"
 
 
 def _name_problems(config: Config) -> Iterator[str]:
@@ -164,11 +162,9 @@ def _vocabulary(config: Config, model_config: ModelConfig) -> Iterator[str]:
 
 def _count_ids(tokenizer: str) -> int:
     """How many ids a tokenizer has; 0 if no file on this machine shows it."""
-    if tokenizer == "bytes":
-        return 257  # 256 bytes and end of text
     path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
-    if not os.path.isfile(path):
-        return 0
+    if tokenizer == "bytes" or not os.path.isfile(path):
+        return 257 if tokenizer == "bytes" else 0  # 256 bytes and end of text
     from tokenizers import Tokenizer
 
     try:
