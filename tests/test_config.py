@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -604,6 +605,17 @@ def test_more_processes_than_a_machine_can_start_need_torchrun(tmp_path):
     with pytest.raises(ConfigError, match=r"needs 100,000 processes .*, and one machine starts at"):
         load_config(path)
     assert load_config(path, 10**5).world_size == 10**5
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    parse_config({"dataset": {"cache_dir": f"{tmp_path}/new/folder"}})
+    (problem,) = problems({"dataset": {"cache_dir": f"{tmp_path}/file/new"}})
+    assert problem == (
+        f"dataset.cache_dir={tmp_path}/file/new cannot be written: name another folder"
+    )
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert "cannot be written" in problems({"dataset": {"cache_dir": f"{tmp_path}/new"}})[0]
 
 
 def write_tokenizer(path: Path, num_ids: int) -> str:

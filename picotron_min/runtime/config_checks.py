@@ -86,6 +86,10 @@ def _name_problems(config: Config) -> Iterator[str]:
     if names and not config.dataset.tokenizer and not re.search(r"token|vocab|\.model", str(names)):
         remedy = "copy its files there, or set dataset.tokenizer to a folder, a hub id or bytes"
         yield f"model.name={own} holds no tokenizer: {remedy}"
+    cache = Path(config.dataset.cache_dir)  # a run itself tries the other paths before it starts
+    there = next(part for part in (cache, *cache.parents) if os.path.exists(part))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        yield f"dataset.cache_dir={cache} cannot be written: name another folder"
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
