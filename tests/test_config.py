@@ -521,13 +521,15 @@ def test_a_sequence_that_cannot_be_cut_is_reported_with_the_lengths_that_can():
     ring = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
     parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
     assert problems(ring) == [
-        "seq_length=252 does not fit, since cp_size=4 and tp_size=1 cut it into 8 equal pieces: use"
-        " 248 or 256"
+        'seq_length=252 cannot be cut into 8 equal pieces, as cp_size=4 with cp_engine="ring", and'
+        " tp_size=1 with sequence_parallel=false need: use 248 or 256"
     ]
     parse_config(ring | {"distributed": {"cp_size": 4, "cp_engine": "ulysses"}})
     both = {"cp_size": 2, "tp_size": 2, "sequence_parallel": True, "cp_engine": "ulysses"}
     (problem,) = problems({"distributed": both, "training": {"seq_length": 2}})
-    assert problem.startswith("seq_length=2 ") and problem.endswith("into 4 equal pieces: use 4")
+    assert problem.startswith("seq_length=2 cannot be cut into 4 equal") and problem.endswith(
+        "use 4"
+    )
 
 
 def test_ulysses_needs_a_head_for_every_rank():
@@ -537,6 +539,7 @@ def test_ulysses_needs_a_head_for_every_rank():
         "cp_size=4 does not divide num_attention_heads=4 / tp_size=2 = 2: use 1 or 2,"
         ' or cp_engine="ring"'
     )
+    problems({"distributed": layout | {"tp_size": 8}})  # no head is left: tp_size is the problem
 
 
 def test_a_wrong_number_of_processes_is_reported_with_the_right_command(tmp_path):

@@ -14,7 +14,7 @@ from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.model_checks import model_problems
 from picotron_min.runtime.public_models import PRESETS, check_numbers, find_preset, from_hf
-from picotron_min.runtime.wording import choice, divisors
+from picotron_min.runtime.wording import choice, divisors, shown
 
 
 def problems_of(config: Config) -> Iterator[str]:
@@ -60,8 +60,9 @@ def layout_problems(config: Config) -> Iterator[str]:
     pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
     if rest := seq_length % pieces:
         good = choice(n for n in (seq_length - rest, seq_length - rest + pieces) if n)
-        why = f"cp_size={d.cp_size} and tp_size={d.tp_size} cut it into {pieces} equal pieces"
-        yield f"seq_length={seq_length} does not fit, since {why}: use {good}"
+        why = f'as cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
+        why += f" sequence_parallel={shown(d.sequence_parallel)} need"
+        yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
     if d.tp_overlap and not d.sequence_parallel:
         yield "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
     ranks, needed = d.dp_size * d.cp_size * d.tp_size, d.ep_size * d.etp_size

@@ -53,9 +53,9 @@ def _mlps(c: ModelConfig) -> dict[str, int]:
 
 def _uneven(key: str, size: int, numbers: dict[str, int], ranks=0, or_else="") -> Iterator[str]:
     """Which of the numbers a size does not divide, and the sizes that divide all of them."""
-    good = divisors(math.gcd(ranks, *numbers.values()))
     for what, number in numbers.items():
         if number % size:
+            good = divisors(math.gcd(ranks, *numbers.values()))
             yield f"{key}={size} does not divide {what}: use {good}{or_else}"
 
 
