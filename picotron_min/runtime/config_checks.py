@@ -83,11 +83,11 @@ def _name_problems(config: Config) -> Iterator[str]:
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
     own = config.tokenizer  # the model's, if none is given
-    names = glob.glob("*", root_dir=own)  # none, too, if it is no folder, or one that is not ours
+    names = glob.glob("*", root_dir=own)  # empty also for a hub id, or if it may not be listed
     if names and not config.dataset.tokenizer and not re.search(r"token|vocab|\.model", str(names)):
         remedy = "copy its files there, or set dataset.tokenizer to a folder, a hub id or bytes"
         yield f"model.name={own} holds no tokenizer: {remedy}"
-    cache = Path(config.dataset.cache_dir)  # a run itself tries the other paths before it starts
+    cache = Path(config.dataset.cache_dir)  # a run tries its other paths before it starts
     there = next(part for part in (cache, *cache.parents) if os.path.exists(part))
     if not (there.is_dir() and os.access(there, os.W_OK)):
         yield f"dataset.cache_dir={cache} cannot be written: name another folder"

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 
-from picotron_min import model_config as core
 from picotron_min.costs import layers_of_stages
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.settings import Mixture, ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.wording import divisors, shown
 
 FP8_MULTIPLE = 16  # of all sizes of a product in 8 bits, on GPUs
-OF_EXPERTS = {f.name: f.default for f in fields(ModelConfig)[len(fields(core.ModelConfig)) :]}
+OF_EXPERTS = {name: getattr(Mixture, name) for name in Mixture.__annotations__}  # defaults
 
 
 def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
@@ -83,8 +81,8 @@ def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:
         yield from _uneven("etp_size", d.etp_size, {f"moe_intermediate_size={F}": F}, ranks)
         return
     given = {"ep_size": d.ep_size, "etp_size": d.etp_size} | config.model.overrides
-    idle = OF_EXPERTS | {"ep_size": 1, "etp_size": 1, "moe_intermediate_size": F}
-    idle["mlp_only_layers"] = []
+    idle = OF_EXPERTS | {"ep_size": 1, "etp_size": 1, "mlp_only_layers": []}
+    idle["moe_intermediate_size"] = F  # a shape that is written whole has it
     if others := [f"{k}={shown(v)}" for k, v in given.items() if k in idle and v != idle[k]]:
         why = f"model.name={config.model.name} has no experts, but {', '.join(others)}"
         yield f"{why}: set num_local_experts, or leave the rest out"
