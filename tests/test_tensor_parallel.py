@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from picotron_min import collectives
 from picotron_min.extensions.memory.recompute import apply_recompute
-from picotron_min.extensions.overlap.boundary import apply_overlap, choose_boundary
+from picotron_min.extensions.overlap.boundary import apply_overlap
 from picotron_min.extensions.overlap.linear import Linear, apply_copies
+from picotron_min.extensions.overlap.ring import choose_boundary
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama

@@ -26,7 +26,8 @@ def parts_of(
 ) -> Parts:
     parts, splits = simple_parts(layout), layout.schedule.splits_backward
     if layout.overlap or workload.fp8 or model_config.num_local_experts or splits:
-        from picotron_min.extensions.overlap.boundary import apply_overlap, choose_boundary
+        from picotron_min.extensions.overlap.boundary import apply_overlap
+        from picotron_min.extensions.overlap.ring import choose_boundary
 
         kind = choose_boundary(layout)
         overlap = partial(apply_overlap, kind=kind, splits=splits, compiles=workload.compile)

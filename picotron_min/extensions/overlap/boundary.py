@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from picotron_min import collectives
 from picotron_min.collectives import Axis
 from picotron_min.extensions.overlap.linear import Linear, WeightGradients, apply_queue
-from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import Axes
 from picotron_min.model import MLP, DecoderLayer, Llama
 from picotron_min.tensor_parallel import Ends, cut_vocabulary
@@ -143,16 +142,6 @@ save = _Save.apply
 
 
 _all_reduce = torch.compiler.disable(collectives.all_reduce)
-
-
-def choose_boundary(layout: Layout) -> type[Boundary]:
-    if not layout.sequence_parallel or layout.tp == 1:
-        return Boundary
-    if layout.tp_overlap:
-        from picotron_min.extensions.overlap.ring import RingBoundary
-
-        return RingBoundary
-    return SequenceBoundary
 
 
 def apply_overlap(

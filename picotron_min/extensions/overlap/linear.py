@@ -85,7 +85,7 @@ class Linear(nn.Linear):
         if self.copy is not None:
             self.copy.copy_(self.weight)
 
-    def add_gradient(self, gradient: Tensor) -> None:  # sharded: replaced by ShardedUnit.take
+    def add_gradient(self, gradient: Tensor) -> None:  # sharded: ShardedUnit.arrived
         if self.weight.grad is None:
             self.weight.grad = gradient
         else:
