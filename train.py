@@ -19,12 +19,13 @@ from picotron_min.collectives import all_reduce
 from picotron_min.data import Batches
 from picotron_min.extensions.build import build_model, optimizer_of
 from picotron_min.extensions.settings import Recipe
-from picotron_min.optimizer import SkippedSteps, learning_rate_at, measure_gradient
+from picotron_min.optimizer import learning_rate_at, measure_gradient
 from picotron_min.parallelize import ParallelModel
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.processes import start_run
 from picotron_min.runtime.saver import Saver
+from picotron_min.runtime.skipped_steps import SkippedSteps
 
 if TYPE_CHECKING:  # these need pydantic, and benchmarks take the step from this file without it
     from picotron_min.runtime.config import Config

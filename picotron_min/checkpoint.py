@@ -8,15 +8,13 @@ the overlaps with the parts of the next run, which may cut them differently:
 
 A checkpoint (see runtime/saver.py) is a folder of safetensors files, one per rank. Tensors have the
 names of the parameters: `optimizer.exp_avg.model.norm.weight` lies beside `model.norm.weight`. What
-several ranks hold is written once; with AdamW and float32 a parameter takes 12 bytes. A checkpoint
-is complete or absent, and nothing in it is pickled: loading someone else's cannot run code.
+several ranks hold is written once; with AdamW and float32 a parameter takes 12 bytes. Nothing in it
+is pickled: loading someone else's cannot run code.
 """
 
-import os
 import re
 import runpy
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -116,41 +114,6 @@ def load(folder: Path, tensors: dict, group: dist.ProcessGroup | None = None) ->
     except dcp.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
         raise OSError(f"cannot load {folder}: {cause}") from error
-
-
-def complete_or_absent(
-    folder: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None
-) -> None:
-    """Let all ranks write a folder under another name, and rename it once it is on the disk."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
-        partial.mkdir(parents=True)
-    dist.barrier(group)  # the folder exists
-    write(partial)
-    dist.barrier(group)  # all parts are written
-    if dist.get_rank() == 0:
-        for path in [*partial.iterdir(), partial]:
-            _sync(path)  # before the rename
-        if folder.exists():
-            delete(folder)  # a rename replaces no folder that has content
-        os.replace(partial, folder)  # atomic: there is no moment with half a checkpoint
-        _sync(folder.parent)  # the name, too, is on the disk
-    dist.barrier(group)  # all ranks may rely on it
-
-
-def delete(folder: Path) -> None:
-    """Rename, then delete: a kill between leaves a folder that a later run deletes."""
-    leftover = folder.with_name(f".{folder.name}.deleted")
-    os.replace(folder, leftover)
-    shutil.rmtree(leftover)
-
-
-def _sync(path: Path) -> None:
-    """Wait for the disk: else a rename could survive a power cut, and the files not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 if __name__ == "__main__":  # python -m picotron_min.checkpoint export CHECKPOINT FOLDER

@@ -24,8 +24,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from picotron_min.attention import Kernel, merge_blocks, wide
+from picotron_min.attention import Kernel, merge_blocks
 from picotron_min.collectives import Axis, Conjugate, Shift, all_to_all, ring
+from picotron_min.loss import wide
 from picotron_min.model import Llama
 
 

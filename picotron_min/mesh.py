@@ -83,20 +83,3 @@ def rows_of(grid: Grid, varying: tuple[str, ...]) -> list[list[int]]:
     ranks = torch.arange(math.prod(grid.sizes.values())).view(*grid.sizes.values())
     size = math.prod(grid.sizes[name] for name in varying)
     return ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
-
-
-def open_communicators(axes: Axes) -> None:
-    """Let the ranks of every group communicate once, in the same order everywhere.
-
-    NCCL makes a communicator when its group is first used, and blocks the host until all members
-    come. Two ranks that first come to different groups would wait for each other forever.
-    """
-    for axis in (axis for axis in axes if axis.size > 1):
-        tensor = torch.zeros(1, device=axis.device)
-        dist.all_reduce(tensor, group=axis.group)  # not collectives.all_reduce, which counts bytes
-        # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).
-        for sender in range(axis.size):
-            if axis.rank == sender:
-                dist.isend(tensor, group=axis.group, group_dst=axis.next).wait()
-            elif axis.previous == sender:
-                dist.irecv(tensor, group=axis.group, group_src=sender).wait()

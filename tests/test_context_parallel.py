@@ -12,14 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from picotron_min import collectives, context_parallel
 from picotron_min.attention import (
-    FLASH_CPU,
-    FLASH_CUDA,
     SOFTMAX,
     Kernel,
-    RepeatedAttention,
     attend_block,
     attend_block_backward,
-    choose_attention,
     merge_blocks,
 )
 from picotron_min.collectives import Axis
@@ -28,6 +24,12 @@ from picotron_min.context_parallel import (
     RingAttention,
     UlyssesAttention,
     zigzag_positions,
+)
+from picotron_min.extensions.kernels.attention import (
+    FLASH_CPU,
+    FLASH_CUDA,
+    RepeatedAttention,
+    choose_attention,
 )
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes

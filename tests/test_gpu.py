@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
-from picotron_min import attention
-from picotron_min.attention import (
+from picotron_min.attention import merge_blocks
+from picotron_min.extensions.kernels import attention
+from picotron_min.extensions.kernels.attention import (
     FLASH_CUDA,
     RepeatedAttention,
     choose_attention,
-    merge_blocks,
 )
 from picotron_min.extensions.memory import offload
 from picotron_min.extensions.overlap.linear import linears
@@ -298,7 +298,7 @@ class NotCausal(torch.nn.Module):
 
 
 def early_steps(attention: type[torch.nn.Module] = FlashAttention) -> Result:
-    with mock.patch("picotron_min.attention.FlashAttention", attention):
+    with mock.patch("picotron_min.extensions.kernels.attention.FlashAttention", attention):
         who, result = gpu.picotron_min(ON_CPU), Result("tiny", str(attention), micro_batch=4)
         gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
     return result

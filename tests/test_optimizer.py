@@ -9,12 +9,12 @@ from picotron_min.collectives import all_reduce
 from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import (
-    SkippedSteps,
     build_optimizer,
     learning_rate_at,
     measure_gradient,
 )
 from picotron_min.placement import placements
+from picotron_min.runtime.skipped_steps import SkippedSteps
 
 RECIPE = Recipe(
     learning_rate=1.0,

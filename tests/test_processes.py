@@ -21,13 +21,14 @@ from filelock import FileLock
 
 import train
 from picotron_min.extensions.settings import Layout
-from picotron_min.mesh import build_axes, open_communicators
+from picotron_min.mesh import build_axes
 from picotron_min.runtime import failures, inputs, processes
 from picotron_min.runtime.failures import monitored
 from picotron_min.runtime.launch import (
     Launch,
     choose_backend,
     exit_on_usage_error,
+    open_communicators,
     open_process_group,
     torchrun_launch,
 )

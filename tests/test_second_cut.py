@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from picotron_min.checkpoint import complete_or_absent, load, parts_of_whole, save
+from picotron_min.checkpoint import load, parts_of_whole, save
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.initialise import initial_std, initial_weight, initialise
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.placement import Cut, Placement, part, placements
+from picotron_min.runtime.folders import complete_or_absent
 
 CPU = torch.device("cpu")
 # 5 rows over 2 tp ranks are 3 and 2, over 4 dp ranks then 1, 1, 1, 0 and 1, 1, 0, 0.

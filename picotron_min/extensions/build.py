@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from picotron_min.attention import choose_attention
 from picotron_min.extension import Extension
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import Axes
@@ -33,6 +32,8 @@ def parts_of(
         overlap = partial(apply_overlap, kind=kind, splits=splits, compiles=workload.compile)
         parts = parts._replace(tensor_parallel=overlap)
     if workload.flash_attention:
+        from picotron_min.extensions.kernels.attention import choose_attention
+
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         dtype = getattr(torch, workload.dtype)
         attention, kernel = choose_attention(device.type, capability, dtype, model_config.head_dim)

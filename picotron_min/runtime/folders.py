@@ -12,15 +12,16 @@ names and, if it is a checkpoint or a model, a file that only runs write there.
 """
 
 import itertools
+import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from picotron_min.checkpoint import delete
 from picotron_min.runtime.metrics import RUN_LOG
 
 CHECKPOINT = "step-" + 8 * "[0-9]"  # as a pattern of file names
@@ -108,3 +109,38 @@ def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
     for path in earlier:
         path.rename(aside / path.name)
     return aside
+
+
+def complete_or_absent(
+    folder: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None
+) -> None:
+    """Let all ranks write a folder under another name, and rename it once it is on the disk."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
+        partial.mkdir(parents=True)
+    dist.barrier(group)  # the folder exists
+    write(partial)
+    dist.barrier(group)  # all parts are written
+    if dist.get_rank() == 0:
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)  # before the rename
+        if folder.exists():
+            delete(folder)  # a rename replaces no folder that has content
+        os.replace(partial, folder)  # atomic: there is no moment with half a checkpoint
+        _sync(folder.parent)  # the name, too, is on the disk
+    dist.barrier(group)  # all ranks may rely on it
+
+
+def delete(folder: Path) -> None:
+    """Rename, then delete: a kill between leaves a folder that a later run deletes."""
+    leftover = folder.with_name(f".{folder.name}.deleted")
+    os.replace(folder, leftover)
+    shutil.rmtree(leftover)
+
+
+def _sync(path: Path) -> None:
+    """Wait for the disk: else a rename could survive a power cut, and the files not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

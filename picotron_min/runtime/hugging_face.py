@@ -9,9 +9,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from picotron_min.checkpoint import complete_or_absent, load, save
+from picotron_min.checkpoint import load, save
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.architectures import our_name, their_name
+from picotron_min.runtime.folders import complete_or_absent
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.public_models import all_shapes, from_hf, to_hf
 from picotron_min.runtime.tokenizer import Tokenizer

@@ -14,13 +14,13 @@ from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initialise
-from picotron_min.mesh import Axes, build_axes, open_communicators
+from picotron_min.mesh import Axes, build_axes
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.folders import check_shared, find_start, lock_folder
 from picotron_min.runtime.hugging_face import find_weights, load_hf
-from picotron_min.runtime.launch import Launch, choose_backend, choose_device
+from picotron_min.runtime.launch import Launch, choose_backend, choose_device, open_communicators
 from picotron_min.runtime.metadata import Metadata, read_to_resume
 from picotron_min.runtime.metrics import check_writable
 from picotron_min.runtime.token_file import TokenFile, open_text

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from picotron_min.mesh import Axes
 from picotron_min.runtime.hub import hub_answers
 
 
@@ -135,3 +136,20 @@ def open_process_group(
     # With a GPU named, NCCL connects here, where all ranks are, not in the first collective.
     options["device_id"] = device if device.type == "cuda" else None
     dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **options)
+
+
+def open_communicators(axes: Axes) -> None:
+    """Let the ranks of every group communicate once, in the same order everywhere.
+
+    NCCL makes a communicator when its group is first used, and blocks the host until all members
+    come. Two ranks that first come to different groups would wait for each other forever.
+    """
+    for axis in (axis for axis in axes if axis.size > 1):
+        tensor = torch.zeros(1, device=axis.device)
+        dist.all_reduce(tensor, group=axis.group)  # not collectives.all_reduce, which counts bytes
+        # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).
+        for sender in range(axis.size):
+            if axis.rank == sender:
+                dist.isend(tensor, group=axis.group, group_dst=axis.next).wait()
+            elif axis.previous == sender:
+                dist.irecv(tensor, group=axis.group, group_src=sender).wait()

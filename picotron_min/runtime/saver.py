@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron_min.checkpoint import complete_or_absent, save, training_tensors
-from picotron_min.runtime.folders import delete_older
+from picotron_min.checkpoint import save, training_tensors
+from picotron_min.runtime.folders import complete_or_absent, delete_older
 from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.json_file import write_json
 

@@ -1,0 +1,154 @@
+"""Describe: what each sublayer of a rank runs, in order, with its messages and their bytes.
+
+    python -m picotron_min.runtime.describe --config config.json
+
+builds the model of a config in all its processes, runs one step on zeros, and prints micro-batch 0
+of the first rank of each stage. Replaced methods are shown: `forward: _between` is what an instance
+calls in place of its class's forward. No dataset is read, and nothing is written.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from picotron_min.collectives import Ledger
+from picotron_min.data import Batch
+from picotron_min.extensions.build import build_model
+from picotron_min.initialise import initialise
+from picotron_min.mesh import Axes, build_axes
+from picotron_min.parallelize import ParallelModel
+from picotron_min.pipeline_schedule import Action
+from picotron_min.runtime.failures import RankMonitor
+from picotron_min.runtime.processes import start_run
+
+METHODS = ("forward", "project", "loss")  # that a parallelism or an extension may replace
+
+
+class Log(list[str]):
+    """Lines about the actions of micro-batch 0."""
+
+    is_on = False
+
+    def note(self, line: str) -> None:
+        if self.is_on:
+            self.append(line)
+
+    @contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        self.is_on = action.micro_batch == 0
+        self.note(str(action))
+        yield
+        self.is_on = False
+
+
+class NotedLedger(Ledger):
+    """A ledger that also notes each message when it is sent."""
+
+    def __init__(self, axis: str, log: Log) -> None:
+        super().__init__()
+        self.axis, self.log = axis, log
+
+    def record(self, collective: str, tensor: torch.Tensor, share: float = 1.0) -> None:
+        super().record(collective, tensor, share)
+        if share:
+            sent = f"{share * tensor.nbytes:,.0f} bytes"
+            self.log.note(f"      {collective} over {self.axis}: {sent}, of {[*tensor.shape]}")
+
+
+def describe(config, monitor: RankMonitor) -> None:
+    from picotron_min.runtime.config_checks import resolve_model
+    from picotron_min.runtime.launch import choose_backend, choose_device
+
+    device = choose_device(monitor.launch, config.distributed.use_cpu)
+    monitor.connect(choose_backend(device, config.distributed.backend), device)
+    axes = build_axes(device, config.layout, config.distributed.timeout_seconds)
+    model_config = resolve_model(config)
+    model = build_model(model_config, config.layout, config.workload, axes, device)
+    initialise(model.parameters, model_config, 0, model.placements, axes)
+    model.weights_changed()
+    lines = lines_of_a_step(model, axes, config)
+    first_of_stages = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    is_first = all(axis.rank == 0 for axis in (axes.dp, axes.cp, axes.tp))
+    dist.gather_object(lines if is_first else [], first_of_stages, group=monitor.group)
+    for rank, of_rank in enumerate(first_of_stages or []):
+        if of_rank:
+            print("\n".join([f"rank {rank}", *of_rank, ""]))
+
+
+def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
+    log, workload = Log(), config.workload
+    for axis in axes:
+        axis.ledger = NotedLedger(axis.name, log)
+    for chunk in model.pipeline.chunks:
+        for name, module in chunk.model.named_modules():
+            if name.count(".") in (1, 3) or "forward" in vars(module):
+                line = f"  {name}: {_kind(module)}"
+                module.register_forward_pre_hook(lambda *_, line=line: log.note(line))
+        if head := getattr(chunk.model.lm_head, "loss", None):  # what training calls of it
+            line = f"  lm_head: {_kind(chunk.model.lm_head)}"
+            chunk.model.lm_head.loss = lambda *args, line=line, head=head: (
+                log.note(line) or head(*args)
+            )
+    shape = workload.micro_batch_size, workload.seq_length // config.layout.cp
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    for gradients in model.gradients:
+        gradients.begin(workload.num_micro_batches)
+    with model.autocast():
+        model.pipeline.run(model.plan, lambda _: Batch(tokens, tokens), log.watch)
+    for gradients in model.gradients:
+        gradients.wait()
+    plan = [str(action) for action in model.plan if action.micro_batch == 0]
+    sums = {axis for placement in model.placements.values() for axis in placement.sums}
+    sent = [f"  over {name}: {axes[name].ledger.bytes.total():,.0f} bytes" for name in sorted(sums)]
+    return [f"plan: {', '.join(plan)}", *_without_repetition(log), "gradients of the step", *sent]
+
+
+def _noted(log: Log, line: str, loss: Callable, *args) -> torch.Tensor:
+    log.note(line)
+    return loss(*args)
+
+
+def _kind(module: nn.Module) -> str:
+    """A module's class, and the methods that are replaced on this instance."""
+    replaced = [f"{name}: {_name(vars(module)[name])}" for name in METHODS if name in vars(module)]
+    return ", ".join([type(module).__name__, *replaced])
+
+
+def _name(function) -> str:
+    function = getattr(function, "_torchdynamo_orig_callable", function)  # of compiler.disable
+    if isinstance(function, partial):
+        return _name(function.func)
+    owner = getattr(function, "__self__", None)  # a Function's apply is bound to its class
+    name = owner.__name__ if isinstance(owner, type) else function.__qualname__
+    return name.split(".<locals>")[0]
+
+
+def _without_repetition(lines: list[str]) -> list[str]:
+    """A layer that does what the one before it does becomes one line."""
+    kept, before = [], []
+    for number, group in itertools.groupby(_with_layers(lines), key=lambda pair: pair[0]):
+        block = [line for _, line in group]
+        alike = [line.replace(f"layers.{number}.", "") for line in block]
+        kept += [f"  model.layers.{number}: the same"] if number and alike == before else block
+        before = alike
+    return kept
+
+
+def _with_layers(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Each line with the number of the layer that it belongs to, or "" for none."""
+    number = ""
+    for line in lines:
+        if not line.startswith("      "):  # else a message of the line before
+            found = re.match(r"  model\.layers\.(\d+)\.", line)
+            number = found[1] if found else ""
+        yield number, line
+
+
+if __name__ == "__main__":
+    start_run(describe)
