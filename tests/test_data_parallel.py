@@ -225,7 +225,7 @@ def error_of_the_norm() -> float:
     GradientBuckets(parameters, dp_axis())
     for parameter in parameters.values():
         parameter.grad.normal_(std=1e-4)
-    everywhere = Placement((), None, copies=(), sums=())
+    everywhere = Placement((), copies=(), sums=())
     norm = measure_gradient(parameters, dict.fromkeys(parameters, everywhere), {})[0].sqrt()
     exact = torch.cat([p.grad.flatten() for p in parameters.values()]).double().norm()
     return abs(norm / exact - 1).item()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_min.extensions.settings import STRIPE_ROWS
+from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, Vocabulary, head_loss, stripe_loss
 
 N, E, V = 23, 8, 17

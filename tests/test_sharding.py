@@ -646,7 +646,7 @@ def test_create_config_shows_what_sharding_saves_and_sends(capsys):
             "training": {"gradient_accumulation_steps": 4, "seq_length": 4096},
         }
     )
-    create_config.print_costs(config, find_preset("Llama-3.1-8B"))
+    create_config.print_memory(config, find_preset("Llama-3.1-8B"))
     out = capsys.readouterr().out
     assert 'sharding "parameters"' in out and "optimizer state    8.0" in out
     assert "weights and gradients are sent for each micro-batch: 4 times a step" in out
