@@ -9,7 +9,7 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.placement import part
 from picotron_min.runtime.config import Config
-from tests.test_layouts import MODELS, make_training
+from tests.core.test_layouts import MODELS, make_training
 from tests.training import Training
 
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there

@@ -59,5 +59,5 @@ def test_files_that_are_named_run_in_one_process():
         return pytest_xdist_auto_num_workers(SimpleNamespace(args=list(arguments)))
 
     assert workers("tests") == 2
-    assert workers("tests/test_loss.py", "tests/test_data.py") == 0
-    assert workers("tests/test_loss.py::test_a_second_backward_is_refused") == 0
+    assert workers("tests/core/test_loss.py", "tests/core/test_data.py") == 0
+    assert workers("tests/core/test_loss.py::test_a_second_backward_is_refused") == 0

@@ -1,0 +1,237 @@
+"""The interpreter: what it keeps, reads and sends. That it trains right is in test_layouts.py."""
+
+import gc
+import weakref
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from picotron_min import data_parallel
+from picotron_min.collectives import Axis, start_all_reduce
+from picotron_min.data_parallel import GradientBuckets
+from picotron_min.pipeline_parallel import my_stages
+from picotron_min.pipeline_schedule import Action, Kind, peak_live
+from picotron_min.runtime.launch import open_communicators
+from picotron_min.runtime.tokenizer import BytesTokenizer
+from tests.core.test_checkpoint import make_config, make_training
+from tests.core.test_pipeline_schedule import AFAB_IN_A_V, registered
+from tests.nccl_like import communicators_opened_at_first_use
+from tests.pool import RankFailed
+from tests.training import Training
+
+SEQUENCE, EMBED = 16, 32  # of make_config
+
+
+def pipeline(
+    pp: int, micro_batches: int, engine: str = "1f1b", chunks: int = 1, **more
+) -> Training:
+    config = make_config(pp=pp, gradient_accumulation_steps=micro_batches, **more)
+    layout = {"pp_engine": engine, "pp_chunks": chunks}
+    distributed = config.distributed.model_copy(update=layout)
+    return make_training(config.model_copy(update={"distributed": distributed}))
+
+
+def test_a_rank_has_the_stages_where_its_schedule_places_them():
+    with registered("afab_v", AFAB_IN_A_V):
+        first, second = (
+            my_stages([3, 2, 2, 1], AFAB_IN_A_V, SimpleNamespace(rank=rank, size=2))
+            for rank in (0, 1)
+        )
+    assert first == [(range(0, 3), True, False), (range(7, 8), False, True)]
+    assert second == [(range(3, 5), False, False), (range(5, 7), False, False)]
+
+
+def tied_copies(steps: int) -> torch.Tensor | None:
+    training = pipeline(2, 2, tied=True, dp=2, total_train_steps=20)
+    for step in range(steps):
+        assert not training.step(step).skipped, "a step was skipped"
+    return training.parameters["model.embed_tokens.weight"].detach()
+
+
+def test_both_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(pool):
+    first, *others = pool.run(4, tied_copies, 20)
+    assert all(torch.equal(first, other) for other in others)
+    (start, *_) = pool.run(4, tied_copies, 1)
+    assert not torch.equal(first, start)
+
+
+def reads(pp: int, chunks: int) -> int:
+    training = pipeline(pp, 4, "interleaved", chunks, model={"num_hidden_layers": 8})
+    read, calls = training.data.batch, []
+    training.data.batch = lambda step, i: calls.append(i) or read(step, i)
+    training.step(0)
+    return len(calls)
+
+
+def test_only_the_stages_at_the_ends_read_tokens(pool):
+    assert pool.run(4, reads, 4, 1) == [4, 0, 0, 4]
+    assert pool.run(4, reads, 4, 2) == [4, 0, 0, 4]
+
+
+class Kept:
+    """A tensor that autograd keeps, and the bytes that it keeps in all, now and at most."""
+
+    now = peak = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        Kept.now += tensor.nbytes
+        Kept.peak = max(Kept.peak, Kept.now)
+
+    def __del__(self) -> None:
+        Kept.now -= self.tensor.nbytes
+
+
+def peak_bytes(engine: str, micro_batches: int) -> int:
+    training = pipeline(2, micro_batches, engine)
+    gc.collect()
+    Kept.now = Kept.peak = 0
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        training.step(0)
+    return Kept.peak
+
+
+@pytest.mark.parametrize("engine,growth", [("afab", 4), ("1f1b", 1)])
+def test_activations_grow_with_the_micro_batches_in_afab_and_not_in_1f1b(pool, engine, growth):
+    two, eight = pool.run(2, peak_bytes, engine, 2), pool.run(2, peak_bytes, engine, 8)
+    for rank in range(2):
+        assert eight[rank] / two[rank] == pytest.approx(growth, rel=0.05)
+
+
+def outputs_alive_when_backward_begins() -> int:
+    """In AFAB, after eight forwards: how many of their results are still in memory."""
+    training = pipeline(2, 8, "afab")
+    outputs, alive = [], []
+    training.chunks[0].model.register_forward_hook(
+        lambda module, inputs, out: outputs.append(weakref.ref(out))
+    )
+    send = training.model.pipeline._send
+
+    def count_after_send(action: Action) -> None:
+        send(action)
+        alive.append(sum(output() is not None for output in outputs))
+
+    training.model.pipeline._send = count_after_send
+    training.step(0)
+    return max(alive)
+
+
+def test_an_activation_is_let_go_once_it_is_sent(pool):
+    assert pool.run(2, outputs_alive_when_backward_begins)[0] <= 1
+
+
+def ledger_of_a_step(engine: str, chunks: int) -> tuple[dict, dict]:
+    training = pipeline(2, 4, engine, chunks, model={"num_hidden_layers": 8})
+    training.step(0)
+    ledger = training.axes.pp.ledger
+    return dict(ledger.calls), dict(ledger.bytes)
+
+
+@pytest.mark.parametrize("engine,chunks", [("1f1b", 1), ("afab", 1), ("interleaved", 2)])
+def test_a_boundary_costs_one_activation_and_one_gradient_a_micro_batch(pool, engine, chunks):
+    activation = 4 * 2 * SEQUENCE * EMBED
+    boundaries = 2 * chunks - 1  # each is crossed forward from one rank, backward from the other
+    first, last = pool.run(2, ledger_of_a_step, engine, chunks)
+    sends = [(boundaries + 1) // 2 * 4 + boundaries // 2 * 4] * 2
+    for (calls, sent), expected in zip((first, last), sends, strict=True):
+        assert calls["send"] == expected
+        assert sent["send"] == expected * activation
+
+
+def buffers(engine: str, micro_batches: int) -> tuple[int, int]:
+    """How many buffers were made in two steps, and how many live inputs there are at once."""
+    training = pipeline(4, micro_batches, engine, model={"num_hidden_layers": 4})
+    new, made = training.model.pipeline.new_activation, []
+    training.model.pipeline.new_activation = lambda: made.append(1) or new()
+    training.step(0)
+    training.step(1)
+    return len(made), peak_live(training.model.plan)
+
+
+def test_buffers_are_used_again(pool):
+    for made, live in pool.run(4, buffers, "1f1b", 8):
+        # Inputs that are alive, and one message of each kind that arrives ahead of its use.
+        assert made <= live + 2
+
+
+def exported(folder, config) -> None:
+    training = make_training(config)
+    training.step(0)
+    training.export(folder, BytesTokenizer())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_exported_model_is_the_one_that_one_rank_exports(pool, tmp_path, tied):
+    from safetensors.torch import load_file
+
+    name = "model-00001-of-00001.safetensors"
+    make = partial(make_config, tied=tied, dtype="float64")
+    pool.run(1, exported, tmp_path / "one", make())
+    pool.run(2, exported, tmp_path / "two", make(pp=2))
+    one, two = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
+    assert one.keys() == two.keys() and ("lm_head.weight" in one) is not tied
+    for key in one:
+        torch.testing.assert_close(one[key], two[key], rtol=0, atol=1e-10)
+
+
+def order_of_a_step() -> list[str]:
+    """When buckets are sent, among the backwards of a plan."""
+    training = pipeline(2, 3, dp=2)
+    events = []
+    backward = training.model.pipeline._backward
+
+    def note_backward(action: Action) -> None:
+        events.append(str(action))
+        backward(action)
+        events.append("end")
+
+    def note_start(tensor: torch.Tensor, axis: Axis) -> dist.Work:
+        events.append("reduce")
+        return start_all_reduce(tensor, axis)
+
+    training.model.pipeline._backward = note_backward
+    with mock.patch.object(data_parallel, "start_all_reduce", note_start):
+        training.step(0)
+    assert Kind.BACKWARD in {action.kind for action in training.model.plan}
+    assert dist.get_world_size() == 4, "two pipelines of two"
+    return events
+
+
+def test_gradients_are_reduced_during_the_last_backward_of_a_stage(pool):
+    assert pool.run(4, order_of_a_step) == [["B0", "end", "B1", "end", "B2", "reduce", "end"]] * 4
+
+
+def loss_of_a_tied_step(opens: bool) -> float:
+    config = make_config(pp=2, dp=2, tied=True, gradient_accumulation_steps=2)
+    training = make_training(config)
+    with communicators_opened_at_first_use(seconds=2.0):
+        if opens:
+            open_communicators(training.axes)
+        return training.step(0).loss
+
+
+@pytest.mark.parametrize("opens", [False, True], ids=["first use", "opened at the start"])
+def test_a_pipeline_with_tied_embeddings_runs_where_first_use_blocks(pool, opens):
+    assert pool.run(4, loss_of_a_tied_step, opens) == [pytest.approx(5.5, abs=0.2)] * 4
+
+
+def sum_the_ends_during_backward() -> None:
+    start = GradientBuckets._start_complete_buckets
+
+    def start_and_wait(buckets: GradientBuckets) -> None:
+        start(buckets)
+        if len(buckets.works) == len(buckets.buckets):
+            buckets.wait()
+
+    with mock.patch.object(GradientBuckets, "_start_complete_buckets", start_and_wait):
+        loss_of_a_tied_step(opens=False)
+
+
+def test_where_first_use_blocks_the_ends_must_not_be_summed_during_a_backward(pool):
+    """The last stage would wait for the first before it has sent the gradient to it."""
+    with pytest.raises(RankFailed, match="waits to open collectives"):
+        pool.run(4, sum_the_ends_during_backward)

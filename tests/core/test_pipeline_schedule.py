@@ -1,0 +1,612 @@
+"""Schedules are checked on paper: no processes, no tensors."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from picotron_min import costs, pipeline_schedule
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans, chunks_problem
+from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.pipeline_schedule import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Plan,
+    Schedule,
+    afab,
+    bubble,
+    one_f_one_b,
+    peak_live,
+    stages_of,
+)
+from picotron_min.planner.memory import memory_per_rank
+from picotron_min.runtime import draw
+from picotron_min.runtime.public_models import PRESETS
+from tests.messages import simulate_messages
+
+F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+ROOT = Path(__file__).parents[2]
+
+
+def cases(engine: str) -> Iterator[tuple[str, int, int, int]]:
+    """Of every schedule in the registry: engine, ranks, micro-batches, chunks."""
+    # Up to twice the ranks every number of micro-batches; with 2 chunks, those around multiples of
+    # the ranks; with other numbers of chunks, a few.
+    few, usual = (1, 2, 5, 8, 13, 32), (*range(1, 18), 31, 32)
+    for ranks, chunks in itertools.product(range(1, 9), (1, 2, 3, 4)):
+        if chunks == 2:
+            micro_batches = [m for m in usual if m % ranks in (0, 1, ranks - 1)]
+        else:
+            micro_batches = usual if chunks == SCHEDULES[engine].chunks else few
+        if not chunks_problem(engine, chunks):
+            yield from ((engine, ranks, m, chunks) for m in micro_batches)
+
+
+@contextlib.contextmanager
+def registered(name: str, schedule: Schedule) -> Iterator[None]:
+    """A schedule that is in the registry and nowhere else."""
+    SCHEDULES[name] = schedule
+    try:
+        yield
+    finally:
+        del SCHEDULES[name]
+
+
+@pytest.fixture(scope="module", params=list(SCHEDULES))
+def all_plans(request) -> dict[tuple, list[Plan]]:
+    """The plans of one schedule, by case."""
+    return plans_of(request.param)
+
+
+def plans_of(engine: str, most_ranks: int = 8) -> dict[tuple, list[Plan]]:
+    return {case: build_plans(*case) for case in cases(engine) if case[1] <= most_ranks}
+
+
+def computing(plan: Plan) -> Plan:
+    return [action for action in plan if action.peer is None]
+
+
+def test_every_stage_does_every_micro_batch_once_and_in_order(all_plans):
+    for (engine, _, m, chunks), plans in all_plans.items():
+        for plan in plans:
+            kinds = (F, B, W) if SCHEDULES[engine].splits_backward else (F, B)
+            expected = itertools.product(kinds, range(m), range(chunks))
+            assert sorted(map(str, computing(plan))) == sorted(str(Action(*x)) for x in expected)
+            for kind, c in itertools.product(kinds, range(chunks)):
+                order = [a.micro_batch for a in plan if a.kind is kind and a.chunk == c]
+                assert kind is F or order == list(range(m)), "sums are equal to the last bit"
+
+
+def places_of(case: tuple) -> list[tuple[int, int]]:
+    """The rank and chunk of each stage of a case."""
+    engine, ranks, _, chunks = case
+    return [SCHEDULES[engine].place(stage, ranks) for stage in range(ranks * chunks)]
+
+
+def test_each_rank_has_its_chunks_in_the_order_of_its_stages(all_plans):
+    for case in all_plans:
+        engine, ranks, _, chunks = case
+        of_ranks = [stages_of(SCHEDULES[engine], rank, ranks, chunks) for rank in range(ranks)]
+        assert sorted(itertools.chain(*of_ranks)) == list(range(ranks * chunks))
+        for rank, stages in enumerate(of_ranks):
+            assert [places_of(case)[s] for s in stages] == [(rank, c) for c in range(chunks)]
+
+
+def test_a_stage_that_needs_another_ranks_result_has_received_it_before(all_plans):
+    for case, plans in all_plans.items():
+        places = places_of(case)
+        for stage, (rank, chunk) in enumerate(places):
+            index = {action: index for index, action in enumerate(plans[rank])}
+            for a in computing(plans[rank]):
+                if a.chunk != chunk:
+                    continue
+                if a.kind is not F:
+                    assert index[a._replace(kind=F if a.kind is B else B)] < index[a]
+                if a.kind is W:
+                    continue
+                before = stage - 1 if a.kind is F else stage + 1
+                if 0 <= before < len(places):
+                    source, source_chunk = places[before]
+                    needed = Action(RECEIVES[a.kind], a.micro_batch, a.chunk, source)
+                    if source == rank:
+                        needed = Action(a.kind, a.micro_batch, source_chunk)
+                    assert index[needed] < index[a]
+
+
+def test_nothing_deadlocks_and_all_dependencies_hold_when_every_message_blocks(all_plans):
+    for case, plans in all_plans.items():
+        if case[2] <= 12:  # simulate_messages raises otherwise
+            places = places_of(case)
+            place = SCHEDULES[case[0]].place
+            timeline = simulate_messages(plans, send_time=0.5, blocking=True, place=place)
+            end = {(s.rank, s.action): s.end for s in timeline.spans}
+            for span in timeline.spans:
+                i, stage = span.action.micro_batch, places.index((span.rank, span.action.chunk))
+                if span.action.kind is F and stage > 0:
+                    rank, chunk = places[stage - 1]
+                elif span.action.kind is B and stage < len(places) - 1:
+                    rank, chunk = places[stage + 1]
+                else:
+                    continue
+                sent = 0.5 if rank != span.rank else 0
+                assert span.start >= end[rank, Action(span.action.kind, i, chunk)] + sent
+
+
+def test_both_ends_of_every_pair_have_its_messages_in_the_same_order(all_plans):
+    opposite = {SENDS[kind]: RECEIVES[kind] for kind in (F, B)}
+    opposite |= {receive: send for send, receive in opposite.items()}
+    for plans in all_plans.values():
+        for a, b in itertools.combinations(range(len(plans)), 2):
+            at_a = [(x.kind, x.micro_batch) for x in plans[a] if x.peer == b]
+            at_b = [(opposite[x.kind], x.micro_batch) for x in plans[b] if x.peer == a]
+            assert at_a == at_b
+
+
+def sorted_spans(timeline: Timeline) -> list[tuple]:
+    return sorted((start, rank, str(action), end) for rank, action, start, end in timeline.spans)
+
+
+def test_bubble_and_live_activations_are_the_textbooks(all_plans):
+    for (engine, ranks, m, chunks), plans in all_plans.items():
+        schedule = SCHEDULES[engine]
+        timeline = simulate(plans, place=schedule.place)
+        if m <= 9:  # all receives are posted in time, which `simulate` takes for granted
+            with_messages = simulate_messages(plans, place=schedule.place)
+            assert sorted_spans(with_messages) == sorted_spans(timeline)
+        for rank in range(ranks):
+            assert abs(timeline.bubble(rank) - schedule.bubble(ranks, m, chunks)) < 1e-12
+            assert peak_live(plans[rank]) == schedule.live_activations(rank, ranks, m, chunks)
+
+
+def test_the_formulas_are_those_in_the_papers():
+    live = SCHEDULES["interleaved"].live_activations
+    for p, m, v in itertools.product(range(1, 9), range(1, 33), range(1, 5)):
+        if m >= p or v == 1:
+            assert abs(bubble(p, m, v) - (p - 1) / (m * v + p - 1)) < 1e-12
+        if m % p == 0 and m > p:
+            assert live(0, p, m, v) == min(m * v, p * v + p - 1)
+    assert [SCHEDULES["1f1b"].live_activations(rank, 4, 3, 1) for rank in range(4)] == [3, 3, 2, 1]
+    assert SCHEDULES["afab"].live_activations(3, 4, 8, 2) == 16
+
+
+def test_one_rank_accumulates_gradients_and_sends_nothing():
+    for chunks in (1, 2):
+        for engine in ("afab", "interleaved"):
+            assert all(a.peer is None for a in build_plans(engine, 1, 5, chunks)[0])
+    assert " ".join(map(str, build_plans("1f1b", 1, 3)[0])) == "F0 B0 F1 B1 F2 B2"
+
+
+def test_evaluation_runs_through_all_chunks():
+    plans = build_plans("interleaved", 2, 3, 2, training=False)
+    assert " ".join(map(str, computing(plans[1]))) == "F0 F1 F2 F0.1 F1.1 F2.1"
+    assert str(plans[1][-1]) == "F2.1"  # the last stage passes nothing on
+    assert peak_live(plans[0]) == 6
+    assert simulate_messages(plans, blocking=True).num_ranks == 2  # it does not deadlock
+    assert simulate(plans).makespan == 3 * 2 + 1
+
+
+def test_a_message_that_is_sent_while_its_receiver_works_was_posted_before():
+    rank_1 = [str(action) for action in build_plans("1f1b", 2, 3)[1]]
+    assert rank_1[:6] == [
+        "receive F0 from rank 0", "receive F1 from rank 0", "F0", "B0", "send B0 to rank 0", "F1"
+    ]  # fmt: skip
+
+
+def send_when_made_receive_when_needed(plans: list[Plan]) -> list[Plan]:
+    """The obvious way to insert communication for one chunk, which ignores the other ranks."""
+    last, naive = len(plans) - 1, []
+    for rank, plan in enumerate(plans):
+        naive.append([])
+        for a in plan:
+            before, after = (rank - 1, rank + 1) if a.kind is F else (rank + 1, rank - 1)
+            if 0 <= before <= last:
+                naive[-1].append(Action(RECEIVES[a.kind], a.micro_batch, 0, before))
+            naive[-1].append(a)
+            if 0 <= after <= last:
+                naive[-1].append(Action(SENDS[a.kind], a.micro_batch, 0, after))
+    return naive
+
+
+def test_the_obvious_sends_deadlock_in_1f1b_and_the_circle_is_named():
+    plans = send_when_made_receive_when_needed([one_f_one_b(rank, 2, 4) for rank in range(2)])
+    assert simulate_messages(plans).makespan == 15  # sends in the background hide the mistake
+    with pytest.raises(ValueError) as error:
+        simulate_messages(plans, blocking=True)
+    assert str(error.value) == (
+        "deadlock: rank 0 waits in 'send F1 to rank 1' for 'receive F1 from rank 0' of rank 1;"
+        " rank 1 waits in 'send B0 to rank 0' for 'receive B0 from rank 1' of rank 0"
+    )
+
+
+def test_a_circle_names_only_the_ranks_in_it():
+    plans = build_plans("1f1b", 3, 4)
+    first, second = (plans[2].index(Action(F, i)) for i in (0, 1))
+    plans[2][first], plans[2][second] = plans[2][second], plans[2][first]
+    with pytest.raises(ValueError) as error:
+        simulate(plans)
+    assert str(error.value) == (
+        "deadlock, each waits for the next: 'F0' of rank 2, 'B0' of rank 2, 'F0' of rank 2"
+    )
+    with pytest.raises(ValueError, match=r"^deadlock: rank 2 waits in 'B0' for 'F0' of rank 2$"):
+        simulate_messages(plans)
+
+
+def test_a_circle_over_two_ranks_is_named_in_its_order():
+    one = [Action(F, 0), Action(B, 0), Action(F, 1), Action(B, 1)]
+    other = [Action(F, 0), Action(F, 1), Action(B, 0), Action(B, 1)]
+    with pytest.raises(ValueError, match=r"^deadlock, each waits for the next: ") as error:
+        simulate([one, other])
+    steps = re.findall("'.*?' of rank .", str(error.value))
+    circle = ["'B0' of rank 0", "'B0' of rank 1", "'F1' of rank 1", "'F1' of rank 0"]
+    start = circle.index(steps[0])
+    assert steps == [*circle[start:], *circle[:start], steps[0]]
+
+
+def test_a_rank_that_waits_for_itself_is_named_although_its_message_is_posted():
+    plans = build_plans("1f1b", 2, 3)
+    made = plans[1].index(Action(B, 0))
+    plans[1].insert(made, plans[1].pop(made + 1))
+    circle = r"^deadlock: rank 1 waits in 'send B0 to rank 0' for 'B0' of rank 1$"
+    with pytest.raises(ValueError, match=circle):
+        simulate_messages(plans)
+
+
+@pytest.mark.parametrize(
+    "rank, action",
+    [(0, "send F2 to rank 1"), (1, "receive F2 from rank 0"), (1, "F2"), (1, "B3"), (0, "B3")],
+)
+def test_what_is_missing_is_named(rank, action):
+    plans = build_plans("1f1b", 2, 4)
+    plans[rank] = [a for a in plans[rank] if str(a) != action]
+    simulators = [simulate_messages] if "rank" in action else [simulate, simulate_messages]
+    for run_on_paper in simulators:
+        with pytest.raises(ValueError, match=f"^rank {rank}: '{action}' is missing$"):
+            run_on_paper(plans)
+
+
+def test_an_action_that_is_there_twice_is_named():
+    plans = build_plans("afab", 2, 2)
+    plans[0].append(Action(B, 1))
+    for run_on_paper in (simulate, simulate_messages):
+        with pytest.raises(ValueError, match=r"^rank 0: 'B1' is there 2 times$"):
+            run_on_paper(plans)
+
+
+def test_a_message_that_is_not_needed_is_named():
+    plans = build_plans("afab", 2, 2)
+    plans[1].append(Action(Kind.SEND_ACTIVATION, 0, 0, peer=0))
+    with pytest.raises(ValueError, match=r"^rank 1: 'send F0 to rank 0' carries nothing that"):
+        simulate_messages(plans)
+
+
+def receives_first(plans: list[Plan]) -> list[Plan]:
+    """All receives posted before anything else: no message could arrive earlier."""
+    return [sorted(plan, key=lambda a: a.kind not in RECEIVES.values()) for plan in plans]
+
+
+@pytest.mark.parametrize("engine", SCHEDULES)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_receives_are_posted_early_enough(engine, chunks):
+    if chunks_problem(engine, chunks):
+        return
+    place = SCHEDULES[engine].place
+    for ranks, m in ((2, 8), (4, 8), (4, 9), (8, 16)):
+        plans = build_plans(engine, ranks, m, chunks)
+        best, own = (
+            simulate_messages(p, send_time=0.25, place=place).makespan
+            for p in (receives_first(plans), plans)
+        )
+        assert own <= 1.02 * best
+
+
+def test_a_longer_warm_up_hides_the_time_of_sends():
+    def lost(engine, chunks):
+        plans = build_plans(engine, 4, 32, chunks)
+        return simulate_messages(plans, send_time=0.25).makespan - simulate(plans).makespan
+
+    there_and_back = 2 * 3 * 0.25
+    assert lost("afab", 1) == there_and_back
+    assert lost("interleaved", 1) == there_and_back  # with one chunk it differs in the warm-up
+    assert lost("1f1b", 1) > 5 * there_and_back
+
+
+def test_chunks_are_refused_where_they_have_no_meaning():
+    message = "^1f1b has 1 chunk a rank, not 2: use 1, or engine afab or interleaved or zb_v$"
+    with pytest.raises(ValueError, match=message):
+        build_plans("1f1b", 2, 4, 2)
+
+
+def test_the_drawing_is_the_one_in_the_docstring():
+    for engine in ("afab", "1f1b"):
+        for line in draw.draw(simulate(build_plans(engine, 2, 4)), width=40).splitlines():
+            assert f"    {line}" in pipeline_schedule.__doc__
+
+
+def test_four_stages_and_eight_micro_batches_fit_into_100_columns_with_all_names():
+    text = draw.draw(simulate(build_plans("1f1b", 4, 8)), width=100)
+    for line in text.splitlines():
+        assert len(line) <= 100
+        assert set(re.findall(r"[FB]\d", line)) == {f"{k}{i}" for k in "FB" for i in range(8)}
+
+
+def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
+    """The command as a user starts it, or any other program."""
+    program = ["-c", code] if code else ["-m", "picotron_min.pipeline_schedule"]
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", *program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_the_command_prints_drawing_and_formulas_without_torch():
+    result = run("--engine", "1f1b", "--stages", "4", "--microbatches", "8")
+    assert result.returncode == 0
+    assert "rank 0  F0F1F2F3····" in result.stdout
+    assert re.search(r"rank 0 +27.3% +27.3% +4 +4\n", result.stdout)
+    assert "(p-1) / (m + p-1)" in result.stdout
+    loaded = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines()}
+    assert "picotron_min" in loaded
+    assert not loaded & {"torch", "numpy", "pydantic"}
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does, when it has seen enough
+    with os.fdopen(write, "wb") as pipe:
+        command = [sys.executable, "-m", "picotron_min.pipeline_schedule"]
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("engine", SCHEDULES)
+@pytest.mark.parametrize("m", [8, 11, 101])
+def test_a_drawing_that_is_too_narrow_names_the_width_that_it_needs(engine, m, capsys):
+    sizes = ["--engine", engine, "--microbatches", str(m)]
+    draw.main([*sizes, "--width", "60"])
+    needed = re.search("60 columns are too few .* --width (.*) [|] less", capsys.readouterr().out)
+    for columns, is_enough in ((int(needed[1]), True), (int(needed[1]) - 1, False)):
+        draw.main([*sizes, "--width", str(columns)])
+        out = capsys.readouterr().out
+        assert ("columns are too few" in out) is not is_enough
+        drawn = "\n".join(re.findall(r"^rank \d  (.*[·═].*)$", out, flags=re.MULTILINE))
+        assert max(map(len, drawn.splitlines())) <= columns - len("rank 0  ")
+        letters = "FfBb" if SCHEDULES[engine].chunks > 1 else "FB"
+        names = [f"{letter}{i}" for letter in letters for i in range(m)]
+        times = [len(re.findall(rf"{name}(?!\d)", drawn)) for name in names]
+        assert (times == [4] * len(names)) is is_enough  # each on each of 4 ranks
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--stages 0", "argument --stages: 0 is not a whole number of at least 1"),
+        ("--stages 99999999999999999999999", "draw at most 20000 in all"),
+        ("--stages 20000 --microbatches 2", "20000 ranks x 2 micro-batches x 1 chunks: draw at"),
+        ("--microbatches few", "few is not a whole number of at least 1"),
+        ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or engine afab"),
+        ("--engine gpipe", "invalid choice: 'gpipe'"),
+        ("--trace nowhere.json", "No such file or directory: 'nowhere.json'"),
+        ("--trace t.json --stages 2", "--trace contains its own plan"),
+    ],
+)
+def test_bad_input_is_reported_with_exit_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        draw.main(arguments.split())
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def write_trace(path: Path, spans: list[Span], **other_data: str) -> None:
+    """A trace in which steps 6 and 7 are alike; one unit of the spans is 1 ms."""
+    events = [
+        {
+            "name": str(s.action), "ph": "X", "ts": 1e6 * step + 1000 * s.start, "tid": 0,
+            "dur": 1000 * (s.end - s.start), "pid": s.rank,
+            "args": {"step": step, "chunk": s.action.chunk, "micro_batch": s.action.micro_batch},
+        }
+        for step in (7, 6) for s in spans if s.action.peer is None
+    ]  # fmt: skip
+    events.append({"name": "optimizer"})
+    path.write_text(json.dumps({"traceEvents": events, "otherData": other_data}))
+
+
+@pytest.mark.parametrize("engine, chunks", [("afab", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_a_trace_is_drawn_under_its_plan(engine, chunks, tmp_path, capsys):
+    plans = build_plans(engine, 4, 8, chunks)
+    slow = simulate(plans, send_time=1.0)
+    write_trace(tmp_path / "t.json", slow.spans, pp_engine=engine)
+    draw.main(["--trace", str(tmp_path / "t.json")])
+    out = capsys.readouterr().out
+    ideal = simulate(plans).makespan
+    assert f"planned, {engine}, step 8: {ideal:.2f} ms" in out
+    assert f"measured, {engine}, step 8: {slow.makespan:.2f} ms" in out
+    busy = 8 * chunks * 3
+    figures = rf"rank 2 +{bubble(4, 8, chunks):.1%} +{slow.bubble(2):.1%} +{busy:.2f} ms\n"
+    assert re.search(figures, out)
+
+
+@pytest.mark.parametrize("unit", [10.0, 7.3, 0.137])
+def test_a_trace_is_drawn_with_all_names_of_its_plan_at_the_width_that_it_needs(
+    unit, tmp_path, capsys
+):
+    measured = simulate(STEP, lambda rank, a: unit * textbook(rank, a))
+    write_trace(tmp_path / "t.json", measured.spans, pp_engine="interleaved")
+    draw.main(["--trace", str(tmp_path / "t.json"), "--width", "20"])
+    needed = re.search("--width (.*) [|] less", capsys.readouterr().out)[1]
+    draw.main(["--trace", str(tmp_path / "t.json"), "--width", needed])
+    out = capsys.readouterr().out
+    assert "columns are too few" not in out
+    for rank in range(4):  # in the plan, and as measured
+        names = re.findall(rf"^rank {rank}  (.*[·═].*)$", out, flags=re.MULTILINE)
+        assert [sorted(re.findall(r"[FfBb]\d", line)) for line in names] == [
+            sorted(f"{letter}{i}" for letter in "FfBb" for i in range(8))
+        ] * 2
+
+
+STEP = build_plans("interleaved", 4, 8, 2)
+
+
+def causes(
+    time_of: Callable[[int, Action], float], send_time: float, path: Path, capsys
+) -> dict[str, float]:
+    """What the command names as causes of a difference between plan and trace, in ms."""
+    measured = simulate(STEP, time_of, send_time)
+    write_trace(path, measured.spans, pp_engine="interleaved")
+    draw.main(["--trace", str(path)])
+    out = capsys.readouterr().out
+    total, rest = re.search(r"\n([-+][\d.]+) ms from the plan, of which\n(.*)", out, re.S).groups()
+    found = {name: float(ms) for ms, name in re.findall(r"  +([-+][\d.]+) ms  (.*)\n", rest)}
+    assert len(found) == 4
+    assert sum(found.values()) == pytest.approx(float(total), abs=0.05)
+    return found
+
+
+def textbook(rank: int, action: Action) -> float:
+    return 10.0 if action.kind is F else 20.0
+
+
+@pytest.mark.parametrize(
+    "time_of, send_time, cause",
+    [
+        (textbook, 3.0, "sends, and all else that happens between the actions"),
+        (
+            lambda rank, a: textbook(rank, a) * (2 if rank == 2 else 1),
+            0.0,
+            "imbalance: rank 2 computes 1.60 times the mean (more layers, or a slow rank)",
+        ),
+        (
+            lambda rank, a: textbook(rank, a) * (1.5 if a.chunk else 0.5),
+            0.0,
+            "imbalance between the chunks of a rank",
+        ),
+        (
+            lambda rank, a: textbook(rank, a) * (9 if a.micro_batch == 3 else 1),
+            0.0,
+            "actions that differ from the mean of their stage",
+        ),
+    ],
+)
+def test_the_cause_of_a_slow_step_is_named_with_its_time(
+    time_of, send_time, cause, tmp_path, capsys
+):
+    found = causes(time_of, send_time, tmp_path / "t.json", capsys)
+    assert found.pop(cause) > 10
+    assert set(found.values()) == {0}
+
+
+def vee(stage: int, ranks: int) -> tuple[int, int]:
+    """The second half of the stages goes back over the ranks: 0 1 1 0."""
+    return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
+
+
+AFAB_IN_A_V = Schedule(
+    afab,
+    bubble=lambda p, m, v: (p - 1) / (m + p - 1),  # both turns at an end of the V cost nothing
+    live_activations=lambda rank, p, m, v: 2 * m,
+    about="all forwards first, in a V",
+    place=vee,
+    chunks=2,
+    fixed_chunks=True,
+)
+
+
+def test_a_schedule_that_is_in_the_registry_and_nowhere_else_is_complete(tmp_path, capsys):
+    with registered("afab_v", AFAB_IN_A_V):
+        plans = plans_of("afab_v")
+        for check in CHECKS_OF_PLANS:
+            check(plans)
+        # Neighbours on one rank send nothing to each other.
+        assert not any(a.peer is not None for a in build_plans("afab_v", 1, 3, 2)[0])
+        draw.main(["--engine", "afab_v", "--stages", "2", "--microbatches", "2", "--width", "44"])
+        assert "rank 0  F0F1····f0f1b0══b1══········B0══B1══\n" in (out := capsys.readouterr().out)
+        assert re.search(r"rank 1 +33.3% +33.3% +4 +4\n\nall forwards first, in a V", out)
+        timeline = simulate(plans["afab_v", 2, 2, 2], place=vee)
+        write_trace(tmp_path / "t.json", timeline.spans, pp_engine="afab_v")
+        draw.main(["--trace", str(tmp_path / "t.json")])
+        assert "+0.00 ms from the plan" in capsys.readouterr().out
+        # Both ends are on the first rank, which therefore needs a tied embedding only once.
+        layout = Layout(pp=2, pp_engine="afab_v", pp_chunks=2, pp_layers=(1, 1, 1, 1))
+        model_config = PRESETS["tiny"].override(tie_word_embeddings=True, num_hidden_layers=4)
+        memory = memory_per_rank(model_config, layout, Workload(64, num_micro_batches=2))
+        layer = costs.parameter_count(model_config.override(num_hidden_layers=1))
+        layer = costs.parameter_count(model_config.override(num_hidden_layers=2)) - layer
+        assert memory.weights == 4 * (costs.parameter_count(model_config) - 2 * layer)
+
+
+def test_a_schedule_with_a_wrong_formula_or_order_fails_the_checks():
+    for wrong in (
+        AFAB_IN_A_V._replace(bubble=bubble),
+        AFAB_IN_A_V._replace(live_activations=lambda rank, p, m, v: m),
+        AFAB_IN_A_V._replace(plan=lambda *sizes: [a for a in afab(*sizes) if a.micro_batch]),
+        AFAB_IN_A_V._replace(plan=lambda *sizes: afab(*sizes)[::-1]),
+        AFAB_IN_A_V._replace(place=lambda stage, ranks: (stage // 2, stage % 2)),
+    ):
+        with registered("wrong", wrong), pytest.raises((AssertionError, ValueError)):
+            plans = plans_of("wrong", most_ranks=3)
+            for check in CHECKS_OF_PLANS:
+                check(plans)
+
+
+def test_the_config_offers_every_schedule_of_the_registry():
+    result = run(
+        code="from picotron_min.extensions.schedules.registry import SCHEDULES\n"
+        "SCHEDULES['other'] = SCHEDULES['1f1b']._replace(chunks=3)\n"
+        "from picotron_min.runtime.config_file import ConfigError, parse_config\n"
+        "for changes in ({'pp_engine': 'gpipe'}, {'pp_engine': 'other', 'pp_chunks': 2}):\n"
+        "    try: parse_config({'distributed': changes | {'pp_size': 2}})\n"
+        "    except ConfigError as error: print(error)\n"
+    )
+    assert result.returncode == 0
+    assert 'must be "afab", "1f1b", "interleaved", "zb_h1", "zb_v" or "other"' in result.stdout
+    assert "other has 3 chunks a rank, not 2: use 3, or engine afab or" in result.stdout
+
+
+CHECKS_OF_PLANS = [
+    test_every_stage_does_every_micro_batch_once_and_in_order,
+    test_each_rank_has_its_chunks_in_the_order_of_its_stages,
+    test_a_stage_that_needs_another_ranks_result_has_received_it_before,
+    test_nothing_deadlocks_and_all_dependencies_hold_when_every_message_blocks,
+    test_both_ends_of_every_pair_have_its_messages_in_the_same_order,
+    test_bubble_and_live_activations_are_the_textbooks,
+]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "is not a trace of a pipeline: JSONDecodeError"),
+        ("[]", "is not a trace of a pipeline: AttributeError"),
+        ('{"events": []}', "is not a trace of a pipeline: KeyError('traceEvents')"),
+        ('{"otherData": {"pp_engine": "x"}}', "is not a trace of a pipeline: KeyError('x')"),
+        ('{"traceEvents": []}', "has forwards and backwards of ranks []"),
+        (
+            '{"traceEvents": [{"name": "F0", "ph": "X", "ts": 1, "dur": 2, "pid": 1,'
+            ' "args": {"step": 1, "chunk": 0, "micro_batch": 0}}]}',
+            "ranks [1]: it must have those of all the ranks of one pipeline, counted from 0",
+        ),
+        (
+            '{"traceEvents": [{"name": "B0", "ph": "X", "ts": 1, "dur": 2, "pid": 0,'
+            ' "args": {"step": 1, "chunk": 0, "micro_batch": 0}}]}',
+            "rank 0: 'F0' is missing",
+        ),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(content, message, tmp_path, capsys):
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as exit:
+        draw.main(["--trace", str(path)])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err

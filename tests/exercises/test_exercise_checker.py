@@ -1,0 +1,583 @@
+"""The checker of exercises/: what it answers to mistakes that no exercise lists."""
+
+import ast
+import csv
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from exercises import __main__ as commands
+from exercises import child, progress, sandbox
+from exercises import exercise as catalogue
+from exercises.checking import _traffic_problem, check
+from exercises.child import Printed
+from exercises.compare import first_difference, pattern
+from exercises.exercise import Sent, Wrong
+from exercises.forms import Calls, form_of, form_problem
+from exercises.grade import line_of, summary
+from exercises.sandbox import Sandbox
+from exercises.source import find, solution, starter
+
+ROOT = Path(__file__).parents[2]
+
+SHIFT, OVERLAP, MERGE, ZIGZAG, NORM = (catalogue.load(n) for n in (4, 7, 18, 19, 8))
+NORM_TOTAL = "torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()"
+TENSOR = "isend, tensor"
+FIRST_AXIS = "0 in dist.get_process_group_ranks(axis.group)"
+BODY = "self.sent = tensor  # may not be changed before `wait`"
+KNOWN = defaultdict(dict)  # outcomes of the known mistakes of each exercise
+LINE = f"line {solution(SHIFT)[: solution(SHIFT).index(BODY)].count(chr(10)) + 1}"
+
+
+def answer(exercise, *edits: str):
+    text = solution(exercise)
+    for old, new in zip(edits[::2], edits[1::2], strict=True):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return check(exercise, text, Path("student.py"), others=KNOWN[exercise.number])
+
+
+@pytest.mark.parametrize(
+    ("exercise", "edits", "mistake", "message"),
+    [
+        (
+            SHIFT,
+            (TENSOR, "isend, axis.size * tensor"),
+            "pattern",
+            "too large by a factor of 2: the",
+        ),
+        (
+            SHIFT,
+            (TENSOR, "isend, tensor / axis.size"),
+            "pattern",
+            "too small by a factor of 2: the",
+        ),
+        (
+            SHIFT,
+            (TENSOR, "isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)"),
+            "unknown",
+            "do not know this mistake",
+        ),
+        (SHIFT, (TENSOR, "isend, 2 * tensor"), "unknown", "do not know this mistake"),
+        (SHIFT, (TENSOR, f"isend, tensor * (to == 0 and {FIRST_AXIS})"), "pattern", "rank 0 only"),
+        (
+            OVERLAP,
+            ("(bucket.gradients,", "(bucket.gradients.clone(),"),
+            "pattern",
+            "part of the right sum",
+        ),
+        (
+            SHIFT,
+            (BODY, "tensor = tensor * (1 + axis.rank)\n    self.sent = tensor"),
+            "unknown",
+            "do not know this mistake.",
+        ),
+        (MERGE, ("torch.logaddexp", "torch.log_add_exp"), "exception", "AttributeError"),
+        (SHIFT, (BODY, "raise SystemExit(3)"), "exception", "on rank 0: SystemExit: 3"),
+        (SHIFT, (BODY, "self.sent = 1 / (axis.rank - 1)"), "exception", "on rank 1: ZeroDivision"),
+        (
+            SHIFT,
+            (BODY, "dist.recv(tensor, group=axis.group, group_src=axis.next)"),
+            "deadlock",
+            "rank 0 waits to receive from rank 1, which waits to receive from rank 0",
+        ),
+        (NORM, (NORM_TOTAL, "sum([]).to(device)"), "exception", "no attribute 'to'"),
+        (SHIFT, (BODY, "import os"), "file", "import os is refused"),
+        (SHIFT, (BODY, "torch.os.fork()"), "file", ".os is refused"),
+        (SHIFT, (BODY, "open('x')"), "file", "open is refused"),
+        (SHIFT, (BODY, "tensor.__dict__"), "file", ".__dict__ is refused"),
+        (SHIFT, (BODY, "def ="), "file", f"{LINE} is not Python"),
+        (SHIFT, ("def __init__", "def init"), "file", "does not define __init__"),
+        (SHIFT, ("def __init__", "def ring():\n    pass\n\n\ndef __init__"), "file", "own ring"),
+        (
+            SHIFT,
+            ("import torch.distributed as dist", "import math as dist"),
+            "file",
+            "dist is anoth",
+        ),
+    ],
+)
+def test_other_mistakes_get_an_honest_answer(exercise, edits, mistake, message):
+    verdict = answer(exercise, *edits)
+    assert not verdict.passed and verdict.mistake == mistake, verdict
+    assert message in verdict.message
+    if mistake == "exception":  # another mistake may crash in the same way in one case
+        assert not any(wrong.sentence in verdict.message for wrong in exercise.wrong)
+
+
+LATE = "torch.cat((pieces[-1 - rank], pieces[rank]))"
+IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
+
+
+@pytest.mark.parametrize(
+    ("edits", "mistake", "message"),
+    [
+        (  # a known mistake, and a crash in another case
+            (IN_ORDER, f"{LATE} if size > 1 else 1 / 0"),
+            "late_first",
+            r"With cp=2, length=\d+: The late piece comes before(.|\n)*"
+            r"With cp=1, length=7:\nYour version fails on rank 0: ZeroDivisionError",
+        ),
+        (
+            (IN_ORDER, "torch.full((seq_length // size,), 5) if size > 1 else 1 / 0"),
+            "unknown",
+            r"^I do not know this mistake\.\nWith cp=1, length=7:\nYour version fails",
+        ),
+    ],
+)
+def test_the_first_failure_is_explained_and_the_case_of_a_crash_named(edits, mistake, message):
+    verdict = answer(ZIGZAG, *edits)
+    assert not verdict.passed and verdict.mistake == mistake, verdict
+    assert re.search(message, verdict.message), verdict.message
+
+
+MERGED = "(lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2"
+ZIGZAGS = r"zigzag_positions returned {}; it should return a tensor \[8\] of int64\."
+MERGES = r"merge_blocks returned {}; it should return 2 values \(a tensor \[1.* of float64\)\."
+
+
+@pytest.mark.parametrize(
+    ("exercise", "edits", "message"),
+    [
+        (ZIGZAG, (IN_ORDER, "None"), ZIGZAGS.format("None")),
+        (ZIGZAG, (IN_ORDER, "2.5"), ZIGZAGS.format("a float")),
+        (ZIGZAG, (IN_ORDER, f"{IN_ORDER}.tolist()"), ZIGZAGS.format("a list of 8, the .* an int")),
+        (
+            ZIGZAG,
+            (IN_ORDER, f"tuple({IN_ORDER}[:1])"),
+            ZIGZAGS.format(r"1 value \(a tensor \[\] of int64\)"),
+        ),
+        (
+            ZIGZAG,
+            (IN_ORDER, f"{IN_ORDER}.numpy()"),
+            ZIGZAGS.format(r"a numpy array \[8\] of int64"),
+        ),
+        (
+            ZIGZAG,
+            (IN_ORDER, f"{IN_ORDER}[None]"),
+            ZIGZAGS.format(r"a tensor \[1, 8\] of int64"),
+        ),
+        (MERGE, (f"{MERGED}, lse", MERGED), MERGES.format(r"a tensor \[1, .*\] of float64")),
+        (MERGE, (f"{MERGED}, lse", f"{MERGED}, lse, lse"), MERGES.format(r"3 values \(.*\)")),
+        (
+            MERGE,
+            (f"{MERGED}, lse", f"({MERGED}).float(), lse"),
+            MERGES.format(r"2 values \(a tensor \[.*\] of float32, a tensor \[.*\] of float64\)"),
+        ),
+    ],
+)
+def test_a_result_of_another_type_is_explained_in_one_sentence(exercise, edits, message):
+    verdict = answer(exercise, *edits)
+    assert not verdict.passed and verdict.mistake == "wrong_type", verdict
+    assert re.search(message, verdict.message.splitlines()[0]), verdict.message
+
+
+def test_a_form_fits_where_a_result_can_be_used():
+    one, two = torch.zeros(2), torch.zeros(2)
+    for got, right in [
+        ([one, two], (one, two)),
+        ((one, two), [one]),  # lists of any length
+        ([], [one]),
+        (1, 2.5),
+        (True, 1),
+        (iter([one]), iter([two])),
+        (torch.nn.Parameter(one), two),
+        (Counter(), {"a": 1}),
+    ]:
+        assert form_of(got).fits(form_of(right)), (got, right)
+    for got, right in [
+        ((one,), (one, two)),
+        ([one, 1], [one]),
+        ((one, (1, None)), (two, (1, 2))),
+        (one, 1.0),
+        (one.numpy(), one),
+        (one[None], one),
+        (one.double(), one),
+        (None, one),
+        (iter([one]), [one]),  # it has no length
+        ([one], iter([one])),  # which would be asked for one after the other
+        ({}, []),
+        ("one", 1),
+    ]:
+        assert not form_of(got).fits(form_of(right)), (got, right)
+
+
+def noted(definition, *arguments) -> dict:
+    """The calls with each of the arguments."""
+    calls = Calls()
+    watched = calls.watch(definition)
+    for argument in arguments:
+        list(watched(argument))
+    return calls.take()
+
+
+def test_only_calls_with_arguments_of_the_same_form_are_compared():
+    two, three = torch.zeros(2), torch.zeros(3)
+    right = noted(lambda x: x, two, three)
+    problem = "<lambda> returned a tensor [3] of float32; it should return a tensor [2] of float32."
+    assert form_problem(noted(lambda x: three, two), right).endswith(problem)
+    assert form_problem(noted(lambda x: x, two, two), right) == ""
+    assert form_problem(noted(lambda x: x, two), right) == ""
+
+
+def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_within():
+    class Counting:
+        @staticmethod
+        def down(n):
+            yield from range(n)
+
+        def up(self, n):
+            return self.up(n - 1) if n else [n]
+
+    calls = Calls()
+    watched = calls.watch(Counting)
+    assert list(watched.down(2)) == [0, 1] and watched().up(2) == [0]
+    (found,) = calls.take().values()
+    assert [(call.name.rpartition(".")[2], call.verb) for call in found] == [
+        ("down", "returned"),
+        ("down", "yielded"),
+        ("down", "yielded"),
+        ("up", "returned"),
+    ]
+    assert not calls.take()
+
+
+def test_a_crash_is_not_explained_by_a_mistake_that_crashes_in_other_cases_too():
+    divides = Wrong("divides", "It divides by zero.", IN_ORDER, "1 / 0")
+    exercise = replace(ZIGZAG, wrong=(divides,))
+    assert answer(exercise, IN_ORDER, "1 / 0").mistake == "divides"
+    verdict = answer(exercise, IN_ORDER, f"1 / 0 if size > 1 else {IN_ORDER}")
+    assert verdict.mistake == "exception" and divides.sentence not in verdict.message
+
+
+def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised():
+    case, matrix = catalogue.Case(2, dp=1), torch.arange(6.0).double().view(2, 3)
+    right = [{"x": matrix}, {"x": matrix + 1}]
+    turned = [{"x": a["x"].T} for a in right]
+    assert pattern(SHIFT, case, turned, [{"x": a["x"]} for a in turned]) is None
+    square = [{"x": matrix[:, :2] + rank} for rank in range(2)]
+    turned = [{"x": a["x"].T} for a in square]
+    assert pattern(SHIFT, case, turned, square).kind == "transposed"
+    assert pattern(SHIFT, case, [{"x": matrix - 7}] * 2, right).kind == "same"
+    assert pattern(SHIFT, case, [{"x": matrix - 7}, {"x": matrix * 7}], right) is None
+
+
+def test_an_exception_has_the_line_of_the_student(tmp_path):
+    path = tmp_path / "04_shift.py"
+    path.write_text(solution(SHIFT).replace(BODY, "return 1 / 0"))
+    verdict = check(SHIFT, path.read_text(), path)
+    assert f"04_shift.py, {LINE}: return 1 / 0" in verdict.message
+
+
+def test_a_deadlock_has_the_line_of_each_rank(tmp_path):
+    path = tmp_path / "04_shift.py"
+    line = "dist.send(tensor, group=axis.group, group_dst=axis.next)"
+    path.write_text(solution(SHIFT).replace(BODY, line))
+    verdict = check(SHIFT, path.read_text(), path)
+    for rank in (0, 1):
+        expected = f"rank {rank} waits to send to rank {1 - rank}   at {LINE}: {line}"
+        assert expected in verdict.message
+
+
+def test_helpers_and_imports_of_a_student_are_used():
+    verdict = answer(
+        MERGE,
+        "torch.logaddexp(lse_1, lse_2)",
+        "common(lse_1, lse_2)",
+        "def merge",
+        "import torch as t\n\n\ndef common(a, b):\n    return t.logaddexp(a, b)\n\n\ndef merge",
+    )
+    assert verdict.passed, verdict
+
+
+def test_a_starter_of_a_class_has_all_methods_and_no_body():
+    source = Path(catalogue.FOLDER, "e04_shift.py")
+    exercise = catalogue.Exercise(
+        "exercises.e04_shift",
+        *("collectives:Shift", "t", ("", "", "")),
+        *(None, None, None, None, "", ()),
+    )
+    assert source.exists()
+    (node,) = (n for n in ast.parse(starter(exercise)).body if isinstance(n, ast.ClassDef))
+    assert [ast.unparse(n.body[-1]) for n in node.body[1:]] == ["raise NotImplementedError"] * 2
+    assert ast.get_docstring(node) == ast.get_docstring(find(exercise).node)
+    assert "batch_isend_irecv" not in starter(exercise)
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "FOLDER", tmp_path)
+    monkeypatch.setattr(progress, "FILE", tmp_path / "progress.json")
+    return tmp_path
+
+
+def test_start_refuses_to_overwrite_and_hints_come_one_by_one(own_folder, capsys):
+    assert commands.main(["check", "4"]) == 2
+    assert "run  python -m exercises start 04" in capsys.readouterr().err
+    assert commands.main(["start", "4"]) == 0
+    assert (own_folder / "04_shift.py").read_text() == starter(SHIFT)
+    assert commands.main(["start", "4"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    for used in (1, 2, 3, 3):
+        assert commands.main(["hint", "4"]) == 0
+        out = capsys.readouterr().out
+        assert out.count("of 3:") == used and SHIFT.hints[used - 1] in out
+    assert commands.main(["start", "99"]) == 2
+    assert "there is no exercise 99" in capsys.readouterr().err
+
+
+def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monkeypatch):
+    (own_folder / "04_shift.py").write_text(
+        "def __init__(self, tensor, axis, distance):\n    print('here')\n"
+    )
+    assert commands.main(["check", "4"]) == 1
+    out = capsys.readouterr().out
+    assert "printed:\nhere" in out and "noticed later" in out
+    (own_folder / "04_shift.py").write_text(solution(SHIFT))
+    answer_of = partial(check, SHIFT, solution(SHIFT), Path("student.py"))
+    in_this_process = SimpleNamespace(
+        check=lambda *args: answer_of()._asdict() | {"printed": "", "seconds": 1.0}
+    )
+    monkeypatch.setattr(commands, "Sandbox", lambda: in_this_process)  # saves an import of torch
+    assert commands.main(["check", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "V value   passed" in out and "bytes ──> rank 1" in out and "Remember" in out
+    assert progress.read(4) == {"passed": True, "tries": 2, "hints": 0}
+    assert commands.main([]) == 0
+    assert "  solved  04 shift" in capsys.readouterr().out
+
+
+FORKS = """
+    system = getattr(torch, "os")
+    if system.fork() == 0:
+        system.setsid()
+        if system.fork() == 0:
+            import time
+            time.sleep(1000)
+    self.sent = tensor
+"""
+CLASS = {
+    "bob": "tensor = 2 * tensor",
+    "carol": "while True: pass",
+    "dave": FORKS,
+    "eve": "print('x' * 10**8); torch.empty(10**10)",
+    "frank": None,
+}
+
+
+def commands_that_run() -> list[str]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            lines.append(path.read_text())
+    return lines
+
+
+def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
+    for student, body in CLASS.items():
+        (tmp_path / student).mkdir()
+        if body:
+            text = solution(SHIFT).replace("axis.ledger", f"{body.strip()}\n    axis.ledger")
+            (tmp_path / student / "04_shift.py").write_text(text)
+    began, table = time.monotonic(), tmp_path / "marks.csv"
+    # As a process of its own, because it adopts, and ends, whatever its checks leave behind.
+    command = [sys.executable, "-m", "exercises", "grade", tmp_path, "--csv", table]
+    options = ["--seed", "7", "--jobs", "2", "--exercises", "4"]
+    graded = subprocess.run(
+        [*map(str, command), *options], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert graded.returncode == 0, graded.stderr
+    with table.open(newline="") as stream:
+        rows = {row.pop("student"): row for row in csv.DictReader(stream)}
+    passed = {"passed": "1", "V": "1", "B": "1", "M": "", "O": "1", "mistake": ""}
+    none = {"passed": "0", "V": "", "B": "", "M": "", "O": ""}
+    for student, expected in {
+        "bob": none | {"V": "0", "B": "1", "O": "1", "mistake": "unknown"},
+        "carol": none | {"mistake": "timeout"},
+        "dave": passed,
+        "eve": none | {"mistake": "exception"},
+        "frank": none | {"mistake": "missing"},
+    }.items():
+        assert rows[student]["exercise"] == "04"
+        assert {key: rows[student][key] for key in expected} == expected, student
+    assert float(rows["carol"]["seconds"]) < 30 and time.monotonic() - began < 120
+    out = graded.stdout
+    assert (
+        "Not isolated" in out and "bob  04  unknown" in out and "frank" not in out.split("bob: ")[0]
+    )
+    lines = list(summary(table))
+    assert lines[0] == "bob: 0 of 1" and lines[-2:] == ["frank: 0 of 1", "    missing: 04"]
+    assert not [line for line in commands_that_run() if str(tmp_path) in line]
+
+
+def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path, capsys):
+    assert commands.main(["grade", str(tmp_path / "none")]) == 2
+    assert "is no folder: name one that has a folder for each" in capsys.readouterr().err
+
+
+def test_a_check_that_takes_too_long_is_killed_and_the_message_has_the_limit(monkeypatch):
+    monkeypatch.setattr("exercises.sandbox.KILL_SECONDS", 0.2)
+    verdict = Sandbox(wrap='python3 -c "import time; time.sleep(60)"').check(4, "solution")
+    assert verdict["mistake"] == "timeout" and "killed after 0.2 s" in verdict["message"]
+
+
+def test_what_is_printed_is_cut_after_some_lines_and_characters():
+    printed = Printed()
+    for i in range(1000):
+        print(i, file=printed)
+    assert printed.text.splitlines() == [*map(str, range(20)), "... cut"]
+    printed = Printed()
+    printed.write("x" * 10**5)
+    assert printed.text == "x" * 4000 + "\n... cut\n"
+    printed = Printed()
+    print("whole", file=printed)
+    assert printed.text == "whole\n"
+
+
+def test_a_verdict_of_another_form_is_none(tmp_path):
+    forged = "import sys; open(sys.argv[-1], 'w').write('{\"passed\": 1}')"
+    verdict = Sandbox(wrap=f'python3 -c "{forged}"').check(4, "solution")
+    assert verdict["mistake"] == "crash" and "left no verdict" in verdict["message"]
+
+
+def test_a_process_without_a_verdict_is_described_with_its_last_lines(tmp_path):
+    errors = tmp_path / "errors"
+    errors.write_text("".join(f"line {i}\n" for i in range(7)))
+    found = sandbox._no_verdict(3, errors)["message"]
+    how = "The check's process exited with code 3 and left no verdict."
+    assert found.startswith(how) and found.count("\n    line ") == 5 and "line 2" in found
+    assert "was killed by SIGKILL and" in sandbox._no_verdict(-9, errors)["message"]
+    errors.unlink()  # as a student's code can
+    assert sandbox._no_verdict(3, errors)["message"] == how
+
+
+def test_a_verdict_is_read_only_if_it_is_of_the_right_form_and_size(tmp_path, monkeypatch):
+    path = tmp_path / "verdict.json"
+    right = dict.fromkeys(("mistake", "message", "picture", "printed"), "") | {"passed": True}
+    right["gates"] = {"V": "", "Z": "no gate"}
+    for change, is_read in [
+        ({}, True),
+        ({"passed": 1}, False),
+        ({"message": 1}, False),
+        ({"gates": {"V": 1}}, False),
+        ({"gates": [1]}, False),
+    ]:
+        path.write_text(json.dumps(right | change))
+        assert bool(sandbox._read(path)) == is_read, change
+    path.write_text(json.dumps(right))
+    assert sandbox._read(path)["gates"] == {"V": ""}
+    monkeypatch.setattr(sandbox, "LARGEST_VERDICT", 10)
+    assert sandbox._read(path) is None
+
+
+@pytest.mark.parametrize(
+    ("cpu_seconds", "seconds", "message"),
+    [(-1, 99, "Stopped after -1 s of computing: "), (99, -1, "Stopped after -1 s of sleep: ")],
+)
+def test_a_check_that_does_not_end_is_stopped_with_its_line(
+    tmp_path, monkeypatch, cpu_seconds, seconds, message
+):
+    path, ends, has_ended = tmp_path / "student.py", threading.Event(), threading.Event()
+    path.write_text("def pause():\n    ends.wait()\n\n\ndef work():\n    ends.wait()\n")
+    names = {"ends": ends}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    for name in ("pause", "work", "pause"):  # ranks that pause wait for one that works
+        threading.Thread(target=names[name], daemon=True).start()
+    verdicts = []
+
+    def write(verdict):
+        verdicts.append(verdict)
+        has_ended.set()
+
+    monkeypatch.setattr(child, "STUCK_CPU_SECONDS", cpu_seconds)
+    monkeypatch.setattr(child, "STUCK_SECONDS", seconds)
+    child._watch(path, SimpleNamespace(write=write), has_ended)
+    ends.set()
+    (verdict,) = verdicts
+    assert verdict["mistake"] == "timeout"
+    assert verdict["message"].startswith(f"{message}it has not ended.")
+    assert verdict["message"].endswith("    it was at line 6: ends.wait()")
+
+
+def test_a_line_of_the_table_says_which_files_there_are_and_trusts_no_text(tmp_path):
+    verdict = {"gates": {"V": "wrong", "B": "", "O": "not checked"}, "passed": False}
+    verdict |= {"mistake": "=1,\n" + "x" * 50, "seconds": 1.5}
+    checks = SimpleNamespace(check=lambda *args: verdict)
+    assert line_of(checks, tmp_path, 4, 0)["mistake"] == "missing"
+    (tmp_path / "04_shift.py").touch()
+    row = line_of(checks, tmp_path, 4, 0)
+    assert row["mistake"] == "1" + "x" * 39 and row["seconds"] == 1.5
+    assert (row["V"], row["B"], row["O"], row["passed"]) == ("0", "1", "", 0)
+    (tmp_path / "04_other.py").touch()
+    assert line_of(checks, tmp_path, 4, 0)["mistake"] == "two_files"
+
+
+def test_a_folder_without_students_is_refused(tmp_path, capsys):
+    assert commands.main(["grade", str(tmp_path)]) == 2
+    assert "has no folders: name one that has a folder for each student" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sent", "ledger", "problem"),
+    [
+        ({"send": Sent(2, 16.0)}, {"shift": Sent(2, 16.0)}, ""),
+        (
+            {"send": Sent(2, 8.0)},
+            {"shift": Sent(2, 16.0)},
+            "rank 0 sends 2 x send, 8 bytes; it should be 2 x send, 16 bytes",
+        ),
+        (
+            {"send": Sent(2, 16.0), "all_reduce": Sent(1, 4.0)},
+            {"shift": Sent(2, 16.0)},
+            "rank 0 sends 1 x all_reduce, 4 bytes; it should be nothing",
+        ),
+        (
+            {"send": Sent(2, 16.0)},
+            {"shift": Sent(1, 16.0)},
+            "the ledger of rank 0 has 1 x shift, 16 bytes; it should be 2 x shift, 16 bytes",
+        ),
+        (
+            {"send": Sent(2, 16.0)},
+            {},
+            "the ledger of rank 0 has nothing; it should be 2 x shift, 16 bytes",
+        ),
+    ],
+)
+def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger(
+    sent, ledger, problem
+):
+    of_no_bytes = {"all_gather": Sent(1, 0.0)}  # of one rank alone: no ledger has it
+    record = SimpleNamespace(sent=sent | of_no_bytes, ledger=ledger)
+    right = {"send as shift": Sent(2, 16.0)} | of_no_bytes
+    exercise = replace(SHIFT, traffic=lambda case: [right])
+    assert _traffic_problem(exercise, None, [record]) == problem
+
+
+@pytest.mark.parametrize(
+    ("got", "right", "text"),
+    [
+        ([1, 2], [1, 2, 3], "rank 0, `x` is 2 long, should be 3 long"),
+        ([1, 5], [1, 2], "rank 0, `x`[1] is 5, should be 2"),
+        ({"a": 1}, {"b": 1}, "rank 0, `x` is ['a'], should be ['b']"),
+        (2.5, 2.25, "rank 0, `x` is 2.5, should be 2.25"),
+        (None, torch.zeros(2), "rank 0, `x` is None, should be a tensor (2,)"),
+        (torch.zeros(3), torch.zeros(2), "rank 0, `x` is a tensor (3,), should be one of (2,)"),
+        (torch.ones(2), torch.zeros(2), "rank 0, `x`[0] is 1, should be 0"),
+        ("y" * 200, "z", f"rank 0, `x` is {'y' * 157}..., should be z"),
+        (float("nan"), float("nan"), "None"),
+    ],
+)
+def test_the_first_difference_is_shown_with_its_place(got, right, text):
+    assert str(first_difference([{"x": got}], [{"x": right}])) == text

@@ -1,0 +1,132 @@
+"""AdamW with bfloat16 moments: torch's updates but for rounding, half the state, and its trap."""
+
+import math
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from picotron_min.extensions.optimizers import adamw
+from picotron_min.extensions.optimizers.adamw import NarrowAdamW
+from picotron_min.runtime.config import Config, ConfigError
+from tests.assembled import assert_same, whole_run
+from tests.core import test_checkpoint
+from tests.core.test_costs import GQA, planned
+from tests.extensions import test_muon
+
+
+def updated(optimizer_of, steps: int, scale=1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(40, 30, generator=generator))
+    optimizer = optimizer_of([{"params": [parameter], "weight_decay": 0.1}])
+    for _ in range(steps):
+        parameter.grad = scale * torch.randn(40, 30, generator=generator)
+        optimizer.step()
+    return parameter.detach()
+
+
+def narrow(groups, dtype=None) -> torch.optim.Optimizer:
+    optimizer = NarrowAdamW(groups, 0.01, (0.9, 0.95))
+    if dtype:
+        for state in optimizer.state.values():
+            state |= {key: moment.to(dtype) for key, moment in state.items() if key != "step"}
+    return optimizer
+
+
+def wide(groups) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, 0.01, (0.9, 0.95))
+
+
+def test_with_wide_moments_updates_are_torchs():
+    ours = updated(lambda groups: narrow(groups, torch.float32), 20)
+    torch.testing.assert_close(ours, updated(wide, 20), rtol=1e-5, atol=1e-6)
+
+
+def test_rounding_changes_updates_by_less_than_a_hundredth():
+    begin, ours, theirs = updated(wide, 0), updated(narrow, 100), updated(wide, 100)
+    assert 0 < (ours - theirs).norm() < 0.01 * (theirs - begin).norm()
+
+
+def frozen(beta2: float) -> float:
+    """How much too large the second moment is, long after gradients have shrunk tenfold."""
+    parameter = nn.Parameter(torch.zeros(2000))
+    with mock.patch.object(adamw, "LARGEST_BETA2", 1.0):
+        optimizer = NarrowAdamW([{"params": [parameter], "weight_decay": 0.0}], 0.0, (0.9, beta2))
+    generator, exact = torch.Generator().manual_seed(0), torch.zeros(2000)
+    for scale in (1.0, 0.1):
+        for _ in range(1500):
+            parameter.grad = scale * torch.randn(2000, generator=generator)
+            optimizer.step()
+            exact.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+    return (optimizer.state[parameter]["exp_avg_sq"].float().mean() / exact.mean()).item()
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.99])
+def test_the_second_moment_follows_smaller_gradients(beta2):
+    assert frozen(beta2) == pytest.approx(1, abs=0.02)
+
+
+def test_the_second_moment_freezes_where_it_is_refused():
+    assert frozen(0.997) > 10
+    with pytest.raises(AssertionError, match=r"betas\[1\]=0.997"):
+        NarrowAdamW([], 0.1, (0.9, 0.997))
+    training = {"moments": "bfloat16", "betas": [0.9, 0.999]}
+    with pytest.raises(ConfigError, match=r"betas\[1\]=0.999 .* use at most 0.99"):
+        test_checkpoint.make_config(**training)
+
+
+NARROW = {"moments": "bfloat16"}
+ROWS, OWNERS = {"sharding": "optimizer"}, {"sharding": "layerwise"}
+RESUMED = [{"tp": 2}, {"pp": 2, "tied": True}, {"dp": 2, "distributed": OWNERS}]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("layout", RESUMED, ids=str)
+def test_a_resumed_run_is_bit_identical(pool, tmp_path, layout, optimizer):
+    config = test_checkpoint.make_config(optimizer=optimizer, **NARROW, **layout)
+    pool.run(config.world_size, test_checkpoint.resume_run, tmp_path, config, None)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"pp": 2, "cp": 2}], ids=str)
+def test_layouts_train_the_same_model(pool, layout):
+    options = {"optimizer": "adamw", "learning_rate": 0.01, **NARROW}
+    config = test_muon.make_config(**layout, **options)
+    one = test_muon.make_config(**options)
+    shape = one.model.model_copy(update={"num_hidden_layers": config.model.num_hidden_layers})
+    reference = whole_run(pool, one.model_copy(update={"model": shape}), "untied")
+    # Sums in another order may round a moment to the next number: 1/256 of an update.
+    assert_same(whole_run(pool, config, "untied"), reference, atol=1e-4)
+
+
+def resume_with(folder: Path, before: Config, after: Config) -> None:
+    training = test_checkpoint.make_training(before)
+    training.step(0)
+    training.step(1)
+    training.save(folder, 2)
+    saved = test_checkpoint.State(training)
+    resumed = test_checkpoint.make_training(after)
+    resumed.load(folder / "step-00000002", 2)
+    for name, tensor in test_checkpoint.State(resumed).items():
+        assert torch.equal(tensor, saved[name].to(tensor.dtype)), name
+    assert math.isfinite(resumed.step(2).loss)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("moments", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "distributed": ROWS}], ids=str)
+def test_a_resume_with_other_moments_converts_the_saved_ones(
+    pool, tmp_path, layout, moments, optimizer
+):
+    if optimizer == "muon" and "dp" in layout:
+        layout = {"dp": 2, "distributed": OWNERS}  # it needs whole matrices
+    make = partial(test_checkpoint.make_config, optimizer=optimizer, **layout)
+    before, after = (make(moments=dtype) for dtype in moments)
+    pool.run(2, resume_with, tmp_path, before, after)
+
+
+def test_the_state_is_half_as_large():
+    full, half = (planned(GQA, seq_length=64, moments=m) for m in ("float32", "bfloat16"))
+    assert half.optimizer_state == full.optimizer_state / 2

@@ -1,0 +1,126 @@
+"""How evenly experts are used: the metrics of a step, the console's words, and a run."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from picotron_min.extensions.experts.balance import measure_balance
+from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.settings import ModelConfig, Routing
+from picotron_min.runtime.metrics import MetricsLog
+from picotron_min.runtime.wording import human
+from tests.runtime.test_console import started
+from tests.runtime.test_metrics import RECORD, read
+
+MODEL = ModelConfig(61, 32, 48, 3, 4, 4, num_local_experts=4, mlp_only_layers=(1,))
+OFF = Routing(moe_seq_aux_loss_coeff=0.0)
+EXPERTS = {"num_local_experts": 4, "moe_intermediate_size": 16}
+
+
+def table(*rows: tuple) -> torch.Tensor:
+    """A row a layer: (the tokens of each expert, then the other columns by name)."""
+    tally = Tally(MODEL, torch.device("cpu"))
+    for layer, (counts, columns) in enumerate(rows):
+        tally.table[layer, :4] = torch.tensor(counts)
+        for name, value in columns.items():
+            tally.add(layer, name, torch.tensor(float(value)))
+    return tally.table
+
+
+ROUTED = table(
+    ((10, 6, 2, 2), {"tokens": 10, "seq_load_balancing_loss": 15, "z": 40}),
+    ((0, 0, 0, 0), {}),  # without experts
+    ((3, 3, 3, 3), {"tokens": 10, "seq_load_balancing_loss": 10, "z": 20, "dropped": 8}),
+)
+
+
+def test_measures_are_means_over_tokens_and_over_layers_with_experts():
+    routing = Routing(moe_seq_aux_loss_coeff=0.01, moe_z_loss_coeff=0.1)
+    assert measure_balance(ROUTED, MODEL, routing) == {
+        "load_balancing_loss": None,
+        "seq_load_balancing_loss": 1.25,
+        "global_load_balancing_loss": None,
+        "z_loss": 3.0,
+        "load_imbalance": (2 + 1) / 2,
+        "dropped": (0 + 8 / 20) / 2,
+    }
+
+
+def test_layers_are_measured_each_where_that_is_wanted():
+    routing = Routing(moe_seq_aux_loss_coeff=0.01)
+    measures = measure_balance(ROUTED, MODEL, routing, per_layer=True)
+    assert measures["load_imbalance_per_layer"] == [2, None, 1]
+    assert measures["dropped_per_layer"] == [0, None, 0.4]
+    assert measures["seq_load_balancing_loss_per_layer"] == [1.5, None, 1]
+    assert measures["z_loss_per_layer"] == [None] * 3
+    without = measure_balance(ROUTED, MODEL, routing)
+    assert without.items() <= measures.items() and len(measures) == 2 * len(without)
+
+
+@pytest.mark.parametrize("coefficient", ["seq_aux", "aux", "global_aux", "z"])
+def test_a_loss_is_measured_if_it_has_a_coefficient(coefficient):
+    routing = replace(OFF, **{f"moe_{coefficient}_loss_coeff": 0.1})
+    known = {n: v for n, v in measure_balance(ROUTED, MODEL, routing).items() if v is not None}
+    kind = coefficient.removesuffix("aux").replace("z", "z_")
+    name = "z_loss" if coefficient == "z" else f"{kind}load_balancing_loss"
+    assert known.keys() == {name, "load_imbalance", "dropped"}
+
+
+def test_a_dense_model_has_no_such_measures():
+    dense = replace(MODEL, num_local_experts=0)
+    assert measure_balance(Tally(dense, torch.device("cpu")).table, dense, OFF) == {}
+
+
+def test_measures_are_metrics_of_a_step_like_others(tmp_path):
+    log = MetricsLog(tmp_path / "m.jsonl")
+    log.write(RECORD)
+    balance = {"load_imbalance": 1.5, "z_loss": math.nan, "dropped_per_layer": [None, 0.1]}
+    log.write(replace(RECORD, balance=balance))
+    log.close()
+    dense, mixture = read(tmp_path / "m.jsonl")
+    assert mixture == dense | balance | {"z_loss": None}
+
+
+def test_the_console_shows_the_imbalance_and_what_is_dropped():
+    console, out = started(1, 3)
+    for step, imbalance, dropped in ((1, 2.5, 0.0), (2, 1.75, 0.0415), (3, 1.255, 0.0)):
+        balance = {"load_imbalance": imbalance, "dropped": dropped}
+        console.step(replace(RECORD, step=step, loss=3.0, balance=balance))
+    console.summary("hf", None, "The ", "a folder")
+    first, second, third, *summary = (line for line in out.getvalue().splitlines() if line)
+    assert "loss 3.0000  imbalance 2.50  1.23M tok/s" in first
+    assert "loss 3.0000  imbalance 1.75  4.2% dropped  1.23M tok/s" in second
+    assert "dropped" not in third
+    assert "  imbalance  2.50 -> 1.25" in "\n".join(summary)
+
+
+def test_a_run_reports_how_experts_are_used(workplace):
+    training = {"moe_router_force_load_balancing": True, "moe_aux_loss_coeff": 0.01}
+    config = workplace.config(
+        "mixture",
+        distributed={"ep_size": 2},
+        model=EXPERTS | {"mlp_only_layers": [0]},
+        training=training | {"moe_expert_capacity_factor": 0.5},
+        logging={"moe_per_layer_logging": True, "log_num_zeros_in_grad": True},
+    )
+    run = workplace.main(config)
+    assert run.code == 0, run.output
+    assert "dp 2 x pp 1 x cp 1 x tp 1, ep 2 x etp 1\n" in run.output
+    expert, router, dense = 3 * 32 * 16, 4 * 32, 3 * 32 * 48
+    active = 2 * 257 * 32 + 32 + 2 * (3072 + 64) + dense + router + 2 * expert
+    sizes = f"{human(active + 2 * expert)} parameters, of which {human(active)} active a token,"
+    assert sizes in run.output
+    assert "moe_router_force_load_balancing=true: experts are chosen at random" in run.output
+    for record in workplace.steps("mixture"):
+        assert record["num_zeros_in_grad"] >= 32, "at least one byte does not occur in the text"
+        # An expert keeps n / 4 of n tokens: the fewest if all choose the same two of four experts.
+        assert 0.5 <= record["dropped"] <= 0.75 and record["dropped_per_layer"][0] is None
+        assert (
+            f"imbalance {record['load_imbalance']:.2f}  {record['dropped']:.1%} dropped"
+            in run.output
+        )
+        assert 1 < record["load_balancing_loss"] < 4 and record["z_loss"] is None
+    assert json.dumps(record).count("per_layer") == 6

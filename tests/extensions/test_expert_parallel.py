@@ -1,0 +1,518 @@
+"""Experts on several ranks: dispatch, bytes, reads, the order of messages, and who sums what."""
+
+import functools
+import itertools
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from picotron_min.extensions.experts import dispatch as expert_parallel
+from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
+from picotron_min.extensions.experts.moe import MoE
+from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing
+from picotron_min.mesh import build_axes
+from picotron_min.optimizer import measure_gradient
+from picotron_min.pipeline_schedule import Kind
+from picotron_min.placement import part, placements
+from picotron_min.runtime.config import Config
+from tests.assembled import assert_same, whole_run
+from tests.core.test_layouts import make_training
+from tests.extensions.test_experts import GLOBAL_BATCH, MODELS, make_expert_config
+from tests.extensions.test_moe import Reads
+from tests.training import Training
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(
+    61, 6, 8, 2, 1, 1, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=8
+)
+TOKENS = 12  # of each rank
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+# Dispatch: what ranks compute together is what one rank computes with all their tokens.
+
+
+def choices(kind: str, ranks: int, ep: int) -> Tensor:
+    """The experts of each rank's tokens [ranks, n, k]; 8 is none, since there are 8: dropped."""
+    first, k = drawn(ranks, TOKENS, 8, seed=5) - torch.linspace(0, 2, 8), 2
+    uneven = first.topk(k).indices
+    if kind == "even":
+        return torch.arange(ranks * TOKENS * k).view(ranks, TOKENS, k) % 8
+    if kind == "an expert without tokens":
+        return uneven.where(uneven != 3, 8)
+    if kind == "a rank that sends nothing":
+        uneven[-1] = 8
+    if kind == "a rank that gets nothing":
+        return uneven.where(uneven < 8 - 8 // ep, uneven - (8 - 8 // ep)) if ep > 1 else uneven
+    if kind == "nothing at all":
+        return torch.full_like(uneven, 8)
+    return uneven
+
+
+KINDS = [
+    "even",
+    "uneven",
+    "an expert without tokens",
+    "a rank that sends nothing",
+    "a rank that gets nothing",
+    "nothing at all",
+]
+
+
+def make_moe() -> MoE:
+    moe = MoE(SMALL, Routing(), Tally(SMALL, CPU), 0).double()
+    for seed, parameter in enumerate(moe.parameters()):
+        parameter.data.copy_(drawn(*parameter.shape, seed=seed))
+    return moe
+
+
+def run_moe(moe: MoE, x: Tensor, weights: Tensor, experts: Tensor) -> dict[str, Tensor]:
+    """Its output for given choices, and all gradients; x [n, E], weights and experts [n, k]."""
+    x, weights = (t.clone()[None].requires_grad_() for t in (x, weights))
+    moe.gate.forward = lambda tokens: (weights, experts[None])
+    out = moe(x)
+    upstream = torch.sin(7 * x.detach())  # any function of the token
+    (out * upstream).sum().backward()
+    results = {"out": out[0].detach(), "x": x.grad[0], "weights": weights.grad[0]}
+    for name, parameter in moe.experts.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        results[name] = parameter.grad
+    return results
+
+
+def dispatch_together(ep: int, etp: int, engine: str) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    axes = build_axes(CPU, Layout(dp=ranks, ep=ep, etp=etp))
+    x, weights = drawn(ranks, TOKENS, 6, seed=1), drawn(ranks, TOKENS, 2, seed=2)
+    for kind in KINDS:
+        experts = choices(kind, ranks, ep)
+        whole = run_moe(make_moe(), *(t.flatten(0, 1) for t in (x, weights, experts)))
+        moe = make_moe()
+        keep_experts(moe, axes.ep)
+        for name, parameter in moe.experts.named_parameters():
+            dim = 1 if "down_proj" in name else 0
+            parameter.data = parameter.data.chunk(etp, dim)[rank % etp].clone()
+        apply_expert_parallel(moe, axes, engine, sequence_parallel=True)
+        axes.ep_etp.ledger.take_bytes()
+        ours = run_moe(moe, x[rank], weights[rank], experts[rank])
+        assert len(moe.experts) == 8 // ep
+        for name, result in ours.items():
+            expected = whole[name]
+            if name in ("out", "x", "weights"):
+                expected = expected.chunk(ranks)[rank]
+            elif name.endswith("weight"):
+                expected = expected.chunk(etp, 1 if "down_proj" in name else 0)[rank % etp]
+            message = f"{kind}: {name}"
+            torch.testing.assert_close(result, expected, rtol=0, atol=1e-12, msg=message)
+        if kind == "even" and engine == "alltoall":  # the formula of 8-byte numbers, no remainder
+            R = ep * etp
+            rows = TOKENS * 2 * etp * (R - 1) // R
+            sent = axes.ep_etp.ledger.bytes
+            assert sent["exchange"] == rows * (4 * 6 * 8 + 2 * 8)
+
+
+@pytest.mark.parametrize("engine", ["alltoall", "allgather"])
+@pytest.mark.parametrize("ep,etp", [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)])
+def test_ranks_compute_what_one_rank_does_with_all_tokens(pool, ep, etp, engine):
+    pool.run(ep * etp, dispatch_together, ep, etp, engine)
+
+
+def test_the_choices_are_what_their_names_say():
+    for ranks, ep in ((2, 2), (4, 4), (4, 2)):
+        each = 8 // ep
+        counts = {
+            kind: torch.bincount(choices(kind, ranks, ep).flatten(), minlength=9).tolist()
+            for kind in KINDS
+        }
+        assert len(set(counts["even"][:8])) == 1
+        assert len(set(counts["uneven"][:8])) > 3
+        assert counts["an expert without tokens"][3] == 0
+        assert (choices("a rank that sends nothing", ranks, ep)[-1] == 8).all()
+        assert sum(counts["a rank that gets nothing"][8 - each : 8]) == 0
+        assert sum(counts["nothing at all"][:8]) == 0
+
+
+# A step of a whole model: its bytes, its reads, and the order of what it does.
+
+
+def observed_step(config: Config, model: str) -> dict:
+    """What one rank sends over ep_etp in a step, the choices of its routers, reads by action."""
+    layers = config.model.num_hidden_layers
+    training = make_training(config, MODELS[model].override(num_hidden_layers=layers))
+    chosen, reads = [], defaultdict(set)
+    for moe in moes_of(training):
+        limit = moe.limit
+
+        def noting(weights: Tensor, experts: Tensor, limit=limit) -> Tensor:
+            if not training.experts[0].tally.is_paused:
+                chosen.append(limit(weights, experts))
+            return limit(weights, experts)
+
+        moe.limit = noting
+
+    @contextmanager
+    def watch(action):
+        with Reads() as during:
+            yield
+        reads[action.kind].add(during.count)
+
+    axis = training.axes.ep_etp
+    axis.ledger.take_bytes()
+    training.step(0, watch)
+    return {
+        "bytes": dict(axis.ledger.bytes),
+        "experts": torch.stack(chosen).numpy(),
+        "reads": dict(reads),
+        "rank": axis.rank,
+    }
+
+
+def moes_of(training: Training) -> list[MoE]:
+    models = [chunk.model for chunk in training.chunks]
+    return [module for model in models for module in model.modules() if isinstance(module, MoE)]
+
+
+OBSERVED = [
+    # dp, tp, ep, etp, model, recompute
+    (2, 1, 2, 1, "softmax", "none"),
+    (2, 1, 2, 1, "softmax", "full"),
+    (2, 1, 1, 2, "sigmoid", "selective"),
+    (2, 2, 2, 2, "sigmoid", "full"),
+    (4, 1, 2, 2, "gated", "none"),
+    (4, 1, 4, 1, "gated", "full"),
+    (4, 1, 2, 1, "softmax", "full"),
+]
+
+
+@pytest.mark.parametrize("engine", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dp,tp,ep,etp,model,recompute", OBSERVED)
+def test_bytes_and_reads_of_a_step_are_as_documented(
+    pool, dp, tp, ep, etp, model, recompute, engine
+):
+    layout = {"dp": dp, "tp": tp, "recompute": recompute, "micro_batches": 2}
+    config = make_expert_config("sequence", ep, etp, engine, **layout)
+    R, X, k = ep * etp, 8, MODELS[model].num_experts_per_tok
+    b, w = MODELS[model].hidden_size * 8, 8
+    layers = 2 - len(MODELS[model].mlp_only_layers)
+    n, full = GLOBAL_BATCH // (dp * 2) * 16 // tp, recompute == "full"  # tokens of a rank
+    ranks = pool.run(dp * tp, observed_step, config, model)
+    rows = np.zeros((dp * tp, R), int)  # that each rank sends to each of its group
+    for rank, seen in enumerate(ranks):
+        assert seen["experts"].shape == (2 * layers, n, k)  # of each micro-batch and layer
+        rows[rank] = np.bincount(seen["experts"].flatten() // (X // ep), minlength=ep).repeat(etp)
+    for rank, seen in enumerate(ranks):
+        assert seen["rank"] == rank % R
+        if engine == "alltoall":
+            group = rows[rank - rank % R :][:R]
+            leaving = rows[rank].sum() - rows[rank, rank % R]
+            arriving = group[:, rank % R].sum() - rows[rank, rank % R]
+            # A row that leaves comes back; its gradient leaves, too; and comes back.
+            expected = {"exchange": (leaving + arriving) * (2 * b + w) + full * leaving * (b + w)}
+            expected["all_to_all"] = 2 * layers * (1 + full) * (R - 1) * X // ep * 8
+        else:
+            sent = 2 * layers * (R - 1) * n  # rows, once to each other rank
+            numbers = w * k + 8 * k  # weights and experts of a token
+            expected = {"all_gather": sent * (2 * b + numbers + full * (b + numbers))}
+            expected["reduce_scatter"] = sent * (2 * b + w * k)
+        assert seen["bytes"] == expected
+        assert seen["reads"] == {Kind.FORWARD: {layers}, Kind.BACKWARD: {layers * full}}
+
+
+class Mark(torch.autograd.Function):
+    """x, unchanged; notes when it is passed, and when its gradient is."""
+
+    @staticmethod
+    def forward(ctx, x, log, there, back):
+        ctx.log, ctx.back = log, back
+        log.append(there)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        ctx.log.append(ctx.back)
+        return dx, None, None, None
+
+
+def order_of_messages(config: Config) -> dict:
+    """What happens in each forward and backward of the only layer with experts."""
+    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    log, orders = [], {}
+    start = expert_parallel.start_exchange
+
+    def noting_start(*args):
+        received, work = start(*args)
+        log.append("start")
+        return received, SimpleNamespace(wait=lambda: log.append("wait") or work.wait())
+
+    (moe,) = moes_of(training)
+    shared = moe.shared
+    moe.shared = lambda x: Mark.apply(shared(Mark.apply(x, log, "(", ")")), log, ")", "(")
+
+    @contextmanager
+    def watch(action):
+        log.clear()
+        yield
+        orders[action.kind] = " ".join(log)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel, "start_exchange", noting_start)
+        training.step(0, watch)
+    return orders
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_shared_experts_compute_while_rows_travel(pool, layout, recompute):
+    """Rows and weights travel to the experts in two messages, results back in one."""
+    sequence = {"sequence_parallel": "tp" in layout and recompute == "full"}
+    config = make_expert_config("sequence", 2, 1, recompute=recompute, **layout, **sequence)
+    there, back = "start start ( ) wait wait", "start wait"
+    # Recomputation begins where backward first needs something, and does not repeat the way back.
+    again = f"{there} " if recompute == "full" else ""
+    expected = {Kind.FORWARD: f"{there} {back}", Kind.BACKWARD: f"{back} {again}{there}"}
+    assert pool.run(2, order_of_messages, config) == [expected] * 2
+
+
+# Hybrid models: stages without any experts.
+
+HYBRIDS = [
+    # layers of the stages, engine, chunks, layers without experts
+    ((1, 2), "1f1b", 1, (0,)),
+    ((1, 2), "afab", 1, (1, 2)),
+    ((1, 2, 1), "1f1b", 1, (1, 2)),
+    ((1, 2, 1), "afab", 1, (0, 3)),
+    ((1, 1, 1, 1), "interleaved", 2, (0, 2)),  # the first of two ranks has no expert
+]
+
+
+@pytest.mark.parametrize("stages,engine,chunks,dense", HYBRIDS)
+def test_pipelines_with_stages_without_experts_train_as_one_rank(
+    pool, stages, engine, chunks, dense
+):
+    model = MODELS["softmax"].override(mlp_only_layers=dense)
+    pp = len(stages) // chunks
+    layout = {"dp": 2, "pp": pp, "engine": engine, "chunks": chunks, "micro_batches": 3}
+    raw = make_expert_config("sequence", 2, **layout).model_dump(by_alias=True)
+    raw["distributed"]["pp_layers"] = list(stages)
+    raw["model"]["num_hidden_layers"] = sum(stages)
+    config, theirs = Config.model_validate(raw), one_hybrid(pool, dense, sum(stages))
+    assert_same(whole_run(pool, config, model, timeout=30), theirs)
+
+
+@functools.cache
+def one_hybrid(pool, dense: tuple[int, ...], layers: int):
+    raw = make_expert_config("sequence").model_dump(by_alias=True)
+    raw["model"]["num_hidden_layers"] = layers
+    model = MODELS["softmax"].override(mlp_only_layers=dense)
+    return whole_run(pool, Config.model_validate(raw), model)
+
+
+# Counts and biases.
+
+
+def counts_of(config: Config) -> tuple[list, bool]:
+    """Where tokens went in two steps, and whether an evaluation changed any of it."""
+    layers = config.model.num_hidden_layers
+    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=layers))
+    routed = []
+    for step in range(2):
+        training.step(step)
+        routed.append(training.experts[0].routed.tolist())
+    tally = training.experts[0].tally
+
+    def state() -> list[Tensor]:
+        return [t.clone() for t in (tally.table, tally.so_far, *training.model.buffers.values())]
+
+    before = state()
+    assert before[0].any() and before[1].any() and before[2].any()
+    training.evaluate()
+    return routed, all(map(torch.equal, before, state()))
+
+
+def test_each_token_counts_once_in_every_schedule_with_and_without_recomputation(pool):
+    first = None
+    cases = [*itertools.product(("afab", "1f1b", "interleaved"), ("none", "full"))]
+    for engine, recompute in [*cases, ("zb_v", "full")]:
+        chunks = 1 if engine == "afab" else SCHEDULES[engine].chunks
+        config = make_expert_config(
+            "global", pp=2, engine=engine, micro_batches=3, recompute=recompute, chunks=chunks
+        )
+        raw = config.model_dump(by_alias=True)
+        raw["model"]["num_hidden_layers"] = 4
+        for routed, unchanged in pool.run(2, counts_of, Config.model_validate(raw)):
+            assert unchanged, "an evaluation was counted"
+            first = first or routed
+            np.testing.assert_allclose(routed, first, rtol=0, atol=1e-10)
+            counted = np.array(routed)[..., :8]
+            assert np.array_equal(counted, np.array(first)[..., :8])
+    tokens = GLOBAL_BATCH * 16
+    assert np.array_equal(np.array(first)[:, :, :8].sum(-1), [[0] + [3 * tokens] * 3] * 2)
+
+
+def test_biases_of_four_ranks_are_those_of_one_and_of_numpy(pool):
+    """Bit for bit: signs of exact counts, whatever was summed where."""
+    one = whole_run(pool, make_expert_config("sequence"), MODELS["sigmoid"])
+    grid = make_expert_config("sequence", 2, 2, dp=2, tp=2)
+    four = whole_run(pool, grid, MODELS["sigmoid"])
+    assert (
+        one.biases.keys()
+        == four.biases.keys()
+        == MODELS["sigmoid"].override(num_hidden_layers=2).buffer_shapes().keys()
+    )
+    for name, bias in one.biases.items():
+        layer, expected = int(name.split(".")[2]), np.zeros(8)
+        for routed in one.routed:
+            counts = routed[layer, :8]
+            expected += 0.01 * np.sign(counts.mean() - counts)
+        assert np.array_equal(bias, expected) and np.array_equal(four.biases[name], expected)
+        assert expected.any()
+
+
+def biases_in_bfloat16() -> list[Tensor]:
+    config = make_expert_config("sequence", 2, dp=2, dtype="bfloat16")
+    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    training.step(0)
+    assert all(r.weight.dtype == torch.float32 for r in training.experts[0].routers)
+    assert moes_of(training)[0].experts["0" if dist.get_rank() == 0 else "4"].gate_proj.copy.dtype
+    return list(training.model.buffers.values())
+
+
+def test_biases_are_float32_when_the_model_computes_in_bfloat16(pool):
+    first, second = pool.run(2, biases_in_bfloat16)
+    for bias, other in zip(first, second, strict=True):
+        assert bias.dtype == torch.float32 and torch.equal(bias, other)
+        rate = torch.tensor(0.01)
+        assert bias.any() and set(bias.tolist()) <= {rate.item(), -rate.item(), 0.0}
+
+
+def biases_of_a_skipped_step() -> None:
+    config = make_expert_config("sequence", 2, dp=2)
+    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    training.step(0)
+    (bias,) = training.model.buffers.values()
+    before = bias.clone()
+    norm = training.parameters["model.norm.weight"]
+    hook = norm.register_hook(lambda gradient: gradient * torch.nan)
+    assert training.step(1).skipped and torch.equal(bias, before)
+    hook.remove()
+    assert not training.step(2).skipped and not torch.equal(bias, before)
+
+
+def test_a_skipped_step_leaves_the_biases_as_they_were(pool):
+    pool.run(2, biases_of_a_skipped_step)
+
+
+# Who holds what, and whose gradients are summed.
+
+
+def sums_of(config: Config) -> dict[str, float]:
+    """Each gradient, after every rank has put in 2^rank: which ranks were summed."""
+    training = make_training(config, MODELS["gated"].override(num_hidden_layers=2))
+    for buckets in training.model.gradients:
+        buckets.begin(1)
+    for parameter in training.parameters.values():
+        parameter.grad.fill_(2.0 ** dist.get_rank())
+    for buckets in training.model.gradients:
+        for name in list(buckets.missing):
+            buckets.arrived(name)
+        buckets.wait()
+    results = {}
+    for name, parameter in training.parameters.items():
+        (results[name],) = set(parameter.grad.flatten().tolist())
+    return results
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize(
+    "dp,tp,ep,etp", [(2, 2, 1, 1), (2, 2, 2, 1), (4, 1, 1, 2), (4, 1, 2, 2), (2, 2, 2, 2)]
+)
+def test_gradients_of_two_to_the_rank_show_who_was_summed(pool, dp, tp, ep, etp, sequence):
+    config = make_expert_config("sequence", ep, etp, dp=dp, tp=tp, sequence_parallel=sequence)
+    ranks = range(dp * tp)
+    everyone = sum(2**r for r in ranks)
+    for rank, results in enumerate(pool.run(dp * tp, sums_of, config)):
+        same_tp = sum(2**r for r in ranks if r % tp == rank % tp)
+        same_experts = sum(2**r for r in ranks if (r - rank) % (ep * etp) == 0)
+        kinds = Counter()
+        for name, result in results.items():
+            if ".experts." in name:
+                kind, expected = "expert", same_experts
+            elif name.endswith("mlp.gate.weight"):
+                kind, expected = "router", everyone
+            elif name.endswith(("norm.weight", "shared_expert_gate.weight")):
+                kind, expected = "uncut", everyone if sequence else same_tp
+            else:
+                kind, expected = "cut", same_tp
+            kinds[kind] += 1
+            assert result == expected, (rank, name)
+        # Layer 0 has experts, layer 1 an MLP: attention, shared experts, both embeddings.
+        assert kinds == {"expert": 24 // ep, "router": 1, "uncut": 6, "cut": 8 + 3 + 3 + 2}
+
+
+def ranks_of_a_stage(layout: Layout) -> list[dict[str, int]]:
+    """The place of each rank on every axis, by arithmetic: (dp, cp, tp) and (edp, ep, etp)."""
+    places = itertools.product(*map(range, (layout.dp, layout.cp, layout.tp)))
+    ranks, each = [], layout.ep * layout.etp
+    for number, (dp, cp, tp) in enumerate(places):
+        of_experts = {"edp": number // each, "ep": number % each // layout.etp}
+        place = {"dp_cp": dp * layout.cp + cp, "dp_cp_tp": number, "tp": tp, "ends": 0}
+        ranks.append(place | of_experts | {"etp": number % layout.etp})
+    return ranks
+
+
+GRIDS = [
+    (pp, dp, cp, tp, ep, etp)
+    for pp, dp, cp, tp in itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2, 4))
+    for ep, etp in itertools.product((1, 2, 4), (1, 2, 4))
+    if dp * cp * tp <= 8 and dp * cp * tp % (ep * etp) == 0
+]
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "layerwise"])
+def test_every_number_counts_at_one_rank_of_a_stage(sharding):
+    """Cut axes x copies are the ranks of a stage, each once: so says a count of elements."""
+    small = SMALL.override(
+        num_local_experts=4, n_shared_experts=1, moe_shared_expert_gate=True, mlp_only_layers=(1,)
+    )
+    for (pp, dp, cp, tp, ep, etp), tied in zip(GRIDS, itertools.cycle((False, True))):
+        shapes = small.override(tie_word_embeddings=tied).parameter_shapes()
+        layout = Layout(pp, dp, cp, tp, sharding=sharding, ep=ep, etp=etp)
+        sizes, ranks = layout.axis_sizes, ranks_of_a_stage(layout)
+        for name, placement in placements(shapes, layout, tied, [2 // pp] * pp).items():
+            holders = np.zeros(shapes[name], int)
+            for rank in ranks:
+                if all(rank[axis] == 0 for axis in placement.copies):
+                    holders[part(shapes[name], placement.owned, rank, sizes)] += 1
+            assert (holders == 1).all(), (name, layout, placement)
+
+
+@pytest.mark.parametrize("value,measured", [(1.0, [3, 0]), (0.0, [0, 3])])
+def test_what_is_replicated_and_each_expert_are_measured_once(value, measured):
+    """tp 2, ep 2: a scalar that both ranks hold, and one of each rank: 3 squares, or 3 zeros."""
+    layout = Layout(tp=2, ep=2)
+    names = ["model.layers.0.mlp.experts.0.up_proj.weight", "model.norm.weight"]
+    names.append(names[0].replace("experts.0", "experts.1"))
+    shapes = {name: (1,) if "norm" in name else (1, 1) for name in names}
+    table, total = placements(shapes, layout, tied=False), torch.zeros(2, dtype=torch.float64)
+    for rank in ranks_of_a_stage(layout):
+        mine = {}
+        for name, shape in shapes.items():
+            slices = part(shape, table[name].cuts, rank, layout.axis_sizes)
+            if all(s.stop > s.start for s in slices):
+                mine[name] = nn.Parameter(torch.ones(shape, dtype=torch.float64))
+                mine[name].grad = torch.full_like(mine[name], value)
+        assert len(mine) == 2
+        total += measure_gradient(mine, table, rank, count_zeros=True)
+    assert total.tolist() == pytest.approx(measured, abs=1e-14)

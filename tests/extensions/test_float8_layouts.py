@@ -1,0 +1,377 @@
+"""FP8 in layouts: in float64 they train what one process trains that scales in the same blocks.
+
+A layout decides which part of a tensor a rank has, and so which numbers share a scale. A
+data-parallel rank's micro-batch is one of one process; with tensor and context parallelism the
+reference rounds in blocks, and is written apart from precision/float8.py.
+"""
+
+import functools
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron_min.collectives import Ledger
+from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary
+from picotron_min.extensions.overlap.linear import Linear, WeightGradients, linears
+from picotron_min.extensions.overlap.ring import RingBoundary
+from picotron_min.extensions.precision.float8 import quantise
+from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.mesh import build_axes
+from picotron_min.model import Llama
+from picotron_min.planner.memory import memory_per_rank
+from picotron_min.planner.traffic import planned_ledger, planned_traffic
+from picotron_min.runtime.config import Config
+from tests import assembled
+from tests.assembled import Run, assert_same, whole_run
+from tests.core.test_layouts import MODELS, make_config, make_training
+from tests.extensions.test_experts import MODELS as EXPERTS
+from tests.extensions.test_experts import make_expert_config
+from tests.planner.test_planner_traffic import EXPERTS as EXPERT_SHAPE
+from tests.planner.test_planner_traffic import MODEL as PLANNED
+from tests.planner.test_planner_traffic import PADDED, SHARED, config_of, sent_in_a_step
+
+STEPS, LAYERS = 2, 3
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def in_fp8(config: Config, sharding: str = "none", **options) -> Config:
+    model = {"fp8": True, "num_hidden_layers": LAYERS} | options
+    distributed = config.distributed.model_copy(update={"sharding": sharding})
+    model = config.model.model_copy(update=model)
+    return config.model_copy(update={"distributed": distributed, "model": model})
+
+
+@functools.cache
+def one_process(pool, micro_batches: int, skip: int, layers: int) -> Run:
+    config = in_fp8(
+        make_config(micro_batches=micro_batches), fp8_skip=skip, num_hidden_layers=layers
+    )
+    return whole_run(pool, config, "grouped-query", STEPS)
+
+
+SAME_BLOCKS = {  # with the number of micro-batches that one process needs for the same
+    "data": (in_fp8(make_config(dp=2)), 2),
+    "pipeline, the middle": (
+        in_fp8(make_config(pp=2, micro_batches=2), num_hidden_layers=4, fp8_skip=1),
+        2,
+    ),
+    "zero bubble": (in_fp8(make_config(pp=2, micro_batches=3, engine="zb_h1")), 3),
+    "selective": (in_fp8(make_config(recompute="selective")), 1),
+    "parameters, full": (
+        in_fp8(make_config(dp=2, recompute="full"), sharding="parameters"),
+        2,
+    ),
+    "optimizer": (in_fp8(make_config(dp=2, micro_batches=2), sharding="optimizer"), 4),
+}
+
+
+@pytest.mark.parametrize("name", SAME_BLOCKS)
+def test_layouts_with_the_same_blocks_train_the_same_model(pool, name):
+    config, micro_batches = SAME_BLOCKS[name]
+    sizes = micro_batches, config.model.fp8_skip, config.model.num_hidden_layers
+    assert_same(whole_run(pool, config, "grouped-query", STEPS), one_process(pool, *sizes))
+
+
+# The reference.
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
+    """What 8 bits leave of a block."""
+    amax = x.abs().max().item() or 1.0
+    scale = 2.0 ** (math.frexp(torch.finfo(kind).max / amax)[1] - 1)
+    return (x * scale).to(kind).double() / scale
+
+
+class Reference(torch.autograd.Function):
+    """y = x W^T with all factors rounded in the blocks of tp and cp ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight, is_first, tp, cp):
+        parts = partial(over_ranks, tp=tp, cp=cp)
+        x, weight = parts(x, E4M3, not is_first), cut(weight, E4M3, 0 if is_first else 1, tp)
+        ctx.save_for_backward(x, weight)
+        ctx.parts, ctx.is_first = parts, is_first
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = ctx.parts(dy, E5M2, ctx.is_first)
+        return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), None, None, None
+
+
+def cut(x: Tensor, kind: torch.dtype, dim: int, n: int) -> Tensor:
+    return torch.cat([rounded(part, kind) for part in x.chunk(n, dim)], dim)
+
+
+def over_ranks(x: Tensor, kind: torch.dtype, is_cut: bool, tp: int, cp: int) -> Tensor:
+    """[B, S, E], of which cp ranks have positions, and tp ranks columns, if it is cut."""
+    pieces = x.chunk(2 * cp, 1)  # rank r of a ring has pieces r and 2 cp - 1 - r
+    blocks = [torch.cat([pieces[r], pieces[-1 - r]], 1) for r in range(cp)]
+    blocks = [cut(block, kind, 2, tp if is_cut else 1).chunk(2, 1) for block in blocks]
+    return torch.cat([first for first, _ in blocks] + [last for _, last in reversed(blocks)], 1)
+
+
+def train_reference(config: Config, model: str, steps: int, tp: int, cp: int) -> Run:
+    def make(config, model_config):
+        training = make_training(config, model_config)
+        for layer in training.chunks[0].model.model.layers.values():
+            mlp = getattr(layer.mlp, "shared_experts", layer.mlp)
+            for module in (layer.self_attn, mlp):
+                for name, linear in module.named_children():
+                    if isinstance(linear, Linear):
+                        is_first = name not in ("o_proj", "down_proj")
+                        product = partial(product_of, linear, is_first, tp, cp)
+                        linear.forward = product
+        return training
+
+    with mock.patch.object(assembled, "make_training", make):
+        return assembled.train_briefly(config, model, steps)
+
+
+def product_of(linear: Linear, is_first: bool, tp: int, cp: int, x: Tensor) -> Tensor:
+    return Reference.apply(x, linear.weight, is_first, tp, cp)
+
+
+BLOCKS = {
+    "one": {},
+    "tensor": {"tp": 2},
+    "sequence": {"tp": 2, "sequence_parallel": True},
+    "sequence, pipeline": {
+        "tp": 2,
+        "sequence_parallel": True,
+        "pp": 2,
+        "engine": "zb_h1",
+        "recompute": "selective",
+    },
+    "context, ring": {"cp": 2, "tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    "ring, full": {
+        "tp": 4,
+        "sequence_parallel": True,
+        "tp_overlap": True,
+        "recompute": "full",
+    },
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_layouts_train_what_one_process_does_in_their_blocks(pool, name):
+    layout, model = BLOCKS[name], "untied"
+    ours = whole_run(pool, in_fp8(make_config(**layout)), model, STEPS)
+    assert_same(ours, reference(pool, layout.get("tp", 1), layout.get("cp", 1)))
+
+
+@functools.cache
+def reference(pool, tp: int, cp: int) -> Run:
+    config = in_fp8(make_config(), fp8=False)
+    train = partial(train_reference, tp=tp, cp=cp)
+    return whole_run(pool, config, "untied", STEPS, train)
+
+
+def test_shared_experts_train_what_one_process_does_in_their_blocks(pool):
+    model = EXPERTS["gated"].override(num_hidden_layers=LAYERS)
+    ours = in_fp8(make_expert_config(tp=2, ep=2, sequence_parallel=True))
+    theirs = in_fp8(make_expert_config(), fp8=False)
+    train = partial(train_reference, tp=2, cp=1)
+    assert_same(whole_run(pool, ours, model, STEPS), whole_run(pool, theirs, model, STEPS, train))
+
+
+# Messages.
+
+BATCH, SEQUENCE, HIDDEN = 2, 16, 32
+
+
+class Gathered(NamedTuple):
+    bytes: Tensor
+    inverse: Tensor
+    calls: dict[str, int]
+    num_bytes: int
+    with_nan: list[float]  # the inverse where a rank has a NaN: the first, the last
+
+
+def whole_tensor() -> Tensor:
+    x = torch.randn(BATCH, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x[1, -1, 5] = 1e4  # of the last rank: all the others' amax is about 4
+    return x
+
+
+def gather(kind: type[SequenceBoundary], format: torch.dtype) -> Gathered:
+    axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
+    boundary = kind(axis, WeightGradients())
+    part = whole_tensor().chunk(axis.size, dim=1)[axis.rank]
+    x8 = quantise(part, format, boundary.maximum)
+    whole, _ = boundary.gather_multiply(x8.bytes, [])
+    calls, num_bytes = dict(axis.ledger.calls), axis.ledger.take_bytes()
+    with_nan = []
+    for rank in (0, axis.size - 1):
+        bad = part.clone()
+        bad[0, 0, 0] = math.nan if axis.rank == rank else 1.0
+        with_nan.append(quantise(bad, format, boundary.maximum).inverse.item())
+    return Gathered(whole, x8.inverse, calls, num_bytes, with_nan)
+
+
+@pytest.mark.parametrize("kind", [SequenceBoundary, RingBoundary])
+@pytest.mark.parametrize("n,format", [(2, E5M2), (4, E4M3)], ids=str)
+def test_ranks_gather_the_bytes_of_one_device(pool, n, format, kind):
+    expected = quantise(whole_tensor(), format)
+    gathers = {"all_gather": 1} if kind is SequenceBoundary else {"shift": n - 1}
+    for of_rank in pool.run(n, gather, kind, format):
+        assert torch.equal(of_rank.bytes, expected.bytes)
+        assert of_rank.inverse == expected.inverse
+        assert of_rank.calls == gathers | {"all_reduce": 1}
+        share = (n - 1) / n
+        assert of_rank.num_bytes == share * (BATCH * SEQUENCE * HIDDEN + 2 * 4)
+        assert of_rank.with_nan == [math.inf] * 2, "all ranks skip the step"
+
+
+def mlp_of(kind: type[Boundary], axis) -> list[Tensor]:
+    """Of an MLP that is not cut: output, gradient of x, and of the weights."""
+    torch.manual_seed(0)
+    model = Llama(ModelConfig(61, HIDDEN, 48, 1, 4, 4)).double()
+    apply_float8(model, kind(axis, WeightGradients()), lambda _: True, "cpu", torch.float64)
+    mlp = model.model.layers["0"].mlp
+    for linear in linears(mlp).values():
+        linear.refresh()
+    own = [t.chunk(axis.size, dim=1)[axis.rank] for t in (whole_tensor(), whole_tensor().flip(2))]
+    x, dy = (t.double().contiguous() for t in own)
+    y = mlp(x.requires_grad_())
+    y.backward(dy)
+    return [y.detach(), x.grad, *(linear.weight.grad for linear in linears(mlp).values())]
+
+
+def mlp_in_sequence(kind: type[Boundary]) -> list[Tensor]:
+    return mlp_of(kind, build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp)
+
+
+@pytest.mark.parametrize("kind", [SequenceBoundary, RingBoundary])
+def test_one_large_number_sets_the_scale_of_all_ranks(pool, kind):
+    """Each of two ranks computes all of the MLP: so their sum is twice that of one device."""
+    alone = SimpleNamespace(rank=0, size=1, share=0.0, ledger=Ledger())
+    y, dx, *gradients = mlp_of(Boundary, alone)
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-9)
+    for rank, ours in enumerate(pool.run(2, mlp_in_sequence, kind)):
+        for whole, part in zip((y, dx), ours[:2], strict=True):
+            close(part, 2 * whole.chunk(2, dim=1)[rank])
+        for expected, gradient in zip(gradients, ours[2:], strict=True):
+            close(gradient, expected)
+
+
+LEDGERS = {
+    "full": ({"recompute": "full"}, {}),
+    "ring, selective": ({"tp_overlap": True, "recompute": "selective", "fp8_skip": 1}, {}),
+    "shared experts": ({"ep": 2}, EXPERT_SHAPE | SHARED | PADDED),
+}
+
+
+@pytest.mark.parametrize("name", LEDGERS)
+def test_the_ledger_is_exact(pool, name):
+    options, shape = LEDGERS[name]
+    model_options = {k: v for k, v in shape.items() if k not in PADDED}
+    model = PLANNED.override(**model_options)
+    training = {k: v for k, v in shape.items() if k in PADDED}
+    layout = {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16", "fp8": True}
+    config = config_of(model, **layout, **options, **training)
+    for rank, (sent, _) in enumerate(pool.run(2, sent_in_a_step, config, model)):
+        assert sent == planned_traffic(model, config.layout, config.workload, rank)
+
+
+def test_what_layers_gather_has_half_the_bytes_of_bfloat16():
+    def gathered(fp8: bool, layers: int) -> float:
+        workload = Workload(16, 2, 3, dtype="bfloat16", fp8=fp8)
+        layout = Layout(tp=4, sequence_parallel=True)
+        return planned_ledger(PLANNED.override(num_hidden_layers=layers), layout, workload)[
+            "tp", "all_gather"
+        ]
+
+    one_more = [gathered(fp8, 4) - gathered(fp8, 3) for fp8 in (False, True)]
+    assert one_more[1] == one_more[0] / 2 == 4 * 3 * (2 * 16 * PLANNED.hidden_size) * 3 / 4
+
+
+# What is not finite.
+
+
+def skipped_step(config: Config, rank: int) -> tuple[list[bool], bool]:
+    """Whether steps are skipped: the first with an infinite weight on one rank, the second not."""
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    weights = training.parameters["model.layers.1.mlp.up_proj.weight"].data
+    before = {name: p.detach().clone() for name, p in training.parameters.items()}
+    finite = weights[0, 0].item()
+    if dist.get_rank() == rank:
+        weights[0, 0] = math.inf
+    training.model.weights_changed()
+    skipped = [training.step(0).skipped]
+    weights[0, 0] = finite
+    same = all(torch.equal(p, before[name]) for name, p in training.parameters.items())
+    training.model.weights_changed()
+    return [*skipped, training.step(0).skipped], same
+
+
+def test_a_weight_that_is_not_finite_skips_the_step(pool):
+    config = in_fp8(make_config(tp=2, sequence_parallel=True))
+    assert pool.run(2, skipped_step, config, 1) == [([True, False], True)] * 2
+
+
+# Memory.
+
+
+def bytes_to_multiply_with(config: Config) -> int:
+    """Bytes of all copies of weights, in 8 bits or not, that a step has left."""
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    training.step(0)
+    total = 0
+    for linear in (m for m in training.modules if isinstance(m, Linear)):
+        if isinstance(linear, Float8Linear) and linear.rows:
+            total += linear.rows.bytes.nbytes + linear.columns.bytes.nbytes
+        elif linear.copy is not None:
+            total += linear.copy.nbytes
+    return total
+
+
+@pytest.mark.parametrize(
+    "dtype,dp,sharding",
+    [("bfloat16", 1, "none"), ("float64", 1, "none"), ("float64", 2, "optimizer")],
+)
+def test_weights_in_8_bits_need_as_much_memory_as_planned(pool, dtype, dp, sharding):
+    config = in_fp8(make_config(dp=dp, dtype=dtype), sharding=sharding, fp8_skip=1)
+    plain, model = in_fp8(config, sharding, fp8=False, fp8_skip=0), MODELS["untied"]
+    model = model.override(num_hidden_layers=LAYERS)
+    fp8, other = (
+        memory_per_rank(model, c.layout, c.workload, "cpu").weights for c in (config, plain)
+    )
+    held = pool.run(dp, bytes_to_multiply_with, config)[0]
+    copies = pool.run(dp, bytes_to_multiply_with, plain)[0]
+    assert held and fp8 - other == held - copies
+
+
+def losses_and_norms(config: Config) -> tuple[list[float], list[float]]:
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    results = [training.step(step) for step in range(STEPS)]
+    return [r.loss for r in results], [r.grad_norm for r in results]
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
+def test_sharded_weights_in_bfloat16_train_as_whole_ones(pool, sharding):
+    """Their gradients are float32, as those of all linears in FP8."""
+    config = make_config(dp=2, dtype="bfloat16", micro_batches=2)
+    losses, norms = pool.run(2, losses_and_norms, in_fp8(config))[0]
+    our_losses, our_norms = pool.run(2, losses_and_norms, in_fp8(config, sharding))[0]
+    assert our_losses == losses and our_norms == pytest.approx(norms, rel=1e-6)
+
+
+def test_with_sharded_parameters_the_bytes_are_freed_with_the_weights(pool):
+    config = in_fp8(make_config(dp=2), sharding="parameters")
+    assert pool.run(2, bytes_to_multiply_with, config) == [0, 0]
+    model = MODELS["untied"].override(num_hidden_layers=LAYERS)
+    plain = in_fp8(config, "parameters", fp8=False)
+    fp8, other = (
+        memory_per_rank(model, c.layout, c.workload, "cpu").weights for c in (config, plain)
+    )
+    assert fp8 - other == 2 * (4 * 32 * 32 + 3 * 32 * 48), "of one layer"

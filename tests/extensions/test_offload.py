@@ -1,0 +1,343 @@
+"""Offload: the same numbers to the last bit, the bytes of the formulas, and copies in order."""
+
+import weakref
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from picotron_min.extensions.memory import offload
+from picotron_min.extensions.memory.offload import HostMemory, apply_offload
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.overlap.linear import apply_copies, linears
+from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
+from picotron_min.model import Llama
+from picotron_min.planner import memory
+from picotron_min.planner.activations import saved_per_token
+from picotron_min.runtime.config import Config
+from tests.core.test_costs import GQA, planned
+from tests.core.test_layouts import MODELS, make_config, make_training
+from tests.extensions.test_experts import MODELS as EXPERTS
+from tests.extensions.test_experts import make_expert_config
+from tests.extensions.test_sharding import sharded
+
+everything = mock.patch.object(offload, "LEAST_OFFLOAD", 1)  # also what is small
+
+
+class Log(list):
+    """(in or out, bytes) of each layer whose copies begin, and what else a test adds."""
+
+    @contextmanager
+    def recording(self):
+        with ExitStack() as stack:
+            for name, block in (("start_out", "on_device"), ("start_in", "on_host")):
+                method = partial(self.record, name[6:], block, getattr(HostMemory, name))
+                stack.enter_context(mock.patch.object(HostMemory, name, lambda *a, m=method: m(*a)))
+            yield
+
+    def record(self, way: str, block: str, method, memory: HostMemory, blocks) -> None:
+        if blocks:
+            self.append((way, sum(getattr(b, block).nbytes for b in blocks)))
+        method(memory, blocks)
+
+    def total(self, way: str) -> int:
+        return sum(number for kind, number in self if kind == way)
+
+
+# One process, without ranks.
+
+
+def forward_and_backward(model: Llama, num_tokens: int = 64) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (1, num_tokens))
+    model(tokens, torch.arange(num_tokens), tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def build(num_layers: int, recompute: str = "none", vocab_size: int = 512) -> Llama:
+    torch.manual_seed(0)
+    model = Llama(GQA.override(num_hidden_layers=num_layers, vocab_size=vocab_size))
+    apply_recompute(model, recompute)
+    return model
+
+
+def test_copies_leave_after_their_layer_and_arrive_a_layer_early():
+    model, log = build(4), Log()
+    for i, layer in enumerate(model.model.layers.values()):
+        layer.mlp.down_proj.register_forward_hook(lambda *_, i=i: log.append(f"F{i}"))
+        layer.mlp.down_proj.register_full_backward_hook(lambda *_, i=i: log.append(f"B{i}"))
+    with everything, log.recording():
+        apply_offload(model, 3, "cpu")
+        forward_and_backward(model)
+    order = [event if isinstance(event, str) else event[0] for event in log]
+    assert " ".join(order) == "F0 out F1 out F2 out F3 in B3 in B2 in B1 B0"
+
+
+def test_what_is_small_stays():
+    """Of 2048 tokens and E 128, k and v, 512 kB each in float32, and numbers a token do."""
+    sizes, log = saved_per_token(GQA, "float32", "none", Layout(), 0), Log()
+    model = build(2)
+    with log.recording():
+        apply_offload(model, 1, "cpu")
+        forward_and_backward(model, 2048)
+    k_and_v = 4 * 2 * GQA.num_key_value_heads * GQA.head_dim
+    assert LEAST_OFFLOAD == 2048 * 4 * GQA.hidden_size == 4 * 2048 * 64 * 2
+    assert log == [("out", 2048 * (sizes - k_and_v)), ("in", 2048 * (sizes - k_and_v))]
+
+
+def test_a_graph_without_a_backward_is_freed_with_its_loss():
+    """A node that kept its own output would keep itself, and all before it, for ever."""
+    saved, pack = [], offload._pack
+
+    def remember(blocks, stays, tensor):
+        if tensor.grad_fn:
+            saved.append(weakref.ref(tensor))
+        return pack(blocks, stays, tensor)
+
+    model, tokens = build(2), torch.zeros(1, 64, dtype=torch.long)
+    with mock.patch.object(offload, "_pack", remember):
+        apply_offload(model, 1, "cpu")  # of blocks so small that all stay on the device
+        loss = model(tokens, torch.arange(64), tokens)
+    assert saved
+    del loss
+    assert not any(there() is not None for there in saved)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_copy_of_a_weight_is_offloaded(recompute):
+    """With autograd's own products, as in compiled layers, it is saved along with the input."""
+    model, log = build(2), Log()
+    apply_copies(model, torch.bfloat16)
+    for linear in linears(model).values():
+        linear.refresh()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    apply_recompute(model, recompute)
+    with everything, log.recording(), torch.autocast("cpu", torch.bfloat16):
+        apply_offload(model, 1, "cpu")
+        forward_and_backward(model, 256)
+    expected = 256 * saved_per_token(GQA, "bfloat16", recompute, Layout(), 0)
+    assert log.total("out") == log.total("in") == pytest.approx(expected, rel=0.02)
+
+
+class Elsewhere(HostMemory):
+    """A host whose memory torch knows nothing of."""
+
+    def start_out(self, blocks) -> None:
+        for block in blocks:
+            block.on_host = block.on_device.numpy().copy()
+
+    def start_in(self, blocks) -> None:
+        for block in blocks:
+            block.on_device = torch.from_numpy(block.on_host).clone()
+            block.on_host = None
+
+
+def peak(recompute: str, num_offloaded: int, num_tokens: int) -> int:
+    model = build(4, recompute, vocab_size=256)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with everything, mock.patch.object(offload, "HostMemory", Elsewhere), MemTracker() as tracker:
+        apply_offload(model, num_offloaded, "cpu")
+        forward_and_backward(model, num_tokens)
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_device_has_as_much_less_as_planned(recompute):
+    """What has left is freed, then. Where a single layer stays, another one is on its way."""
+    S, shape = 256, GQA.override(num_hidden_layers=4, vocab_size=256)
+    plan = partial(planned, shape, seq_length=S, recompute=recompute)
+    each = S * saved_per_token(GQA, "float32", recompute, Layout(), 0)
+    for num_offloaded, fewer_layers in [(1, 1), (2, 2), (3, 2)]:
+        with mock.patch.object(memory, "LEAST_OFFLOAD", 1):
+            less = plan().activations - plan(offload=num_offloaded).activations
+        assert less == fewer_layers * each
+    temporary = 2 * S * 4 * GQA.hidden_size  # the fullest moment is another one
+    assert peak(recompute, 0, S) - peak(recompute, 3, S) == pytest.approx(less, abs=temporary)
+
+
+def test_the_plan_leaves_a_later_stage_its_input():
+    shape, S, m = GQA.override(num_hidden_layers=8), 4096, 4
+    layout = Layout(pp=2, pp_engine="afab", pp_layers=(4, 4))
+    each = S * saved_per_token(GQA, "float32", "none", layout, 0)
+    layer_input = S * 4 * GQA.hidden_size
+    for device, moves in [("cuda", 1), ("cpu", 0)]:  # where copies save nothing
+        plans = [
+            memory.memory_of_ranks(shape, layout, Workload(S, 1, m, offload=offload), device)
+            for offload in (0, 2)
+        ]
+        less = [a.activations - b.activations for a, b in zip(*plans, strict=True)]
+        assert less == [moves * m * 2 * each, moves * m * (2 * each - layer_input)]
+    few = Workload(S // 2 - 1, 1, m, offload=2)  # the input of a layer is below LEAST_OFFLOAD
+    none = Workload(S // 2 - 1, 1, m)
+    assert memory.memory_per_rank(shape, layout, few) == memory.memory_per_rank(shape, layout, none)
+
+
+COPY, EMPTY_LIKE = Tensor.copy_, torch.empty_like
+
+
+class FakeStream:
+    """A GPU's queue of copies, which are done as late as may be: when another stream waits."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.copies, self.pinned, self.has_waited = [], [], False
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        for there, here in other.copies:
+            assert there() is not None and here() is not None, "freed before it was copied"
+            COPY(there(), here())
+        other.copies.clear()
+        other.pinned.clear()
+        self.has_waited = True
+
+
+@contextmanager
+def fake_gpu():
+    """What PinnedMemory calls: a stream that computes at once, and one beside it."""
+    current = [FakeStream()]
+
+    @contextmanager
+    def use(stream: FakeStream):
+        assert stream.has_waited, "it would copy what is not computed yet"
+        stream.has_waited = False
+        current.append(stream)
+        yield
+        current.pop()
+
+    def start_copy(there: Tensor, here: Tensor, non_blocking: bool = False) -> Tensor:
+        if len(current) == 1:
+            return COPY(there, here)
+        assert non_blocking
+        current[-1].copies.append((weakref.ref(there), weakref.ref(here)))
+        # torch keeps pinned memory until it is copied, and gives that of a GPU to others at once.
+        current[-1].pinned += [x for x in (there, here) if hasattr(x, "pinned")]
+        return there
+
+    def empty(like: Tensor, pin_memory: bool = False, **options) -> Tensor:
+        if like.dtype != torch.uint8:  # not for offload
+            return EMPTY_LIKE(like, **options)
+        tensor = EMPTY_LIKE(like).fill_(255)  # four such bytes are a NaN
+        if pin_memory:
+            tensor.pinned = True
+        return tensor
+
+    with ExitStack() as stack:
+        for where, name, fake in [
+            (torch.cuda, "Stream", FakeStream),
+            (torch.cuda, "stream", use),
+            (torch.cuda, "current_stream", lambda: current[-1]),
+            (torch, "empty_like", empty),
+            (Tensor, "copy_", start_copy),
+        ]:
+            stack.enter_context(mock.patch.object(where, name, fake))
+        yield
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_copies_beside_what_computes_are_waited_for(recompute):
+    expected = forward_and_backward(build(4, recompute))
+    model = build(4, recompute)
+    with everything, fake_gpu():
+        apply_offload(model, 3, "cuda")
+        gradients = forward_and_backward(model)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+# The same run with and without, on N ranks.
+
+
+def changed(config: Config, **model) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update=model)})
+
+
+def steps(config: Config, model_config: ModelConfig) -> tuple:
+    training = make_training(config, model_config)
+    results = [training.step(step)[:2] for step in range(2)]
+    gradients = {name: p.grad.clone() for name, p in training.parameters.items()}
+    weights = {name: p.detach().clone() for name, p in training.parameters.items()}
+    return results, training.evaluate(), gradients, weights
+
+
+def with_and_without(config: Config, model_config: ModelConfig, offload: int) -> list:
+    log = Log()
+    *expected, gradients, weights = steps(config, model_config)
+    with everything, log.recording():
+        *ours, our_gradients, our_weights = steps(changed(config, offload=offload), model_config)
+    assert ours == expected
+    for name, gradient in gradients.items():
+        assert torch.equal(our_gradients[name], gradient), f"gradient of {name}"
+        assert torch.equal(our_weights[name], weights[name]), name
+    return list(log)
+
+
+def compare(pool, config: Config, offload: int, layers: int, model: str = "untied"):
+    """The log of each rank in two steps, after a check that no bit differs."""
+    model_config = (MODELS | EXPERTS)[model].override(num_hidden_layers=layers)
+    config = changed(config, num_hidden_layers=layers)
+    logs = pool.run(config.world_size, with_and_without, config, model_config, offload)
+    return [Log(log) for log in logs]
+
+
+def layer_bytes(config: Config) -> float:
+    """Of a micro-batch: by the formula, and what that leaves out."""
+    t, layout, recompute = config.training, config.layout, config.model.recompute
+    saved = saved_per_token(MODELS["untied"], "float64", recompute, layout, 0)
+    # Each norm keeps a number a token, and fused attention one for each head.
+    norms = 2 / (layout.tp if layout.sequence_parallel else 1)
+    heads = MODELS["untied"].num_attention_heads / layout.tp
+    uncounted = {"none": norms + heads, "selective": norms, "full": 0}[recompute]
+    return t.micro_batch_size * t.seq_length // layout.cp * (saved + 8 * uncounted)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_process_trains_the_same_and_moves_what_layers_save(pool, recompute):
+    config = make_config(recompute=recompute, micro_batches=2)
+    (log,) = compare(pool, config, 3, layers=4)
+    each = layer_bytes(config)
+    assert log == 4 * [*3 * [("out", each)], *3 * [("in", each)]], "two steps of two micro-batches"
+
+
+PIPELINES = [
+    ("afab", 1, "none"),
+    ("1f1b", 1, "full"),
+    ("interleaved", 2, "selective"),
+    ("zb_h1", 1, "selective"),
+    ("zb_v", 2, "none"),
+]
+
+
+@pytest.mark.parametrize("engine,chunks,recompute", PIPELINES)
+def test_pipelines_train_the_same(pool, engine, chunks, recompute):
+    config = make_config(pp=2, micro_batches=3, engine=engine, chunks=chunks, recompute=recompute)
+    layer_input = 24 * 16 // 3 * 8 * MODELS["untied"].hidden_size
+    for rank, log in enumerate(compare(pool, config, 1, layers=4 * chunks)):
+        # That of a stage stays with the pipeline, but tokens are looked up in the first one.
+        each = chunks * layer_bytes(config) - (chunks - (rank == 0)) * layer_input
+        assert log.total("out") == log.total("in") == 2 * 3 * each
+
+
+def test_tensor_parallel_ranks_train_the_same(pool):
+    config = make_config(tp=2, sequence_parallel=True)
+    for log in compare(pool, config, 2, layers=3):
+        assert log.total("out") == log.total("in") == 2 * 2 * layer_bytes(config)
+
+
+def test_no_sharded_weight_is_offloaded(pool):
+    """Gathered weights have another address in each use."""
+    plain = make_config(dp=2, micro_batches=2, dtype="bfloat16")
+    of_one = compare(pool, plain, 2, layers=3)
+    assert compare(pool, sharded(plain, "parameters"), 2, layers=3) == of_one
+
+
+def test_experts_train_the_same(pool):
+    config = make_expert_config("global", ep=2, dp=2, micro_batches=2)
+    for log in compare(pool, config, 2, layers=3, model="gated"):
+        assert log.total("out") == log.total("in") > 0

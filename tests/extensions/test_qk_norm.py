@@ -1,0 +1,101 @@
+"""Query and key norms: Qwen3's dense models, in and out, and in every layout."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from picotron_min.extensions.qk_norm.extension import QkNorm
+from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.model import Llama
+from picotron_min.placement import placements
+from picotron_min.runtime.public_models import from_hf, to_hf
+from tests.assembled import assert_same, whole_run
+from tests.core.test_layouts import make_config
+from tests.core.test_model import batch, norm_in_own_dtype
+
+SHAPE = ModelConfig(61, 32, 48, 8, 8, 4, head_dim=12, qk_norm=True)
+
+
+def normed_llama(config: ModelConfig) -> Llama:
+    torch.manual_seed(0)
+    model, extension = Llama(config).double(), QkNorm()
+    extension.swap(model)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
+    extension.connect(model)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_and_gradients_equal_transformers(tied, monkeypatch):
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", norm_in_own_dtype)
+    config = SHAPE.override(tie_word_embeddings=tied, num_hidden_layers=2)
+    ours, there = normed_llama(config), transformers.Qwen3Config(**to_hf(config))
+    theirs = transformers.Qwen3ForCausalLM(there).double()
+    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"])
+    theirs.tie_weights()
+    tokens, positions, targets = batch(config)
+    logits, expected = ours(tokens, positions), theirs(tokens).logits
+    assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+    ours(tokens, positions, targets).backward()
+    torch.nn.functional.cross_entropy(
+        theirs(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    ).backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        error = (parameter.grad - gradients[name]).abs().max()
+        assert error < 1e-12 * gradients[name].abs().max(), name
+
+
+def test_a_config_goes_out_and_comes_in_the_same():
+    hf = transformers.Qwen3Config(**to_hf(SHAPE)).to_dict()
+    assert hf["model_type"] == "qwen3" and from_hf(hf) == SHAPE
+
+
+def make_normed(pp=1, sharding="none", **layout):
+    config = make_config(pp=pp, **layout)
+    distributed = config.distributed.model_copy(update={"sharding": sharding})
+    model = config.model.model_copy(update={"num_hidden_layers": 3})
+    return config.model_copy(update={"distributed": distributed, "model": model})
+
+
+LAYOUTS = {
+    "tp": {"tp": 2},
+    "tp, simple": {"tp": 4, "overlap": False},
+    "sp": {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
+    "sp, ring": {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    "cp": {"cp": 2},
+    "ulysses, tp": {"cp": 2, "tp": 2, "cp_engine": "ulysses"},
+    "pp": {"pp": 2, "micro_batches": 2},
+    "zb_h1, tp": {"pp": 2, "tp": 2, "chunks": 1, "engine": "zb_h1", "micro_batches": 2},
+    "ZeRO-1, tp": {"dp": 2, "tp": 2, "sharding": "optimizer"},
+    "ZeRO-3": {"dp": 2, "sharding": "parameters", "recompute": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool):
+    return whole_run(pool, make_normed(), SHAPE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_the_same_model(pool, one_rank, layout):
+    assert_same(whole_run(pool, make_normed(**LAYOUTS[layout]), SHAPE), one_rank)
+
+
+def test_a_parameter_that_no_rule_knows_is_refused():
+    class Ruleless(Layout):
+        rules = ()
+
+    with pytest.raises(KeyError, match=r"no rule .* knows model\.layers\.0\.self_attn\.q_norm"):
+        placements(SHAPE.parameter_shapes(), Ruleless(tp=2), tied=False)
+
+
+def test_a_model_without_them_has_none():
+    plain = SHAPE.override(qk_norm=False)
+    assert not any("_norm" in name for name in plain.attention_shapes())
+    assert to_hf(plain)["model_type"] == "llama"

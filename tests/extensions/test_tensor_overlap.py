@@ -1,0 +1,229 @@
+"""Tensor parallelism that overlaps messages with products: the same model, the same bytes."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron_min import collectives
+from picotron_min.collectives import Axis
+from picotron_min.extensions.overlap.boundary import SequenceBoundary
+from picotron_min.extensions.overlap.linear import WeightGradients
+from picotron_min.extensions.overlap.ring import RingBoundary
+from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.mesh import build_axes
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import layout_problems
+from picotron_min.runtime.reporter import take_bytes
+from tests.core.test_layouts import (
+    MODEL,
+    MODELS,
+    assert_trains_the_same,
+    make_config,
+    make_training,
+)
+from tests.extensions import test_experts
+from tests.nccl_like import communicators_opened_at_first_use
+
+B, S, F, E = 2, 12, 5, 6
+QUEUE = WeightGradients()
+
+
+def inputs(rank: int, dtype: torch.dtype) -> tuple[list[Tensor], list[partial]]:
+    """Two x [B, S, F] of a rank, and a product for each."""
+    generator = torch.Generator().manual_seed(rank)
+    xs = torch.randn(2, B, S, F, generator=generator, dtype=torch.float64).to(dtype)
+    weights = torch.randn(2, F, E, generator=generator, dtype=torch.float64).to(dtype)
+    return list(xs), [partial(torch.matmul, other=weight) for weight in weights]
+
+
+class Result(NamedTuple):
+    x: Tensor
+    ys: list[Tensor]
+    total: Tensor
+    calls: dict[str, int]
+    num_bytes: int
+
+
+def results(kind: type[SequenceBoundary], dtype: torch.dtype) -> Result:
+    axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
+    xs, products = inputs(axis.rank, dtype)
+    boundary = kind(axis, QUEUE)
+    own = xs[0].chunk(axis.size, dim=1)[axis.rank]  # strided
+    x, ys = boundary.gather_multiply(own, products)
+    total = boundary.multiply_scatter(xs, products)
+    return Result(x, ys, total, dict(axis.ledger.calls), axis.ledger.take_bytes())
+
+
+def plain_and_ring(dtype: torch.dtype) -> tuple[Result, Result]:
+    return results(SequenceBoundary, dtype), results(RingBoundary, dtype)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_ring_computes_and_sends_what_the_collectives_do(pool, n):
+    for plain, ring in pool.run(n, plain_and_ring, torch.float64):
+        assert torch.equal(ring.x, plain.x) and ring.x.is_contiguous()
+        for ours, theirs in zip(ring.ys, plain.ys, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+        torch.testing.assert_close(ring.total, plain.total, rtol=0, atol=1e-13)
+        assert plain.calls == {"all_gather": 1, "reduce_scatter": 1}
+        assert ring.calls == {"shift": 2 * (n - 1)}
+        assert ring.num_bytes == plain.num_bytes == 8 * B * S * (F + E) * (n - 1) // n
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_partial_sums_are_added_in_float32_from_rank_0_on(pool, dtype):
+    n = 4
+    for rank, total in enumerate(pool.run(n, total_of_ring, dtype)):
+        parts = [inputs(r, dtype) for r in range(n)]
+        rows = [
+            sum(f(x.chunk(n, dim=1)[rank]) for x, f in zip(xs, products, strict=True))
+            for xs, products in parts
+        ]
+        assert torch.equal(total, sum(row.float() for row in rows).to(dtype)), "to the last bit"
+
+
+def total_of_ring(dtype: torch.dtype) -> Tensor:
+    return results(RingBoundary, dtype).total
+
+
+class Events(list[str]):
+    """What a ring of 4 does on rank 1, in order; messages bring back what was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.axis = SimpleNamespace(rank=1, size=4, next=2)
+
+    def shift(self, tensor: Tensor, axis: Axis, distance: int = 1) -> SimpleNamespace:
+        number = sum(event.startswith("start") for event in self)
+        self.append(f"start {number}")
+        before = tensor.clone()
+
+        def wait() -> Tensor:
+            assert torch.equal(tensor, before), "a tensor that travels has changed"
+            self.append(f"wait {number}")
+            return tensor.clone()
+
+        return SimpleNamespace(wait=wait)
+
+    def product(self, x: Tensor) -> Tensor:
+        self.append("product")
+        return x + 1
+
+
+@pytest.fixture
+def events(monkeypatch) -> Events:
+    events = Events()
+    monkeypatch.setattr(collectives, "Shift", events.shift)
+    monkeypatch.setattr("picotron_min.extensions.overlap.ring.Shift", events.shift)
+    return events
+
+
+def test_a_part_is_multiplied_while_the_next_one_arrives(events):
+    x, products = torch.arange(6.0).view(1, 3, 2), [events.product] * 2
+    RingBoundary(events.axis, QUEUE).gather_multiply(x, products)
+    steps = [(f"start {i}", "product", "product", f"wait {i}") for i in range(3)]
+    assert events == [*sum(steps, ()), "product", "product"]
+
+
+def test_a_part_is_sent_while_the_next_one_is_multiplied(events):
+    x, products = torch.arange(24.0).view(1, 12, 2), [events.product] * 2
+    boundary = RingBoundary(events.axis, QUEUE)
+    boundary.multiply_scatter([x, x], products, meanwhile=lambda: events.append("settle"))
+    steps = [("product", "product", f"start {i}") for i in range(3)]
+    own = ["product", "product", "settle"]
+    assert events == [*sum(steps, ()), *own, "wait 0", "wait 1", "wait 2"]
+
+
+def overlapped(config: Config, **distributed) -> Config:
+    raw = config.model_dump(by_alias=True)
+    raw["distributed"] |= {"sequence_parallel": True, "tp_overlap": True, **distributed}
+    return Config.model_validate(raw)
+
+
+# More are in test_layouts.py, where it takes turns with other choices, and in test_compile.py.
+LAYOUTS = {
+    "tp 4": ({"tp": 4}, "untied"),
+    "zb_h1": ({"tp": 2, "pp": 2, "engine": "zb_h1", "micro_batches": 3}, "grouped-query"),
+    "zb_v, full": (
+        {"tp": 2, "pp": 2, "engine": "zb_v", "chunks": 2, "micro_batches": 3, "recompute": "full"},
+        "tied",
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes,model", LAYOUTS.values(), ids=LAYOUTS)
+def test_with_overlap_a_layout_trains_the_same_model_as_one_rank(pool, sizes, model):
+    assert_trains_the_same(pool, overlapped(make_config(**sizes)), model)
+
+
+class Run(NamedTuple):
+    """Two steps of a rank, and what it sends in the first."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    num_shifts: int
+    num_bytes: dict[str, int]  # over each axis
+
+
+def off_and_on(config: Config, model: ModelConfig) -> tuple[Run, Run]:
+    return tuple(run(overlapped(config, tp_overlap=on), model) for on in (False, True))
+
+
+def run(config: Config, model: ModelConfig) -> Run:
+    training = make_training(config, model)
+    first = training.step(0)
+    calls = training.axes.tp.ledger.calls["shift"]
+    sent, second = take_bytes(training.axes), training.step(1)
+    gradients = {name: p.grad.numpy() for name, p in training.parameters.items()}
+    steps = first, second
+    return Run([s.loss for s in steps], [s.grad_norm for s in steps], gradients, calls, sent)
+
+
+EXPERTS = test_experts.MODELS["gated"]  # with shared ones; layer 1 has a dense MLP
+PAIRS = {
+    "parameters, full": (
+        overlapped(make_config(2, 2, 2, recompute="full"), sharding="parameters"),
+        MODELS["tied"],
+    ),
+    "experts": (test_experts.make_expert_config(tp=2, ep=2), EXPERTS),
+}
+
+
+@pytest.mark.parametrize("config,model", PAIRS.values(), ids=PAIRS)
+def test_overlap_changes_neither_a_run_nor_its_bytes(pool, config, model):
+    model = model.override(num_hidden_layers=2)
+    for off, on in pool.run(config.world_size, off_and_on, config, model):
+        close = partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
+        close(on.losses, off.losses)
+        close(on.norms, off.norms)
+        for name, gradient in off.gradients.items():
+            close(on.gradients[name], gradient, err_msg=name)
+        assert on.num_bytes == off.num_bytes and on.num_bytes["tp"] > 0
+        assert on.num_shifts and not off.num_shifts
+
+
+def loss_where_first_use_blocks(config: Config, model: ModelConfig) -> float:
+    training = make_training(config, model)
+    with communicators_opened_at_first_use(seconds=5.0):
+        return training.step(0).loss
+
+
+def test_the_ring_runs_where_the_first_use_of_a_communicator_blocks(pool):
+    config = overlapped(make_config(tp=2, pp=2, engine="zb_h1", micro_batches=2))
+    model = MODEL.override(num_hidden_layers=3)
+    losses = pool.run(4, loss_where_first_use_blocks, config, model)
+    assert losses == [pytest.approx(np.log(61), abs=0.2)] * 4
+
+
+def test_overlap_without_sequence_parallelism_is_refused():
+    config = Config.model_validate({"distributed": {"tp_size": 2, "tp_overlap": True}})
+    assert list(layout_problems(config)) == [
+        "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
+    ]

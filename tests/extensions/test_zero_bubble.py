@@ -1,0 +1,367 @@
+"""Schedules that cut backward in two: orders and formulas, then what ranks do with W."""
+
+import itertools
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from picotron_min.extensions.overlap.linear import WeightGradients, apply_copies, apply_queue
+from picotron_min.extensions.schedules import zero_bubble
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.model import Llama
+from picotron_min.pipeline_schedule import Action, Kind, Plan, peak_live
+from picotron_min.placement import placements
+from picotron_min.planner.activations import factors_per_token, saved_per_token
+from picotron_min.planner.memory import memory_of_ranks
+from picotron_min.runtime import draw
+from picotron_min.runtime.public_models import PRESETS, find_preset
+from picotron_min.runtime.trace import Trace
+from tests.assembled import assert_same, whole_run
+from tests.core.test_layouts import MODELS, make_config, make_training
+from tests.extensions.test_experts import MODELS as EXPERTS
+from tests.extensions.test_experts import make_expert_config
+from tests.training import Training
+
+F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+ENGINES = ("zb_h1", "zb_v")
+
+
+def written(plan: Plan) -> str:
+    return " ".join(f"{a.kind.value}{a.micro_batch}" + "'" * a.chunk for a in plan)
+
+
+GOLDEN = {
+    ("zb_h1", 3, 4): [
+        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ],
+    ("zb_v", 2, 4): [
+        "F0 F1 F2 F0' B0' W0' F1' B1' W1' F3 B0 W0 F2' B2' W2' B1 W1 F3' B3' W3' B2 W2 B3 W3",
+        "F0 F0' F1 F1' B0' W0' F2 B0 W0 F2' B1' W1' F3 B1 W1 F3' B2' W2' B2 B3' B3 W2 W3' W3",
+    ],
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=str)
+def test_the_orders_are_the_papers(case):
+    engine, ranks, m = case
+    plan = SCHEDULES[engine].plan
+    assert [written(plan(rank, ranks, m, 2)) for rank in range(ranks)] == GOLDEN[case]
+
+
+def test_zb_h1_is_1f1b_with_weight_gradients_between():
+    for p, m in itertools.product(range(1, 7), (1, 2, 3, 7, 12)):
+        for rank in range(p):
+            without = [a for a in zero_bubble.zb_h1(rank, p, m) if a.kind is not W]
+            assert without == SCHEDULES["1f1b"].plan(rank, p, m, 1)
+
+
+def test_the_drawings_are_those_in_the_docstring():
+    for engine, width in (("1f1b", 44), ("zb_h1", 44), ("zb_v", 62)):
+        schedule = SCHEDULES[engine]
+        plans = build_plans(engine, 2, 4, schedule.chunks)
+        drawn = draw.draw(simulate(plans, place=schedule.place), width)
+        for line in drawn.splitlines():
+            assert f"    {line}" in zero_bubble.__doc__
+
+
+# All integer times up to 5, with a column for each choice.
+TIMES = dict(zip((F, B, W), np.indices((5, 5, 5)).reshape(3, -1) + 1, strict=True))
+
+
+def idle(engine: str, p: int, m: int) -> np.ndarray:
+    """Of each rank, for all times at once: in the simulator's order, which depends on no time."""
+    schedule, ended, free = SCHEDULES[engine], {}, np.zeros((p, 125))
+    plans = [schedule.plan(rank, p, m, schedule.chunks) for rank in range(p)]
+    num_stages = p * schedule.chunks
+    stages = {schedule.place(stage, p): stage for stage in range(num_stages)}
+    for rank, (kind, i, chunk, _), *_ in simulate(plans, place=schedule.place).spans:
+        stage = stages[rank, chunk]
+        before = {F: (F, stage - 1), B: (B, stage + 1), W: (B, stage)}[kind]
+        if before == (B, num_stages):
+            before = F, stage
+        ready = ended.get((*before, i), 0)
+        ended[kind, stage, i] = free[rank] = np.maximum(free[rank], ready) + TIMES[kind]
+    return free.max(0) - m * schedule.chunks * sum(TIMES.values())
+
+
+@pytest.mark.parametrize("p", range(2, 7))
+def test_ranks_are_idle_for_as_long_as_the_formulas_say(p):
+    f, b, w = TIMES.values()
+    cases = {
+        "zb_h1": ((w <= f) & (f <= b), (p - 1) * (f + b - w), (p, p + 1, 2 * p, 3 * p + 1, 20)),
+        "zb_v": (
+            (f <= b) & (w <= b),
+            (p - 1) * np.maximum(b, 2 * (b - w)),
+            (2 * p - 1, 2 * p, 3 * p, 4 * p + 1, 20),
+        ),
+    }
+    for engine, (is_meant, expected, micro_batches) in cases.items():
+        for m in micro_batches:
+            assert np.array_equal(idle(engine, p, m)[is_meant], expected[is_meant])
+
+
+def test_bubbles_of_a_real_model_in_the_order_of_the_engines():
+    """SmolLM-1.7B at 2048 tokens: F, B and W of a stage take 1, 1.06 and 0.94."""
+    times = {F: 1.0, B: 1.06, W: 0.94}
+    bubbles = []
+    for engine in ("1f1b", "interleaved", *ENGINES):
+        schedule = SCHEDULES[engine]
+        plans = build_plans(engine, 8, 32, schedule.chunks)
+        whole = times if schedule.splits_backward else times | {B: 2.0}
+        timeline = simulate(plans, lambda _, a, t=whole: t[a.kind], place=schedule.place)
+        bubbles.append(round(100 * timeline.bubble(0), 1))
+    assert bubbles == [17.9, 9.9, 7.6, 3.7]
+
+
+def test_messages_are_as_many_as_the_boundaries_between_ranks():
+    counts = []
+    for engine in ("zb_h1", "zb_v", "interleaved"):
+        plans = build_plans(engine, 4, 8, SCHEDULES[engine].chunks)
+        counts.append(sum(a.kind.value.startswith("send") for plan in plans for a in plan))
+    assert counts == [48, 96, 112]
+
+
+def plans_without(engine: str, rank: int, action: Action) -> list[Plan]:
+    plans = build_plans(engine, 2, 3, SCHEDULES[engine].chunks)
+    plans[rank].remove(action)
+    return plans
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_w_must_come_once_and_behind_its_b(engine):
+    place, action = SCHEDULES[engine].place, Action(W, 1)
+    plans = plans_without(engine, 1, action)
+    with pytest.raises(ValueError, match=r"^rank 1: 'W1' is missing$"):
+        simulate(plans, place=place)
+    plans[1].insert(plans[1].index(Action(B, 1)), action)
+    circle = (
+        r"^deadlock, each waits for the next: '(W1' of rank 1, 'B1|B1' of rank 1, 'W1)' of rank"
+    )
+    with pytest.raises(ValueError, match=circle):
+        simulate(plans, place=place)
+    plans[1].append(action)
+    with pytest.raises(ValueError, match=r"^rank 1: 'W1' is there 2 times$"):
+        simulate(plans, place=place)
+
+
+# Memory.
+
+
+def test_what_is_held_until_w_counts_as_much_as_it_is():
+    for p, m, held in itertools.product(range(1, 7), (6, 20), (0.0, 0.67, 1.0, 10.0)):
+        for rank in range(p):
+            h1, v = (SCHEDULES[engine].plan(rank, p, m, 2) for engine in ENGINES)
+            # At the fullest moment `rank` of p have been through B; or one more, which is then W's.
+            peak = max(p - rank + rank * held, (rank + 1) * held + p - rank - 1)
+            assert peak_live(h1, held) == pytest.approx(peak)
+            assert held > 1 or peak_live(v, held) == pytest.approx(2 * p) or m < 2 * p
+    assert peak_live(SCHEDULES["1f1b"].plan(0, 4, 8, 1), 0.67) == 4, "backward frees all"
+
+
+def test_the_last_stage_runs_b_right_behind_f():
+    """So that one gradient of lm_head is alive, as planner/memory.py counts."""
+    for engine, p, m in itertools.product(ENGINES, range(1, 7), (1, 2, 5, 20)):
+        schedule = SCHEDULES[engine]
+        rank, chunk = schedule.place(p * schedule.chunks - 1, p)
+        plan = schedule.plan(rank, p, m, schedule.chunks)
+        for i in range(m):
+            assert plan[plan.index(Action(F, i, chunk)) + 1] == Action(B, i, chunk)
+
+
+def test_factors_are_two_thirds_of_what_forward_keeps_of_a_llama():
+    for name, share in (("SmolLM-1.7B", 0.67), ("Llama-3.1-8B", 0.64)):
+        sizes = find_preset(name), "bfloat16"
+        factors = factors_per_token(*sizes, Layout(), 0)
+        assert round(factors / saved_per_token(*sizes, "none", Layout(), 0), 2) == share
+    # With full recomputation only a layer's input is kept, so what is held is ten times as much.
+    smol = find_preset("SmolLM-1.7B")
+    factors = factors_per_token(smol, "bfloat16", Layout(), 0)
+    assert factors == 10 * saved_per_token(smol, "bfloat16", "full", Layout(), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_factors_are_what_a_backward_leaves_in_the_queue(dtype):
+    left = []
+    for layers in (2, 3):
+        model = Llama(ModelConfig(61, 32, 48, layers, 4, 2))
+        queue, kind = WeightGradients(), getattr(torch, dtype)
+        queue.split = True
+        if dtype == "bfloat16":
+            apply_copies(model, kind)
+        apply_queue(model, queue)
+        tokens, positions = torch.randint(61, (2, 16)), torch.arange(16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            model(tokens, positions, tokens).backward()
+        storages = {t.untyped_storage() for _, *factors in queue for t in factors}
+        left.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+    planned = factors_per_token(model.config, dtype, Layout(), 0)
+    assert (left[1] - left[0]) / tokens.numel() == planned
+
+
+def test_the_plan_counts_what_w_holds():
+    model_config, S = find_preset("SmolLM-1.7B"), 2048
+    layers = (6, 6, 6, 6)
+    layout = Layout(pp=4, pp_engine="zb_h1", pp_layers=layers)
+    workload = Workload(S, num_micro_batches=32, dtype="bfloat16")
+    E, last = model_config.hidden_size, memory_of_ranks(model_config, layout, workload)[3]
+    each = 6 * saved_per_token(model_config, "bfloat16", "none", layout, 0)
+    factors = 6 * factors_per_token(model_config, "bfloat16", layout, 0)
+    # One is live and three are held, and of the end of the model only one.
+    assert last.activations == pytest.approx(S * (each + 3 * factors + 2 * 4 * E))
+    one = memory_of_ranks(model_config, Layout(pp=4, pp_layers=layers), workload)[3]
+    assert last.loss == one.loss
+
+
+def placed(engine: str, pp: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    shapes = PRESETS["tiny"].override(tie_word_embeddings=True).parameter_shapes()
+    chunks = SCHEDULES[engine].chunks
+    layout = Layout(pp=pp, pp_engine=engine, pp_chunks=chunks)
+    placement = placements(shapes, layout, tied=True)["model.embed_tokens.weight"]
+    return placement.copies, placement.sums
+
+
+def test_a_tied_embedding_has_a_copy_at_each_end_but_in_a_v_on_one_rank():
+    assert placed("zb_h1", 2) == placed("1f1b", 4) == (("dp_cp", "ends"),) * 2
+    assert placed("zb_v", 2) == placed("zb_v", 4) == placed("zb_h1", 1) == (("dp_cp",),) * 2
+
+
+# What ranks do with W. That they train the same model as one rank is in test_layouts.py.
+
+
+def pipeline(engine: str, pp: int, micro_batches: int, model: str = "untied", **more) -> Training:
+    chunks = SCHEDULES[engine].chunks
+    config = make_config(pp=pp, engine=engine, chunks=chunks, micro_batches=micro_batches, **more)
+    layers = config.model.num_hidden_layers
+    return make_training(config, MODELS[model].override(num_hidden_layers=layers))
+
+
+def step_without_a_w() -> str:
+    training = pipeline("zb_h1", 1, 3)
+    training.model.plan.remove(Action(W, 1))
+    with pytest.raises(RuntimeError) as error:
+        training.step(0)
+    return str(error.value)
+
+
+def test_gradients_that_a_missing_w_leaves_out_are_named(pool):
+    (message,) = pool.run(1, step_without_a_w)
+    assert "model.layers.1.self_attn.q_proj.weight (1)" in message
+    assert "norm" not in message and "embed_tokens" not in message, "B computes those"
+
+
+def buffers_of_a_v() -> list[int]:
+    """How many there are after each of three steps, with an evaluation between."""
+    training = pipeline("zb_v", 2, 6)
+    new, made, counts = training.model.pipeline.new_activation, [], []
+    training.model.pipeline.new_activation = lambda: made.append(1) or new()
+    for step in range(3):
+        training.step(step)
+        training.evaluate()
+        counts.append(len(made))
+    assert len(training.model.pipeline.free) == len(made), "all are free again"
+    return counts
+
+
+def test_what_a_rank_hands_to_itself_does_not_make_the_pool_grow(pool):
+    for first, second, third in pool.run(2, buffers_of_a_v):
+        assert 1 <= first == second == third
+
+
+def arrivals_of_a_tied_embedding(engine: str) -> list[int]:
+    """How many gradients this rank expects for it in a step of 3 micro-batches."""
+    training = pipeline(engine, 2, 3, "tied")
+    for buckets in training.model.gradients:
+        buckets.begin(3)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return [
+        b.missing[name] for b in training.model.gradients for name in names if name in b.missing
+    ]
+
+
+def test_a_tied_embedding_in_a_v_is_one_parameter_with_gradients_of_both_ends(pool):
+    assert pool.run(2, arrivals_of_a_tied_embedding, "zb_v") == [[6], []]
+    assert pool.run(2, arrivals_of_a_tied_embedding, "zb_h1") == [[3], [3]]
+
+
+def traced_step(path: Path) -> list[str]:
+    """What this rank computed, in the order of its plan."""
+    training = pipeline("zb_v", 2, 4)
+    trace = Trace(range(1), training.axes.pp, torch.device("cpu"), "zb_v")
+    training.step(0, trace.watch(0))
+    trace.write(path)
+    return [str(action) for action in training.model.plan if action.peer is None]
+
+
+def test_a_measured_trace_has_the_spans_of_the_plan(pool, tmp_path, capsys):
+    plans = pool.run(2, traced_step, path := tmp_path / "t.json")
+    engine, _, timeline, _ = draw.read_trace(str(path))
+    assert engine == "zb_v"
+    for rank, plan in enumerate(plans):
+        assert [str(s.action) for s in timeline.spans if s.rank == rank] == plan
+    assert sum(name.startswith("W") for name in plans[0]) == 8
+    draw.main(["--trace", str(path)])
+    means = r"mean forward .* ms, backward .* ms, weight gradients .* ms\n"
+    assert re.search(means, capsys.readouterr().out)
+
+
+def gathered_after_b(config) -> list[bool]:
+    """Whether any weight of a layer was whole when a B had ended; sharded weights."""
+    layers = config.model.num_hidden_layers
+    training = make_training(config, MODELS["untied"].override(num_hidden_layers=layers))
+    backward, found = training.model.pipeline._backward, []
+    units = [u for u in training.units if not {"lm_head.weight"} & u.weights.keys()]
+
+    def check_after(action: Action) -> None:
+        backward(action)
+        sizes = [w.untyped_storage().size() for unit in units for w in unit.weights.values()]
+        found.append(any(sizes))
+
+    training.model.pipeline._backward = check_after
+    training.step(0)
+    return found
+
+
+def sharded(engine: str, sharding: str, **more):
+    config = make_config(2, pp=2, engine=engine, chunks=SCHEDULES[engine].chunks, **more)
+    distributed = config.distributed.model_copy(update={"sharding": sharding})
+    return config.model_copy(update={"distributed": distributed})
+
+
+def test_sharded_weights_are_freed_behind_b_since_w_reads_none(pool):
+    for found in pool.run(4, gathered_after_b, sharded("zb_h1", "parameters", micro_batches=3)):
+        assert found == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "engine,sharding,model",
+    [
+        ("zb_v", "optimizer", "tied"),
+        ("zb_v", "parameters", "tied"),
+    ],
+)
+def test_sharded_pipelines_train_the_same_model(pool, engine, sharding, model):
+    config = sharded(engine, sharding, micro_batches=4)
+    one = make_config()
+    layers = {"num_hidden_layers": config.model.num_hidden_layers}
+    one = one.model_copy(update={"model": one.model.model_copy(update=layers)})
+    assert_same(whole_run(pool, config, model, 2), whole_run(pool, one, model, 2))
+
+
+@pytest.mark.parametrize("more", [{}, {"dp": 2, "sharding": "parameters"}], ids=str)
+def test_experts_train_to_the_same_bits_as_with_1f1b(pool, more):
+    """Together, and with bfloat16 copies: sums are in the same order."""
+    make = partial(make_expert_config, pp=2, micro_batches=3, dtype="bfloat16", **more)
+    ours, theirs = (
+        whole_run(pool, make(engine=engine), EXPERTS["softmax"], 2) for engine in ("zb_h1", "1f1b")
+    )
+    assert ours.losses == theirs.losses and ours.norms == theirs.norms
+    for name, weight in theirs.weights.items():
+        assert np.array_equal(ours.weights[name], weight), name

@@ -1,0 +1,292 @@
+"""create_config.py as it is run: what it writes, prints and refuses to do."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from create_config import main
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.planner import memory
+from picotron_min.runtime import config as schema
+from picotron_min.runtime.config_file import MOST_PROCESSES, load_config
+from picotron_min.runtime.public_models import PRESETS
+
+PICOTRON = (
+    "--tp 1 --cp 1 --dp 4 --pp 1 --pp_engine afab --model_name HuggingFaceTB/SmolLM-360M-Instruct"
+    " --num_hidden_layers 5 --num_attention_heads 16 --num_key_value_heads 4 --grad_acc_steps 2"
+    " --mbs 3 --seq_len 128 --subset_name sub --use_wandb --use_cpu --use_fused_adam"
+)
+
+
+@pytest.fixture
+def create(tmp_path, monkeypatch, capsys):
+    """Run create_config.py with flags in one string; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(flags: str = "", exp_name: str = "exp"):
+        code = main(["--out_dir", "runs", "--exp_name", exp_name, *flags.split()])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+PATH = Path("runs/exp/config.json")
+
+
+def test_picotrons_flags_end_up_under_their_keys(create):
+    code, _, err = create(PICOTRON)
+    assert (code, err) == (0, "")
+    config = load_config(PATH)
+    d, m, t = config.distributed, config.model, config.training
+    assert (d.tp_size, d.cp_size, d.dp_size, d.pp_size, d.pp_engine) == (1, 1, 4, 1, "afab")
+    assert m.name == "HuggingFaceTB/SmolLM-360M-Instruct" and m.use_fused_adam and d.use_cpu
+    assert (m.num_hidden_layers, m.num_attention_heads, m.num_key_value_heads) == (5, 16, 4)
+    assert (t.gradient_accumulation_steps, t.micro_batch_size, t.seq_length) == (2, 3, 128)
+    assert config.dataset.subset_name == "sub" and config.logging.use_wandb
+    assert config.logging.run_name == "exp"
+    assert config.checkpoint.save_dir == "runs/exp/checkpoints"
+
+
+def test_only_flags_that_were_given_are_written(create):
+    create("--dp 2")
+    written = json.loads(PATH.read_text())
+    assert set(written) == {"distributed", "checkpoint", "logging", "environment"}
+    assert written["distributed"] == {"dp_size": 2}
+
+
+def test_every_key_of_the_schema_has_a_flag(create, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        create("--help")
+    shown = capsys.readouterr().out
+    keys = [f"{s}.{key}" for s in schema.SECTIONS for key in schema.SECTIONS[s]]
+    assert stopped.value.code == 0
+    assert [key for key in keys if f"{key}, default" not in " ".join(shown.split())] == []
+
+
+def test_values_get_the_type_that_the_schema_wants(create):
+    flags = "--learning_rate 1e-4 --betas [0.8,0.9] --run_name 12 --max_tokens null"
+    assert create(flags + " --no-use_fused_adam --dtype bfloat16")[0] == 0
+    config = load_config(PATH)
+    assert config.training.learning_rate == 1e-4 and config.training.betas == [0.8, 0.9]
+    assert config.logging.run_name == "12" and config.training.max_tokens is None
+    assert not config.model.use_fused_adam and config.model.dtype == "bfloat16"
+
+
+def test_it_prints_what_the_config_means(create):
+    _, out, _ = create("--dp 2 --mbs 4 --grad_acc_steps 2 --seq_len 1024 --model_name Llama-3.2-1B")
+    assert "processes        2 = pp 1 x dp 2 x cp 1 x tp 1" in out
+    assert "  pp 0  dp 1  cp 0   rank 1\n" in out
+    assert "tokens per step  16,384 = 2 dp x 4 sequences x 2 micro-batches x 1024" in out
+    assert "parameters       1,235,814,400, " in out
+    assert "weights            4.943 GB" in out and "optimizer state    9.887 GB" in out
+    assert out.endswith("\npython train.py --config runs/exp/config.json\n")
+
+
+def test_it_prints_what_offload_saves_and_whether_copies_are_hidden(create):
+    # Of a layer: its input, 4 E S bytes; 26 E^2 S FLOPs, and attention's.
+    of = "--model_name Llama-2-7B --dtype bfloat16 --seq_len 4096 --mbs 1 --recompute full"
+    _, without, _ = create(of, exp_name="without")
+    _, out, _ = create(f"{of} --offload 30", exp_name="full")
+    assert "offload" not in without
+    E, S, M = 4096, 4096, 11_008
+    flops = S * (8 * E * E + 2 * E * S + 6 * E * M) / (0.7 * 989.4e12)
+    copy = f"of a layer {4 * E * S / 1e6:.1f} MB, which take {4e3 * E * S / 50e9:.3g} ms at 50 GB/s"
+    assert f"  {copy}, forward {1e3 * flops:.3g} ms: hidden\n" in out
+    assert f"offload          {30 * 4 * E * S / 1e9:.3f} GB fewer activations" in out
+    _, out, _ = create(f"{of.replace('full', 'none')} --offload 3", exp_name="none")
+    assert " waits 1" in out and "hidden" not in out
+    _, in_8_bits, _ = create(f"{of.replace('full', 'none')} --offload 3 --fp8", exp_name="fp8")
+    copied = [float(re.search(r"of a layer (\S+) MB", text)[1]) for text in (out, in_8_bits)]
+    assert copied[1] < 0.95 * copied[0]
+    _, out, _ = create(f"{of} --offload 30 --use_cpu", exp_name="cpu")
+    assert "offload          saves nothing on a CPU: the copies are in the same memory\n" in out
+
+
+def test_it_names_what_the_prediction_leaves_out(create):
+    of = "--model_name Llama-2-7B --dtype bfloat16"
+    _, plain, _ = create(of, exp_name="plain")
+    assert "predicted step" in plain and "as without" not in plain
+    overlap = "--tp 2 --sequence_parallel --tp_overlap"
+    _, out, _ = create(f"{of} {overlap} --offload 3", exp_name="both")
+    assert "  as without offload and tp_overlap, whose effect on the time is not modelled\n" in out
+    _, out, _ = create(f"{of} {overlap}", exp_name="overlap")
+    assert "  as without tp_overlap, whose effect" in out
+    _, out, _ = create(f"{of} --fp8", exp_name="fp8")
+    assert "predicted step   none: how fast FP8 is, is not modelled\n" in out
+
+
+MIXTURE = "--num_local_experts 8 --moe_intermediate_size 96 --mlp_only_layers [0]"
+
+
+def test_it_prints_what_experts_need(create):
+    code, out, _ = create(f"{MIXTURE} --dp 4 --ep 2 --etp 2")
+    assert code == 0 and load_config(PATH).layout.ep == load_config(PATH).layout.etp == 2
+    assert "experts          8 in each of 3 layers, 2 of them a token\n" in out
+    assert "  4 of a layer on a rank (ep 2), each cut over 2 (etp)\n" in out
+    assert "  without moe_expert_capacity_factor their activations have no bound: all tokens" in out
+    attention, dense, router, expert = 3 * 128 * 128, 3 * 128 * 384, 8 * 128, 3 * 128 * 96
+    used = 4 * attention + dense + 3 * (router + 2 * expert) + 257 * 128
+    total = used + 3 * 6 * expert + 257 * 128 + 9 * 128
+    assert f"parameters       {total:,}, {used:,} a token is multiplied with\n" in out
+    weights = 4 * (total - 3 * 8 * expert + 3 * 8 * expert / 4)
+    assert f"weights        {weights / 1e6:9.3f} MB" in out
+    _, out, _ = create(f"{MIXTURE} --moe_expert_capacity_factor 1.25", exp_name="bounded")
+    assert "  8 of a layer on a rank (ep 1)\n" in out and "no bound" not in out
+    assert "experts" not in create("--dp 2", exp_name="dense")[1]
+
+
+def test_the_rank_grid_has_tp_innermost_and_stays_short(create):
+    _, out, _ = create("--pp 2 --dp 4 --cp 2 --tp 2")
+    assert "processes        32 = pp 2 x dp 4 x cp 2 x tp 2" in out
+    assert "  pp 0  dp 0  cp 1   ranks 2 to 3 (tp)\n" in out
+    assert "  pp 0  dp 3  cp 1   ranks 14 to 15 (tp)\n  and 8 more rows\n" in out
+
+
+def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
+    asked = mock.Mock(wraps=memory.memory_per_rank)
+    monkeypatch.setattr("create_config.memory_per_rank", asked)
+    layout = "--pp 4 --cp 1 --tp 2 --sequence_parallel --pp_engine afab --mbs 3 --grad_acc_steps 5"
+    create(layout + " --seq_len 128 --dtype bfloat16 --optimizer sgd --recompute full")
+    asked.assert_called_once_with(
+        PRESETS["tiny"],
+        Layout(pp=4, tp=2, pp_engine="afab", sequence_parallel=True),
+        Workload(128, 3, 5, "bfloat16", recompute="full", optimizer="sgd"),
+        "cuda",
+    )
+
+
+def test_the_same_config_again_is_accepted(create):
+    create("--dp 2")
+    code, out, _ = create("--dp 2")
+    assert code == 0 and out.startswith("runs/exp/config.json is already there with the same")
+
+
+def test_a_different_file_is_kept_unless_forced_and_nothing_is_deleted(create):
+    create("--dp 2")
+    beside = PATH.with_name("metrics.jsonl")
+    beside.write_text("precious")
+    before = PATH.read_text()
+    code, out, err = create("--dp 4")
+    assert (code, out) == (2, "") and "differs: choose another --exp_name, or add --force" in err
+    assert PATH.read_text() == before
+    assert create("--dp 4 --force")[0] == 0
+    assert load_config(PATH).distributed.dp_size == 4 and beside.read_text() == "precious"
+
+
+def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create):
+    code, out, err = create("--dp two --seq_lem 3 --pp_engine gpipe --warmup_steps 500")
+    assert (code, out) == (2, "") and not PATH.exists()
+    problems = err.splitlines()
+    assert len(problems) == 4 and all(problem.startswith("error: ") for problem in problems)
+    assert "--seq_lem is not known: did you mean --seq_len?" in err
+    assert 'distributed.dp_size="two": must be a whole number from 1 up to 1,000,000' in err
+    assert 'distributed.pp_engine="gpipe"' in err
+    assert "warmup_steps=500: must be below total_train_steps=200" in err
+
+
+def test_an_abbreviated_flag_is_not_guessed(create):
+    code, _, err = create("--learning 1e-3")
+    assert code == 2 and "did you mean --learning_rate?" in err
+
+
+def test_a_folder_that_cannot_be_made_is_reported(create):
+    Path("runs").write_text("a file")
+    code, _, err = create("--save_dir elsewhere")
+    assert code == 2 and err == "error: cannot write runs/exp: Not a directory\n"
+
+
+def test_an_unknown_flag_suggests_the_nearest(create):
+    for flag, remedy in {
+        "--SCHEDULE=wsd": "did you mean --schedule?",
+        "--frobnicate": "see --help",
+        "--dpp": "did you mean --dp?",  # not --pp, which is as near
+        "--cpu": "did you mean --use_cpu?",  # not --cp
+        "--num_layers": "did you mean --num_hidden_layers?",  # not --pp_layers
+        "--xp": "see --help",  # as near to --pp, --dp, --cp, --tp and --ep
+    }.items():
+        code, _, err = create(flag)
+        assert (code, err) == (2, f"error: {flag.split('=')[0]} is not known: {remedy}\n")
+
+
+def test_one_of_a_kind_is_not_a_plural(create):
+    _, out, _ = create("--mbs 1 --grad_acc_steps 1 --dp 9")
+    assert "tokens per step  2,304 = 9 dp x 1 sequence x 1 micro-batch x 256\n" in out
+    assert "  and 1 more row\n" in out
+
+
+def test_the_tokenizer_is_named(create):
+    assert "\ntokenizer        bytes, the model's own\n" in create("--tokenizer bytes")[1]
+    _, out, _ = create("--model_name SmolLM-135M", exp_name="smol")
+    assert "\ntokenizer        HuggingFaceTB/SmolLM-135M, the model's own\n" in out
+
+
+def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(create):
+    def last_lines(flags: str) -> str:
+        return create(flags + " --force")[1].split("\n\n", 2)[-1]
+
+    one = "python train.py --config runs/exp/config.json\n"
+    assert last_lines("--dp 8") == last_lines("--dp 16 --use_cpu") == one
+    too_many = MOST_PROCESSES + 1
+    assert "--nproc_per_node" in last_lines(f"--dp {too_many} --use_cpu")
+    assert last_lines("--dp 6 --pp 4") == (
+        "on each of 3 nodes with 8 processes, NODE from 0 to 2 and ADDRESS that of node 0:\n\n"
+        "torchrun --nnodes 3 --node-rank NODE --master-addr ADDRESS --master-port 29500"
+        " --nproc_per_node 8 train.py --config runs/exp/config.json\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num_hidden_layers 1000000000",
+        "--num_local_experts 1000000",
+        "--grad_acc_steps 1000000000",
+        "--dp 1000000000000",
+        "--model_name owner/llama --pp_chunks 1000000000000",
+        "--seed " + "[" * 10**5,
+    ],
+)
+def test_absurd_numbers_are_refused_at_once(create, flags):
+    began = time.monotonic()
+    code, out, err = create(flags)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    assert time.monotonic() - began < 5
+
+
+def test_a_hub_id_is_written_without_the_network(create, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it would raise
+    code, out, _ = create("--model_name someone/a-llama")
+    assert code == 0 and load_config(PATH).model.name == "someone/a-llama"
+    assert "not known without the network: download someone/a-llama" in out
+
+
+def test_it_runs_as_a_script_without_torch(tmp_path):
+    script = Path(__file__).parents[2] / "create_config.py"
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:];"
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    flags = ["--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, script, *flags],
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(f"--config '{tmp_path}/a b/config.json'\n")
+    assert (tmp_path / "a b" / "config.json").is_file()
+
+
+def test_missing_flags_exit_with_2():
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parents[2] / "create_config.py"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "--out_dir, --exp_name" in done.stderr
+    assert "Traceback" not in done.stderr

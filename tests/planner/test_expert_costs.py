@@ -1,0 +1,247 @@
+"""The formulas of costs.py and memory.py for mixtures, against what torch counts and keeps."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from picotron_min import costs
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing
+from picotron_min.model import Llama
+from picotron_min.planner.activations import saved_per_token
+from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.hardware import hardware_flops_per_token
+from tests.core import test_checkpoint
+from tests.extensions.test_sharding import MODES, bytes_held
+
+SHAPE = ModelConfig(512, 160, 352, 2, 4, 2, head_dim=48, moe_intermediate_size=112)
+EIGHT = replace(SHAPE, num_local_experts=8)
+MODELS = {
+    "softmax": EIGHT,
+    "gated": replace(EIGHT, n_shared_experts=1, moe_shared_expert_gate=True),
+    "sigmoid": replace(EIGHT, scoring_func="sigmoid", n_shared_experts=2, num_experts_per_tok=3),
+}
+HYBRIDS = {
+    name: replace(c, mlp_only_layers=(0,), num_hidden_layers=3) for name, c in MODELS.items()
+}
+MIXTRAL = ModelConfig(32_000, 4096, 14_336, 32, 32, 8, num_local_experts=8)
+B, S = 2, 64
+
+
+def build(model_config: ModelConfig, recompute: str) -> Llama:
+    model, tally = Llama(model_config), Tally(model_config, torch.device("cpu"))
+    apply_moe(model, Routing(), tally)
+    for bias in model.buffers():
+        bias.zero_()
+    apply_recompute(model, recompute, context=tally.paused)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(SHAPE.vocab_size, (B, S))
+    return tokens, torch.arange(S), tokens
+
+
+@pytest.mark.parametrize("model_config", HYBRIDS.values(), ids=HYBRIDS)
+def test_parameters_are_the_models_and_a_token_uses_k_experts_of_them(model_config):
+    parameters = dict(build(model_config, "none").named_parameters())
+    assert costs.parameter_count(model_config) == sum(p.numel() for p in parameters.values())
+    k = model_config.num_experts_per_tok
+    idle = [p for n, p in parameters.items() if any(f".experts.{e}." in n for e in range(k, 8))]
+    active = costs.parameter_count(model_config) - sum(p.numel() for p in idle)
+    assert costs.active_parameter_count(model_config) == active
+
+
+def test_a_known_mixture_has_its_known_sizes():
+    # Jiang et al. 2024, "Mixtral of Experts": 47B parameters, of which a token uses 13B
+    assert round(costs.parameter_count(MIXTRAL) / 1e9, 1) == 46.7
+    assert round(costs.active_parameter_count(MIXTRAL) / 1e9, 1) == 12.9
+    lookup_and_norms = 32_000 * 4096 + 65 * 4096
+    matmul = costs.active_parameter_count(MIXTRAL) - lookup_and_norms
+    assert costs.matmul_parameters(MIXTRAL) == matmul
+    attention = 12 * 32 * 32 * 128 * 4096
+    common = 6 * costs.active_parameter_count(MIXTRAL) + attention
+    assert costs.common_flops_per_token(MIXTRAL, 4096) == common
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model_config", HYBRIDS.values(), ids=HYBRIDS)
+def test_hardware_flops_are_what_torch_counts(model_config, recompute):
+    model, inputs = build(model_config, recompute), batch()
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).backward()
+    planned = hardware_flops_per_token(model_config, 0, recompute) * B * S
+    again = 0
+    if recompute == "full":  # the last product of experts that are computed one by one
+        again = 2 * B * S * costs.layer_flops(model_config, 0, layer=1)["down"]
+    assert planned <= counter.get_total_flops() <= planned + again
+
+
+def saved_bytes(model: Llama, dtype: str, *inputs: torch.Tensor) -> int:
+    """Bytes of all distinct storages that forward keeps for backward, without parameters."""
+    parameters = {p.data_ptr() for p in model.parameters()}
+    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
+    storages, alive = {}, []
+
+    def pack(tensor):
+        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+        # Casts of weights are planned with the weights; no activation here has a matrix's shape.
+        is_cast = dtype == "bfloat16" and (shape in matrices or shape[::-1] in matrices)
+        if storage.data_ptr() not in parameters and not is_cast:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        model(*inputs)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model_config", MODELS.values(), ids=MODELS)
+def test_activations_of_a_layer_are_what_torch_saves(model_config, recompute, dtype):
+    def saved(layers: int) -> int:
+        model = build(replace(model_config, num_hidden_layers=layers), recompute)
+        return saved_bytes(model.double() if dtype == "float64" else model, dtype, *batch())
+
+    planned = saved_per_token(model_config, dtype, recompute, Layout(), 0)
+    assert planned == pytest.approx((saved(3) - saved(2)) / (B * S), rel=0.01)
+
+
+EXPERTS = {"num_local_experts": 8, "moe_intermediate_size": 112, "intermediate_size": 96}
+EXPERTS |= {"hidden_size": 160, "head_dim": 48}
+GATED = {"n_shared_experts": 1, "moe_shared_expert_gate": True}
+
+
+def config_of(ep=1, etp=1, sharding="none", model=None, **options) -> Config:
+    distributed = {"ep_size": ep, "etp_size": etp, "sharding": sharding}
+    return test_checkpoint.make_config(
+        distributed=distributed, model=EXPERTS | (model or {}), **options
+    )
+
+
+def bytes_saved(config: Config) -> int:
+    training = test_checkpoint.make_training(config)
+    (chunk,), size = training.chunks, config.training.seq_length // config.layout.cp
+    tokens = torch.randint(257, (config.training.micro_batch_size, size))
+    return saved_bytes(chunk.model, "float32", tokens, torch.arange(size), tokens)
+
+
+GRIDS = [
+    {"dp": 2, "ep": 2},
+    {"tp": 2, "ep": 2},
+    {"tp": 2, "etp": 2},
+    {"tp": 2, "ep": 2, "distributed": {"sequence_parallel": False}},
+    {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+]
+
+
+@pytest.mark.turns(3, 7)
+@pytest.mark.parametrize("model", [{}, GATED], ids=["routed", "gated"])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
+    options = {key: n for key, n in grid.items() if key != "distributed"}
+    saved = []
+    for layers in (2, 3):
+        config = config_of(**options, model=model | {"num_hidden_layers": layers}, seq_length=64)
+        layout = config.distributed.model_copy(update=grid.get("distributed", {}))
+        config = config.model_copy(update={"distributed": layout})
+        # A single rank may have more tokens than others, but together they have all.
+        saved.append(sum(pool.run(config.world_size, bytes_saved, config)) / config.world_size)
+    t = config.training
+    model_config = test_checkpoint.resolve_model(config)
+    planned = saved_per_token(model_config, "float32", "none", config.layout, 0)
+    measured = (saved[1] - saved[0]) / (t.micro_batch_size * t.seq_length)
+    assert planned == pytest.approx(measured, rel=0.01)
+
+
+HELD = [
+    ({"dp": 4, "ep": 2}, "float32"),
+    ({"dp": 4, "ep": 4}, "float32"),  # no expert is sharded
+    ({"tp": 4, "ep": 2}, "bfloat16"),  # only experts are
+    ({"dp": 2, "tp": 2, "ep": 2, "etp": 1}, "bfloat16"),
+    ({"dp": 2, "tp": 2, "etp": 2}, "float32"),
+    ({"dp": 2, "pp": 2, "ep": 2}, "float32"),
+]
+
+
+@pytest.mark.turns(3, 7)
+@pytest.mark.parametrize("grid,dtype", HELD, ids=str)
+@pytest.mark.parametrize("sharding", ["none", *MODES])
+def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
+    kv_heads = {"num_key_value_heads": 4, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    config = config_of(**grid, sharding=sharding, dtype=dtype, model=GATED | kv_heads)
+    ranks = pool.run(config.world_size, bytes_held, config)
+    layout = config.layout
+    of_stage = len(ranks) // layout.pp
+    for first in range(0, len(ranks), of_stage):
+        stage = [held for held, _ in ranks[first : first + of_stage]]
+        held = [max(of) for of in zip(*stage, strict=True)]
+        weights, gradients, states = ranks[first][1]
+        if dtype == "bfloat16":  # lm_head's cast is planned with the weights
+            weights -= 2 * -(-257 // layout.tp) * 160
+        share = shares_of_ranks(test_checkpoint.resolve_model(config), layout, 16)[
+            first // of_stage
+        ]
+        if sharding in ("gradients", "parameters"):
+            units = [unit for window in share.windows + share.ends for unit in window.items()]
+            buffers = gradients - held[1]
+            assert buffers == 2 * 4 * max(
+                (layout.axis_sizes[axis] * R for axis, R in units), default=0
+            )
+            gradients -= buffers
+        if sharding == "parameters":
+            assert weights >= held[0], "gathered weights are gone between steps"
+            weights = held[0]
+        gates = 2 * 2 * 160  # copies of the shared experts' gates are not planned
+        assert held[:2] == pytest.approx((weights, gradients), abs=8 * 160 + gates)
+        # The fullest rank of one window may not be that of another.
+        assert states * (0.9 if sharding == "layerwise" else 1) <= held[2] + 1280 <= states + 2560
+
+
+def test_experts_of_other_ranks_need_no_memory():
+    def weights(**sizes) -> int:
+        return memory_per_rank(MIXTRAL, Layout(**sizes), test_checkpoint.make_config().workload)[0]
+
+    experts = 4 * 32 * 8 * 3 * 4096 * 14_336
+    one = weights(dp=8)
+    assert one == 4 * costs.parameter_count(MIXTRAL)
+    assert one - weights(dp=8, ep=8) == experts * 7 / 8
+    assert weights(dp=8, ep=2, etp=4) == weights(dp=8, ep=8)
+    sharded = weights(dp=8, ep=2, sharding="parameters")
+    assert sharded < one / 8 + 3 * 4 * (experts / 4 / 32 / 2 + 32_000 * 4096)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 500, 20_000])
+@pytest.mark.parametrize("dense", [(0,), (0, 1, 2), (1, 4), (6,)], ids=str)
+@pytest.mark.parametrize("inner", [16, 2000])
+def test_no_other_split_of_unequal_layers_has_a_faster_slowest_stage(vocab_size, dense, inner):
+    model_config = replace(
+        EIGHT,
+        vocab_size=vocab_size,
+        num_hidden_layers=7,
+        mlp_only_layers=dense,
+        moe_intermediate_size=inner,
+    )
+    layers = [sum(costs.layer_flops(model_config, S, i).values()) for i in range(7)]
+    head = 2 * vocab_size * model_config.hidden_size
+
+    def slowest(split) -> int:
+        stops = list(itertools.accumulate(split))
+        loads = [sum(layers[stop - n : stop]) for n, stop in zip(split, stops, strict=True)]
+        return max(*loads[:-1], loads[-1] + head)
+
+    for stages in (2, 3, 5, 7):
+        split = costs.layers_of_stages(model_config, Layout(pp=stages), S)
+        assert len(split) == stages and sum(split) == 7 and min(split) >= 1
+        every = (s for s in itertools.product(range(1, 7), repeat=stages) if sum(s) == 7)
+        assert slowest(split) == min(map(slowest, every))

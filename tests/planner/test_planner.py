@@ -1,0 +1,439 @@
+"""Plans: the search against trying everything; what is explained, written, read, calibrated."""
+
+import functools
+import itertools
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import create_config
+from picotron_min.extensions.settings import Layout, Workload
+from picotron_min.planner import calibrate, machine
+from picotron_min.planner.choices import Request, groups, rule_problems, schedules
+from picotron_min.planner.command import main
+from picotron_min.planner.config_files import config_of, fixed_choices
+from picotron_min.planner.explain import lines_of, why
+from picotron_min.planner.memory import memory_per_rank
+from picotron_min.planner.search import TIE, Candidate, least_memory, search
+from picotron_min.planner.show import plan_text
+from picotron_min.planner.step_time import predict
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import load_config
+from picotron_min.runtime.hardware import GPUS
+from picotron_min.runtime.public_models import find_preset, to_hf
+from tests.core.test_layouts import make_training
+
+TINY = Request(find_preset("tiny"), GPUS["H100"], gpus=8, seq_length=256, global_batch=16)
+LLAMA = Request(find_preset("Llama-3.1-8B"), GPUS["H100"], 8, 8192, 64, "Llama-3.1-8B")
+EIGHT = find_preset("tiny").override(num_local_experts=4, num_experts_per_tok=2)
+EXPERTS = replace(TINY, model_config=EIGHT, gpus=4, global_batch=4)
+SMALL = {
+    "dense": replace(TINY, gpus=4, global_batch=2),
+    "experts": replace(EXPERTS, gpus=2, global_batch=2),
+}
+
+
+@functools.cache
+def everything(name: str) -> list[tuple[float, int]]:
+    """Seconds and bytes of every layout that can be configured, without any short cut."""
+    request, found = SMALL[name], []
+    for group, work in groups(request):
+        for engine, numbers in schedules(request, group.pp).items():
+            for chunks, kind in itertools.product(numbers, request.values("sharding", group)):
+                changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
+                layout = replace(group, **changes)
+                if not rule_problems(request, layout):
+                    seconds = predict(request.setting(layout, work)).step
+                    found.append((seconds, request.memory(layout, work).total))
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("share", [1.0, 0.2, 0.05], ids=lambda share: f"memory {share}")
+def test_the_search_finds_what_trying_everything_finds(name, share):
+    every, asked = everything(name), SMALL[name]
+    sizes = sorted(memory for _, memory in every)
+    limit = sizes[int(share * (len(sizes) - 1))]  # so that this share of all fits
+    gpu = replace(asked.gpu, memory=(limit + 1e9) / asked.fill + 1)
+    asked = replace(asked, gpu=gpu)
+    best = min(seconds for seconds, memory in every if memory <= asked.budget)
+    found = search(asked, top=5)
+    assert min(c.prediction.step for c in found) == best
+    assert found[0].prediction.step <= TIE * best
+    for c in found:
+        assert c.memory == memory_per_rank(asked.model_config, c.layout, c.workload)
+        assert c.memory.total <= asked.budget and not rule_problems(asked, c.layout)
+        assert c.prediction.step == predict(asked.setting(c.layout, c.workload)).step
+
+
+def test_the_quick_bound_never_exceeds_the_exact_memory():
+    draw = random.Random(0)
+    for request in (TINY, EXPERTS, replace(TINY, dtype="float32", optimizer="sgd"), LLAMA):
+        of_request = list(groups(request))
+        for layout, work in draw.sample(of_request, 100 if request is EXPERTS else 15):
+            least = least_memory(request, layout, work)
+            for engine, numbers in schedules(request, layout.pp).items():
+                if not numbers or rule_problems(request, layout):
+                    continue
+                kinds = request.values("sharding", layout)
+                chunks, kind = draw.choice(list(numbers)), draw.choice(kinds)
+                changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
+                exact = request.memory(replace(layout, **changes), work).total
+                assert least(engine, chunks)[kind] <= exact, (layout, work, changes)
+
+
+def test_a_number_of_chunks_that_does_not_fit_leaves_the_next_fastest(monkeypatch):
+    model_config = find_preset("tiny").override(num_hidden_layers=8)
+    fixed = fixed_choices("pp=2,dp=1,engine=interleaved,recompute=none,mbs=1")
+    asked = replace(TINY, model_config=model_config, gpus=2, global_batch=4, fixed=fixed)
+    assert [c.layout.pp_chunks for c in search(asked)] == [4]
+    monkeypatch.setattr(
+        "picotron_min.planner.search.rule_problems",
+        lambda request, layout: ["no"] * (layout.pp_chunks == 4),
+    )
+    assert [c.layout.pp_chunks for c in search(asked)] == [3]
+
+
+@functools.cache
+def llama_plans() -> tuple[list[Candidate], float]:
+    """The ten best, and how long the search took."""
+    began = time.process_time()
+    found = search(LLAMA)
+    return found, time.process_time() - began
+
+
+def test_eight_gpus_take_less_than_two_seconds():
+    found, seconds = llama_plans()
+    assert len(found) == 10 and seconds < 2
+
+
+def test_fixed_choices_stay():
+    fixed = fixed_choices("tp=2,sp=true,recompute=full,mbs=1,engine=1f1b,pp=2")
+    asked = replace(LLAMA, fixed=fixed)
+    for c in search(asked, top=3):
+        assert (c.layout.tp, c.layout.pp, c.layout.pp_engine) == (2, 2, "1f1b")
+        assert c.layout.sequence_parallel and c.workload.recompute == "full"
+        assert c.workload.micro_batch_size == 1
+    assert "tp" not in {reason.choice for reason in why(asked, search(asked, top=1)[0])}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpp=2", "use tp"),
+        ("recompute=ful", "use none, full or selective"),
+        ("tp=0", "use a number"),
+        ("sp=2", "use true or false"),
+    ],
+)
+def test_a_wrong_choice_is_reported_with_the_remedy(text, message):
+    with pytest.raises(ValueError, match=message):
+        fixed_choices(text)
+
+
+def test_every_choice_of_the_best_layout_is_explained():
+    asked = replace(LLAMA, gpus=32, fixed=fixed_choices("tp=4,pp=2,engine=interleaved,cp=2"))
+    best = search(asked, top=1)[0]
+    asked = replace(asked, fixed={})
+    reasons = why(asked, best)
+    explained = {"tp", "cp", "pp", "sharding", "recompute", "micro_batch_size"}
+    explained |= {"sequence_parallel", "cp_engine", "pp_engine", "pp_chunks"}
+    assert {reason.choice for reason in reasons} == explained
+    for reason in (reason for reason in reasons if reason.candidate):
+        there = reason.candidate
+        names = vars(there.layout) | vars(there.workload)
+        assert names[reason.choice] == reason.other
+        same = explained - {reason.choice}
+        if there.layout.pp == 1:  # without a pipeline there is no schedule
+            same -= {"pp_engine", "pp_chunks"}
+        if reason.choice == "pp_engine":
+            same -= {"pp_chunks"}
+        before = vars(best.layout) | vars(best.workload)
+        assert all(names[name] == before[name] for name in same - {"tp"} | {"recompute"} & same)
+        work = there.layout.dp * there.workload.micro_batch_size
+        assert work * there.workload.num_micro_batches == asked.global_batch
+        assert there.layout.world_size == asked.gpus
+        prediction = predict(asked.setting(there.layout, there.workload))
+        if "need" in reason.text:
+            assert there.memory.total > asked.budget
+            assert f"{there.memory.total / 1e9:.1f} GB of" in reason.text
+        elif "slower" in reason.text:
+            slower = prediction.step / best.prediction.step - 1
+            assert f"{slower:.1%} slower" in reason.text and slower >= 0.01
+    text = "\n".join(lines_of(reasons))
+    assert "tp 4, not 2:" in text and "sequence parallelism on, not off:" in text
+
+
+def test_numbers_of_an_explanation_stand_in_the_table():
+    best = llama_plans()[0][0]
+    text = plan_text(LLAMA, [best])
+    parts = best.prediction.parts
+    for name, seconds in parts.items():
+        if seconds > 0:
+            assert f"{name:<11}{seconds:>10.4g} s" in text
+    slower = [r for r in why(LLAMA, best) if "slower:" in r.text]
+    assert slower
+    for reason in slower:
+        part, _, numbers = reason.text.split(": ")[1].partition(" ")
+        assert float(numbers.split(" s ->")[0]) == pytest.approx(parts[part], rel=0.006)
+
+
+# The command.
+
+
+def plan(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+ASKED = ("--model", "tiny", "--gpu", "cpu", "--cores", 2, "--gpus", 4, "--seq_length", 32)
+ASKED += ("--global_batch", 8)
+
+
+def trained(configs: list[Config]) -> list[list[float]]:
+    losses = []
+    for config in configs:
+        training = make_training(config, resolve_model(config))
+        losses.append([training.step(step).loss for step in range(2)])
+    return losses
+
+
+def test_the_ten_best_layouts_are_written_and_train(pool, tmp_path, capsys):
+    hardware = tmp_path / "hardware.json"
+    hardware.write_text("{}")
+    assert plan(*ASKED, "--json", "--hardware", hardware) == 0
+    best = json.loads(capsys.readouterr().out)
+    assert len(best) == 10
+    configs = []
+    for i, numbers in enumerate(best):
+        choices, path = numbers["choices"], tmp_path / str(i) / "config.json"
+        fixed = ",".join(f"{name}={json.dumps(v).strip(chr(34))}" for name, v in choices.items())
+        written = plan(*ASKED, "--fix", fixed, "--write", path, "--hardware", hardware)
+        assert written == 0 and "nothing" not in capsys.readouterr().err
+        config = load_config(path)
+        layout = vars(config.layout) | vars(config.workload)
+        assert {name: layout[name] for name in choices} == choices
+        configs.append(config)
+    assert len({str(config.layout) + str(config.workload) for config in configs}) == 10
+    losses = pool.run(4, trained, configs)[0]
+    assert all(first == pytest.approx(losses[0][0], rel=1e-5) for first, _ in losses)
+    assert all(second == pytest.approx(losses[0][1], rel=1e-4) for _, second in losses)
+
+
+def test_nothing_fits(capsys):
+    asked = ("--model", "Llama-3.1-8B", "--gpus", 2, "--seq_length", 4096, "--global_batch", 8)
+    assert plan(*asked, "--gpu", "RTX-4090") == 2
+    error = capsys.readouterr().err
+    assert "the smallest layout needs" in error and "GB (24 x 0.92 - 1 for libraries)" in error
+    assert error.strip().endswith("use 8 GPUs")
+    assert plan(*asked, "--gpus", 8, "--fix", "sharding=none,dp=8") == 2
+    assert "leave sharding out of --fix" in capsys.readouterr().err
+    assert plan("--model", "tiny", "--gpus", 7, "--seq_length", 64, "--global_batch", 3) == 2
+    assert "use another --gpus or --global_batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus", 8), "--model --seq_length --global_batch missing"),
+        ((*ASKED, "--gpu", "H1000"), "--gpu H1000 is not known"),
+        ((*ASKED, "--model", "owner/model"), "download it and name its folder"),
+        ((*ASKED, "--seq_length", 4096), "seq_length=4096 is above max_position_embeddings=2048"),
+        ((*ASKED[:2], *ASKED[6:], "--gpu", "L4", "--dtype", "float64"), "no peak for float64"),
+        ((*ASKED, "--gpu", "L4"), "--cores: not used for L4"),
+        ((*ASKED, "--network", 100), "--network: not used for a CPU"),
+        ((*ASKED, "--gpus_per_node", 2), "--gpus_per_node: not used for a CPU"),
+        (("--config", "config.json", "--gpu", "L4"), "--gpu L4: not used for config.json, which"),
+        ((*ASKED, "--fix", "tp=4,tp=2"), "--fix tp=4,tp=2: tp is given twice: keep one"),
+        ((*ASKED, "--fix", "mbs=1,micro_batch_size=2"), "micro_batch_size is given twice"),
+        ((*ASKED, "--write", "docs"), "--write docs is a folder: name a file, such as docs/config"),
+        ((*ASKED, "--hardware", "none.json"), "--hardware none.json is no file: write it with"),
+        ((*ASKED, "--hardware", "docs"), "--hardware docs is no file"),
+        (("--calibrate", "config.json"), "give pairs"),
+        (("--config", "missing.json"), "missing.json"),
+        (("--validate", "missing.csv"), "missing.csv: No such file or directory: name another"),
+        (("--config", "config.json", "--metrics", "docs"), "docs: Is a directory: name another"),
+    ],
+)
+def test_mistakes_are_reported_with_the_remedy(arguments, message, capsys):
+    assert plan(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_planned_but_not_written(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(find_preset("SmolLM-135M"))))
+    asked = ("--model", tmp_path, "--gpus", 1, "--seq_length", 64, "--global_batch", 1)
+    assert plan(*asked, "--top", 1) == 0
+    assert " x 1" in capsys.readouterr().out
+    assert plan(*asked, "--write", tmp_path / "c.json") == 2
+    printed = capsys.readouterr()
+    assert "holds no tokenizer: copy its files there, or set" in printed.err
+    assert not printed.out, "before the search"
+
+
+def test_the_memory_of_a_tiny_model_is_shown(capsys):
+    assert plan(*ASKED, "--top", 1) == 0
+    shown = capsys.readouterr().out.splitlines()
+    needed = float(shown[1].split()[-2])
+    assert 0.001 < needed < 0.1
+    assert f"memory {needed:.3g} GB of" in "\n".join(shown)
+
+
+def test_another_file_is_not_overwritten(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert plan(*ASKED, "--write", path) == 2
+    assert "already there and differs" in capsys.readouterr().err
+    assert path.read_text() == "{}"
+
+
+def write_metrics(path: Path, seconds: float) -> Path:
+    sent = {"tp": 1000, "pp": 0, "dp_cp": 10, "world": 1}  # the axes of config.json
+    record = {"comm_bytes": sent, "memory_gb": 0.5}
+    times = [9.0] * 5 + [seconds] * 6
+    lines = [json.dumps(record | {"step": i + 1, "step_seconds": t}) for i, t in enumerate(times)]
+    path.write_text("\n".join([*lines, '{"step": 11, "val_loss": 2.0}', '{"step": 12, "ste']))
+    return path
+
+
+def test_a_config_is_predicted_beside_what_it_measured(tmp_path, capsys):
+    metrics = write_metrics(tmp_path / "metrics.jsonl", 0.25)
+    (tmp_path / "hardware.json").write_text("{}")
+    at = ("--cores", 2, "--hardware", tmp_path / "hardware.json")
+    assert plan("--config", "config.json", "--metrics", metrics, *at) == 0
+    text = capsys.readouterr().out
+    step = next(line for line in text.splitlines() if line.startswith("step, s"))
+    assert step.split()[3] == "0.25"
+    assert "bytes over tp" in text and "calibrated" in text
+
+
+def test_too_few_steps_are_refused(tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    whole = {"step": 1, "step_seconds": 1.0, "comm_bytes": {}, "memory_gb": 0.5}
+    damaged = {"step": 2, "step_seconds": None}
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in (whole, damaged)))
+    assert plan("--config", "config.json", "--metrics", metrics) == 2
+    assert "has 1 steps, and the first 5 warm up: train at least 6" in capsys.readouterr().err
+
+
+def test_steps_before_a_resume_are_another_layouts(tmp_path, capsys):
+    metrics = write_metrics(tmp_path / "metrics.jsonl", 0.25)
+    at = ("--config", "config.json", "--metrics", metrics)
+    (tmp_path / "run.jsonl").write_text('{"start": {"after_step": 0}}\n')
+    assert plan(*at) == 0
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"start": {"after_step": 8}}\n')
+    assert plan(*at) == 2
+    assert "has 3 steps after step 8, where the run resumed" in capsys.readouterr().err
+
+
+BAD_FLAGS = {
+    ("--config", "config.json", "--model", "tiny"): "--model: not used with --config",
+    ("--metrics", "m.jsonl"): "--metrics: not used without --config",
+    ("--config", "config.json", "--metrics", "other.jsonl"): "the axes pp; the config's are dp_cp",
+    ("--validate", "docs/train.sbatch"): "is not a run as in tests/published_runs.csv",
+    ("--validate", "README.md"): "line 2 is not a run as in tests/published_runs.csv",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS, ids=" ".join)
+def test_what_a_command_would_ignore_or_misread_is_refused(tmp_path, capsys, flags):
+    lines = write_metrics(tmp_path / "other.jsonl", 0.25).read_text()
+    sent = '{"tp": 1000, "pp": 0, "dp_cp": 10, "world": 1}'
+    (tmp_path / "other.jsonl").write_text(lines.replace(sent, '{"pp": 7}'))
+    given = [tmp_path / f if f == "other.jsonl" else f for f in flags]
+    assert plan(*given) == 2
+    assert BAD_FLAGS[flags] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag,value,why",
+    [
+        ("--network", "0", "not a number above 0"),
+        ("--fill", "92", "is a share"),
+        ("--global_batch", "4194304", "counts sequences, not tokens"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(capsys, flag, value, why):
+    with pytest.raises(SystemExit) as exit_:
+        plan(flag, value)
+    assert exit_.value.code == 2 and why in capsys.readouterr().err
+
+
+# Calibration.
+
+ALONE = Layout()
+
+
+def observed(gpu, layout=ALONE, seq_length=2048) -> calibrate.Observation:
+    """What a machine that is exactly as `gpu` would measure."""
+    work = Workload(seq_length, 1, 4, "bfloat16")
+    request = replace(LLAMA, gpu=gpu, model_config=find_preset("Llama-3.2-1B"))
+    seconds = predict(request.setting(layout, work)).step
+    return calibrate.Observation(replace(request.setting(layout, work), gpu=GPUS["H100"]), seconds)
+
+
+def test_calibration_finds_what_a_machine_reaches():
+    real = replace(
+        GPUS["H100"], matmul_share=0.5, attention_share=0.2, link_share=0.3, latency=2e-4
+    )
+    alone = replace(GPUS["H100"], matmul_share=0.5)
+    one = calibrate.calibrate([observed(alone)])
+    assert one.found == {"matmul_share": pytest.approx(0.5)}
+    two = calibrate.calibrate([observed(real), observed(real, seq_length=8192)])
+    assert two.found == pytest.approx({"matmul_share": 0.5, "attention_share": 0.2}, rel=0.01)
+    tp = [Layout(tp=2), Layout(tp=8, sequence_parallel=True)]
+    runs = [observed(real), observed(real, seq_length=8192), *(observed(real, x) for x in tp)]
+    all_four = calibrate.calibrate(runs)
+    assert list(all_four.found) == list(machine.CALIBRATED)
+    assert max(map(abs, all_four.errors)) < 0.01
+    assert all_four.found["matmul_share"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_what_was_found_is_written_and_read(tmp_path, capsys):
+    metrics, hardware = write_metrics(tmp_path / "m.jsonl", 0.5), tmp_path / "hardware.json"
+    at = ("--cores", 2, "--hardware", hardware)
+    assert plan("--calibrate", "config.json", metrics, *at) == 0
+    out = capsys.readouterr().out
+    assert "matmul_share" in out and out.count("as it was") == 3
+    assert plan("--config", "config.json", "--json", *at) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(0.5)
+    assert machine.machine("H100", hardware, 8) == GPUS["H100"], "of another device"
+    hardware.write_text("[1]")
+    assert plan("--config", "config.json", *at) == 2
+    assert "delete it, calibrate again" in capsys.readouterr().err
+
+
+def test_ranks_share_the_cores_of_a_cpu(tmp_path):
+    two, four = (machine.machine("cpu", tmp_path / "no", n, cores=2) for n in (2, 4))
+    assert two.peaks["float32"] == 2 * four.peaks["float32"] and two.hbm == 2 * four.hbm
+    assert machine.machine("cpu", tmp_path / "no", 1, cores=2).peaks == two.peaks
+
+
+def test_a_new_config_shows_the_step_that_the_planner_predicts(tmp_path, capsys):
+    shape = ["--model_name", "Llama-3.2-1B", "--dp", "8", "--seq_len", "2048", "--gpu", "A100-80GB"]
+    run = ["--out_dir", str(tmp_path), "--exp_name", "a", "--dtype", "bfloat16"]
+    assert create_config.main([*run, *shape]) == 0
+    printed = capsys.readouterr().out
+    assert plan("--config", tmp_path / "a/config.json", "--gpu", "A100-80GB", "--json") == 0
+    step = json.loads(capsys.readouterr().out)["step_seconds"]
+    assert f"predicted step   {step:.3g} s" in printed and "on A100-80GB" in printed
+    assert "assumed" not in printed
+    assert create_config.main([*run, *shape[:-2]]) == 0
+    printed = capsys.readouterr().out
+    assert "on H100: see" in printed
+    assert "  H100 is assumed: name another with --gpu, or add --use_cpu\n" in printed
+    assert create_config.main([*run, *shape, "--use_cpu", "--force"]) == 0
+    assert "predicted" not in capsys.readouterr().out
+
+
+def test_a_written_config_has_what_was_asked_for():
+    candidate = search(replace(TINY, compile=True), top=1)[0]
+    raw = config_of(replace(TINY, compile=True), candidate)
+    assert raw["model"]["compile"] and raw["model"]["dtype"] == "bfloat16"
+    batch = raw["distributed"]["dp_size"] * raw["training"]["micro_batch_size"]
+    assert batch * raw["training"]["gradient_accumulation_steps"] == TINY.global_batch

@@ -1,0 +1,428 @@
+"""The report of a run, as data and as a page; test_report_browser.py opens it."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from picotron_min.report.__main__ import NO_MATPLOTLIB, main
+from picotron_min.report.charts import MOST_POINTS, smooth, thin_out
+from picotron_min.report.pictures import ranges
+from picotron_min.report.reading import read_run
+from picotron_min.report.single import header, measured_peaks
+from picotron_min.runtime.draw import plan_of_trace
+from picotron_min.runtime.wording import shown
+from tests import recorded_runs
+from tests.recorded_runs import write_records, write_run, write_start
+from tests.runtime.test_folders import make
+
+
+class Page(HTMLParser):
+    """What a report shows: its tables, by the words above them, its pictures and its text."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.tables, self.pictures = source, [], []
+        self.text, self.open = "", []
+        self.feed(self.source)
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        values = dict(attrs)
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append([values.get("data-value"), ""])
+        elif tag == "svg" and values.get("role") == "img":
+            self.pictures.append(values["aria-label"])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1][1] += data
+
+    def rows(self, *head: str) -> dict[str, dict[str, tuple[float | None, str]]]:
+        """The table with these columns: its rows by their first cell."""
+        for table in self.tables:
+            names = [text for _, text in table[0]] if table else []
+            if set(head) <= set(names):
+                pairs = (row for row in table[1:])
+                return {
+                    row[0][1]: {
+                        name: (value and float(value), text)
+                        for name, (value, text) in zip(names, row, strict=True)
+                    }
+                    for row in pairs
+                }
+        raise AssertionError(f"no table has {head}")
+
+    def facts(self) -> dict[str, str]:
+        """The first table, of names and texts."""
+        return {row[0][1]: row[1][1] for row in self.tables[0]}
+
+
+def report(*folders: Path, out: Path | None = None) -> Page:
+    main([*map(str, folders), *(["--out", str(out)] if out else [])])
+    return Page((out or folders[0] / "report.html").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("reports") / "whole"
+    write_run(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(folder) -> Page:
+    return report(folder)
+
+
+CURVES = ["Loss", "Learning rate", "Gradient norm", "Speed", "MFU: mfu", "MFU: mfu_common"]
+
+
+def test_a_report_has_all_pictures_and_needs_no_network(page):
+    others = ["Where ranks stand", "Who sends to whom", "Memory by part", "The pipeline in time"]
+    assert page.pictures == CURVES + others
+    # Names of XML, and nothing that a browser would fetch.
+    assert set(re.findall(r"https?://[^\s\"<>]*", page.source)) <= {
+        "http://www.w3.org/1999/xlink",
+        "http://www.w3.org/2000/svg",
+    }
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", page.source)
+    assert "default-src 'none'" in page.source
+
+
+def test_identifiers_of_pictures_are_unique_and_what_they_refer_to_is_there(page):
+    own = re.findall(r'\bid="([^"]*)"', page.source)
+    pairs = re.findall(r'href="#([^"]*)"|url\(#(.*?)\)', page.source)
+    used = {href or url for href, url in pairs}
+    assert len(own) == len(set(own)) and used and used <= set(own)
+
+
+def test_pictures_take_their_colours_from_the_page(page):
+    drawn = re.sub(r"<style>.*?</style>", "", page.source, flags=re.DOTALL)
+    assert set(re.findall(r"#[0-9a-fA-F]{6}\b", drawn)) == set()
+    defined = set(re.findall(r"(--[\w-]+):", page.source))
+    assert set(re.findall(r"var\((--[\w-]+)\)", page.source)) <= defined
+    assert page.source.count("prefers-color-scheme: dark") == 1
+
+
+def test_numbers_in_tables_are_those_of_the_records(folder, page):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = {str(r["step"]): r for r in records if "loss" in r}
+    losses = {str(r["step"]): r["val_loss"] for r in records if "val_loss" in r}
+    rows = page.rows("step", "grad_norm")
+    assert {"1", "20"} <= rows.keys() and len(rows) == 12
+    for step, row in rows.items():
+        for name, (value, text) in row.items():
+            if name == "val_loss":
+                assert value == losses.get(step)
+            elif name != "step":
+                assert value == steps[step][name]
+                displayed = float(text.rstrip("%").replace(",", "")) / (100 if "%" in text else 1)
+                assert displayed == pytest.approx(value, rel=0.01)
+    sent = page.rows("axis", "measured bytes", "among ranks")
+    measured = {axis: row["measured bytes"][0] for axis, row in sent.items()}
+    assert measured == steps["20"]["comm_bytes"]
+    assert all(row["planned bytes"] == row["measured bytes"] for row in sent.values())
+    assert sent["dp_cp"]["among ranks"][1] == "0, 2"
+
+
+def test_the_header_has_settings_cost_and_both_definitions_of_mfu(page):
+    facts = page.facts()
+    assert facts["model"] == "tiny <b>& co</b>"  # escaped in the source
+    assert facts["device"] == "Some CPU, gloo" and facts["versions"] == "torch 2.13.0"
+    assert facts["started"] == "2026-11-22 06:30 UTC" and facts["steps"] == "20, from 1 to 20"
+    assert facts["took"] == "10s in steps, 1s in saves"
+    tokens = sum(0.5 * (1000 + step) for step in range(1, 21))
+    assert facts["tokens"] == f"{tokens:,.0f}"
+    rows = page.rows("mean", "FLOPs a token")
+    assert rows["mfu"]["mean"][0] == pytest.approx(0.3105)
+    assert rows["mfu_common"]["mean"][0] == pytest.approx(0.4105)
+    # By hand: 6 x the parameters of matmuls, and half of 12 L Q D S; then all parameters and pairs.
+    layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384
+    matmuls, attention = 4 * layer + 257 * 128, 12 * 4 * 128 * 256
+    both = 257 * 128 + 9 * 128  # the embedding, and the norms
+    assert rows["mfu"]["FLOPs a token"][0] == 6 * matmuls + attention // 2
+    assert rows["mfu_common"]["FLOPs a token"][0] == 6 * (matmuls + both) + attention
+    assert facts["FLOPs"].startswith(f"{tokens * (6 * matmuls + attention // 2):.3g}")
+
+
+def test_memory_is_the_plan_beside_the_fullest_rank_of_each_stage(page):
+    rows = page.rows("pipeline rank", "activations", "planned", "measured")
+    assert [row["measured"][0] for row in rows.values()] == pytest.approx([330.0, 370.0])  # MB
+    for row in rows.values():
+        names = ("weights", "gradients", "optimizer state", "activations", "loss")
+        assert sum(row[name][0] for name in names) == pytest.approx(row["planned"][0])
+
+
+def test_the_pipeline_is_planned_above_measured_with_both_bubbles(folder, page):
+    run = read_run(folder)
+    measured, planned = run.trace.measured, plan_of_trace(run.trace.measured, "1f1b")
+    # Rank 1 takes 4 x 60 ms and waits for one forward and one backward of rank 0, of 30 ms.
+    assert measured.makespan == pytest.approx(270_000)
+    # In the plan actions take their means, 15 and 30 ms: 4 x 45, and one of each.
+    assert planned.makespan == pytest.approx(225_000)
+    rows = page.rows("planned bubble", "measured bubble")
+    assert [row["planned bubble"][1] for row in rows.values()] == ["20.0%", "20.0%"]
+    assert [row["measured bubble"][1] for row in rows.values()] == ["55.6%", "11.1%"]
+    assert "planned: 225 ms, bubble 20.0%" in page.text
+    assert "measured: 270 ms, bubble 33.3%" in page.text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '{"step": 21, "loss": 1.0, "grad',  # a kill in the middle of a line
+        "\x00\x00\udcff",
+        "[" * 5000,
+        '{"step": 21}\n{"loss": 1.0}\n[1]\n3\nnull',
+        '{"step": "21", "loss": 1.0}\n{"step": true, "loss": 1}',
+        '{"step": 21, "loss": "low"}\n{"step": 21, "loss": 1, "comm_bytes": {"tp": "x"}}',
+        '{"step": 21, "loss": 1, "comm_bytes": {"zz": 1}}',
+        '{"step": 21, "loss": 1' + 400 * "0" + "}",
+        '{"step": 21, "loss": 1, "comm_bytes": null}',
+    ],
+)
+def test_damaged_lines_are_left_out_and_named(tmp_path, lines):
+    config = write_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a", errors="surrogateescape") as file:
+        file.write(lines + "\n")
+    write_records(tmp_path, config, [22])
+    run = read_run(tmp_path)
+    assert [record.step for record in run.steps] == [*range(1, 21), 22]
+    assert len(run.notes) == 1 and "metrics.jsonl has " in run.notes[0]
+    first = 20 + 2 * 4 + 1
+    assert re.search(rf" damaged lines? \(number {first}[,)]", run.notes[0])
+
+
+def test_damage_is_reported_on_the_page_and_on_the_terminal(tmp_path, capsys):
+    write_run(tmp_path, logging={"trace_file": None})
+    for name in ("metrics.jsonl", "run.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"start": {"at": "cut o')
+    page, out = report(tmp_path), capsys.readouterr()
+    assert out.out == f"wrote {tmp_path / 'report.html'}\n"
+    for name in ("metrics.jsonl", "run.jsonl"):
+        assert f"{name} has 1 damaged line (number" in page.text
+        assert f"{name} has 1 damaged line (number" in out.err
+    # And without a trace the pipeline's plan is drawn alone.
+    assert page.pictures[-1] == "The pipeline in time" and "measured:" not in page.text
+    assert "Set logging.trace_file" in page.text
+
+
+def test_of_repeated_steps_the_later_ones_count(tmp_path):
+    config = write_run(tmp_path, range(1, 16))  # killed after a checkpoint of step 10
+    write_start(tmp_path, config, after_step=10)
+    write_records(tmp_path, config, range(11, 14), loss=7.0)
+    run = read_run(tmp_path)
+    # Steps 14 and 15 and the validation of step 15 are of weights that were given up, too.
+    assert [record.step for record in run.steps] == [*range(1, 14)]
+    assert [record.loss for record in run.steps[10:]] == [7.0] * 3
+    assert [record.step for record in run.evaluations] == [5, 10]
+    assert len(run.all_steps) == 18 and not run.notes
+    assert run.ranks is None  # of the start before: the layout may be another
+    facts = Page(header(run)).facts()
+    assert facts["steps"] == "13, from 1 to 13; 5 steps more, after which it resumed from before"
+    assert facts["took"] == "9s in steps, 1s in saves" and facts["resumed"] == "after step 10"
+
+
+def test_another_run_in_the_same_file_replaces_the_first(tmp_path):
+    config = write_run(tmp_path, range(1, 16))
+    write_records(tmp_path, config, range(1, 4), loss=7.0)
+    run = read_run(tmp_path)
+    assert [record.loss for record in run.steps] == [7.0] * 3 == [r.loss for r in run.all_steps]
+    assert run.evaluations == run.saves == []
+
+
+def test_a_single_step_and_numbers_that_were_not_finite_are_drawn(tmp_path):
+    config = recorded_runs.config_of(tmp_path, {"distributed": {"dp_size": 1}})
+    write_start(tmp_path, config)
+    nothing = {"mfu": None, "mfu_common": None}
+    write_records(tmp_path, config, [1], loss=math.nan, grad_norm=math.inf, **nothing)
+    page = report(tmp_path)
+    assert page.pictures == ["Loss", *CURVES[1:2], "Speed", "Where ranks stand", "Memory by part"]
+    (row,) = page.rows("step", "grad_norm").values()
+    assert row["loss"] == row["mfu"] == row["grad_norm"] == (None, "n/a")
+    assert "Nothing is sent" in page.text
+    assert page.rows("mean", "FLOPs a token")["mfu"]["mean"] == (None, "n/a")
+
+
+def test_what_some_runs_record_is_drawn_for_them(tmp_path):
+    config = recorded_runs.config_of(tmp_path, {})
+    balance = {"load_imbalance": 1.5, "dropped_per_layer": [0.0], "z_loss": None}
+    write_records(tmp_path, config, [1, 2], balance=balance, num_zeros_in_grad=3)
+    page = report(tmp_path)
+    assert page.pictures == [*CURVES, "Zeros in the gradient", "Imbalance"]
+    assert "only what metrics.jsonl has" in page.text
+
+
+def test_an_older_run_without_run_jsonl_takes_its_settings_from_a_checkpoint(tmp_path):
+    config = write_run(tmp_path)
+    start = read_run(tmp_path).starts[0]
+    (tmp_path / "run.jsonl").unlink()
+    assert "only what metrics.jsonl has is shown" in read_run(tmp_path).notes[0]
+    state = start.model_dump_json(include={"model", "config"}, by_alias=True)
+    make(tmp_path / "step-00000009", "{}")
+    make(tmp_path / "step-00000010", state)
+    run = read_run(tmp_path)
+    assert run.config == config and run.trace
+    assert "step-00000010/state.json are shown" in run.notes[0]
+    assert Page(header(run)).facts()["layout"] == "pp 2 x dp 2 x cp 1 x tp 2"
+    (tmp_path / "step-00000010/state.json").write_text("{}")
+    assert "cannot be read: only what metrics.jsonl has" in read_run(tmp_path).notes[0]
+
+
+def test_a_trace_of_another_run_is_left_out(tmp_path):
+    other = recorded_runs.config_of(tmp_path, {"distributed": {"pp_size": 4}})
+    config = write_run(tmp_path)
+    recorded_runs.write_trace(tmp_path, other)
+    run = read_run(tmp_path)
+    assert run.trace is None
+    assert "of 1f1b with pp 4, not of 1f1b with pp 2; it is left out" in run.notes[0]
+    for hours, began in ((-1, "05:30"), (2, "08:30")):  # earlier, or in the same place later
+        of_other = recorded_runs.STARTED + timedelta(hours=hours)
+        recorded_runs.write_trace(tmp_path, config, of_other)
+        run = read_run(tmp_path)
+        assert run.trace is None
+        assert f"trace.json is of another run, that began 2026-11-22T{began}" in run.notes[0]
+    recorded_runs.write_trace(tmp_path, config, None)
+    run = read_run(tmp_path)
+    assert run.trace is None and "of another run, of an older version" in run.notes[0]
+    (tmp_path / "trace.json").write_text("{}")
+    assert "trace.json is not a trace of a pipeline" in read_run(tmp_path).notes[0]
+
+
+def test_a_folder_that_was_moved_still_has_its_files(tmp_path):
+    write_run(tmp_path / "before")
+    moved = (tmp_path / "before").rename(tmp_path / "after")
+    run = read_run(moved)
+    assert run.trace and len(run.steps) == 20 and not run.notes
+
+
+@pytest.mark.parametrize("case", ["missing", "empty", "no steps", "garbage", "file"])
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys, case):
+    folder = tmp_path / "runs"
+    if case == "file":
+        folder.write_text("")
+    elif case != "missing":
+        folder.mkdir()
+    lines = {"no steps": '{"step": 0, "save_seconds": 1}\n', "garbage": "\x00\n"}
+    if case in lines:
+        (folder / "metrics.jsonl").write_text(lines[case])
+    with pytest.raises(SystemExit) as error:
+        main([str(folder)])
+    assert error.value.code == 2 and not (folder / "report.html").exists()
+    expected = {"missing": "is not a folder", "file": "is not a folder", "empty": "does not exist"}
+    assert expected.get(case, "has no record of a step") in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_command_that_installs_it_is_printed(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as error:
+        main([str(folder)])
+    assert error.value.code == 2 and capsys.readouterr().err == NO_MATPLOTLIB + "\n"
+    assert 'pip install -e ".[report]"' in NO_MATPLOTLIB
+
+
+def test_a_report_does_not_wait_for_torch():
+    modules = ", ".join(f"picotron_min.report.{name}" for name in ("reading", "single", "compare"))
+    command = [sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_a_page_that_cannot_be_written_is_reported(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        main([str(folder), "--out", str(tmp_path / "no folder" / "report.html")])
+    assert error.value.code == 2 and "no folder" in capsys.readouterr().err
+
+
+def test_several_folders_are_compared(folder, tmp_path):
+    other = tmp_path / "other"
+    write_run(other, training={"learning_rate": 0.001, "gradient_accumulation_steps": 8})
+    page = report(folder, other, out=tmp_path / "compared.html")
+    first, *rest = CURVES
+    assert page.pictures == [first, "Loss by tokens", "Validation loss", *rest]
+    rows = page.rows("key", str(folder), str(other))
+    assert {key: tuple(text for _, text in row.values())[1:] for key, row in rows.items()} == {
+        "training.learning_rate": ("0.0003", "0.001"),
+        "training.gradient_accumulation_steps": ("4", "8"),
+        "checkpoint.save_dir": (shown(folder), shown(other)),
+        "logging.trace_file": (shown(folder / "trace.json"), shown(other / "trace.json")),
+    }
+    results = page.rows("run", "val_loss")
+    for name in (folder, other):
+        run = read_run(name)
+        assert results[str(name)]["loss"][0] == run.steps[-1].loss
+        assert results[str(name)]["val_loss"][0] == run.evaluations[-1].val_loss
+        assert results[str(name)]["tokens"][0] == run.steps[-1].tokens
+
+
+def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):
+    folders = [tmp_path / str(i) for i in range(19)]
+    for each in folders:
+        each.symlink_to(folder)
+    with pytest.raises(SystemExit) as error:
+        main([*map(str, folders), "--out", str(tmp_path / "out.html")])
+    assert error.value.code == 2 and "name at most 18" in capsys.readouterr().err
+
+
+def test_a_thinned_line_keeps_its_extremes_and_its_gaps():
+    x = list(range(100_000))
+    y = [math.sin(i / 1000) for i in x]
+    y[77_777], y[33_333] = 9.0, -9.0
+    y[50_000:60_000] = [math.nan] * 10_000
+    few_x, few_y = thin_out(x, y)
+    assert len(few_x) == len(few_y) <= MOST_POINTS + 1
+    assert few_x == sorted(few_x) and all(y[i] is v for i, v in zip(few_x, few_y, strict=True))
+    assert {33_333, 77_777} <= set(few_x)
+    gap = [i for i, v in zip(few_x, few_y, strict=True) if math.isnan(v)]
+    assert gap and all(50_000 <= i < 60_000 for i in gap)
+    assert thin_out(x[:10], y[:10]) == (x[:10], y[:10])
+
+
+def test_layers_of_several_chunks_are_several_ranges():
+    assert ranges([0, 1, 2, 3]) == "0-3"
+    assert ranges([0, 1, 8, 9, 11]) == "0-1, 8-9, 11"
+
+
+def test_smoothing_weighs_the_past_by_halves():
+    assert smooth([2.0] * 7) == [2.0] * 7
+    assert smooth([0.0, 3.0]) == pytest.approx([0.0, 2.0])  # weights 1/2 and 1
+    assert smooth([None, 1.0, None, 4.0]) == pytest.approx([None, 1.0, 1.0, 3.0])  # 1/2 and 1
+
+
+def test_only_a_report_is_replaced(tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_run(folder)
+    main([str(folder)])
+    main([str(folder)])  # its own page may be made again
+    with pytest.raises(SystemExit) as exit_:
+        main([str(folder), "--out", str(folder / "metrics.jsonl")])
+    assert exit_.value.code == 2 and "is not a report" in capsys.readouterr().err
+    main([str(folder)])  # the records are still there
+
+
+def test_peaks_of_an_earlier_layout_do_not_count(tmp_path):
+    config = write_run(tmp_path)
+    records = tmp_path / "metrics.jsonl"
+    first, *rest = records.read_text().splitlines()
+    records.write_text("\n".join([json.dumps(json.loads(first) | {"memory_gb": 99.0}), *rest]))
+    assert max(measured_peaks(read_run(tmp_path), config.layout)) == 99e9
+    write_start(tmp_path, config, after_step=10)
+    assert max(measured_peaks(read_run(tmp_path), config.layout)) < 99e9

@@ -1,0 +1,688 @@
+"""Every mistake in a config.json is reported at once, with its numbers and its remedy."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+
+from picotron_min.runtime.config import SECTIONS, Config, ConfigError
+from picotron_min.runtime.config_checks import model_problems, resolve_model
+from picotron_min.runtime.config_file import load_config, parse_config
+from picotron_min.runtime.public_models import PRESETS, to_hf
+
+ROOT = Path(__file__).parents[2]
+
+PICOTRON_TEMPLATE = """{
+    "distributed": {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": 1, "pp_engine": "1f1b",
+                    "backend": "nccl", "use_cpu": false},
+    "model": {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16,
+              "num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "bfloat16",
+              "use_flash_attention": true, "use_fused_adam": true},
+    "training": {"seed": 42, "learning_rate": 1, "total_train_steps": 200, "seq_length": 1024,
+                 "micro_batch_size": 32, "gradient_accumulation_steps": 1, "num_samples": 400000,
+                 "max_tokens": null},
+    "dataset": {"name": "roneneldan/TinyStories", "subset_name": null, "num_workers": 0,
+                "num_proc": 4},
+    "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
+    "logging": {"use_wandb": false, "project_name": "picotron", "run_name": null},
+    "environment": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "1",
+                    "HF_TOKEN": null}
+}"""
+
+
+def problems(raw: dict) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    return caught.value.problems
+
+
+# fmt: off
+# what is wrong: (section, its keys, the expected message)
+BAD = {
+    "a number in quotes": ("training", {"seq_length": "256"},
+        'training.seq_length="256": must be a whole number from 1 up to 1,000,000,000, '
+        "without quotes"),
+    "a fraction of a step": ("training", {"total_train_steps": 2.5},
+        "training.total_train_steps=2.5: must be a whole number from 1 up to 99,999,999"),
+    "a whole number as 1e9": ("training", {"max_tokens": 1e9},
+        "training.max_tokens=1000000000.0: must be a whole number above 0 or null, without a point "
+        "or an exponent"),
+    "true for a number": ("training", {"seed": True},
+        "training.seed=true: must be a whole number from 0 up to 9,223,372,036,854,775,807"),
+    "a number for true": ("model", {"compile": 1},
+        "model.compile=1: must be true or false"),
+    "true in quotes": ("distributed", {"use_cpu": "true"},
+        'distributed.use_cpu="true": must be true or false, without quotes'),
+    "a number for text": ("dataset", {"split": 3},
+        "dataset.split=3: must be text of 1 to 4,096 valid characters"),
+    "null without a meaning": ("training", {"seq_length": None},
+        "training.seq_length=null: must be a whole number from 1 up to 1,000,000,000"),
+    "an empty name": ("model", {"name": ""},
+        'model.name="": must be text of 1 to 4,096 valid characters'),
+    "a NUL in a name": ("model", {"name": "a\0"},
+        r'model.name="a\u0000": must be text of 1 to 4,096 valid characters'),
+    "half a character": ("checkpoint", {"save_dir": "\ud800"},
+        r'checkpoint.save_dir="\ud800": must be text of 1 to 4,096 valid characters'),
+    "text for a list": ("distributed", {"pp_layers": "[1, 3]"},
+        'distributed.pp_layers="[1, 3]": must be a list of whole numbers above 0 or null'),
+    "text in a list": ("distributed", {"pp_layers": [1, "3"]},
+        'distributed.pp_layers=[1, "3"]: must be a list of whole numbers above 0 or null'),
+    "a number too large for a float": ("training", {"learning_rate": 10**400},
+        "...: must be a finite number above 0"),
+    "no process": ("distributed", {"dp_size": 0},
+        "distributed.dp_size=0: must be a whole number from 1 up to 1,000,000"),
+    "a negative count": ("training", {"warmup_steps": -1},
+        "training.warmup_steps=-1: must be a whole number from 0 up"),
+    "not a number": ("training", {"learning_rate": float("nan")},
+        "training.learning_rate=NaN: must be a finite number above 0"),
+    "zero for no clipping": ("training", {"grad_clip": 0},
+        "training.grad_clip=0: must be a finite number above 0 or null"),
+    "a beta of 1": ("training", {"betas": [0.9, 1]},
+        "training.betas=[0.9, 1]: must be a list of 2 finite numbers from 0 up to below 1"),
+    "one beta": ("training", {"betas": [0.9]},
+        "training.betas=[0.9]: must be a list of 2 finite numbers from 0 up to below 1"),
+    "an unknown schedule": ("training", {"schedule": "cosin"},
+        'training.schedule="cosin": must be "constant", "cosine" or "wsd"'),
+    "float16": ("model", {"dtype": "float16"},
+        'model.dtype="float16": must be "float32", "bfloat16" or "float64"'),
+    "threads that are no number": ("environment", {"OMP_NUM_THREADS": "many"},
+        'environment.OMP_NUM_THREADS="many": must be a whole number from 1 up to 1,024 or null'),
+    "a token in the file": ("environment", {"HF_TOKEN": "hf_secret"},
+        "environment.HF_TOKEN must be null: a token belongs in the environment, not in a "
+        "file. Delete it here, run  export HF_TOKEN=..."),
+    "a misspelt key": ("training", {"learning_rat": 1},
+        "training.learning_rat is not known: did you mean learning_rate?"),
+    "a key in capitals": ("distributed", {"TP_SIZE": 2},
+        "distributed.TP_SIZE is not known: did you mean tp_size?"),
+    "a key of another section": ("model", {"seq_length": 64},
+        "model.seq_length is not known: did you mean training.seq_length?"),
+    "a misspelt key of another section": ("model", {"seq_lenght": 64},
+        "model.seq_lenght is not known: did you mean training.seq_length?"),
+    "a key like no other": ("logging", {"zzz": 1},
+        "logging.zzz is not known: use log_num_zeros_in_grad, use_wandb, project_name, run_name, "
+        "metrics_file, trace_file or moe_per_layer_logging"),
+    "only warm-up": ("training", {"warmup_steps": 50, "total_train_steps": 50},
+        "warmup_steps=50: must be below total_train_steps=50"),
+    "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},
+        "min_learning_rate=0.1 is above learning_rate=0.01: use at most 0.01"),
+    "fewer tokens than a step": ("training", {"max_tokens": 100},
+        "max_tokens=100: must be at least 2048, the tokens of one step"),
+    "nccl without GPUs": ("distributed", {"backend": "nccl", "use_cpu": True},
+        "backend=nccl needs GPUs but use_cpu=true: set backend to auto, or use_cpu to false"),
+    "longer than the model": ("training", {"seq_length": 4096},
+        "seq_length=4096 is above max_position_embeddings=2048 of model.name=tiny: use at "
+        "most 2048, or raise it"),
+    "too small a vocabulary": ("model", {"vocab_size": 256},
+        "vocab_size=256: use at least 257, the token ids of dataset.tokenizer=bytes"),
+    "heads that do not divide": ("model", {"num_attention_heads": 3, "num_key_value_heads": 1},
+        "model.name=tiny: num_attention_heads=3 does not divide hidden_size=128"),
+    "KV heads that do not divide": ("model", {"num_key_value_heads": 3},
+        "num_key_value_heads=3 does not divide num_attention_heads=4: use one of [1, 2, 4]"),
+    "heads that tp does not divide": ("distributed", {"tp_size": 4},
+        "tp_size=4 does not divide num_key_value_heads=2: use 1 or 2"),
+    "more stages than layers": ("distributed", {"pp_size": 5},
+        "pp_size=5 x pp_chunks=1 = 5 stages exceed num_hidden_layers=4: use at most 4"),
+    "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
+        'pp_engine="interleaved" with pp_chunks=2 needs more than pp_size=1: use more ranks, or '
+        "1f1b with pp_chunks 1"),
+    "a V on one rank": ("distributed", {"pp_engine": "zb_v"},  # two chunks would not do, either
+        'pp_engine="zb_v" with pp_chunks=1 needs more than pp_size=1: use more ranks, or 1f1b'),
+    "chunks in 1f1b": ("distributed", {"pp_chunks": 2, "pp_size": 2},
+        'pp_engine="1f1b" with pp_chunks=2 does not fit: 1f1b has 1 chunk a rank, not 2: use 1, '),
+    "offload of all layers": ("model", {"offload": 4},
+        "offload=4: the last layer of a stage stays on the device, and the smallest has 4: use at "
+        "most 3"),
+    "stages that leave layers over": ("distributed", {"pp_size": 2, "pp_layers": [2, 1]},
+        "pp_layers=[2, 1]: must be pp_size=2 x pp_chunks=1 = 2 numbers with the sum "
+        "num_hidden_layers=4, or null"),
+    "no weights": ("model", {"weights": "./nowhere"},
+        "model.weights=./nowhere: there is no /"),
+    "an unknown model": ("model", {"name": "SmolLM-136M"},
+        "model.name=SmolLM-136M: use SmolLM-360M, SmolLM-135M, SmolLM-1.7B, a local path or a hub "
+        "id owner/name"),
+    "no model folder": ("model", {"name": "./nowhere"},
+        "model.name=./nowhere: there is no /"),
+    "an unknown dataset": ("dataset", {"name": "stdlb"},
+        "dataset.name=stdlb: use stdlib, a local path or a hub id owner/name"),
+    "no dataset file": ("dataset", {"name": "texts/nowhere.jsonl"},
+        "dataset.name=texts/nowhere.jsonl: there is no /"),
+    "an unknown tokenizer": ("dataset", {"tokenizer": "byte"},
+        "dataset.tokenizer=byte: use bytes, a local path"),
+    "no tokenizer folder": ("dataset", {"tokenizer": "/nowhere/at/all"},
+        "dataset.tokenizer=/nowhere/at/all: there is no /nowhere/at/all"),
+    "too long a timeout": ("distributed", {"timeout_seconds": 10**10},
+        "distributed.timeout_seconds=10000000000: must be a whole number from 1 up to 1,000,000"),
+    "a key that is only a little like others": ("distributed", {"cosines": 2},
+        "distributed.cosines is not known: use pp_size, dp_size, cp_size, tp_size,"),
+    "more layers than memory": ("model", {"num_hidden_layers": 10**9},
+        "num_hidden_layers=1000000000: must be a whole number from 1 up to 10,000"),
+    "more heads than memory": ("model", {"num_attention_heads": 10**12, "head_dim": 32},
+        "num_attention_heads=1000000000000: must be a whole number from 1 up to 10,000"),
+    "a size beyond any": ("model", {"hidden_size": 10**12},
+        "hidden_size=1000000000000: must be a whole number from 1 up to 10,000,000"),
+    "more ranks than computers": ("distributed", {"dp_size": 10**12},
+        "distributed.dp_size=1000000000000: must be a whole number from 1 up to 1,000,000"),
+    "more micro-batches than a plan": ("training", {"gradient_accumulation_steps": 10**9},
+        "gradient_accumulation_steps=1000000000: must be a whole number from 1 up to 100,000"),
+    "more steps than names": ("training", {"total_train_steps": 10**8},
+        "training.total_train_steps=100000000: must be a whole number from 1 up to 99,999,999"),
+    "a longer sequence than memory": ("training", {"seq_length": 10**12},
+        "training.seq_length=1000000000000: must be a whole number from 1 up to 1,000,000,000"),
+    "more threads than cores": ("environment", {"OMP_NUM_THREADS": 10**5},
+        "environment.OMP_NUM_THREADS=100000: must be a whole number from 1 up to 1,024 or null"),
+    "a seed that torch cannot take": ("training", {"seed": 2**64},
+        "training.seed=18446744073709551616: must be a whole number from 0 up to 9,223,372,"
+        "036,854,775,807"),
+    "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
+        "dataset.tokenizer=bytes has far fewer ids (257) than vocab_size=49152 of"
+        " model.name=SmolLM-135M: leave it out for the model's own, or set vocab_size"),
+    "a name that no file system allows": ("dataset", {"tokenizer": "./" + "x" * 256},
+        f"dataset.tokenizer=./{'x' * 256}: there is no /"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
+    section, keys, message = BAD[name]
+    tokenizer = {"dataset": {"tokenizer": "bytes"}} if name == "bytes in a large vocabulary" else {}
+    (problem,) = problems({section: keys} | tokenizer)
+    assert message in problem
+    assert "hf_secret" not in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{\n"training": {\n\t"seed": 1\n\t"betas": 2}}',
+            "Expecting ',' delimiter: line 4 column 2 (char 28)\n     \"betas\": 2}}\n     ^",
+        ),
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
+        ('{"trainng": {}}', "trainng is not known: did you mean training?"),
+        ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
+        ('{"name": "tiny"}', "name is not known: did you mean model.name?"),
+        ('{"training": 5}', "training=5: must be a section, { ... }"),
+        (
+            '{"model": {"name": "a", "compile": true, "name": "b"}}',
+            "an object repeats name: keep",
+        ),
+        (r'{"model": {"\ud800": 1}}', "codec can't encode character '\\ud800'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_located(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_config(path)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_reported(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*config.json: No such file"):
+        load_config(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b'{"model": {"name": "\xff"}}')
+    with pytest.raises(ValueError, match="as JSON in UTF-8: 'utf-8' codec can't decode"):
+        load_config(tmp_path / "config.json")
+
+
+def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
+    config = parse_config(
+        {
+            "model": {"name": "HuggingFaceTB/SmolLM-135M"},
+            "dataset": {"tokenizer": "HuggingFaceTB/SmolLM-135M", "name": "owner/name"},
+        }
+    )
+    assert config.dataset.tokenizer == config.model.name
+
+
+def test_a_run_too_short_to_be_traced_is_refused():
+    (problem,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
+    assert "trace_file=t records steps 3 to 5: raise total_train_steps=4 to 5" in problem
+
+
+def test_a_rank_without_a_row_of_the_vocabulary_is_refused():
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
+    (problem,) = problems({"model": heads, "distributed": {"tp_size": 32}})
+    assert "tp_size=32 is too large to split vocab_size=257, 9 rows a rank: lower it" in problem
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"distributed": {"tp_size": 3, "pp_engine": "gpipe"},'
+        ' "training": {"seq_length": "9999", "warmup_steps": 900, "min_learning_rate": 1},'
+        ' "dataset": {"name": "nowhere.txt", "lines": 3}, "loging": {}}'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    fragments = [
+        'distributed.pp_engine="gpipe"',
+        'training.seq_length="9999"',
+        "dataset.lines is not known",
+        "loging is not known: did you mean logging?",
+        "warmup_steps=900: must be below total_train_steps=200",
+        "min_learning_rate=1.0 is above learning_rate=0.0003",
+        "dataset.name=nowhere.txt: there is no /",
+        "tp_size=3 does not divide num_attention_heads=4: use 1 or 2",
+        "tp_size=3 does not divide num_key_value_heads=2: use 1 or 2",
+    ]
+    problem = caught.value.problems
+    assert len(problem) == len(fragments)
+    assert all(any(fragment in problem for problem in problem) for fragment in fragments)
+    assert str(caught.value) == "\n".join(problem)
+
+
+def test_the_default_of_a_bad_key_is_not_reported():
+    (problem,) = problems({"training": {"total_train_steps": "50", "warmup_steps": 200}})
+    assert "warmup_steps" not in problem  # 200 is too many for the default, but not what was meant
+    (problem,) = problems({"training": 5, "model": {"max_position_embeddings": 8}})
+    assert "seq_length" not in problem
+    (problem,) = problems({"model": {"name": 5, "num_attention_heads": 3}})
+    assert problem == "model.name=5: must be text of 1 to 4,096 valid characters"
+    both = problems({"model": {"name": 5}, "dataset": {"name": "nowhere.txt"}})
+    assert len(both) == 2  # name is a key of two sections; only the model's is hidden
+
+
+def test_the_default_config_loads_and_an_empty_one_is_all_defaults():
+    config = load_config(ROOT / "config.json")
+    assert config.world_size == 4
+    t = config.training
+    assert config.global_batch == 2 * t.micro_batch_size * t.gradient_accumulation_steps
+    assert config.tokens_per_step == config.global_batch * t.seq_length
+    assert config.metrics_file == "checkpoints/tiny/metrics.jsonl"
+    assert resolve_model(config) == PRESETS["tiny"]
+    assert parse_config({}) == Config()
+    assert parse_config({"logging": {"metrics_file": "m.jsonl"}}).metrics_file == "m.jsonl"
+
+
+def test_the_template_of_picotron_loads(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(PICOTRON_TEMPLATE)
+    config = load_config(path)
+    assert config.checkpoint.load_path is None
+    assert config.training.learning_rate == 1.0
+    assert config.environment.OMP_NUM_THREADS == 1
+    assert config.environment.TOKENIZERS_PARALLELISM is False
+    assert config.workload.flash_attention
+    model = resolve_model(config)
+    assert (model.num_hidden_layers, model.head_dim, model.hidden_size) == (16, 60, 960)
+
+
+def test_either_of_picotrons_switches_turns_flash_attention_off():
+    assert not parse_config({"environment": {"FLASH_ATTEN": "0"}}).workload.flash_attention
+    assert not parse_config({"model": {"use_flash_attention": False}}).workload.flash_attention
+    assert parse_config({}).workload.flash_attention
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().training.seed = 1
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
+    config = parse_config({"checkpoint": {"save_dir": "~/runs"}})
+    assert config.checkpoint.save_dir == "/nowhere/runs"
+    assert Path(Config().dataset.cache_dir).is_absolute()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_by_its_full_and_its_short_name(name):
+    for spelling in (name, name.split("/")[-1], name + "-Instruct"):
+        assert resolve_model(parse_config({"model": {"name": spelling}})) == PRESETS[name]
+
+
+def test_any_number_of_the_model_can_be_overridden():
+    given = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "rope_theta": 5e5,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 512,
+    }  # fmt: skip
+    model = resolve_model(parse_config({"model": given}))
+    assert {name: getattr(model, name) for name in given} == given
+    assert resolve_model(parse_config({"model": {"hidden_size": 64}})).head_dim == 16
+
+
+def test_a_preset_with_its_owners_name_is_checked_without_the_network():
+    raw = {"model": {"name": "HuggingFaceTB/SmolLM-135M"}, "training": {"seq_length": 4096}}
+    assert "seq_length=4096 is above max_position_embeddings=2048" in problems(raw)[0]
+
+
+def test_a_local_folder_gives_the_model(tmp_path, monkeypatch):
+    path = tmp_path / "owner" / "llama" / "config.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(to_hf(PRESETS["HuggingFaceTB/SmolLM-360M"])))
+    path.with_name("tokenizer_config.json").write_text("{}")
+    config = {"model": {"name": str(path.parent), "num_hidden_layers": 2}}
+    model = resolve_model(parse_config(config))
+    assert (model.hidden_size, model.num_hidden_layers) == (960, 2)
+    monkeypatch.chdir(tmp_path)  # a folder that is there comes before a hub id
+    assert resolve_model(parse_config({"model": {"name": "owner/llama"}})).hidden_size == 960
+    path.write_text('{"model_type": "gpt2"}')
+    assert "model_type='gpt2' is not supported" in problems(config)[0]
+    path.unlink()
+    assert "cannot read" in problems(config)[0]
+
+
+def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
+    def offline(name, file):
+        raise OSError("no network\nand more")
+
+    hub = SimpleNamespace(hf_hub_download=offline)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    config = parse_config({"model": {"name": "owner/llama"}, "training": {"seq_length": 4096}})
+    message = r"model.name=owner/llama: cannot fetch its config.json from the hub \(no network\)"
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(config)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_hf(PRESETS["meta-llama/Llama-3.2-1B"])))
+    hub.hf_hub_download = lambda name, file: path
+    assert resolve_model(config) == PRESETS["meta-llama/Llama-3.2-1B"]
+    path.write_text(json.dumps(to_hf(PRESETS["tiny"])))
+    with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
+        resolve_model(config)
+
+
+def test_local_files_are_accepted(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    dataset = {"name": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
+    parse_config({"dataset": dataset})
+
+
+def test_layouts_that_do_not_fit_the_model_name_those_that_do():
+    model_config = PRESETS["meta-llama/Llama-3.2-1B"]
+    config = Config.model_validate({"distributed": {"tp_size": 3, "pp_size": 9, "pp_chunks": 2}})
+    assert list(model_problems(config, model_config)) == [
+        "tp_size=3 does not divide num_attention_heads=32: use 1, 2, 4 or 8",
+        "tp_size=3 does not divide num_key_value_heads=8: use 1, 2, 4 or 8",
+        "tp_size=3 does not divide intermediate_size=8192: use 1, 2, 4 or 8",
+        "pp_size=9 x pp_chunks=2 = 18 stages exceed num_hidden_layers=16: use at most 16",
+    ]
+    config = Config.model_validate({"distributed": {"tp_size": 8, "pp_size": 16}})
+    assert list(model_problems(config, model_config)) == []
+
+
+EIGHT = {"num_local_experts": 8, "moe_intermediate_size": 96}
+SIGMOID = {"scoring_func": "sigmoid"}
+NONE = {"num_local_experts": None, "moe_intermediate_size": None}
+
+# fmt: off
+# What is wrong with experts: (layout, model, training, the expected message).
+BAD_EXPERTS = {
+    "a grid that does not fit the ranks":
+        ({"ep_size": 4, "etp_size": 2, "dp_size": 3, "tp_size": 2}, {}, {},
+        "ep_size=4 x etp_size=2 = 8 does not divide dp_size=3 x cp_size=1 x tp_size=2 = 6: use a "
+        "product of 1, 2, 3 or 6"),
+    "more ranks than experts": ({"ep_size": 16, "dp_size": 16}, {}, {},
+        "ep_size=16 does not divide num_local_experts=8: use 1, 2, 4 or 8"),
+    "a part of a row": ({"etp_size": 5, "dp_size": 5}, {}, {},
+        "etp_size=5 does not divide moe_intermediate_size=96: use 1"),
+    "ep without experts": ({"ep_size": 2, "dp_size": 2}, NONE | {"num_local_experts": 0}, {},
+        "model.name=tiny has no experts, but ep_size=2: set num_local_experts, or leave the rest "
+        "out"),
+    "etp without experts": ({"etp_size": 2, "dp_size": 2}, NONE, {},
+        "model.name=tiny has no experts, but etp_size=2: set num_local_experts, or leave the rest "
+        "out"),
+    "keys of experts without any":
+        ({}, NONE | {"n_shared_experts": 2} | SIGMOID, {},
+        'model.name=tiny has no experts, but n_shared_experts=2, scoring_func="sigmoid": set '
+        "num_local_experts, or leave the rest out"),
+    "tokens that tp does not divide":
+        ({"tp_size": 2, "cp_size": 2, "cp_engine": "ulysses"}, {}, {"seq_length": 250},
+        "tp_size=2 does not divide seq_length=250 / cp_size=2 = 125: use 1"),
+    "shared experts that tp does not divide":
+        ({"tp_size": 2}, {"n_shared_experts": 3, "moe_intermediate_size": 33} | SIGMOID, {},
+        "tp_size=2 does not divide n_shared_experts=3 x moe_intermediate_size=33 = 99: use 1"),
+    "dense layers that tp does not divide":
+        ({"tp_size": 2}, {"mlp_only_layers": [0], "intermediate_size": 383}, {},
+        "tp_size=2 does not divide intermediate_size=383: use 1"),
+    "padding to no capacity": ({}, {}, {"moe_pad_expert_input_to_capacity": True},
+        "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor: set it, for "
+        "example to 1.25"),
+    "more choices than experts": ({}, {"num_experts_per_tok": 9}, {},
+        "num_experts_per_tok=9 exceeds num_local_experts=8: use at most 8"),
+    "a router that learns nothing": ({}, {"num_experts_per_tok": 1}, {},
+        "num_experts_per_tok=1 with norm_topk_prob=true makes every weight 1, and the router "
+        "learns nothing: use 2, or false"),
+    "no layer with experts": ({}, {"mlp_only_layers": [0, 1, 2, 3]}, {},
+        "mlp_only_layers=[0, 1, 2, 3]: must name some, not all, of the layers 0 to 3"),
+    "a layer that is not there": ({}, {"mlp_only_layers": [4]}, {},
+        "mlp_only_layers=[4]: must name some, not all, of the layers 0 to 3"),
+    "groups of different sizes": ({}, {"n_group": 3} | SIGMOID, {},
+        "n_group=3 does not cut num_local_experts=8 into equal groups of two or more: use one of "
+        "[1, 2, 4]"),
+    "groups of one": ({}, {"n_group": 8} | SIGMOID, {},
+        "n_group=8 does not cut num_local_experts=8 into equal groups of two or more: use one of "
+        "[1, 2, 4]"),
+    "more groups than there are": ({}, {"n_group": 2, "topk_group": 3} | SIGMOID, {},
+        "topk_group=3 does not fit num_experts_per_tok=2 of n_group=2 groups of 4: use 1 to 2"),
+    "groups with too few experts": ({}, {"n_group": 4, "num_experts_per_tok": 3} | SIGMOID, {},
+        "topk_group=1 does not fit num_experts_per_tok=3 of n_group=4 groups of 2: use 2 to 4"),
+    "groups with softmax": ({}, {"n_group": 2}, {},
+        'n_group and routed_scaling_factor other than 1 need scoring_func="sigmoid"'),
+    "a scale with softmax": ({}, {"routed_scaling_factor": 2.5}, {},
+        'n_group and routed_scaling_factor other than 1 need scoring_func="sigmoid"'),
+    "shared experts with softmax": ({}, {"n_shared_experts": 1}, {},
+        'n_shared_experts=1 with scoring_func="softmax" needs moe_shared_expert_gate=true, or '
+        "scoring_func sigmoid"),
+    "a gate with sigmoid":
+        ({}, {"n_shared_experts": 1, "moe_shared_expert_gate": True} | SIGMOID, {},
+        'moe_shared_expert_gate needs scoring_func="softmax": set it to false'),
+    "later dense layers with sigmoid": ({}, {"mlp_only_layers": [0, 2]} | SIGMOID, {},
+        'mlp_only_layers=[0, 2]: with scoring_func="sigmoid" only the first layers can be without '
+        "experts, as in [0, 1]"),
+    "a gate of nothing": ({}, {"moe_shared_expert_gate": True}, {},
+        "moe_shared_expert_gate=true needs n_shared_experts of 1 or more"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", BAD_EXPERTS)
+def test_experts_that_do_not_fit_are_reported_with_numbers_and_the_remedy(name):
+    layout, model, training, message = BAD_EXPERTS[name]
+    raw = {"distributed": layout, "model": EIGHT | model, "training": training}
+    (problem,) = problems(raw)
+    assert problem.removeprefix("model.name=tiny: ") == message
+
+
+def test_layouts_that_fit_the_experts_are_accepted():
+    layout = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
+    # Where all layers have experts, no matrix has the size of a dense MLP.
+    model = EIGHT | {"intermediate_size": 383, "n_shared_experts": 1, "scoring_func": "sigmoid"}
+    assert parse_config({"distributed": layout, "model": model}).layout.ep == 2
+    for sharding in ("none", "layerwise"):
+        muon = {"distributed": layout | {"sharding": sharding}, "training": {"optimizer": "muon"}}
+        parse_config(muon | {"model": model})
+
+
+def test_how_experts_are_trained_is_harmless_without_any():
+    keys = {key: value for key, value in dict(Config().training).items() if key.startswith("moe_")}
+    assert len(keys) == 9
+    changed = {"moe_aux_loss_coeff": 0.1, "moe_expert_capacity_factor": 1.5}
+    parse_config({"training": keys | changed | {"moe_router_force_load_balancing": True}})
+
+
+def test_only_a_quoted_number_is_reported_to_need_no_quotes():
+    for word, problem in (("1e-3", "above 0, without quotes"), ("big", "above 0")):
+        assert problems({"training": {"learning_rate": word}})[0].endswith(problem)
+
+
+def test_a_sequence_that_cannot_be_cut_is_reported_with_the_lengths_that_can():
+    ring = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
+    parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
+    assert problems(ring) == [
+        'seq_length=252 cannot be cut into 8 equal pieces, as cp_size=4 with cp_engine="ring", and'
+        " tp_size=1 with sequence_parallel=false need: use 248 or 256"
+    ]
+    parse_config(ring | {"distributed": {"cp_size": 4, "cp_engine": "ulysses"}})
+    both = {"cp_size": 2, "tp_size": 2, "sequence_parallel": True, "cp_engine": "ulysses"}
+    (problem,) = problems({"distributed": both, "training": {"seq_length": 2}})
+    assert problem.startswith("seq_length=2 cannot be cut into 4 equal") and problem.endswith(
+        "use 4"
+    )
+
+
+def test_ulysses_needs_a_head_for_every_rank():
+    layout = {"cp_size": 4, "tp_size": 2, "cp_engine": "ulysses"}
+    (problem,) = problems({"distributed": layout})
+    assert problem == (
+        "cp_size=4 does not divide num_attention_heads=4 / tp_size=2 = 2: use 1 or 2,"
+        ' or cp_engine="ring"'
+    )
+    problems({"distributed": layout | {"tp_size": 8}})  # no head is left: tp_size is the problem
+
+
+def test_a_wrong_number_of_processes_is_reported_with_the_right_command(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"distributed": {"dp_size": 4}}')
+    assert load_config(path, 4) == load_config(path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, 3)
+    assert str(caught.value) == (
+        "this config needs 4 processes (pp_size=1 x dp_size=4 x cp_size=1 x tp_size=1) but was"
+        f" started with 3: run  torchrun --nproc_per_node 4 train.py --config {path},"
+        " or set distributed.dp_size to 3"
+    )
+
+
+def test_a_wrong_number_of_processes_is_reported_with_the_other_problems(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"distributed": {"dp_size": 4}, "training": {"seed": -1}}')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, 3)
+    assert len(caught.value.problems) == 2
+    path.write_text('{"distributed": {"dp_size": "4"}}')  # then the right number is unknown
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, 3)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_config_is_checked_without_importing_torch():
+    code = (
+        "import sys; from picotron_min.runtime.config_file import load_config;"
+        "from picotron_min.runtime.config_checks import resolve_model;"
+        "resolve_model(load_config('config.json'));"
+        "assert not {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("levels", [99, *range(930, 1000, 3), 2000, 10**5])
+def test_deep_json_is_refused(tmp_path, levels):
+    path = tmp_path / "config.json"
+    path.write_text('{"training": {"seed": ' + "[" * levels + "]" * levels + "}}")
+    with pytest.raises(ValueError, match=r"cannot read .* brackets are nested more than 100 deep"):
+        load_config(path)
+
+
+def test_a_number_of_5000_digits_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"training": {"max_tokens": ' + "9" * 5000 + "}}")
+    with pytest.raises(ValueError, match="a number has more than 1000 digits"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), 1e300, -1, 0, [[]], {}, "", "\0", "x" * 10**6]
+)
+def test_no_value_of_any_key_ends_in_a_traceback(value):
+    for section in SECTIONS:
+        for key in SECTIONS[section]:
+            with contextlib.suppress(ConfigError):
+                parse_config({section: {key: value}})
+
+
+def test_more_processes_than_a_machine_can_start_need_torchrun(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text('{"distributed": {"dp_size": 100000}}')
+    with pytest.raises(ConfigError, match=r"needs 100,000 processes .*, and one machine starts at"):
+        load_config(path)
+    assert load_config(path, 10**5).world_size == 10**5
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    parse_config({"dataset": {"cache_dir": f"{tmp_path}/new/folder"}})
+    (problem,) = problems({"dataset": {"cache_dir": f"{tmp_path}/file/new"}})
+    assert problem == (
+        f"dataset.cache_dir={tmp_path}/file/new cannot be written: name another folder"
+    )
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert "cannot be written" in problems({"dataset": {"cache_dir": f"{tmp_path}/new"}})[0]
+
+
+def write_tokenizer(path: Path, num_ids: int) -> str:
+    """A tokenizer's .json file as the `tokenizers` package writes it."""
+    vocabulary = {f"w{i}": i for i in range(num_ids - 1)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])  # gets the next id
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_a_local_tokenizer_must_fit_the_vocabulary(tmp_path):
+    file = write_tokenizer(tmp_path / "tokenizer.json", 258)
+    for name in (file, str(tmp_path)):
+        (problem,) = problems({"dataset": {"tokenizer": name}})
+        assert problem == (
+            f"vocab_size=257: use at least 258, the token ids of dataset.tokenizer={name}"
+        )
+        parse_config({"dataset": {"tokenizer": name}, "model": {"vocab_size": 258}})
+    panics = json.loads(Path(file).read_text()) | {"normalizer": {"type": "Precompiled"}}
+    panics["normalizer"]["precompiled_charsmap"] = ""
+    for damaged in ("no tokenizer", json.dumps(panics)):
+        Path(file).write_text(damaged)
+        (problem,) = problems({"dataset": {"tokenizer": file}})
+        assert f"dataset.tokenizer={file}: cannot read {file}: " in problem
+        assert problem.endswith("Repair the file, or name another tokenizer")
+
+
+def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
+    def tokenizer(name: str) -> str:
+        config = parse_config({"model": {"name": name}})
+        assert config.data_order["dataset.tokenizer"] == config.tokenizer
+        return config.tokenizer
+
+    assert tokenizer("tiny") == "bytes"
+    assert tokenizer("owner/llama") == "owner/llama"
+    assert tokenizer("SmolLM-135M") == "HuggingFaceTB/SmolLM-135M"
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
+    (problem,) = problems({"model": {"name": str(folder)}})
+    assert problem == (
+        f"model.name={folder} holds no tokenizer: copy its files there, or set dataset.tokenizer to"
+        " a folder, a hub id or bytes"
+    )
+    write_tokenizer(folder / "tokenizer.json", 100)
+    assert tokenizer(str(folder)) == str(folder)
+    given = {"model": {"name": str(folder)}, "dataset": {"tokenizer": "bytes"}}
+    assert parse_config(given).tokenizer == "bytes"
+
+
+def test_bytes_in_a_vocabulary_that_is_given_or_a_little_larger_are_accepted():
+    dataset = {"tokenizer": "bytes"}
+    parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 49_152}, "dataset": dataset})
+    parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 257}, "dataset": dataset})
+    parse_config({"model": {"vocab_size": 512}})
+
+
+def test_a_folder_that_may_not_be_listed_is_no_traceback(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.scandir", forbidden)
+        assert parse_config({"model": {"name": str(tmp_path)}}).tokenizer == str(tmp_path)

@@ -1,0 +1,389 @@
+"""Models with experts in Hugging Face's form: the four architectures, in, trained, and out."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from picotron_min.runtime import export
+from picotron_min.runtime.architectures import our_name
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import load_config, parse_config
+from picotron_min.runtime.hugging_face import find_weights
+from picotron_min.runtime.inputs import open_data
+from picotron_min.runtime.public_models import from_hf
+from picotron_min.runtime.token_file import open_text
+from picotron_min.runtime.tokenizer import BytesTokenizer
+from tests.core.test_checkpoint import make_training
+from tests.training import Training
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
+SIGMOID = SIZES | {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "n_shared_experts": 2,
+    "partial_rotary_factor": 1.0,
+}
+GLM = SIGMOID | {"num_nextn_predict_layers": 0}
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e5, "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA_3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+QWEN = SIZES | {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "qkv_bias": False,
+}
+MODELS = {
+    "mixtral": ("mixtral", SIZES | {"num_local_experts": 4}),
+    "mixtral-tied": ("mixtral", SIZES | {"num_local_experts": 4, "tie_word_embeddings": True}),
+    "glm": ("glm4_moe", GLM),
+    "glm-no-norm": ("glm4_moe", GLM | {"norm_topk_prob": False, "first_k_dense_replace": 2}),
+    "glm-none-shared": ("glm4_moe", GLM | {"n_shared_experts": 0, "first_k_dense_replace": 0}),
+    "solar": ("solar_open", SIGMOID),
+    "solar-llama3": ("solar_open", SIGMOID | {"rope_parameters": LLAMA_3}),
+    "qwen": ("qwen2_moe", QWEN | {"mlp_only_layers": [1]}),
+    "qwen-norm": ("qwen2_moe", QWEN | {"norm_topk_prob": True}),
+    "qwen-sparse": ("qwen2_moe", QWEN | {"decoder_sparse_step": 2}),
+    "qwen-none-shared": ("qwen2_moe", QWEN | {"shared_expert_intermediate_size": 0}),
+}
+
+
+def write_theirs(folder: Path, name: str, dtype: torch.dtype = torch.float32):
+    """A random model as transformers saves it, and the model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, numbers = MODELS[name]
+    config = AutoConfig.for_model(model_type, **numbers)
+    config._experts_implementation = "eager"  # grouped products take no float64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "e_score_correction_bias" in key:
+            tensor.data = tensor.data.to(torch.float32).normal_(std=0.3)
+        elif "inv_freq" not in key:
+            tensor.data.normal_(mean=float("norm" in key), std=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def config_of(folder: Path, dtype="float32", batch: int = 4, **distributed) -> Config:
+    training = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "grad_clip": None}
+    training |= {"learning_rate": 0.01, "seq_length": 16, "micro_batch_size": batch}
+    training |= {"moe_seq_aux_loss_coeff": 0.0, "eval_batches": 1}
+    return parse_config(
+        {
+            "distributed": {"use_cpu": True} | distributed,
+            "model": {"name": str(folder), "dtype": dtype},
+            "training": training,
+            "dataset": {"tokenizer": "bytes"},
+        }
+    )
+
+
+def training_from(folder: Path, config: Config) -> Training:
+    return make_training(config, find_weights(str(folder), resolve_model(config), set()))
+
+
+class InFloat64(TorchFunctionMode):
+    """Undoes the casts of transformers to float32, of scores, norms and softmax."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
+            if function is Tensor.float:
+                return args[0]
+            args = [torch.float64 if a is torch.float32 else a for a in args]
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def our_step(folder: Path, config: Config) -> tuple:
+    """The first batch, and what we make of it: logits, loss and gradients."""
+    training = training_from(folder, config)
+    batch = training.data.batch(0, 0)
+    with torch.no_grad():
+        logits = training.chunks[0].model(batch.tokens, torch.arange(16))
+    loss = training.step(0).loss
+    gradients = {name: p.grad.clone() for name, p in training.parameters.items()}
+    return batch.tokens, batch.targets, logits, loss, gradients
+
+
+def their_step(model, tokens: Tensor, targets: Tensor) -> tuple:
+    logits = model(tokens).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return logits.detach(), loss.item(), unstacked(gradients)
+
+
+def unstacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors in memory by our names, with the matrices of each expert apart."""
+    apart = {}
+    for name, tensor in tensors.items():
+        base, is_stack, kind = name.partition(".experts.")
+        if not is_stack:
+            apart[our_name(name)] = tensor
+            continue
+        projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+        for e, matrix in enumerate(tensor):
+            for projection, part in zip(projections, matrix.chunk(len(projections)), strict=True):
+                apart[f"{base}.experts.{e}.{projection}.weight"] = part
+    return apart
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-6)).item()
+
+
+# Relative errors of logits and of any parameter's gradient; the loss of each differs by rounding.
+TOLERANCES = {"float64": (1e-12, 1e-12), "float32": (3e-7, 1.4e-6)}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", MODELS)
+def test_their_model_computes_the_same(pool, tmp_path, name, dtype):
+    model = write_theirs(tmp_path, name).to(getattr(torch, dtype))
+    model.model.rotary_emb.float()  # angles are float32 in both
+    ((tokens, targets, *ours),) = pool.run(1, our_step, tmp_path, config_of(tmp_path, dtype))
+    with InFloat64():
+        theirs = their_step(model, tokens, targets)
+    logits, gradients = TOLERANCES[dtype]
+    assert relative(ours[0], theirs[0]) < logits
+    assert ours[1] == pytest.approx(theirs[1], rel=logits)
+    for key, gradient in ours[2].items():
+        assert relative(gradient, theirs[2][key]) < gradients, key
+    unused = theirs[2].keys() - ours[2].keys()
+    assert all("shared" in key for key in unused) and bool(unused) == ("none" in name)
+
+
+LAYOUTS = {
+    "dp2-ep2": {"dp_size": 2, "ep_size": 2},
+    "tp2-etp2": {"tp_size": 2, "etp_size": 2, "sequence_parallel": True},
+    "pp3": {"pp_size": 3},
+    "dp2-tp2-ep4": {"dp_size": 2, "tp_size": 2, "ep_size": 4, "sharding": "parameters"},
+}
+
+
+def all_losses(folder: Path, config: Config) -> float:
+    return training_from(folder, config).step(0).loss
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm", "solar", "qwen"])
+def test_their_weights_give_their_loss_on_every_layout(pool, tmp_path, name):
+    write_theirs(tmp_path, name)
+    expected = None
+    for layout in ({}, *LAYOUTS.values()):
+        config = config_of(tmp_path, "float64", 4 // layout.get("dp_size", 1), **layout)
+        losses = pool.run(config.world_size, all_losses, tmp_path, config)
+        expected = expected or losses[0]
+        assert losses == pytest.approx([expected] * config.world_size, rel=1e-12)
+
+
+def read_and_write(folder: Path, config: Config, exported: Path) -> None:
+    training_from(folder, config).export(exported, BytesTokenizer())
+
+
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    assert files
+    return {key: tensor for path in files for key, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name,layout", list(zip(MODELS, itertools.cycle(LAYOUTS), strict=False)))
+def test_what_comes_in_goes_out_the_same(pool, tmp_path, name, layout):
+    config = write_theirs(tmp_path / "in", name).config
+    before = tensors_of(tmp_path / "in")
+    config = config_of(tmp_path / "in", **LAYOUTS[layout])
+    pool.run(config.world_size, read_and_write, tmp_path / "in", config, tmp_path / "out")
+    after = tensors_of(tmp_path / "out")
+    if "none" in name:  # theirs has shared experts of size 0
+        before = {key: tensor for key, tensor in before.items() if "shared" not in key}
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype and torch.equal(tensor, after[key]), key
+    assert from_hf(read_config(tmp_path / "in")) == from_hf(read_config(tmp_path / "out"))
+
+
+@pytest.mark.turns(3, 7)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_what_goes_out_and_generates(pool, tmp_path, name, dtype):
+    from transformers import AutoModelForCausalLM
+
+    write_theirs(tmp_path / "in", name)
+    config = config_of(tmp_path / "in", dtype, dp_size=2, ep_size=2)
+    pool.run(2, read_and_write, tmp_path / "in", config, tmp_path / "out")
+    load = AutoModelForCausalLM.from_pretrained
+    model, report = load(tmp_path / "out", output_loading_info=True)
+    if "none" in name:  # theirs has shared experts of size 0, and a gate of their zeros
+        report["missing_keys"] = {key for key in report["missing_keys"] if "shared" not in key}
+    assert not any(report.values()), report
+    before = tensors_of(tmp_path / "in")
+    loaded = unstacked(dict([*model.named_parameters(), *model.named_buffers()]))
+    biases = 0
+    for key, tensor in before.items():
+        if "none" in name and "shared" in key:
+            continue
+        is_bias = key.endswith("e_score_correction_bias")  # is never rounded
+        biases += is_bias
+        expected = tensor.to(torch.float32 if is_bias else getattr(torch, dtype))
+        assert loaded[our_name(key)].dtype == expected.dtype, key
+        assert torch.equal(loaded[our_name(key)], expected), key
+    assert bool(biases) == ("glm" in name or "solar" in name)
+    tokens = torch.arange(8)[None]
+    assert model.generate(tokens, max_new_tokens=4, min_new_tokens=4).shape == (1, 12)
+
+
+@pytest.mark.parametrize(
+    "name,dtype",
+    [("mixtral", "bfloat16"), ("glm", "bfloat16"), ("glm", "float64"), ("qwen", "bfloat16")],
+)
+def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, name, dtype):
+    write_theirs(tmp_path / "in", name)
+    config = config_of(tmp_path / "in", dtype, dp_size=2, tp_size=2, ep_size=2, etp_size=2)
+    pool.run(4, train_and_save, tmp_path, config)
+    export.main(["export", str(tmp_path / "step-00000002"), str(tmp_path / "later")])
+    at_once, later = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "later")
+    assert at_once.keys() == later.keys() == tensors_of(tmp_path / "in").keys()
+    for key, tensor in at_once.items():
+        assert tensor.dtype == later[key].dtype and torch.equal(tensor, later[key]), key
+    assert from_hf(read_config(tmp_path / "later")) == from_hf(read_config(tmp_path / "in"))
+
+
+def train_and_save(folder: Path, config: Config) -> None:
+    training = training_from(folder / "in", config)
+    for step in range(2):
+        training.step(step)
+    training.save(folder, 2)
+    training.export(folder / "hf", BytesTokenizer())
+
+
+def test_mistakes_in_the_weights_of_experts_are_named_as_in_the_files(tmp_path):
+    write_theirs(tmp_path, "mixtral")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    first, second, router = (
+        f"model.layers.1.block_sparse_moe.{name}.weight"
+        for name in ("experts.0.w1", "experts.3.w2", "gate")
+    )
+    del tensors[first]
+    tensors[second] = tensors[second][:5].contiguous()
+    save_file(tensors, path)
+    ours = {"model.layers.1.mlp.gate.weight": tensors[router]}  # by our name, too
+    save_file(ours, tmp_path / "first.safetensors")
+    with pytest.raises(ValueError) as error:
+        find_weights(str(tmp_path), from_hf(read_config(tmp_path)), set())
+    for part in (
+        f"{tmp_path}: {first} (48, 32) is missing",
+        f"{path}: {second} is (5, 48), and this model's is (32, 48)",
+        f"{path}: {router} is also in first.safetensors",
+    ):
+        assert part in str(error.value)
+
+
+def test_the_gate_of_shared_experts_is_ignored_only_where_they_are_empty(tmp_path):
+    write_theirs(tmp_path, "glm")
+    path = tmp_path / "model.safetensors"
+    tensors, gate = load_file(path), "model.layers.1.mlp.shared_expert_gate.weight"
+    save_file(tensors | {gate: torch.zeros(1, 32)}, path)
+    with pytest.raises(ValueError, match=rf"{gate} \(1, 32\) is not a tensor of this model"):
+        find_weights(str(tmp_path), from_hf(read_config(tmp_path)), set())
+
+
+@pytest.mark.parametrize(
+    "name,changes",
+    [
+        ("mixtral", {"num_experts_per_tok": 3}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("mixtral", {"scoring_func": "sigmoid"}),
+        ("glm", {"n_group": 2}),
+        ("glm", {"topk_group": 3}),
+        ("glm", {"routed_scaling_factor": 1.0}),
+        ("glm", {"norm_topk_prob": False}),
+    ],
+)
+def test_a_router_that_no_shape_shows_must_be_the_same(tmp_path, name, changes):
+    write_theirs(tmp_path, name)
+    theirs = from_hf(read_config(tmp_path))
+    ours = theirs.override(**changes)
+    ((key, value),) = changes.items()
+    message = f"config.json: {key} is {getattr(theirs, key)}, and this model's is {value}"
+    with pytest.raises(ValueError, match=message):
+        find_weights(str(tmp_path), ours, set())
+    if key != "scoring_func":  # without which there is no bias
+        assert find_weights(str(tmp_path), ours, {key}) == tmp_path
+
+
+SHAPES = {
+    "mixtral": {"num_local_experts": 4},
+    "glm4_moe": {
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "mlp_only_layers": [0],
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.0,
+    },
+    "qwen2_moe": {
+        "num_local_experts": 4,
+        "n_shared_experts": 2,
+        "moe_shared_expert_gate": True,
+        "norm_topk_prob": False,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_a_run_with_experts_exports_the_model_of_its_validation_loss(
+    workplace, monkeypatch, model_type
+):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(workplace.folder)
+    sections = {
+        "distributed": {"dp_size": 1, "pp_size": 2, "tp_size": 2, "ep_size": 2},
+        "model": SHAPES[model_type] | {"moe_intermediate_size": 16},
+        "training": {"moe_router_bias_update_rate": 0.05},
+    }
+    outcome = workplace.main(workplace.config(model_type, **sections))
+    assert outcome.code == 0, outcome.output
+    model = AutoModelForCausalLM.from_pretrained(f"runs/{model_type}/hf")
+    assert model.config.model_type == model_type
+    config = load_config(f"{model_type}.json")
+    data = open_data(config, open_text(config, resolve_model(config)), dp_rank=0)
+    total, num_targets = 0.0, 0
+    for index, micro_batch in itertools.product(range(2), repeat=2):
+        batch = data.eval_batch(index, micro_batch)
+        logits = model(batch.tokens).logits.flatten(0, 1)
+        total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
+        num_targets += batch.num_targets
+    reported = workplace.evaluations(model_type)[-1]["val_loss"]
+    assert total / num_targets == pytest.approx(reported, rel=1e-6)

@@ -1,0 +1,268 @@
+"""Which checkpoints are refused before a run resumes from them, and what a resume warns of."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from picotron_min.runtime import export, hugging_face
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.metadata import (
+    Metadata,
+    metadata_of,
+    read_metadata,
+    read_to_resume,
+    resume_warnings,
+)
+from tests.core.test_checkpoint import make_config, saves
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+def write_checkpoint(folder: Path, change: Callable[[dict], dict] = lambda state: state) -> Path:
+    """A checkpoint as small as one can be, with something changed in its state.json."""
+    folder.mkdir()
+    save_file({"x": torch.zeros(1)}, folder / SHARD)
+    config = make_config()
+    state = {"step": 7, "files": {SHARD: (folder / SHARD).stat().st_size}}
+    state |= metadata_of(config, resolve_model(config), skipped_steps=1)
+    (folder / "state.json").write_text(json.dumps(change(state)))
+    return folder
+
+
+@pytest.mark.parametrize("shard", ["shard-00001", "shard-00002"])
+@pytest.mark.parametrize(
+    "damage,expected",
+    [
+        ("gone", "{0} is missing"),
+        ("cut", "{0} has 2000 bytes, not"),
+        ("garbage", ".*{0} is damaged, or not a safetensors file"),
+    ],
+)
+def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, expected):
+    config = make_config(tp=2)
+    pool.run(2, saves, tmp_path, 0, 2, config)
+    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    (path,) = newer.glob(f"{shard}*")
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[:2000] if damage == "cut" else content[::-1])
+    assert read_to_resume(older, resolve_model(config), "adamw").step == 1
+    message = rf"cannot use the checkpoint {newer}: {expected.format(path.name)}.*{older} is the"
+    with pytest.raises(ValueError, match=message):
+        read_to_resume(newer, resolve_model(config), "adamw")
+
+
+@pytest.mark.parametrize(
+    "change,expected",
+    [
+        ("", "state.json: it is not JSON"),
+        ("[" * 10**5, "state.json: it is not JSON"),
+        ("[]", r"state.json: \[\] is not what a run writes"),
+        ("{}", "state.json: step is missing; state.json: skipped_steps is missing"),
+        (None, r"No such file or directory: '.*state\.json'"),
+        ({"step": "six"}, 'state.json: step="six" is not what'),
+        ({"step": -3}, "step=-3 is not what a run writes"),
+        ({"step": 10**20}, "step=100000000000000000000 is not what"),
+        ({"step": 6}, "state.json: step is 6, unlike the folder's name"),
+        ({"skipped_steps": 8}, "state.json: 8 of 7 steps skipped"),
+        ({"files": {}}, "files={} is not what"),
+        ({"files": {"other.safetensors": 8}}, rf"files lacks {SHARD}; other.* is missing"),
+        ({"files": {SHARD: "long"}}, 'files.*="long" is not what'),
+        ({"config": {}}, "state.json: config lacks dataset, model, training"),
+        ({"config": []}, r"config=\[\] is not what"),
+        ({"config": {"model": {"dtype": "float8"}}}, 'dtype="float8" must be "float32", .* or'),
+        ({"steps": 7}, "state.json: steps is not known"),
+        ({"config": {"environment": {"HF_TOKEN": "hf_x"}}}, r"environment\.HF_TOKEN must be null"),
+        ({"model": {}}, "model.vocab_size is missing; .*model.hidden_size is missing"),
+        ({"model": {"rope_scaling": 5}}, "model.rope_scaling=5 is not what"),
+        ({"tokens_seen": "many"}, 'tokens_seen="many" is not what'),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_damaged_state_is_refused_with_the_remedy(tmp_path, change, expected):
+    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000007"
+    older.mkdir()
+    (older / "state.json").touch()
+    if isinstance(change, dict):
+        write_checkpoint(newer, lambda state: state | change)
+    else:
+        write_checkpoint(newer)
+        (newer / "state.json").unlink() if change is None else (
+            (newer / "state.json").write_text(change)
+        )
+    message = rf"^cannot use the checkpoint {newer}: .*{expected}.*\. Name another one in"
+    with pytest.raises(ValueError, match=message) as error:
+        read_metadata(newer)
+    assert f" checkpoint.load_path: {older} is the one before it" in str(error.value)
+
+
+def test_a_checkpoint_may_have_a_name_of_the_users_choice(tmp_path):
+    assert read_metadata(write_checkpoint(tmp_path / "best")).step == 7
+    assert read_metadata(write_checkpoint(tmp_path / "step-00000007")).skipped_steps == 1
+
+
+def test_optional_keys_are_kept_and_may_be_absent(tmp_path):
+    seen = write_checkpoint(tmp_path / "seen", lambda state: state | {"tokens_seen": 56})
+    assert read_metadata(seen).tokens_seen == 56
+    assert read_metadata(write_checkpoint(tmp_path / "unseen")).tokens_seen is None
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path / "step-00000007")
+
+    def stale(*args, **kwargs):
+        raise PermissionError("Permission denied (os error 13)")
+
+    monkeypatch.setattr(hugging_face, "safe_open", stale)
+    with pytest.raises(ValueError) as error:
+        read_metadata(folder)
+    assert f"cannot read {folder / SHARD}: Permission denied (os error 13)" in str(error.value)
+    assert "damaged" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    folder, model_config = write_checkpoint(tmp_path / "saved"), resolve_model(make_config())
+    assert read_to_resume(folder, model_config, "adamw").step == 7
+    wider = model_config.override(hidden_size=64, tie_word_embeddings=True)
+    with pytest.raises(ValueError) as error:
+        read_to_resume(folder, wider, "sgd")
+    for part in (
+        str(folder),
+        "hidden_size was 32 and is 64",
+        "tie_word_embeddings was false and is true",
+        'optimizer was "adamw" and is "sgd"',
+        "load_path null",
+    ):
+        assert part in str(error.value)
+    assert "num_hidden_layers" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"config": {"model": {"dtype": "float8"}}}, {"config": {"model": {"dtype": None}}}],
+    ids=["unknown", "null"],
+)
+def test_an_export_refuses_an_unknown_dtype_with_exit_code_2(tmp_path, capsys, change):
+    folder = write_checkpoint(tmp_path / "step-00000007", lambda state: state | change)
+    with pytest.raises(SystemExit) as end:
+        export.main(["export", str(folder), str(tmp_path / "hf")])
+    assert end.value.code == 2 and not (tmp_path / "hf").exists()
+    error = capsys.readouterr().err
+    dtype = json.dumps(change["config"]["model"]["dtype"])
+    wanted = 'must be "float32", "bfloat16" or "float64"'
+    assert f"config.model.dtype={dtype} {wanted}" in error
+    assert "Name another one in the argument `checkpoint`" in error
+    assert "load_path" not in error
+
+
+def saved_by(config: Config) -> Metadata:
+    metadata = metadata_of(config, resolve_model(config), skipped_steps=0)
+    state = {"step": 3, "files": {SHARD: 8}, **metadata}
+    return Metadata.model_validate_json(json.dumps(state))
+
+
+def test_a_resume_with_the_same_config_warns_of_nothing():
+    assert resume_warnings(saved_by(make_config()), make_config()) == []
+    other_layout = make_config(tp=2, micro_batch_size=1, gradient_accumulation_steps=4)
+    assert resume_warnings(saved_by(make_config()), other_layout) == []
+    stops_earlier = make_config(max_tokens=100, eval_frequency=1)
+    assert resume_warnings(saved_by(make_config()), stops_earlier) == []
+
+
+EXPERTS = {"num_local_experts": 4, "mlp_only_layers": [0]}
+
+
+def test_a_checkpoint_of_another_mixture_is_refused(tmp_path):
+    config = make_config(model=EXPERTS)
+    state = metadata_of(config, resolve_model(config), skipped_steps=1)
+    folder = write_checkpoint(
+        tmp_path / "saved", lambda dense: dense | json.loads(json.dumps(state))
+    )
+    assert read_to_resume(folder, resolve_model(config), "adamw").step == 7
+    other = resolve_model(
+        make_config(model=EXPERTS | {"num_local_experts": 8, "mlp_only_layers": [1]})
+    )
+    with pytest.raises(ValueError) as error:
+        read_to_resume(folder, other, "adamw")
+    assert "num_local_experts was 4 and is 8; mlp_only_layers was [0] and is [1]" in str(
+        error.value
+    )
+    with pytest.raises(ValueError, match="num_local_experts was 4 and is 0"):
+        read_to_resume(folder, resolve_model(make_config()), "adamw")
+
+
+FULLER = {"micro_batch_size": 4, "gradient_accumulation_steps": 1}  # as many sequences a step
+
+
+@pytest.mark.parametrize(
+    "before,change,expected",
+    [
+        ({}, {"moe_aux_loss_coeff": 0.1}, ["moe_aux_loss_coeff was 0.0 and is 0.1: from here"]),
+        (
+            {},
+            {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 2.0},
+            ["moe_expert_capacity_factor was null and is 2.0: from here on the new value counts"],
+        ),
+        ({}, FULLER, []),
+        (
+            {"moe_aux_loss_coeff": 0.1},
+            FULLER,
+            ["micro_batch_size was 2 and is 4: from here on exp"],
+        ),
+        (
+            {"moe_global_aux_loss_coeff": 0.1},
+            FULLER,
+            ["gradient_accumulation_steps was 2 and is 1"],
+        ),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            {"tp": 2},
+            ["tp_size was 1 and is 2: from here on exp"],
+        ),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            {"cp": 2},
+            ["cp_size was 1 and is 2: from here on exp"],
+        ),
+        ({"moe_seq_aux_loss_coeff": 0.5}, {"cp": 2}, []),
+    ],
+)
+def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, expected):
+    two = {"micro_batch_size": 2, "gradient_accumulation_steps": 2} | before
+    saved, now = make_config(model=EXPERTS, **two), make_config(model=EXPERTS, **two | change)
+    warnings = resume_warnings(saved_by(saved), now)
+    assert len(warnings) == len(expected)
+    for warning, part in zip(warnings, expected, strict=True):
+        assert warning.partition(".")[2].startswith(part)
+    assert resume_warnings(saved_by(make_config(**two)), make_config(**two | change)) == [], "dense"
+
+
+@pytest.mark.parametrize(
+    "change,expected",
+    [
+        ({"schedule": "wsd"}, 'training.schedule was "cosine" and is "wsd": from'),
+        ({"learning_rate": 0.5}, "training.learning_rate was 0.01 and is 0.5: from"),
+        ({"min_learning_rate": 0.005}, "training.min_learning_rate was 0.0 and is 0.005: from"),
+        ({"warmup_steps": 1}, "training.warmup_steps was 2 and is 1: from"),
+        ({"total_train_steps": 9}, "training.total_train_steps was 6 and is 9: from"),
+        ({"betas": [0.9, 0.99]}, "training.betas was [0.9, 0.95] and is [0.9, 0.99]: from"),
+        ({"moments": "bfloat16"}, 'training.moments was "float32" and is "bfloat16": from'),
+        ({"weight_decay": 0.0}, "training.weight_decay was 0.1 and is 0.0: from"),
+        ({"grad_clip": None}, "training.grad_clip was 1.0 and is null: from"),
+        ({"dtype": "bfloat16"}, 'model.dtype was "float32" and is "bfloat16": from'),
+        ({"micro_batch_size": 4}, "sequences a step was 4 and is 8: from here on other data"),
+        ({"dp": 2}, "sequences a step was 4 and is 8: from here on other data is seen"),
+        ({"seed": 7}, "training.seed was 42 and is 7: from here on other data is seen"),
+        ({"seq_length": 32}, "training.seq_length was 16 and is 32: from here on other data"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_resume_warns_of_every_setting_that_changes_what_is_learned(change, expected):
+    (warning,) = resume_warnings(saved_by(make_config()), make_config(**change))
+    assert warning.startswith(expected)
