@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from exercises.marks import Marks
-from picotron_min.extensions.schedules.simulator import Timeline, simulate
-from picotron_min.pipeline_schedule import Action, Kind, peak_live
+from picotron_min.extensions.schedules.simulator import Timeline, peak_live, simulate
+from picotron_min.pipeline_schedule import Action, Kind
 from picotron_min.runtime.draw import draw
 
 RANKS, MICRO_BATCHES, MOST_CHUNKS, MOST_ALIVE = 4, 8, 2, 4.0

@@ -12,14 +12,14 @@ from exercises.plans import played
 TASK = """
 Return the plan of a rank: all its forwards and backwards, in an order in which forwards and
 backwards take turns as soon as there are gradients. Of p ranks the last one begins with F0 B0 F1 B1
-...; a rank before it starts some forwards earlier, its warm-up. `_alternating` makes such a plan.
+...; a rank before it starts some forwards earlier, its warm-up. `alternating` makes such a plan.
 The bubble is AFAB's, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
 Read: pipeline_schedule.py.
 """
 
 HINTS = (
     "How many forwards must a rank start before the gradient of its first one can be back?",
-    "_alternating([num_micro_batches], chunks, warmup=...), with rank and ranks.",
+    "alternating([num_micro_batches], chunks, warmup=...), with rank and ranks.",
     "One forward for each rank behind this one, so that all of them have something to do.",
 )
 
@@ -42,7 +42,7 @@ def on_rank(rank, case: Case) -> dict:
         "plans": names,
         "time": timeline.makespan,
         "bubble of each rank": [timeline.bubble(r) for r in range(p)],
-        "most micro-batches alive": [schedules.peak_live(plan) for plan in plans],
+        "most micro-batches alive": [rank.course.simulator.peak_live(plan) for plan in plans],
         "drawing": rank.course.draw.draw(timeline),
     }
 

@@ -79,7 +79,7 @@ def on_rank(rank, case: Case) -> dict:
     axis, parallel = rank.axis("pp"), course.pipeline_parallel
     outputs, chunks, made = watched.Outputs(), [], []
     seen = {"has a graph": False, "read": set(), "watched": []}
-    schedule = course.pipeline_schedule.SCHEDULES[case.engine]
+    schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         place = stage.layers.start
         mine = weight(case, place, p * v - 1)
@@ -119,7 +119,7 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     import torch
 
-    from picotron_min.pipeline_schedule import SCHEDULES
+    from picotron_min.extensions.schedules.registry import SCHEDULES
 
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
     weights = [

@@ -14,14 +14,14 @@ Return the plan of a rank that has several chunks. Micro-batches take turns in g
 of a group run through all chunks, the first one first, before those of the next group; so do the
 backwards, the last chunk first. A rank starts as many forwards as its first group needs to reach
 the last chunk, and two more for each rank behind it; then a forward and a backward take turns.
-group_sizes (the largest comes first) and _alternating help. Bubble: (p - 1) / (m v + p - 1) for v
+group_sizes (the largest comes first) and alternating help. Bubble: (p - 1) / (m v + p - 1) for v
 chunks and m >= p.
-Read: pipeline_schedule.py.
+Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
 """
 
 HINTS = (
     "It is 1F1B with a longer warm-up, over groups of micro-batches.",
-    "group_sizes(ranks, num_micro_batches), _alternating(sizes, chunks, warmup), rank.",
+    "group_sizes(ranks, num_micro_batches), alternating(sizes, chunks, warmup), rank.",
     "Warm-up: 2 forwards for each rank behind this one, and (chunks - 1) times the size of the"
     " first group.",
 )
@@ -37,22 +37,22 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    schedules, simulator = rank.course.pipeline_schedule, rank.course.simulator
+    course, simulator = rank.course, rank.course.simulator
     p, m, v = case.stages, case.micro_batches, case.chunks
-    plans = [schedules.interleaved(r, p, m, v) for r in range(p)]
+    plans = [course.interleaved.interleaved(r, p, m, v) for r in range(p)]
     timeline, problem = played(rank, plans)
     if problem:
         return {"what is wrong with the plans": problem}
     draw = rank.course.draw.draw
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
-    simple = [schedules.one_f_one_b(r, p, m) for r in range(p)]
+    simple = [course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
     return {
         "what is wrong with the plans": "nothing",
         "forwards of each rank": [sum(str(a).startswith("F") for a in plan) for plan in plans],
         "time": timeline.makespan,
         "bubble of each rank": [timeline.bubble(r) for r in range(p)],
-        "most chunks alive": [schedules.peak_live(plan) for plan in plans],
+        "most chunks alive": [simulator.peak_live(plan) for plan in plans],
         "bubble with messages": simulator.simulate(plans, send_time=SEND_TIME).bubble(0),
         "drawings": [draw(both, 100, simple.makespan) for both in (simple, timeline)],
     }
@@ -93,8 +93,8 @@ def picture(runs) -> str:
 GROUPS = "sizes = group_sizes(ranks, num_micro_batches)"
 WARMUP = "warmup = 2 * (ranks - rank - 1)"
 FIRST_GROUP = "warmup += (chunks - 1) * sizes[0]"
-RETURN = "return _alternating(sizes, chunks, warmup)"
-BACKWARDS = """plan = _alternating(sizes, chunks, warmup)
+RETURN = "return alternating(sizes, chunks, warmup)"
+BACKWARDS = """plan = alternating(sizes, chunks, warmup)
     swapped = [chunks - 1 - action.chunk for action in plan]
     return [a if a.kind is Kind.FORWARD else a._replace(chunk=c) for a, c in zip(plan, swapped)]"""
 SHORT_LAST = """rest = num_micro_batches % ranks
@@ -102,7 +102,7 @@ SHORT_LAST = """rest = num_micro_batches % ranks
 
 EXERCISE = Exercise(
     __name__,
-    target="pipeline_schedule:interleaved",
+    target="extensions.schedules.interleaved:interleaved",
     task=TASK,
     hints=HINTS,
     cases=cases,
@@ -211,7 +211,7 @@ EXERCISE = Exercise(
             "All forwards come first: the bubble is the same, but all micro-batches are alive, in"
             " all chunks.",
             RETURN,
-            "return _alternating(sizes, chunks, num_micro_batches * chunks)",
+            "return alternating(sizes, chunks, num_micro_batches * chunks)",
         ),
         Wrong(
             "backward_in_forward_order",
@@ -224,24 +224,21 @@ EXERCISE = Exercise(
             "one_chunk",
             "Only the first chunk is run.",
             RETURN,
-            "return _alternating(sizes, 1, warmup)",
+            "return alternating(sizes, 1, warmup)",
         ),
     ),
     also_right=(
         """
 def interleaved(rank, ranks, num_micro_batches, chunks=1):
-    groups, start = [], 0
-    for size in group_sizes(ranks, num_micro_batches):
-        groups.append(range(start, start + size))
-        start += size
-    forwards = [(i, c) for group in groups for c in range(chunks) for i in group]
-    backwards = [(i, c) for group in groups for c in range(chunks)[::-1] for i in group]
-    alive, plan = len(groups[0]) * (chunks - 1) + 2 * (ranks - 1 - rank) + 1, []
+    sizes, half = group_sizes(ranks, num_micro_batches), num_micro_batches * chunks
+    actions = alternating(sizes, chunks, half)  # all forwards, then all backwards
+    forwards, backwards = actions[:half], actions[half:]
+    alive, plan = sizes[0] * (chunks - 1) + 2 * (ranks - 1 - rank) + 1, []
     while backwards:
         if forwards and len(backwards) - len(forwards) < alive:
-            plan.append(Action(Kind.FORWARD, *forwards.pop(0)))
+            plan.append(forwards.pop(0))
         else:
-            plan.append(Action(Kind.BACKWARD, *backwards.pop(0)))
+            plan.append(backwards.pop(0))
     return plan
 """,
     ),

@@ -32,7 +32,7 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    peak_live = rank.course.pipeline_schedule.peak_live
+    peak_live = rank.course.simulator.peak_live
     p, m = case.stages, case.micro_batches
     plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
     names = [[str(action) for action in plan] for plan in plans]

@@ -56,12 +56,6 @@ def matmul_parameters(model_config: ModelConfig) -> int:
     return model_flops_per_token(model_config, seq_length=0) // 6
 
 
-def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
-    """6 N + 12 L Q D S of most projects: the embedding and all pairs count (PaLM, appendix B)."""
-    pairs = 2 * sum(parts["attention"] for parts in flops_of_layers(model_config, seq_length))
-    return 6 * active_parameter_count(model_config) + 3 * pairs
-
-
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
     """How many layers each pipeline stage has: as given, or so that the slowest is fastest.
 

@@ -34,15 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from picotron_min.collectives import Axis, start_receive, start_send
 from picotron_min.data import Batch
-from picotron_min.pipeline_schedule import (
-    RECEIVES,
-    SENDS,
-    Action,
-    Kind,
-    Plan,
-    Schedule,
-    stages_of,
-)
+from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind, Plan, Schedule, stages_of
 
 Watch = Callable[[Action], AbstractContextManager]  # to time actions, see runtime/trace.py
 

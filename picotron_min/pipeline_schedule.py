@@ -68,36 +68,15 @@ def splits_backward(plan: Plan) -> bool:
 
 def afab(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """All forwards, then all backwards (Huang et al. 2019, "GPipe"; chunks: Lamy-Poirier 2023)."""
-    return _alternating([num_micro_batches], chunks, warmup=num_micro_batches * chunks)
+    return alternating([num_micro_batches], chunks, warmup=num_micro_batches * chunks)
 
 
 def one_f_one_b(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
     """A forward and a backward in turn, once there are gradients (Narayanan et al. 2021, 2.2.1)."""
-    return _alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)  # one a later rank
+    return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)  # one a later rank
 
 
-def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
-    """1F1B over chunks: a bubble `chunks` times smaller, for as many times the sends.
-
-        rank 0  F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1    F0.1: micro-batch 0 through this rank's second
-        rank 1  F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1    chunk, after it has been through all first ones
-
-    Groups of micro-batches take turns (Narayanan et al. 2021, 2.2.2: groups of exactly `ranks`).
-    """
-    sizes = group_sizes(ranks, num_micro_batches)
-    warmup = 2 * (ranks - rank - 1)  # 1F1B has half as many: the others hide the time of the sends
-    warmup += (chunks - 1) * sizes[0]  # the first group must have reached the last chunk
-    return _alternating(sizes, chunks, warmup)
-
-
-def group_sizes(ranks: int, num_micro_batches: int) -> list[int]:
-    """As many groups as possible of at least `ranks`: then the last rank is done just in time."""
-    groups = max(1, num_micro_batches // ranks)  # of about one size: a small one delays all ranks
-    # The largest come first, so that the warm-up, counted for the first group, suffices for all.
-    return [num_micro_batches // groups + (g < num_micro_batches % groups) for g in range(groups)]
-
-
-def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
+def alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
     """The first `warmup` forwards, then a forward and a backward in turn while there are both.
 
     Groups of micro-batches, of the given sizes, run through all chunks one after the other.
@@ -111,16 +90,6 @@ def _alternating(sizes: list[int], chunks: int, warmup: int) -> Plan:
     for pair in zip_longest(forwards[warmup:], backwards):
         plan += [action for action in pair if action]
     return plan
-
-
-def peak_live(plan: Plan, held: float = 1.0) -> float:
-    """The most activations, each of one micro-batch in one chunk, that are alive at once.
-
-    Backward frees one. Where it is cut in two, B keeps the part `held` of it, which W frees.
-    """
-    left = held if splits_backward(plan) else 0.0
-    change = {Kind.FORWARD: 1, Kind.BACKWARD: left - 1, Kind.WEIGHT: -left}
-    return max(accumulate(change.get(action.kind, 0) for action in plan))
 
 
 def bubble(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
@@ -162,13 +131,6 @@ SCHEDULES = {
         lambda rank, p, m, v: min(m, p - rank),
         about="backwards early: bubble (p-1) / (m + p-1), live activations min(m, p - rank)",
         fixed_chunks=True,
-    ),
-    "interleaved": Schedule(
-        interleaved,
-        lambda rank, p, m, v: min(m * v, (v - 1) * group_sizes(p, m)[0] + 2 * (p - rank) - 1),
-        about="1f1b over chunks: bubble (p-1) / (mv + p-1) for m >= p, live activations"
-        " (v-1) g + 2 (p - rank) - 1 in groups of g = p, more where p does not divide m",
-        chunks=2,
     ),
 }
 

@@ -18,10 +18,10 @@ from itertools import chain, islice
 from operator import sub
 from typing import NamedTuple
 
+from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.layout import STRIPE_ROWS
-from picotron_min.pipeline_schedule import peak_live
 from picotron_min.planner.activations import BYTES, WIDE, factors_per_token, saved_per_token
 from picotron_min.planner.parameters import parameters_of_rank
 

@@ -2,7 +2,7 @@
 
 from itertools import zip_longest
 
-from picotron_min.costs import common_flops_per_token, model_flops_per_token
+from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.extensions.settings import Layout
@@ -15,6 +15,7 @@ from picotron_min.report.page import Cell, cells, gallery, page, paragraph, sect
 from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
 from picotron_min.report.reading import Run
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
+from picotron_min.runtime.hardware import common_flops_per_token
 from picotron_min.runtime.run_log import Rank, Sent
 from picotron_min.runtime.wording import counted, duration
 

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from picotron_min.extensions.schedules.picture import write_picture
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
-from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
+from picotron_min.extensions.schedules.simulator import Span, Timeline, peak_live, simulate
 from picotron_min.pipeline_messages import insert_messages
-from picotron_min.pipeline_schedule import Action, Kind, peak_live
+from picotron_min.pipeline_schedule import Action, Kind
 
 MARGIN = len("rank 0  ")
 FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behind a name

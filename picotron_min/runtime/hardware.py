@@ -12,7 +12,7 @@ runs (docs/planner.md); other GPUs have those of the nearest one. Standard libra
 import re
 from dataclasses import dataclass, field
 
-from picotron_min.costs import flops_of_layers, model_flops_per_token
+from picotron_min.costs import active_parameter_count, flops_of_layers, model_flops_per_token
 from picotron_min.model_config import ModelConfig
 
 
@@ -98,3 +98,9 @@ def hardware_flops_per_token(model_config: ModelConfig, seq_length: int, recompu
     }[recompute]
     repeated = sum(map(again, flops_of_layers(model_config, seq_length)))
     return model_flops_per_token(model_config, seq_length) + repeated
+
+
+def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
+    """6 N + 12 L Q D S of most projects: the embedding and all pairs count (PaLM, appendix B)."""
+    pairs = 2 * sum(parts["attention"] for parts in flops_of_layers(model_config, seq_length))
+    return 6 * active_parameter_count(model_config) + 3 * pairs

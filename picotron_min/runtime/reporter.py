@@ -11,11 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from picotron_min.costs import (
-    active_parameter_count,
-    model_flops_per_token,
-    parameter_count,
-)
+from picotron_min.costs import active_parameter_count, model_flops_per_token, parameter_count
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.console import Console, Output, prompt_for

@@ -14,7 +14,11 @@ import torch
 
 from picotron_min import costs
 from picotron_min.extensions.settings import ModelConfig, Workload
-from picotron_min.runtime.hardware import gpu_of_device, hardware_flops_per_token
+from picotron_min.runtime.hardware import (
+    common_flops_per_token,
+    gpu_of_device,
+    hardware_flops_per_token,
+)
 
 
 class Speedometer:
@@ -26,7 +30,7 @@ class Speedometer:
         sizes = model_config, work.seq_length
         self._flops_per_token = {
             "mfu": costs.model_flops_per_token(*sizes),
-            "mfu_common": costs.common_flops_per_token(*sizes),
+            "mfu_common": common_flops_per_token(*sizes),
             "hfu": hardware_flops_per_token(*sizes, work.recompute),
         }
 

@@ -17,7 +17,7 @@ from picotron_min.layout import STRIPE_ROWS
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import RankMemory, memory_per_rank
-from picotron_min.runtime.hardware import hardware_flops_per_token
+from picotron_min.runtime.hardware import common_flops_per_token, hardware_flops_per_token
 from picotron_min.runtime.public_models import PRESETS, find_preset
 
 GQA = ModelConfig(
@@ -90,14 +90,14 @@ def test_model_flops_of_llama_2_7b_by_hand():
     assert costs.model_flops_per_token(find_preset("Llama-2-7B"), 4096) == expected
     # By the common definition the lookup, the norms and the masked half of attention count, too.
     common = 6 * 6_738_415_616 + 2 * attention
-    assert costs.common_flops_per_token(find_preset("Llama-2-7B"), 4096) == common
+    assert common_flops_per_token(find_preset("Llama-2-7B"), 4096) == common
 
 
 def test_the_common_flops_count_a_tied_embedding_once():
     tied, S = find_preset("Llama-3.2-1B"), 2048
     assert tied.tie_word_embeddings
     attention = 12 * 16 * 32 * 64 * S  # 12 L H Q T
-    assert costs.common_flops_per_token(tied, S) == 6 * 1_235_814_400 + attention
+    assert common_flops_per_token(tied, S) == 6 * 1_235_814_400 + attention
 
 
 def saved_bytes(model_config: ModelConfig, recompute: str, dtype: str) -> int:

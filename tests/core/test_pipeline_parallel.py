@@ -13,8 +13,9 @@ import torch.distributed as dist
 from picotron_min import data_parallel
 from picotron_min.collectives import Axis, start_all_reduce
 from picotron_min.data_parallel import GradientBuckets
+from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.pipeline_parallel import my_stages
-from picotron_min.pipeline_schedule import Action, Kind, peak_live
+from picotron_min.pipeline_schedule import Action, Kind
 from picotron_min.runtime.launch import open_communicators
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import make_config, make_training

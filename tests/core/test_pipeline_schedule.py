@@ -14,7 +14,7 @@ import pytest
 
 from picotron_min import costs, pipeline_schedule
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans, chunks_problem
-from picotron_min.extensions.schedules.simulator import Span, Timeline, simulate
+from picotron_min.extensions.schedules.simulator import Span, Timeline, peak_live, simulate
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.pipeline_schedule import (
     RECEIVES,
@@ -26,7 +26,6 @@ from picotron_min.pipeline_schedule import (
     afab,
     bubble,
     one_f_one_b,
-    peak_live,
     stages_of,
 )
 from picotron_min.planner.memory import memory_per_rank

@@ -11,6 +11,7 @@ from exercises.design_schedule import TASK, measure_schedule
 from exercises.designs import TASKS, measure
 from exercises.marks import constant
 from picotron_min import pipeline_schedule
+from picotron_min.extensions.schedules import interleaved
 
 
 def from_plans(plan):
@@ -19,9 +20,9 @@ def from_plans(plan):
 
 def early(rank, ranks, m, chunks):
     """Interleaved with one warm-up forward, not two, for each rank behind."""
-    sizes = pipeline_schedule.group_sizes(ranks, m)
+    sizes = interleaved.group_sizes(ranks, m)
     warmup = ranks - rank - 1 + (chunks - 1) * sizes[0]
-    return pipeline_schedule._alternating(sizes, chunks, warmup)
+    return pipeline_schedule.alternating(sizes, chunks, warmup)
 
 
 def test_schedules_get_marks_by_their_bubble():
@@ -35,7 +36,7 @@ def test_schedules_get_marks_by_their_bubble():
     assert "rank 3  ···FFFF" in best.picture and "FFFFffff" in best.picture
     assert "next mark: a bubble of at most 20.0%" in one.text
     assert best.marks == 3 and "bubble 15.8%, at most 4 " in best.text and "best known" in best.text
-    ours = measure_schedule(from_plans(pipeline_schedule.interleaved), 2)
+    ours = measure_schedule(from_plans(interleaved.interleaved), 2)
     assert ours.marks == 0 and "5.5 micro-batches" in ours.text and "bonus" in ours.text
 
 

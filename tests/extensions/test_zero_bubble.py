@@ -12,10 +12,10 @@ import torch
 from picotron_min.extensions.overlap.linear import WeightGradients, apply_copies, apply_queue
 from picotron_min.extensions.schedules import zero_bubble
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
-from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.extensions.schedules.simulator import peak_live, simulate
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.model import Llama
-from picotron_min.pipeline_schedule import Action, Kind, Plan, peak_live
+from picotron_min.pipeline_schedule import Action, Kind, Plan
 from picotron_min.placement import placements
 from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.planner.memory import memory_of_ranks

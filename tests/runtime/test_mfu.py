@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from picotron_min.costs import common_flops_per_token, model_flops_per_token
+from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.settings import ModelConfig
+from picotron_min.runtime.hardware import common_flops_per_token
 
 ROOT = Path(__file__).parents[2]
 with (ROOT / "tests/published_runs.csv").open() as file:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from picotron_min.costs import common_flops_per_token, model_flops_per_token, parameter_count
+from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.extensions.settings import ModelConfig, Workload
+from picotron_min.runtime.hardware import common_flops_per_token
 from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops
 
 

@@ -2,9 +2,17 @@
 
 from picotron_min import pipeline_messages, pipeline_schedule
 from picotron_min.extensions.schedules import zero_bubble
+from picotron_min.extensions.schedules.interleaved import group_sizes, interleaved
 from picotron_min.pipeline_schedule import Plan, Schedule
 
 SCHEDULES = pipeline_schedule.SCHEDULES | {
+    "interleaved": Schedule(
+        interleaved,
+        lambda rank, p, m, v: min(m * v, (v - 1) * group_sizes(p, m)[0] + 2 * (p - rank) - 1),
+        about="1f1b over chunks: bubble (p-1) / (mv + p-1) for m >= p, live activations"
+        " (v-1) g + 2 (p - rank) - 1 in groups of g = p, more where p does not divide m",
+        chunks=2,
+    ),
     "zb_h1": Schedule(
         zero_bubble.zb_h1,
         lambda rank, p, m, v: min(m, p),

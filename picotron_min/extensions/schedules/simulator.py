@@ -6,10 +6,11 @@ library only.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 from picotron_min.pipeline_messages import in_order, inputs_of, spans_of, textbook_times
-from picotron_min.pipeline_schedule import Action, Place, Plan, loop
+from picotron_min.pipeline_schedule import Action, Kind, Place, Plan, loop, splits_backward
 
 
 class Span(NamedTuple):
@@ -49,3 +50,13 @@ def simulate(
     needs = in_order(plans, inputs_of(plans, place))
     spans = spans_of(needs, time_of or textbook_times(plans), send_time)
     return Timeline(len(plans), [Span(*event, *span) for event, span in spans.items()])
+
+
+def peak_live(plan: Plan, held: float = 1.0) -> float:
+    """The most activations, each of one micro-batch in one chunk, that are alive at once.
+
+    Backward frees one. Where it is cut in two, B keeps the part `held` of it, which W frees.
+    """
+    left = held if splits_backward(plan) else 0.0
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: left - 1, Kind.WEIGHT: -left}
+    return max(accumulate(change.get(action.kind, 0) for action in plan))
