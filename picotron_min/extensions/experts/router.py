@@ -161,7 +161,7 @@ class Tally:
     """What the routers of a rank count in a step: a row for each layer of the whole model.
 
     A row has the tokens of each expert, without dropped ones, then COLUMNS. Forwards that are run
-    again, for backward, are not counted: see apply_recompute in parallelize.py.
+    again, for backward, are not counted: see memory/recompute.py.
     """
 
     LOSSES = ("seq_load_balancing_loss", "load_balancing_loss", "global_load_balancing_loss", "z")
