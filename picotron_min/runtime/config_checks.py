@@ -65,6 +65,8 @@ def layout_problems(config: Config) -> Iterator[str]:
         yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
     if d.tp_overlap and not d.sequence_parallel:
         yield "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
+    if d.tp_overlap and not d.overlap:
+        yield "tp_overlap=true needs overlap=true: set that, or tp_overlap to false"
     ranks, needed = d.dp_size * d.cp_size * d.tp_size, d.ep_size * d.etp_size
     if ranks % needed:
         made = f"ep_size={d.ep_size} x etp_size={d.etp_size} = {needed} does not divide"

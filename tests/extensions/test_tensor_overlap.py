@@ -227,3 +227,8 @@ def test_overlap_without_sequence_parallelism_is_refused():
     assert list(layout_problems(config)) == [
         "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
     ]
+    distributed = {"sequence_parallel": True, "tp_overlap": True, "overlap": False}
+    config = Config.model_validate({"distributed": {"tp_size": 2} | distributed})
+    assert list(layout_problems(config)) == [
+        "tp_overlap=true needs overlap=true: set that, or tp_overlap to false"
+    ]
