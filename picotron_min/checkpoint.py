@@ -35,8 +35,8 @@ def training_tensors(
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Tensor]:
     """All tensors that a step changes: also what the optimizer keeps of each parameter."""
-    for group in (group for group in optimizer.param_groups if "betas" in group):  # AdamW's
-        for parameter in group["params"]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if "betas" in group else ():  # AdamW's
             state = optimizer.state[parameter]
             if not state:  # no step yet: make what a checkpoint can be loaded into
                 device = parameter.device if group["fused"] else "cpu"

@@ -9,8 +9,8 @@
 
 b is the size of a rank's tensor, for an all-gather that of the gathered one. Bytes are algorithmic:
 what one rank sends when the collective is done as a ring (Patarasuk and Yuan 2009; drawn in
-docs/pictures.md). So formulas are exact, whatever the backend does. An axis of size 1 sends nothing
-and changes nothing: callers need no special case for it.
+docs/pictures.md). So formulas are exact, whatever the backend does. A collective over an axis of
+size 1 sends nothing and changes nothing.
 """
 
 from collections import Counter

@@ -57,8 +57,8 @@ def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel
         return
     for layer in model.model.layers.values():
         inner = layer.self_attn.core_attention
-        engines = {"ring": RingAttention(axis, kernel), "ulysses": UlyssesAttention(axis, inner)}
-        layer.self_attn.core_attention = engines[engine]
+        over = UlyssesAttention(axis, inner) if engine == "ulysses" else RingAttention(axis, kernel)
+        layer.self_attn.core_attention = over
 
 
 class RingAttention(nn.Module):

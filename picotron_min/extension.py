@@ -1,14 +1,14 @@
 """Extensions: the places in the build of a model, and in a step, where they plug in.
 
     build    Llama -> keep my stage -> [swap] -> narrow -> tensor, context parallel -> [connect]
-             -> allocate -> [wrap] -> gradient buckets -> pipeline
+             -> allocate -> [wrap] -> gradient buckets, [parameters], [gradients] -> pipeline
     step     [begin] -> forward, backward -> [counts] in the message of the loss -> update
-             -> [updated]
+             -> [weights_changed] -> [updated] -> [measures]
 
 An extension is a subclass with the methods that it needs, in a folder of its own. The core calls
-them in the order of the run's list, and imports no extension. This base class, which does nothing,
-is a run without extensions. What an extension changes in the placement table is among the `rules`
-of the layout (placement.py), because a run can be planned without a model.
+them in the order of the run's list, and imports no extension; this base class does nothing. What an
+extension changes in the placement table is among the `rules` of the layout (placement.py), because
+a run can be planned without a model.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,7 @@
     then:                                  allocate -> gradient buckets -> pipeline
 
 So no rank ever allocates a weight that it does not own. The weights are filled in afterwards:
-initialised (initialise.py) or loaded (checkpoint.py). Extensions add their part at three places:
-see extension.py.
+initialised (initialise.py) or loaded (checkpoint.py). Extensions add their parts: see extension.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -51,7 +51,7 @@ def build_plans(
 def insert_messages(plans: list[Plan], place: Place = loop) -> list[Plan]:
     """Add the sends and receives to the plans of all ranks, so that they cannot deadlock."""
     inputs, complete = inputs_of(plans, place), [[] for _ in plans]
-    # Whose result goes to whom. W has its input from a B, too, but always on the same rank.
+    # Whose result goes to whom: one receiver each. A W needs its B's result, too, on the same rank.
     receiver_of = {
         source: event
         for event, sources in inputs.items()

@@ -9,7 +9,7 @@ and runs plans. A single stage's plan has no messages. Rank 1's, for 3 micro-bat
     receive F0 from rank 0, receive F1 from rank 0, F0, B0, send B0 to rank 0, F1, B1, ...
 
 so that messages overlap with compute: a receive is posted while its rank has other work to do, and
-a send runs in the background until the next one of its kind.
+a send runs in the background until the next one of its kind and chunk.
 
 Cost: per micro-batch and boundary between stages one activation [B, S/cp, E] in the dtype of the
 residual stream (S/(cp tp) with sequence parallelism), and one gradient of the same size back.

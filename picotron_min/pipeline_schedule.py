@@ -14,7 +14,7 @@ F0.1 is micro-batch 0 through a rank's second chunk. pipeline_messages.py adds s
 pipeline_parallel.py runs plans, and
 `python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws them.
 
-Cost: two messages per micro-batch and boundary between stages; v chunks, v times the boundaries.
+Cost: two messages per micro-batch and boundary between stages.
 Standard library only: a plan can be checked and drawn without any process.
 """
 
@@ -111,7 +111,7 @@ class Schedule(NamedTuple):
     # Both of rank, ranks, micro-batches, chunks. A stage runs its backwards in the order of the
     # micro-batches: so all schedules add up the same gradients in the same order.
     plan: Callable[[int, int, int, int], Plan]
-    live_activations: Callable[[int, int, int, int], int]  # peak_live(plan), by formula
+    live_activations: Callable[[int, int, int, int], int]  # alive at once, by formula
     about: str  # p ranks, m micro-batches, v chunks
     bubble: Callable[[int, int, int], float] = bubble  # of ranks, micro-batches, chunks
     place: Place = loop

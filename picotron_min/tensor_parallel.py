@@ -15,7 +15,8 @@ sequence parallelism norms and residuals between sublayers are cut along the seq
 
 Cost of both: four sums a layer, and one each for the embedding (in float32) and lm_head. A sum
 sends 2 (n-1)/n b, also as gather and reduce-scatter; b is the bytes of [B, S, E]. Here each message
-is waited for; extensions/overlap/ computes weight gradients meanwhile.
+is waited for. A run computes weight gradients meanwhile, in extensions/overlap/, and uses this form
+with `"overlap": false`: the losses and the bytes are the same.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing Activation
 Recomputation", section 4.2. In production: `torch.distributed.tensor.parallel.parallelize_module`.
 """

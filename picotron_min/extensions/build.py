@@ -1,4 +1,4 @@
-"""Build: the extensions that a run needs. Only this file knows all, and it imports what is used."""
+"""Build: the extensions that a run needs, in their order; each is imported only if it is used."""
 
 from functools import partial
 

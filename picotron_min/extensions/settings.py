@@ -1,7 +1,7 @@
 """Settings: what extensions add to a run's layout, model, work and recipe.
 
-Each class has the fields of the core's class of the same name, and these. With its defaults no
-extension is used but overlap. Standard library only, so that a run can be planned anywhere.
+Each class has the fields of the core's class of the same name, and these. With their defaults a run
+uses overlap/ and kernels/ alone. Standard library only, so that a run can be planned anywhere.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class Layout(layout.Layout):
 
     @property
     def grids(self) -> list[Grid]:
-        """Experts lie on a grid of their own: with ep 2, ranks 4 and 5 may have different ones."""
+        """Experts lie on a grid of their own: with ep 2, ranks 4 and 5 can have different ones."""
         core, *_ = super().grids
         core.axes["cp_tp"] = ("cp", "tp")  # different tokens of the same sequences
         edp = self.dp * self.cp * self.tp // (self.ep * self.etp)

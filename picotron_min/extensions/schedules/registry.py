@@ -1,4 +1,4 @@
-"""Registry: all schedules by name, the core's and those that cut backward in two."""
+"""Registry: all schedules by name, the core's and those of this folder."""
 
 from picotron_min import pipeline_messages, pipeline_schedule
 from picotron_min.extensions.schedules import zero_bubble
