@@ -11,7 +11,7 @@ from picotron_min.pipeline_schedule import Plan, alternating
 
 
 def interleaved(rank: int, ranks: int, num_micro_batches: int, chunks: int = 1) -> Plan:
-    """1F1B over v chunks: a bubble (p - 1) / (m v + p - 1), and p v - 1 boundaries instead of p - 1.
+    """1F1B over v chunks: a bubble of (p - 1) / (m v + p - 1), with p v - 1 boundaries, not p - 1.
 
     Groups of micro-batches take turns (Narayanan et al. 2021, 2.2.2: groups of exactly `ranks`).
     """
