@@ -19,7 +19,7 @@ import create_config
 from picotron_min import costs
 from picotron_min.extensions.overlap.linear import linears
 from picotron_min.extensions.settings import Layout
-from picotron_min.extensions.sharding.rows import deal, lay_out, shard_of, with_owners
+from picotron_min.extensions.sharding.rows import deal, lay_out, shard_of
 from picotron_min.extensions.sharding.units import _views
 from picotron_min.placement import Cut, placements
 from picotron_min.planner.memory import memory_of_ranks, shares_of_ranks
@@ -100,7 +100,7 @@ def test_owners_have_about_the_same(name):
 def test_more_ranks_than_matrices_leave_some_with_nothing():
     shapes = find_preset("tiny").parameter_shapes()
     layout = Layout(dp=64, sharding="layerwise")
-    table = with_owners(placements(shapes, layout, False), shapes, layout, [2, 2])
+    table = placements(shapes, layout, False, [2, 2])
     owners = [shard_of(p).owner for p in table.values() if p.is_hidden_matrix]
     assert len(owners) == 28 and set(owners) == set(range(14)), "14 for each stage"
 

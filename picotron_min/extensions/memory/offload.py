@@ -31,7 +31,7 @@ from picotron_min.model import DecoderLayer, Llama
 def apply_offload(model: Llama, num_layers: int, device_type: str) -> None:
     """Offload what the first layers of a stage save, in place; at least one other must follow.
 
-    To be called after recompute and compile, which decide what is saved, and before apply_sharding:
+    To be called after recompute and compile, which decide what is saved, and before Sharding:
     a layer's weights must be gathered when `run` begins, which must not take them for activations.
     """
     if not num_layers:

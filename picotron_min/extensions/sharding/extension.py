@@ -1,6 +1,11 @@
-"""Sharding: data-parallel ranks divide optimizer state, gradients and weights among them."""
+"""Sharding: data-parallel ranks divide optimizer state, gradients and weights among them.
 
-from collections.abc import Sequence
+A stage's sharded matrices are in units (units.py): of a layer, or of a window of layers, and of
+each end of the model. A module gathers its units when it runs, and begins to gather the next ones.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -8,10 +13,11 @@ from torch import nn
 from picotron_min.costs import layers_of_stages
 from picotron_min.extension import Extension
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.extensions.sharding.units import ShardedUnit, apply_sharding, build_units
+from picotron_min.extensions.sharding.rows import shard_of, windows
+from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.mesh import Axes
-from picotron_min.model import Llama
-from picotron_min.placement import placements
+from picotron_min.model import DecoderLayer, Head, Llama
+from picotron_min.placement import placements, saved_name
 
 
 class Sharding(Extension):
@@ -25,15 +31,56 @@ class Sharding(Extension):
     ) -> None:
         shapes = model_config.parameter_shapes() | model_config.buffer_shapes()
         num_layers = layers_of_stages(model_config, layout, workload.seq_length)
-        table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
-        self.settings = layout, table, axes, getattr(torch, workload.dtype), device
-        self.units: dict[str, ShardedUnit] = {}
+        self.table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
+        self.layout, self.kind = layout, (axes, getattr(torch, workload.dtype), device)
+        self.units: dict[str, ShardedUnit] = {}  # of all chunks, by the name of the first matrix
 
     def connect(self, model: Llama) -> None:
-        self.uses = build_units(model, *self.settings, self.units)  # takes weights out
+        """Take the sharded weights out of the modules, into units."""
+        tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            if shard_of(self.table[saved_name(name, tied)]):
+                module = model.get_submodule(name.removesuffix(".weight"))
+                modules[saved_name(name, tied)].append(module)
+        shapes = model.config.parameter_shapes()
+        layers = windows([*map(int, model.model.layers)], shapes, self.layout)
+        groups = [[f"model.layers.{i}" for i in window] for window in layers]
+        travelling = []  # reductions of this chunk
+        self.uses = []  # modules in the order of the forward, with the units that each uses
+        for names in [["model.embed_tokens"], *groups, ["lm_head"]]:
+            users = [model.get_submodule(name) for name in names]
+            inside = {module for user in users for module in user.modules()}
+            by_sums = defaultdict(dict)  # the gradients of experts are summed over other axes
+            for name, of in modules.items():
+                if not inside.isdisjoint(of):
+                    by_sums[self.table[name].sums][name] = of
+            # None: nothing is sharded, or another stage has it.
+            units = [self._unit(group, travelling) for group in by_sums.values()]
+            self.uses += [(user, units) for user in users if units]
+
+    def _unit(self, group: dict[str, list[nn.Module]], travelling: list) -> ShardedUnit:
+        name, users = next(iter(group.items()))
+        if name not in self.units:
+            args = self.table, *self.kind, self.layout.sharding, travelling
+            self.units[name] = ShardedUnit(group, *args)
+        elif users[0] not in self.units[name].modules[name]:
+            # A tied head, and the embedding is in another chunk of this rank, as in a V.
+            self.units[name].modules[name].extend(users)
+            self.units[name].uses += 1
+        return self.units[name]
 
     def wrap(self, model: Llama) -> None:
-        apply_sharding(self.uses)  # last: weights must be here before a layer runs again
+        """Last of all extensions: weights must be here before a layer runs again."""
+        uses = self.uses
+        for i, (module, units) in enumerate(uses):
+            # The next units that are others: consecutive layers may share theirs, see `windows`.
+            after = next((others for _, others in uses[i:] if others != units), units)
+            before = None  # the backward of an embedding, and of lm_head (loss.py), reads no weight
+            if isinstance(module, DecoderLayer):
+                before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else units
+            module.forward = _gathering(module.forward, units, after, before)
+            if isinstance(module, Head):  # training calls this instead
+                module.loss = _gathering(module.loss, units, after, before)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for unit in self.units.values() for name, p in unit.masters.items()}
@@ -43,4 +90,36 @@ class Sharding(Extension):
 
     def weights_changed(self) -> None:
         for unit in self.units.values():
-            unit.invalidate()
+            unit.is_current = False  # the next use gathers again
+
+
+def _gathering(
+    forward: Callable,
+    units: list[ShardedUnit],
+    after: list[ShardedUnit],
+    before: list[ShardedUnit] | None,
+) -> Callable:
+    def gather(then: list[ShardedUnit]) -> None:
+        for unit in units + then:  # `then` travels while this module computes
+            unit.start()
+        for unit in units:
+            unit.finish()
+
+    def free(_=None) -> None:
+        for unit in units:
+            unit.free()
+
+    def gathered(x, *rest):
+        gather(after)
+        if not units[0].frees:
+            return forward(x, *rest)
+        if before and x.requires_grad:
+            x = x.view_as(x)  # for this hook alone: a stage's input is a buffer that is used again
+            x.register_hook(free)  # backward is through this module: no product needs a weight now
+        out = forward(x, *rest)
+        free()
+        if before and out.requires_grad:
+            out.register_hook(lambda _: gather(before))  # backward has come to this module
+        return out
+
+    return gathered

@@ -10,6 +10,7 @@ them. Standard library only, so that a run can be planned anywhere.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
 from picotron_min.layout import Layout
@@ -25,40 +26,32 @@ def sharded_rows(
     shapes: Mapping[str, Sequence[int]], table: Table, num_layers: Sequence[int], layout: Layout
 ) -> Table:
     """Matrices are cut once more, over dp x cp; all ranks update norms, which are small."""
-    rows = {name: _sharded(placement, layout) for name, placement in table.items()}
-    return with_owners(rows, shapes, layout, num_layers)
+    owners = _owners(shapes, table, num_layers, layout) if layout.sharding == "layerwise" else {}
+    rows = {}
+    for name, placement in table.items():
+        axis = placement.sums[0]  # dp_cp, or edp of experts
+        if placement.cuts and layout.axis_sizes[axis] > 1:
+            further = (Cut(axis, 0, owners.get(name)),)
+            copies = tuple(other for other in placement.copies if other != axis)
+            rows[name] = placement._replace(further=further, copies=copies)
+    return rows
 
 
-def _sharded(placement: Placement, layout: Layout, owner: int | None = None) -> Placement:
-    axis = placement.sums[0]  # dp_cp, or edp of experts
-    if not placement.cuts or layout.axis_sizes[axis] == 1:
-        return placement
-    copies = tuple(name for name in placement.copies if name != axis)
-    return placement._replace(further=(Cut(axis, 0, owner),), copies=copies)
-
-
-def with_owners(
-    table: dict[str, Placement],
-    shapes: Mapping[str, Sequence[int]],
-    layout: Layout,
-    num_layers: Sequence[int],
-) -> dict[str, Placement]:
-    """With "layerwise" sharding, an owner for each hidden matrix; `num_layers` of the stages."""
-    owned, first = {}, 0
-    for number in num_layers if layout.sharding == "layerwise" else ():
-        for window in windows(range(first, first + number), shapes, layout):
+def _owners(
+    shapes: Mapping[str, Sequence[int]], table: Table, num_layers: Sequence[int], layout: Layout
+) -> dict[str, int]:
+    """The rank that has all of a hidden matrix, by name; `num_layers` of the stages."""
+    owners, stops = {}, [0, *accumulate(num_layers)]
+    for layers in starmap(range, pairwise(stops)):
+        for window in windows(layers, shapes, layout):
             groups = defaultdict(list)  # an ep rank assigns its own experts
             for name in (name for i in window for name in matrices_of_layer(i, shapes)):
-                if shard_of(table[name]):
-                    axis, first_cut = shard_of(table[name]).axis, table[name].cuts[0]
-                    groups[axis, first_cut.owner].append(name)
+                groups[table[name].sums[0], table[name].cuts[0].owner].append(name)
             for (axis, _), names in groups.items():
                 sizes = [math.prod(shapes[name]) for name in names]
-                owners, _ = deal(sizes, layout.axis_sizes[axis])
-                for name, owner in zip(names, owners, strict=True):
-                    owned[name] = _sharded(table[name], layout, owner)
-        first += number
-    return table | owned
+                of_names, _ = deal(sizes, layout.axis_sizes[axis])
+                owners |= zip(names, of_names, strict=True)
+    return owners
 
 
 def matrices_of_layer(layer: int, shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -107,21 +100,18 @@ def lay_out(
     shapes: Mapping[str, Sequence[int]], shards: Mapping[str, Cut], n: int
 ) -> tuple[dict[str, list[Piece]], int]:
     """Where matrices that are gathered together lie in a buffer [n, R], by name; and R."""
-    pieces, full_to, beyond = {}, 0, Counter()  # elements of every rank; and of owners behind them
+    pieces, ends = {}, Counter()  # elements so far, by owner
     for name, (rows, columns) in shapes.items():
         owner = shards[name].owner
-        ranks = range(n) if owner is None else range(owner, owner + 1)
-        each = -(-rows // len(ranks))
-        if owner is None:
-            start = full_to + max(beyond.values(), default=0)
-            full_to, beyond = start + each * columns, Counter()
-        else:
-            start = full_to + beyond[owner]
-            beyond[owner] += each * columns
+        first, ranks = (0, n) if owner is None else (owner, 1)
+        each = -(-rows // ranks)
+        start, width = ends[owner], each * columns
+        ends[owner] += width
         full, rest = divmod(rows, each)  # 10 rows over 4 ranks: three have 3, and one has 1
-        first, end = ranks.start, ranks.start + full
-        pieces[name] = [Piece(slice(first, end), slice(0, full * each), start, each * columns)]
+        end = first + full
+        pieces[name] = [Piece(slice(first, end), slice(0, full * each), start, width)]
         if rest:
             last = slice(full * each, rows)
             pieces[name].append(Piece(slice(end, end + 1), last, start, rest * columns))
-    return pieces, full_to + max(beyond.values(), default=0)
+    assert None not in ends or len(ends) == 1, "either all of them have an owner, or none"
+    return pieces, max(ends.values(), default=0)

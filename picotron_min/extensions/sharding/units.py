@@ -23,8 +23,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "FSDP". In
 """
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,11 @@ from torch import Tensor, nn
 from picotron_min.collectives import all_reduce
 from picotron_min.data_parallel import refuse_missing
 from picotron_min.extensions.overlap.linear import Linear
-from picotron_min.extensions.settings import Layout
 from picotron_min.extensions.sharding.collectives import start_all_gather_, start_reduce_scatter_
-from picotron_min.extensions.sharding.rows import Piece, lay_out, shard_of, windows
+from picotron_min.extensions.sharding.rows import Piece, lay_out, shard_of
 from picotron_min.mesh import Axes
-from picotron_min.model import DecoderLayer, Head, Llama
-from picotron_min.placement import Placement, saved_name
+from picotron_min.model import Head
+from picotron_min.placement import Placement
 
 
 class ShardedUnit:
@@ -65,9 +63,8 @@ class ShardedUnit:
         self.reduces_each = sharding in ("gradients", "parameters")  # of the micro-batches
         shapes = {name: users[0].weight.shape for name, users in modules.items()}
         wide = next(iter(modules.values()))[0].weight.dtype
-        self.pieces, R = lay_out(
-            shapes, {name: shard_of(table[name]) for name in modules}, axis.size
-        )
+        shards = {name: shard_of(table[name]) for name in modules}
+        self.pieces, R = lay_out(shapes, shards, axis.size)
         self.flat = torch.zeros(R, dtype=wide, device=device)  # all masters
         # Gradients: of all rows while they arrive, and of this rank's row, where sums are kept.
         self.buffer = None if self.reduces_each else self.flat.new_zeros(axis.size, R)
@@ -78,8 +75,8 @@ class ShardedUnit:
 
         this, self.weights = weakref.proxy(self), {}  # for the garbage collector, as in buckets
         for name, users in modules.items():
-            of_linear = _is_linear(users[0])  # embedding and lm_head stay wide
-            kind = {"dtype": dtype if of_linear else wide, "device": device}
+            of_linear = isinstance(users[0], nn.Linear) and not isinstance(users[0], Head)
+            kind = {"dtype": dtype if of_linear else wide, "device": device}  # the ends stay wide
             weight = nn.Parameter(torch.empty(shapes[name], **kind))
             self.weights[name] = weight
             weight.register_post_accumulate_grad_hook(
@@ -124,10 +121,6 @@ class ShardedUnit:
                 rows.copy_(inside)
             self._set(name, weight)
         self.arriving, self.is_current = None, True
-
-    def invalidate(self) -> None:
-        """The masters have changed: the next use gathers again."""
-        self.is_current = False
 
     def free(self) -> None:
         """Give the weights' memory back; the tensors stay, since autograd has saved them."""
@@ -194,103 +187,7 @@ class ShardedUnit:
         self.row.mul_(factor)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and not isinstance(module, Head)
-
-
 def _views(piece: Piece, buffer: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A piece in the buffer [n, R] and in its matrix, as views [ranks, width] of both."""
     inside = buffer[piece.ranks, piece.start : piece.start + piece.width]
     return inside, matrix[piece.rows].view(-1, piece.width)
-
-
-def build_units(
-    model: Llama,
-    layout: Layout,
-    table: Mapping[str, Placement],
-    axes: Axes,
-    dtype: torch.dtype,
-    device: torch.device,
-    units: dict[str, ShardedUnit],
-) -> list[tuple[nn.Module, list[ShardedUnit]]]:
-    """Take the sharded weights out of a model on the meta device.
-
-    Returns the modules that use any, in the order of the forward, each with its units: one for each
-    choice of axes that gradients are summed over, as those of experts differ. `units` has the units
-    of all chunks of this rank, by the name of their first matrix; new ones are added.
-    """
-    tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if shard_of(table[saved_name(name, tied)]):
-            module = model.get_submodule(name.removesuffix(".weight"))
-            modules[saved_name(name, tied)].append(module)
-    layers = windows([*map(int, model.model.layers)], model.config.parameter_shapes(), layout)
-    groups = [[f"model.layers.{i}" for i in window] for window in layers]
-    uses, args = [], (table, axes, dtype, device, layout.sharding, [])  # nothing travels yet
-    for names in [["model.embed_tokens"], *groups, ["lm_head"]]:
-        users = [model.get_submodule(name) for name in names]
-        inside = {module for user in users for module in user.modules()}
-        by_sums = defaultdict(dict)
-        for name, of in modules.items():
-            if not inside.isdisjoint(of):
-                by_sums[table[name].sums][name] = of
-        mine = []
-        for group in by_sums.values():  # none: nothing is sharded, or another stage has it
-            key = next(iter(group))
-            if key not in units:
-                units[key] = ShardedUnit(group, *args)
-            elif group[key][0] not in units[key].modules[key]:
-                # A tied head, and the embedding is in another chunk of this rank, as in a V.
-                units[key].modules[key].extend(group[key])
-                units[key].uses += 1
-            mine.append(units[key])
-        uses += [(user, mine) for user in users if mine]
-    return uses
-
-
-def apply_sharding(uses: Sequence[tuple[nn.Module, list[ShardedUnit]]]) -> None:
-    """Let each module gather its weights when it runs, and begin the next one's, in place.
-
-    To be called after apply_recompute: weights must be here before a layer runs again.
-    """
-    for i, (module, units) in enumerate(uses):
-        # The next units that are others: consecutive layers may share theirs, see `windows`.
-        after = next((others for _, others in uses[i:] if others != units), units)
-        before = None  # the backward of an embedding, and of lm_head (loss.py), reads no weight
-        if isinstance(module, DecoderLayer):
-            before = uses[i - 1][1] if i and isinstance(uses[i - 1][0], DecoderLayer) else units
-        module.forward = _gathering(module.forward, units, after, before)
-        if isinstance(module, Head):  # training calls this instead
-            module.loss = _gathering(module.loss, units, after, before)
-
-
-def _gathering(
-    forward: Callable,
-    units: list[ShardedUnit],
-    after: list[ShardedUnit],
-    before: list[ShardedUnit] | None,
-) -> Callable:
-    def gather(then: list[ShardedUnit]) -> None:
-        for unit in units + then:  # `then` travels while this module computes
-            unit.start()
-        for unit in units:
-            unit.finish()
-
-    def free(_=None) -> None:
-        for unit in units:
-            unit.free()
-
-    def gathered(x, *rest):
-        gather(after)
-        if not units[0].frees:
-            return forward(x, *rest)
-        if before and x.requires_grad:
-            x = x.view_as(x)  # for this hook alone: a stage's input is a buffer that is used again
-            x.register_hook(free)  # backward is through this module: no product needs a weight now
-        out = forward(x, *rest)
-        free()
-        if before and out.requires_grad:
-            out.register_hook(lambda _: gather(before))  # backward has come to this module
-        return out
-
-    return gathered
