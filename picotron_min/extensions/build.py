@@ -1,13 +1,15 @@
 """Build: the extensions that a run needs, in their order; each is imported only if it is used."""
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
+from torch import nn
 
 from picotron_min.extension import Extension
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import Axes
-from picotron_min.optimizer import build_optimizer
+from picotron_min.optimizer import build_optimizer, parameter_groups
 from picotron_min.parallelize import ParallelModel, Parts, parallelize, simple_parts
 
 
@@ -75,10 +77,22 @@ def extensions_of(
 
 
 def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:
-    if recipe.optimizer == "muon" or recipe.moments != "float32":
-        from picotron_min.extensions.optimizers import choose
-        from picotron_min.extensions.optimizers.muon import hidden_matrices
+    """Muon for hidden matrices, and AdamW for the rest; or one optimizer for all parameters."""
+    parameters = model.parameters.values()
+    if recipe.optimizer != "muon":
+        return _element_wise(parameters, recipe)
+    from picotron_min.extensions.optimizers.muon import Muon, hidden_matrices
 
-        matrices = hidden_matrices(model.parameters, model.placements, model.axes)
-        return choose.build_optimizer(model.parameters.values(), recipe, matrices)
-    return build_optimizer(model.parameters.values(), recipe)
+    matrices = hidden_matrices(model.parameters, model.placements, model.axes)
+    hidden = {matrix.parameter for matrix in matrices}
+    rest = [parameter for parameter in parameters if parameter not in hidden]
+    return Muon(matrices, _element_wise(rest, recipe), recipe)
+
+
+def _element_wise(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    if recipe.moments == "float32" or recipe.optimizer == "sgd":
+        return build_optimizer(parameters, recipe)  # AdamW unless it is SGD
+    from picotron_min.extensions.optimizers.adamw import NarrowAdamW
+
+    groups = parameter_groups(parameters, recipe)
+    return NarrowAdamW(groups, recipe.learning_rate, recipe.betas)

@@ -13,7 +13,6 @@ WITHOUT = {
     "extensions/kernels/attention.py": "calls torch's kernels, for what exercises 18 and 20 write",
     "extensions/experts/balance.py": "divides what exercise 25 counts",
     "extensions/memory/recompute.py": "calls torch's checkpoint and compile",
-    "extensions/optimizers/choose.py": "chooses an optimizer by its settings",
     "extensions/precision/float8_linear.py": "puts together what exercises 10, 12 and 32 write",
     "extensions/qk_norm/shape.py": "rows and shapes, as in exercise 9",
     "extensions/schedules/picture.py": "draws plans",

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.optimizers.choose import build_optimizer
 from picotron_min.extensions.optimizers.muon import Matrix, Muon, orthogonalise
 from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.mesh import build_axes
+from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.metadata import read_to_resume
@@ -46,7 +46,7 @@ def updated(optimizer_of, weights: list[Tensor], gradients: list[list[Tensor]]) 
 
 
 def ours(parameters: list[nn.Parameter], recipe: Recipe = RECIPE) -> torch.optim.Optimizer:
-    return build_optimizer(parameters, recipe, [Matrix(p, None) for p in parameters])
+    return Muon([Matrix(p, None) for p in parameters], build_optimizer([], recipe), recipe)
 
 
 def theirs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -112,7 +112,8 @@ def parts_of_tensor_parallel_ranks(dim: int) -> list[tuple[Tensor, Tensor]]:
         return whole.chunk(axis.size, dim)[axis.rank].contiguous()
 
     def in_parts(parameters):
-        return build_optimizer(parameters, RECIPE, [Matrix(p, (axis, dim)) for p in parameters])
+        matrices = [Matrix(p, (axis, dim)) for p in parameters]
+        return Muon(matrices, build_optimizer([], RECIPE), RECIPE)
 
     parts = updated(
         in_parts, [mine(w) for w in weights], [[mine(g) for g in gs] for gs in gradients]
@@ -275,8 +276,7 @@ def test_muon_needs_one_state_a_hidden_matrix():
 def test_a_rank_that_has_no_matrix_still_steps():
     norm = nn.Parameter(torch.ones(4))
     norm.grad = torch.ones(4)
-    optimizer = build_optimizer([norm], RECIPE, [])
-    assert isinstance(optimizer, Muon)
+    optimizer = Muon([], build_optimizer([norm], RECIPE), RECIPE)
     for group in optimizer.param_groups:
         group["lr"] = 0.5  # as a step does: all groups are reached
     optimizer.step()
