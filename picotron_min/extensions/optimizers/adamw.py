@@ -12,7 +12,6 @@ Source: AdamW, Loshchilov and Hutter 2019; rounding, Zamirai et al. 2020, "Revis
 Training". In production: torchao's `AdamW8bit`, with one scale for each block of numbers.
 """
 
-import itertools
 import math
 
 import torch
@@ -26,7 +25,7 @@ class NarrowAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:
         assert betas[1] <= LARGEST_BETA2, f"betas[1]={betas[1]}: its average would freeze"
         super().__init__(groups, {"lr": lr, "betas": betas})
-        for parameter in itertools.chain(*(group["params"] for group in self.param_groups)):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
             state = self.state[parameter] = {"step": torch.zeros(())}
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, dtype=torch.bfloat16)

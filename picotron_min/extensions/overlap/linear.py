@@ -77,7 +77,12 @@ class Linear(nn.Linear):
             return
         self.copy = self.weight.detach().to(dtype).requires_grad_()
         weak = weakref.proxy(self)  # the garbage collector sees no cycle through such a hook
-        self.copy.register_post_accumulate_grad_hook(partial(Linear.take_gradient, weak))
+
+        def take(copy: Tensor) -> None:  # where autograd leaves the gradient
+            weak.add_gradient(copy.grad)
+            copy.grad = None
+
+        self.copy.register_post_accumulate_grad_hook(take)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -91,11 +96,6 @@ class Linear(nn.Linear):
         else:
             self.weight.grad += gradient
         self.gradient_arrived()
-
-    def take_gradient(self, copy: Tensor) -> None:
-        """Move the gradient that autograd has left at the copy."""
-        self.add_gradient(copy.grad)
-        copy.grad = None
 
 
 @cache

@@ -20,15 +20,13 @@ class SplitBackwardPipeline(Pipeline):
         return super().methods() | {Kind.WEIGHT: self._weight}
 
     def _backward(self, action: Action) -> None:
-        key = action.micro_batch, action.chunk
-        self.pending[key] = None, None
+        self.gradient = None
         super()._backward(action)
         queue = self.chunks[action.chunk].model.boundary.queue
-        self.pending[key] = queue.detach(), self.pending[key][1]
+        self.pending[action.micro_batch, action.chunk] = queue.detach(), self.gradient
 
     def free_gradient(self, i: int, c: int, gradient: Tensor) -> None:
-        # Not yet: it is also dy of the stage's last linear, unchanged.
-        self.pending[i, c] = None, gradient
+        self.gradient = gradient  # not free yet: it is also dy of the stage's last linear
 
     def _weight(self, action: Action) -> None:
         queue, gradient = self.pending.pop((action.micro_batch, action.chunk))
