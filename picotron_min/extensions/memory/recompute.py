@@ -29,7 +29,6 @@ def apply_recompute(
     What runs again does so within `context()`, if one is given.
     """
     layers = list(model.model.layers.values())
-    # full: only each layer's input is kept, [B, S, E]; selective: attention with its projections
     parts = {"none": [], "selective": [layer.self_attn for layer in layers], "full": layers}
     for module in parts[recompute]:
         # torch.compile runs a recomputed part as it is unless it is a single graph, and messages

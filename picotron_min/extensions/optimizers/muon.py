@@ -48,8 +48,7 @@ def hidden_matrices(
     for name, parameter in parameters.items():
         if placements[name].is_hidden_matrix:
             # An expert has an owner in ep, which has all of it: only etp may cut it.
-            cuts = [cut for cut in placements[name].cuts if cut.owner is None]
-            cuts = [(axes[cut.axis], cut.dim) for cut in cuts]
+            cuts = [(axes[cut.axis], cut.dim) for cut in placements[name].cuts if cut.owner is None]
             cut, *more = [(axis, dim) for axis, dim in cuts if axis.size > 1] or [None]
             assert not more, f"{name}: Muon gathers over one axis"
             matrices.append(Matrix(parameter, cut))

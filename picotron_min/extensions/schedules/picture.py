@@ -34,10 +34,8 @@ def write_picture(svg: str, engine="", stages=4, microbatches=8, chunks=0) -> No
     keys = zip(COLOURS.values(), NAMES, strict=True)
     legend = [f"<tspan fill='{colour}'>■</tspan> {name} &#160;" for colour, name in keys]
     shapes += [_text(LEFT, top + 20, " ".join(legend)), _text(LEFT, top + 36, NOTE)]
-    size = f'width="{width:g}" height="{top + 46}"'
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    )
+    size, font = f'width="{width:g}" height="{top + 46}"', 'font-family="sans-serif" font-size="11"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
     panel = f'<rect {size} rx="6" fill="{PAPER}"/>'
     Path(svg).write_text("\n".join([head, panel, *shapes, "</svg>\n"]), encoding="utf-8")
 
@@ -50,9 +48,8 @@ def _timeline(timeline: Timeline, scale: float, top: float) -> Iterator[str]:
     for rank, action, start, end in timeline.spans:
         if action.peer is None:  # it computes
             x, y, width = LEFT + start * scale, top + ROW * rank, (end - start) * scale
-            boxes[action.kind, action.chunk] += (
-                f"M{x:g} {y:g}h{width - 1:g}v{ROW - 2}h{1 - width:g}z"
-            )
+            box = f"M{x:g} {y:g}h{width - 1:g}v{ROW - 2}h{1 - width:g}z"
+            boxes[action.kind, action.chunk] += box
             if width >= 7 * len(str(action.micro_batch)):
                 numbers.append(_text(x + width / 2, y + 10, action.micro_batch))
     for (kind, chunk), path in boxes.items():
