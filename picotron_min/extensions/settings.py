@@ -14,6 +14,7 @@ from picotron_min.extensions.experts.mixture import Mixture, expert_rows
 from picotron_min.extensions.qk_norm.shape import QWEN3, QkNorms, norm_rows
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.registry import chunks_problem as chunks_problem
+from picotron_min.extensions.sharding.rows import sharded_rows
 from picotron_min.layout import Grid
 from picotron_min.pipeline_schedule import Schedule
 
@@ -53,21 +54,17 @@ class Layout(layout.Layout):
     @property
     def grids(self) -> list[Grid]:
         """Experts lie on a grid of their own: with ep 2, ranks 4 and 5 can have different ones."""
-        core, *_ = super().grids
+        (core,) = super().grids
         core.axes["cp_tp"] = ("cp", "tp")  # different tokens of the same sequences
         edp = self.dp * self.cp * self.tp // (self.ep * self.etp)
         sizes = {"pp": self.pp, "edp": edp, "ep": self.ep, "etp": self.etp}
-        return [
-            core,
-            Grid(sizes, {n: (n,) for n in ("edp", "ep", "etp")} | {"ep_etp": ("ep", "etp")}),
-        ]
+        axes = {name: (name,) for name in ("edp", "ep", "etp")} | {"ep_etp": ("ep", "etp")}
+        return [core, Grid(sizes, axes)]
 
     @property
     def rules(self) -> list[Callable]:
         rules = [partial(expert_rows, layout=self), norm_rows]
         if self.sharding != "none":
-            from picotron_min.extensions.sharding.rows import sharded_rows
-
             rules.append(partial(sharded_rows, layout=self))
         return rules
 
