@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -104,9 +105,20 @@ def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
     for gradients in model.gradients:
         gradients.wait()
     plan = [str(action) for action in model.plan if action.micro_batch == 0]
-    sums = {axis for placement in model.placements.values() for axis in placement.sums}
-    sent = [f"  over {name}: {axes[name].ledger.bytes.total():,.0f} bytes" for name in sorted(sums)]
-    return [f"plan: {', '.join(plan)}", *_without_repetition(log), "gradients of the step", *sent]
+    axes_of_gradients = {axis for placement in model.placements.values() for axis in placement.sums}
+    sent = [
+        f"  {collective} over {name}: {size:,.0f} bytes"
+        for name in sorted(axes_of_gradients)
+        for collective, size in sorted(axes[name].ledger.bytes.items())
+        if size
+    ]
+    plan_line = f"plan: {', '.join(plan)}"
+    return [
+        plan_line,
+        *_without_repetition(log),
+        "all of the step, of gradients and weights",
+        *sent,
+    ]
 
 
 def _noted(log: Log, line: str, loss: Callable, *args) -> torch.Tensor:
@@ -121,12 +133,20 @@ def _kind(module: nn.Module) -> str:
 
 
 def _name(function) -> str:
+    """The names of a function and of those that it wraps: `_gathering of _recomputed of forward`."""
     function = getattr(function, "_torchdynamo_orig_callable", function)  # of compiler.disable
     if isinstance(function, partial):
-        return _name(function.func)
+        inner = [f for f in function.args if callable(f) and not isinstance(f, nn.Module)]
+        return " of ".join(map(_name, [function.func, *inner[:1]]))
     owner = getattr(function, "__self__", None)  # a Function's apply is bound to its class
-    name = owner.__name__ if isinstance(owner, type) else function.__qualname__
-    return name.split(".<locals>")[0]
+    name = (
+        owner.__name__ if isinstance(owner, type) else function.__qualname__.split(".<locals>")[0]
+    )
+    for cell in getattr(function, "__closure__", None) or ():
+        inside = cell.cell_contents
+        if isinstance(inside, partial | MethodType) or getattr(inside, "__closure__", None):
+            return f"{name} of {_name(inside)}"
+    return name
 
 
 def _without_repetition(lines: list[str]) -> list[str]:
@@ -151,4 +171,4 @@ def _with_layers(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    start_run(describe)
+    start_run(describe, "Print what each sublayer of a rank runs, with its messages.")

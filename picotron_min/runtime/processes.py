@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from picotron_min.runtime.config import Config
 
 
-def start_run(train: Callable[["Config", RankMonitor], None]) -> None:
+def start_run(
+    train: Callable[["Config", RankMonitor], None],
+    about: str = "Train a Llama as a config.json describes.",
+) -> None:
     """Call `train` in every process of a run, with the config that the command line names.
 
     Under torchrun this is one of the processes; without, it starts as many as the config needs.
@@ -41,7 +44,7 @@ def start_run(train: Callable[["Config", RankMonitor], None]) -> None:
     from picotron_min.runtime.config_checks import uses_hub
     from picotron_min.runtime.config_file import load_config
 
-    parser = argparse.ArgumentParser(description="Train a Llama as a config.json describes.")
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
     path = parser.parse_args().config
     with exit_on_usage_error():

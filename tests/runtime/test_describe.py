@@ -21,7 +21,10 @@ def described(overlap: bool) -> list[str]:
 def test_each_sublayer_has_what_is_replaced_and_its_messages_with_their_bytes(pool):
     b = 12 * 16 * 32 * 8  # micro-batch, sequence, hidden size, float64
     message = f"      all_reduce over tp: {b:,} bytes, of [12, 16, 32]"
-    for overlap, attention in ((True, "project: _Enter"), (False, "forward: _between")):
+    for overlap, attention in (
+        (True, "project: _Enter"),
+        (False, "forward: _between of SelfAttention.forward"),
+    ):
         lines, _ = pool.run(2, described, overlap)
         assert lines[:2] == ["plan: F0, B0", "F0"]
         assert lines[2:4] == ["  model.embed_tokens: VocabularyParallelEmbedding", message]
@@ -32,4 +35,4 @@ def test_each_sublayer_has_what_is_replaced_and_its_messages_with_their_bytes(po
         )
         assert forward.count(message) == 1 + 2, "the embedding, and two of a layer"
         assert backward.count(message) == 1 + 2 * 3, "lm_head, and two of each layer"
-        assert lines[-1].startswith("  over dp_cp: 0 bytes")
+        assert lines[-1] == "all of the step, of gradients and weights", "no dp: nothing is sent"
