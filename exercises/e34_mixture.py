@@ -20,15 +20,15 @@ Read: extensions/experts/moe.py.
 """
 
 HINTS = (
-    "A stable sort by expert, and its inverse. Gather rows by one of them, and sums by the other.",
-    "argsort(stable=True), scatter_ or a second argsort, first_places, F.pad, Conjugate, // k.",
-    "order, the sort, has the pair of each row; places, its inverse, the row of each pair. With"
-    " rows_each a place is the expert's number times rows_each plus the place among the expert's"
-    " pairs: the place in the sort less first_places(...). Then make order from places, with n k,"
-    " one past the last pair, for empty rows. Dropped pairs have the place num_rows. spread takes"
-    " x[order // k]; collect adds k rows each of y[places]. Where an index may be one past the end,"
-    " append a row of zeros first. With Conjugate.apply(there, back, x) each has the other as its"
-    " backward.",
+    "A stable sort by expert: gather rows by it, and put what comes back where it says.",
+    "argsort(stable=True), places_in_groups, scatter_, F.pad, index_copy_, Conjugate, // k.",
+    "order, the sort, has the pair of each row; its first num_rows are not dropped. With rows_each"
+    " a pair's row is its expert's number times rows_each, plus places_in_groups(...), its place"
+    " among the expert's pairs: put the pairs there, into a tensor of n k, one past the last pair,"
+    " for empty rows. Dropped pairs go to row num_rows, which is cut off. spread takes x[order //"
+    " k]; collect copies y to the places that order has, in zeros [n k + 1, E], and adds k rows"
+    " each of the first n k. Where an index may be one past the end, append a row of zeros first."
+    " With Conjugate.apply(there, back, x) each has the other as its backward.",
 )
 
 E, X = 3, 4
@@ -122,10 +122,9 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-PLACES = "places = torch.empty_like(numbers).scatter_(0, order, numbers)  # the row of each pair"
-GAPS = "places += flat * rows_each - first_places(flat, num_rows // rows_each)"
-COLLECT = "return y.view(len(y) // self.k, self.k, -1).sum(1) if self.k > 1 else y"
-SORT = "return (F.pad(weights, (0, 1)) if self.fills else weights)[self.order]"
+GAPS = "places = ranked * rows_each + places_in_groups(ranked, num_rows // rows_each)"
+COPY = "y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)"
+SORT = "return F.pad(weights.flatten(), (0, 1))[self.order]"
 
 EXERCISE = Exercise(
     __name__,
@@ -145,67 +144,65 @@ EXERCISE = Exercise(
             "not_sorted",
             "Rows are in the order of tokens: experts need theirs one after the other.",
             "flat.argsort(stable=True)",
-            "numbers.clone()",
+            "torch.arange(len(flat))",
         ),
         Wrong(
             "order_for_places",
             "What tells which pair is in a row is used as what tells in which row a pair is: one is"
             " the inverse of the other.",
-            PLACES,
-            "places = order.clone()",
+            COPY,
+            COPY.replace("self.order", "self.order.argsort()"),
         ),
         Wrong(
             "token_of_pair",
             "The number of a pair is taken modulo n for that of its token: a token's k pairs lie"
             " side by side, so it is the number // k.",
-            "[self.order // self.k]",
-            "[self.order % (len(self.places) // self.k)"
-            ".where(self.order < len(self.places), x.new_tensor(len(x)).long())]",
+            "[self.order // self.shape[1]]",
+            "[(self.order % len(x)).where(self.order < self.shape.numel(), len(x))]",
         ),
         Wrong(
             "mean_of_pairs",
             "A token gets the mean of its rows: they are weighted already, and must be added.",
-            COLLECT,
-            COLLECT.replace("sum(1)", "mean(1)"),
+            "sum(1)",
+            "mean(1)",
         ),
         Wrong(
             "one_pair_only",
             "A token gets the row of its first expert only.",
-            COLLECT,
-            COLLECT.replace("sum(1)", "select(1, 0)"),
+            "sum(1)",
+            "select(1, 0)",
         ),
         Wrong(
             "weights_not_sorted",
             "The weights are in the order of tokens: rows get the weights of others.",
             SORT,
-            "return F.pad(weights, (0, len(self.order)))[: len(self.order)]",
+            "return F.pad(weights.flatten(), (0, len(self.order)))[: len(self.order)]",
         ),
         Wrong(
             "dropped_get_a_row",
             "Dropped pairs get the last row, which is of another pair: they must get nothing.",
-            "places.clamp(max=num_rows)",
-            "places.clamp(max=num_rows - 1)",
+            "y.new_zeros(self.shape.numel() + 1, y.shape[1])",
+            "y[-1:].repeat(self.shape.numel() + 1, 1)",
         ),
         Wrong(
             "no_gaps",
             "With rows_each the pairs of all experts lie one after the other: an expert's begin at"
             " its number times rows_each.",
             GAPS,
-            "pass",
+            "places = torch.arange(len(flat))",
         ),
         Wrong(
             "filled_with_a_token",
             "Rows that are left over are the first token's, and it gets gradients from them: they"
             " must be zeros.",
-            "numbers.new_full((num_rows + 1,), len(flat))",
-            "numbers.new_zeros(num_rows + 1)",
+            "order.new_full((num_rows + 1,), len(flat))",
+            "order.new_zeros(num_rows + 1)",
         ),
         Wrong(
             "gradient_of_first_pair",
             "In backward a token gets the gradient of one of its rows: x is in k rows.",
             "return Conjugate.apply(self._spread, self._collect, x)",
-            "return Conjugate.apply(self._spread,"
-            " lambda dy: F.pad(dy, (0, 0, 0, 1))[self.places][:: self.k], x)",
+            f"return Conjugate.apply(self._spread, lambda y: {COPY}[:-1][:: self.shape[1]], x)",
         ),
     ),
     also_right=(

@@ -141,38 +141,31 @@ def add_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
 class Exchange:
     """Rows that travel between `start` and `wait`; in backward their gradients travel back.
 
-    The backward of `wait` starts the reverse message, the backward of `start` waits for it. So only
-    both together are each other's transpose, as Conjugate asks.
+    `start` gives an empty tensor, which only tells autograd that `wait` follows: so the backward of
+    `wait` starts the reverse message, the backward of `start` waits for it.
     """
 
     def __init__(self, axis: Axis, to_each: list[int], from_each: list[int]) -> None:
         self.axis, self.there, self.back = axis, (to_each, from_each), (from_each, to_each)
 
     def start(self, rows: Tensor) -> Tensor:
-        """[rows that leave, ..] -> [rows that arrive, ..], which must not be read before `wait`"""
-        return Conjugate.apply(partial(self._begin, self.there), self._end_back, rows)
+        """[rows that leave, ..] -> [0], for `wait`"""
+        return Conjugate.apply(partial(self._start, self.there), self._wait, rows)
 
-    def wait(self, arriving: Tensor) -> Tensor:
-        return Conjugate.apply(self._end, self._begin_back, arriving)
+    def wait(self, started: Tensor) -> Tensor:
+        """[0] -> [rows that arrive, ..]"""
+        return Conjugate.apply(self._wait, partial(self._start, self.back), started)
 
-    def _begin(self, sizes: tuple[list[int], list[int]], rows: Tensor) -> Tensor:
+    def _start(self, sizes: tuple[list[int], list[int]], rows: Tensor) -> Tensor:
         self.sent = rows.contiguous()  # alive until it has left
-        arriving, self.work = start_exchange(self.sent, *sizes, self.axis)
-        return arriving
+        self.arriving, self.work = start_exchange(self.sent, *sizes, self.axis)
+        return rows.new_empty(0)
 
-    def _end(self, arriving: Tensor) -> Tensor:
+    def _wait(self, started: Tensor) -> Tensor:
         self.work.wait()
-        del self.sent
-        return arriving.view_as(arriving)
-
-    def _begin_back(self, gradient: Tensor) -> Tensor:
-        # autograd checks the shape of what is returned here. What comes back has another shape: it
-        # is kept for `_end_back`, and the gradient that has left only stands in for it.
-        self.arriving_back = self._begin(self.back, gradient)
-        return gradient
-
-    def _end_back(self, stand_in: Tensor) -> Tensor:
-        return self._end(self.arriving_back)
+        arriving = self.arriving
+        del self.sent, self.arriving
+        return arriving
 
 
 def start_exchange(

@@ -120,20 +120,19 @@ class Limit:
         capacity = self.capacity(len(experts))
         if capacity == len(experts):
             return experts
-        flat, numbers = experts.flatten(), torch.arange(experts.numel(), device=experts.device)
-        first = numbers  # an expert keeps its first tokens, or those with the largest weights
-        if self.routing.moe_token_drop_policy == "probs":
+        flat, first = experts.flatten(), torch.arange(experts.numel(), device=experts.device)
+        if self.routing.moe_token_drop_policy == "probs":  # else an expert keeps its first tokens
             first = weights.flatten().argsort(descending=True, stable=True)
         order = first[flat[first].argsort(stable=True)]  # by expert, then by preference
-        place = torch.empty_like(numbers).scatter_(0, order, numbers)
-        place -= first_places(flat, self.num_experts)  # among the pairs of its own expert
-        return flat.where(place < capacity, self.num_experts).view_as(experts)
+        ranked = flat[order]
+        kept = ranked.where(places_in_groups(ranked, self.num_experts) < capacity, self.num_experts)
+        return torch.empty_like(flat).scatter_(0, order, kept).view_as(experts)
 
 
-def first_places(experts: Tensor, num_experts: int) -> Tensor:
-    """For each pair [n k]: how many pairs have an expert before its own."""
+def places_in_groups(experts: Tensor, num_experts: int) -> Tensor:
+    """The place of each pair among those of its expert, of sorted experts: 0 0 2 2 -> 0 1 0 1."""
     counts = count(experts, num_experts)
-    return (counts.cumsum(0) - counts)[experts]
+    return torch.arange(len(experts), device=experts.device) - (counts.cumsum(0) - counts)[experts]
 
 
 class Dispatch:
@@ -170,7 +169,7 @@ def on_device(numbers: Sequence, device: torch.device) -> Tensor:
 
 
 class Pairs:
-    """The pairs (token, one of its experts) [n k], and the rows [r] that have them by expert.
+    """The pairs (token, one of its experts) [n, k], and the rows [r] that have them by expert.
 
     Dropped pairs, whose expert is num_experts, have no row. With `rows_each` every expert has so
     many rows, the last ones zero if it has fewer pairs: no shape depends on what the router chose.
@@ -178,18 +177,14 @@ class Pairs:
     """
 
     def __init__(self, experts: Tensor, num_rows: int, rows_each: int | None = None) -> None:
-        flat = experts.flatten()
-        numbers, order = torch.arange(len(flat), device=flat.device), flat.argsort(stable=True)
-        places = torch.empty_like(numbers).scatter_(0, order, numbers)  # the row of each pair
+        self.shape, flat = experts.shape, experts.flatten()
+        order = flat.argsort(stable=True)
         if rows_each:
-            places += flat * rows_each - first_places(flat, num_rows // rows_each)
-        places = places.clamp(max=num_rows)  # dropped pairs: behind the last row
-        if rows_each:
-            empty = numbers.new_full((num_rows + 1,), len(flat))  # behind the last pair
-            order = empty.scatter_(0, places, numbers)
-        # order[row] is the pair in a row, places[pair] its row; an index past the end reads a zero.
-        self.order, self.places, self.k = order[:num_rows], places, experts.shape[1]
-        self.fills, self.drops = bool(rows_each), num_rows < len(flat) or bool(rows_each)
+            ranked = flat[order]
+            places = ranked * rows_each + places_in_groups(ranked, num_rows // rows_each)
+            empty = order.new_full((num_rows + 1,), len(flat))
+            order = empty.scatter_(0, places.clamp(max=num_rows), order)  # the last row: dropped
+        self.order = order[:num_rows]  # the pair in each row; behind the last pair if it is empty
 
     def spread(self, x: Tensor) -> Tensor:
         """x of each token [n, E] -> of each pair, sorted [r, E]"""
@@ -201,12 +196,11 @@ class Pairs:
 
     def sort(self, weights: Tensor) -> Tensor:
         """[n, k] -> of each pair, sorted [r]"""
-        weights = weights.flatten()
-        return (F.pad(weights, (0, 1)) if self.fills else weights)[self.order]
+        return F.pad(weights.flatten(), (0, 1))[self.order]
 
     def _spread(self, x: Tensor) -> Tensor:
-        return (F.pad(x, (0, 0, 0, 1)) if self.fills else x)[self.order // self.k]
+        return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
 
     def _collect(self, y: Tensor) -> Tensor:
-        y = (F.pad(y, (0, 0, 0, 1)) if self.drops else y)[self.places]
-        return y.view(len(y) // self.k, self.k, -1).sum(1) if self.k > 1 else y
+        pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
+        return pairs[:-1].unflatten(0, self.shape).sum(1)
