@@ -18,7 +18,7 @@ There are three losses, with the coefficients moe_seq_aux_loss_coeff (f_i of eac
 moe_aux_loss_coeff (of this micro-batch's sequences) and moe_global_aux_loss_coeff (of all that the
 step has seen so far, on all ranks). self.sum_over_sequences adds up counts [B, X] over ranks with
 other tokens of the same sequences, self.sum_over_batch counts [X] over those with other sequences:
-call the latter for the third loss only. self.tally.so_far[self.layer] is for the counts of a step.
+call the latter for the third loss only, whose counts self.tally.counts_of_step[self.layer] keeps.
 Report each loss that has a coefficient, without it, of this rank's tokens, by self.tally.add(
 self.layer, name, loss): "seq_load_balancing_loss", "load_balancing_loss",
 "global_load_balancing_loss".
@@ -28,15 +28,15 @@ Read: extensions/experts/router.py.
 HINTS = (
     "Count choices by sequence; sum them over three scopes; each scope gives the f of one loss.",
     "shares.topk(self.config.num_experts_per_tok).indices, scatter_, self.sum_over_sequences,"
-    " self.sum_over_batch, self.tally.so_far[self.layer], self.tally.add, self.routing.",
+    " self.sum_over_batch, self.tally.counts_of_step[self.layer], self.tally.add, self.routing.",
     "The first scope is counts [B, X], after self.sum_over_sequences; the second is counts.sum(0);"
-    " the third is tally.so_far[self.layer], after self.sum_over_batch(counts.sum(0)) is added to"
-    " it in place. f is X times a scope, divided by the scope's sum over experts. A loss is the sum"
-    " of f times shares; its gradient is coefficient times f. Add up the gradients of all losses.",
+    " the third is tally.counts_of_step[self.layer], to which self.sum_over_batch(counts.sum(0)) is"
+    " added in place. f is X times a scope, divided by the scope's sum over experts. A loss is the"
+    " sum of f times shares; its gradient is coefficient times f. Add up all losses' gradients.",
 )
 
 COEFFICIENTS = {"seq": 0.3, "batch": 0.05, "global": 0.7}
-NAMES = {"seq": "seq_load_balancing_loss", "batch": "load_balancing_loss"}
+NAMES = {"batch": "load_balancing_loss", "seq": "seq_load_balancing_loss"}
 NAMES |= {"global": "global_load_balancing_loss"}
 MICRO_BATCHES = 2
 
@@ -75,7 +75,7 @@ def on_rank(rank, case: Case) -> dict:
             moe_global_aux_loss_coeff=on["global"],
         ),
         config=config,
-        tally=course.router.Tally(config, torch.device("cpu")),
+        tally=course.router.RoutingCounts(config, torch.device("cpu")),
         layer=1,
         sum_over_sequences=partial(course.collectives.all_reduce, axis=axes.cp_tp),
         sum_over_batch=partial(course.collectives.all_reduce, axis=axes.dp),
@@ -117,7 +117,7 @@ def expected(case: Case) -> list[dict]:
                 for name in case.losses.split():
                     tally[name] += float((shares_of(case, dp, cp, i)[b] * f[name]).sum())
             result[f"gradient, micro-batch {i}"] = torch.stack(rows)[:, None]
-        # A row has the experts, "dropped", "tokens", the three losses and "z".
+        # A row has the experts, "dropped", "tokens", the three losses and "z_loss".
         table = torch.zeros(2, case.experts + 6, dtype=torch.float64)
         table[1, case.experts + 2 : -1] = torch.tensor(list(tally.values()), dtype=torch.float64)
         results.append(result | {"losses, and what else the tally has": table})
@@ -143,7 +143,7 @@ def picture(runs) -> str:
     return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
 
 
-STEP = "so_far += self.sum_over_batch(counts.sum(0))"
+STEP = "of_step += self.sum_over_batch(counts.sum(0))"
 F = "(X * scope / scope.sum(-1, keepdim=True))"
 
 EXERCISE = Exercise(
@@ -172,13 +172,13 @@ EXERCISE = Exercise(
             "step_forgotten",
             "The global loss counts this micro-batch alone, not what the step has seen before.",
             STEP,
-            "so_far = self.sum_over_batch(counts.sum(0))",
+            "of_step = self.sum_over_batch(counts.sum(0))",
         ),
         Wrong(
             "own_batch_only",
             "The global loss counts this rank's sequences alone, not those of other ranks.",
             STEP,
-            "so_far += counts.sum(0)",
+            "of_step += counts.sum(0)",
         ),
         Wrong(
             "sequence_for_batch",
@@ -256,8 +256,8 @@ def _balance(self, shares):
     if routing.moe_aux_loss_coeff:
         total = total + use("load_balancing_loss", routing.moe_aux_loss_coeff, whole)
     if routing.moe_global_aux_loss_coeff:
-        self.tally.so_far[self.layer] += self.sum_over_batch(whole.clone())
-        seen = self.tally.so_far[self.layer]
+        self.tally.counts_of_step[self.layer] += self.sum_over_batch(whole.clone())
+        seen = self.tally.counts_of_step[self.layer]
         total = total + use("global_load_balancing_loss", routing.moe_global_aux_loss_coeff, seen)
     return total[:, :1]
 """,

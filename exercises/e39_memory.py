@@ -95,14 +95,14 @@ def elements_per_token(*sizes: int) -> tuple[float, float]:
     import torch
 
     from picotron_min.extensions.experts.moe import apply_moe
-    from picotron_min.extensions.experts.router import Tally
+    from picotron_min.extensions.experts.router import RoutingCounts
     from picotron_min.extensions.overlap.linear import WeightGradients, apply_queue, take_apart
     from picotron_min.extensions.settings import Routing
     from picotron_min.model import Llama
 
     config = config_of(*sizes)
     model, queue = Llama(config), WeightGradients()
-    apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
+    apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
     take_apart(model.double())
     queue.split = True
     apply_queue(model, queue)

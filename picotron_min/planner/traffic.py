@@ -39,7 +39,7 @@ def planned_ledger(
     _Activations(sent, model_config, layout, workload).of_rank(layout.coordinates(rank).pp)
     add_parameters(sent, model_config, layout, workload, rank)
     X, L = model_config.num_local_experts, model_config.num_hidden_layers
-    numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; router.Tally
+    numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; RoutingCounts
     sent.all_reduce("world", BYTES["float64"] * numbers)
     return sent
 

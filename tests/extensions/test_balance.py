@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from picotron_min.extensions.experts.balance import measure_balance
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.runtime.metrics import MetricsLog
 from picotron_min.runtime.wording import human
@@ -22,7 +22,7 @@ EXPERTS = {"num_local_experts": 4, "moe_intermediate_size": 16}
 
 def table(*rows: tuple) -> torch.Tensor:
     """A row a layer: (the tokens of each expert, then the other columns by name)."""
-    tally = Tally(MODEL, torch.device("cpu"))
+    tally = RoutingCounts(MODEL, torch.device("cpu"))
     for layer, (counts, columns) in enumerate(rows):
         tally.table[layer, :4] = torch.tensor(counts)
         for name, value in columns.items():
@@ -31,15 +31,20 @@ def table(*rows: tuple) -> torch.Tensor:
 
 
 ROUTED = table(
-    ((10, 6, 2, 2), {"tokens": 10, "seq_load_balancing_loss": 15, "z": 40}),
+    ((10, 6, 2, 2), {"tokens": 10, "seq_load_balancing_loss": 15, "z_loss": 40}),
     ((0, 0, 0, 0), {}),  # without experts
-    ((3, 3, 3, 3), {"tokens": 10, "seq_load_balancing_loss": 10, "z": 20, "dropped": 8}),
+    ((3, 3, 3, 3), {"tokens": 10, "seq_load_balancing_loss": 10, "z_loss": 20, "dropped": 8}),
 )
+
+
+def means(routed: torch.Tensor, config: ModelConfig, routing: Routing) -> dict:
+    measures = measure_balance(routed, config, routing)
+    return {name: value for name, value in measures.items() if "per_layer" not in name}
 
 
 def test_measures_are_means_over_tokens_and_over_layers_with_experts():
     routing = Routing(moe_seq_aux_loss_coeff=0.01, moe_z_loss_coeff=0.1)
-    assert measure_balance(ROUTED, MODEL, routing) == {
+    assert means(ROUTED, MODEL, routing) == {
         "load_balancing_loss": None,
         "seq_load_balancing_loss": 1.25,
         "global_load_balancing_loss": None,
@@ -51,19 +56,19 @@ def test_measures_are_means_over_tokens_and_over_layers_with_experts():
 
 def test_layers_are_measured_each_where_that_is_wanted():
     routing = Routing(moe_seq_aux_loss_coeff=0.01)
-    measures = measure_balance(ROUTED, MODEL, routing, per_layer=True)
+    measures = measure_balance(ROUTED, MODEL, routing)
     assert measures["load_imbalance_per_layer"] == [2, None, 1]
     assert measures["dropped_per_layer"] == [0, None, 0.4]
     assert measures["seq_load_balancing_loss_per_layer"] == [1.5, None, 1]
     assert measures["z_loss_per_layer"] == [None] * 3
-    without = measure_balance(ROUTED, MODEL, routing)
+    without = means(ROUTED, MODEL, routing)
     assert without.items() <= measures.items() and len(measures) == 2 * len(without)
 
 
 @pytest.mark.parametrize("coefficient", ["seq_aux", "aux", "global_aux", "z"])
 def test_a_loss_is_measured_if_it_has_a_coefficient(coefficient):
     routing = replace(OFF, **{f"moe_{coefficient}_loss_coeff": 0.1})
-    known = {n: v for n, v in measure_balance(ROUTED, MODEL, routing).items() if v is not None}
+    known = {n: v for n, v in means(ROUTED, MODEL, routing).items() if v is not None}
     kind = coefficient.removesuffix("aux").replace("z", "z_")
     name = "z_loss" if coefficient == "z" else f"{kind}load_balancing_loss"
     assert known.keys() == {name, "load_imbalance", "dropped"}
@@ -71,7 +76,7 @@ def test_a_loss_is_measured_if_it_has_a_coefficient(coefficient):
 
 def test_a_dense_model_has_no_such_measures():
     dense = replace(MODEL, num_local_experts=0)
-    assert measure_balance(Tally(dense, torch.device("cpu")).table, dense, OFF) == {}
+    assert measure_balance(RoutingCounts(dense, torch.device("cpu")).table, dense, OFF) == {}
 
 
 def test_measures_are_metrics_of_a_step_like_others(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from picotron_min.extensions.experts import dispatch as expert_parallel
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
 from picotron_min.extensions.experts.moe import MoE
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.mesh import build_axes
@@ -72,7 +72,7 @@ KINDS = [
 
 
 def make_moe() -> MoE:
-    moe = MoE(SMALL, Routing(), Tally(SMALL, CPU), 0).double()
+    moe = MoE(SMALL, Routing(), RoutingCounts(SMALL, CPU), 0).double()
     for seed, parameter in enumerate(moe.parameters()):
         parameter.data.copy_(drawn(*parameter.shape, seed=seed))
     return moe
@@ -333,7 +333,9 @@ def counts_of(config: Config) -> tuple[list, bool]:
     tally = training.experts[0].tally
 
     def state() -> list[Tensor]:
-        return [t.clone() for t in (tally.table, tally.so_far, *training.model.buffers.values())]
+        return [
+            t.clone() for t in (tally.table, tally.counts_of_step, *training.model.buffers.values())
+        ]
 
     before = state()
     assert before[0].any() and before[1].any() and before[2].any()

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from picotron_min.collectives import Ledger
 from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory import offload
 from picotron_min.extensions.memory.offload import HostMemory
 from picotron_min.extensions.overlap.boundary import Boundary
@@ -176,7 +176,7 @@ def build(
 ) -> Llama:
     torch.manual_seed(0)
     model, queue = Llama(config), WeightGradients() if queue is None else queue
-    apply_moe(model, Routing(), Tally(config, torch.device("cpu")))
+    apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
     alone = SimpleNamespace(size=1, share=0.0, ledger=Ledger())
     apply_queue(model, queue)
     workload = Workload(64, fp8=True, fp8_skip=skip)

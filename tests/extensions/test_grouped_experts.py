@@ -10,7 +10,7 @@ from picotron_min.extensions.experts.grouped import (
     joined_view,
 )
 from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.overlap.linear import (
     WeightGradients,
     apply_copies,
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def make_experts(dtype: torch.dtype, grouped: bool):
     torch.manual_seed(0)
     model = Llama(CONFIG)
-    apply_moe(model, Routing(), Tally(CONFIG, CPU))
+    apply_moe(model, Routing(), RoutingCounts(CONFIG, CPU))
     moe, queue = model.model.layers["0"].mlp, WeightGradients()
     take_apart(model)
     if dtype == torch.bfloat16:

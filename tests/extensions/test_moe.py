@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min.extensions.experts.moe import Limit, MoE, apply_moe
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.model import MLP, Llama
 
@@ -40,7 +40,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make_moe(config: ModelConfig, layer: int = 1, **routing) -> MoE:
-    moe = MoE(config, Routing(**QUIET | routing), Tally(config, CPU), layer).double()
+    moe = MoE(config, Routing(**QUIET | routing), RoutingCounts(config, CPU), layer).double()
     for seed, tensor in enumerate([*moe.parameters(), *moe.buffers()]):
         tensor.data.copy_(0.5 * drawn(*tensor.shape, seed=seed))
     return moe
@@ -268,7 +268,7 @@ def test_layers_named_as_dense_keep_their_mlp():
     config = MODELS["softmax"].override(mlp_only_layers=(1,), tie_word_embeddings=True)
     with torch.device("meta"):
         model = Llama(config)
-        apply_moe(model, Routing(), Tally(config, torch.device("meta")))
+        apply_moe(model, Routing(), RoutingCounts(config, torch.device("meta")))
     mlps = [layer.mlp for layer in model.model.layers.values()]
     assert [type(mlp) for mlp in mlps] == [MoE, MLP, MoE]
     assert [mlps[i].gate.layer for i in (0, 2)] == [0, 2]
@@ -280,7 +280,7 @@ def test_layers_named_as_dense_keep_their_mlp():
 def test_names_and_shapes_are_those_of_the_config(model):
     with torch.device("meta"):
         llama = Llama(MODELS[model])
-        apply_moe(llama, Routing(), Tally(MODELS[model], torch.device("meta")))
+        apply_moe(llama, Routing(), RoutingCounts(MODELS[model], torch.device("meta")))
     shapes = {name: tuple(p.shape) for name, p in llama.named_parameters()}
     assert shapes == MODELS[model].parameter_shapes()
     buffers = {name: tuple(b.shape) for name, b in llama.named_buffers()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
-from picotron_min.extensions.experts.router import Router, Tally, route
+from picotron_min.extensions.experts.router import LOSSES, Router, RoutingCounts, route
 from picotron_min.extensions.settings import ModelConfig, Routing
 
 SHAPE = ModelConfig(61, 8, 8, 2, 2, 2, num_local_experts=8, num_experts_per_tok=3)
@@ -125,7 +125,7 @@ DP, M, B, S, E = 2, 3, 4, 4, 8  # as many rows as places: dims taken for each ot
 
 
 def make_router(config: ModelConfig, routing: Routing, weight: Tensor, bias: Tensor | None):
-    tally = Tally(config, CPU)
+    tally = RoutingCounts(config, CPU)
     router = Router(config, routing, tally, layer=1).double()
     router.weight.data.copy_(weight)
     if bias is not None:
@@ -164,7 +164,7 @@ def objective(x: Tensor, weight: Tensor, upstream: Tensor, config, bias, routing
         scores = scores / scores.sum(-1, keepdim=True)
     counts = users(shares.detach(), k)
     total = {"task": (scores * config.routed_scaling_factor * upstream).sum()}
-    total |= dict.fromkeys(Tally.LOSSES, 0.0)
+    total |= dict.fromkeys(LOSSES, 0.0)
     for j, d in itertools.product(range(M), range(DP)):
         for b in range(B):
             of_sequence = counts[j, d, b].sum(0)
@@ -174,8 +174,8 @@ def objective(x: Tensor, weight: Tensor, upstream: Tensor, config, bias, routing
         total["load_balancing_loss"] += aux(of_batch, of_rank, B * S, k)
         seen = (j + 1) * DP * B * S
         total["global_load_balancing_loss"] += aux(of_batch, so_far, seen, k)
-    total["z"] = logits.logsumexp(-1).square().sum()
-    loss = total["task"] + routing.moe_z_loss_coeff * total["z"]
+    total["z_loss"] = logits.logsumexp(-1).square().sum()
+    loss = total["task"] + routing.moe_z_loss_coeff * total["z_loss"]
     loss += routing.moe_seq_aux_loss_coeff * total["seq_load_balancing_loss"]
     loss += routing.moe_aux_loss_coeff * total["load_balancing_loss"]
     loss += routing.moe_global_aux_loss_coeff * total["global_load_balancing_loss"]
@@ -233,11 +233,14 @@ def test_gradients_are_those_of_the_objective_written_out(model, scopes, recompu
     dw, dx, table = ranks_gradients(*args)
     torch.testing.assert_close(dw, expected_dw, rtol=0, atol=1e-12)
     torch.testing.assert_close(dx, expected_dx, rtol=0, atol=1e-12)
-    on = {"seq_load_balancing_loss": routing.moe_seq_aux_loss_coeff, "z": routing.moe_z_loss_coeff}
+    on = {
+        "seq_load_balancing_loss": routing.moe_seq_aux_loss_coeff,
+        "z_loss": routing.moe_z_loss_coeff,
+    }
     on["load_balancing_loss"] = routing.moe_aux_loss_coeff
     on["global_load_balancing_loss"] = routing.moe_global_aux_loss_coeff
-    for name in Tally.LOSSES:
-        counted = table[1, 8 + Tally.COLUMNS.index(name)].item()
+    for name in LOSSES:
+        counted = table[1, 8 + RoutingCounts.COLUMNS.index(name)].item()
         assert counted == pytest.approx(totals[name].item() if on[name] else 0.0, abs=1e-11), name
     assert not table[0].any(), "the other layer has no router"
 
@@ -247,8 +250,8 @@ def balance_of(logits: Tensor, config: ModelConfig = SHAPE) -> dict[str, float]:
     routing = Routing(**EACH)
     router, tally = make_router(config, routing, torch.eye(8, **DOUBLE), None)
     router(logits)
-    names, tokens = Tally.LOSSES[:3], logits.shape[0] * logits.shape[1]
-    return {n: tally.table[1, 8 + Tally.COLUMNS.index(n)].item() / tokens for n in names}
+    names, tokens = list(LOSSES)[:3], logits.shape[0] * logits.shape[1]
+    return {n: tally.table[1, 8 + RoutingCounts.COLUMNS.index(n)].item() / tokens for n in names}
 
 
 def test_a_balance_loss_is_1_on_uniform_scores_and_most_on_collapse():
@@ -291,16 +294,16 @@ def test_without_gradients_nothing_is_counted():
     with torch.no_grad():
         weights, experts = router(x)
         tally.count(1, experts.flatten(0, 1))
-    assert not tally.table.any() and not tally.so_far.any()
+    assert not tally.table.any() and not tally.counts_of_step.any()
     with_gradients, same = router(x)
     assert torch.equal(with_gradients, weights) and torch.equal(same, experts)
-    assert tally.table.any() and tally.so_far.any()
+    assert tally.table.any() and tally.counts_of_step.any()
     tally.begin()
-    assert not tally.table.any() and not tally.so_far.any()
+    assert not tally.table.any() and not tally.counts_of_step.any()
 
 
 def test_a_router_chooses_by_float32_scores_under_autocast():
-    tally = Tally(SHAPE, CPU)
+    tally = RoutingCounts(SHAPE, CPU)
     router = Router(SHAPE, Routing(), tally, layer=0)
     router.weight.data.copy_(drawn(8, E, scale=0.02))
     x = drawn(4, 64, E, seed=1).bfloat16()
@@ -314,19 +317,19 @@ def test_a_router_chooses_by_float32_scores_under_autocast():
 
 
 def test_a_tally_counts_each_expert_and_what_is_dropped():
-    tally = Tally(SHAPE, CPU)
+    tally = RoutingCounts(SHAPE, CPU)
     tally.count(1, torch.tensor([[0, 3, 8], [3, 8, 8]]))  # expert 8 does not exist: dropped
     tally.count(1, torch.tensor([[7, 3, 0]]))
     with tally.paused():
         tally.count(1, torch.tensor([[7, 3, 0]]))
     expected = {0: 2, 3: 3, 7: 1, 8: 3, 9: 3}  # 8: dropped pairs, 9: tokens
     assert tally.table[1].tolist() == [float(expected.get(i, 0)) for i in range(14)]
-    assert Tally.COLUMNS[:2] == ("dropped", "tokens") and len(Tally.COLUMNS) == 6
+    assert RoutingCounts.COLUMNS[:2] == ("dropped", "tokens") and len(RoutingCounts.COLUMNS) == 6
 
 
 def test_biases_follow_the_rule_written_in_numpy():
     routers, rate = [], 0.013
-    routing, tally = Routing(moe_router_bias_update_rate=rate), Tally(SIGMOID, CPU)
+    routing, tally = Routing(moe_router_bias_update_rate=rate), RoutingCounts(SIGMOID, CPU)
     for layer in range(2):
         routers.append(Router(SIGMOID, routing, tally, layer))
         routers[-1].e_score_correction_bias.zero_()
@@ -347,7 +350,7 @@ def test_biases_follow_the_rule_written_in_numpy():
 
 
 def test_softmax_routers_have_no_bias_to_update():
-    tally = Tally(SHAPE, CPU)
+    tally = RoutingCounts(SHAPE, CPU)
     router = Router(SHAPE, Routing(), tally, 0)
     assert router.e_score_correction_bias is None and not dict(router.named_buffers())
     tally.update_biases([router], torch.ones(2, 14, **DOUBLE))

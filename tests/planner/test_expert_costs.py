@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.model import Llama
@@ -36,7 +36,7 @@ B, S = 2, 64
 
 
 def build(model_config: ModelConfig, recompute: str) -> Llama:
-    model, tally = Llama(model_config), Tally(model_config, torch.device("cpu"))
+    model, tally = Llama(model_config), RoutingCounts(model_config, torch.device("cpu"))
     apply_moe(model, Routing(), tally)
     for bias in model.buffers():
         bias.zero_()

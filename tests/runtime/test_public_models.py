@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import Tally
+from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import SIZES, ModelConfig, Routing
 from picotron_min.model import Llama
 from picotron_min.model_config import RopeScaling
@@ -28,7 +28,7 @@ def test_presets_have_the_parameters_that_transformers_builds(name):
     model_config = PRESETS[name]
     with torch.device("meta"):
         ours = Llama(model_config)
-        apply_moe(ours, Routing(), Tally(model_config, torch.device("meta")))
+        apply_moe(ours, Routing(), RoutingCounts(model_config, torch.device("meta")))
         their_config = transformers.AutoConfig.for_model(**to_hf(model_config))
         theirs = transformers.AutoModelForCausalLM.from_config(their_config)
     theirs.tie_weights()  # 5.0 did not, without memory

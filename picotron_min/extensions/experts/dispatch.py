@@ -135,7 +135,7 @@ def add_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
     if times == 1:
         return rows
     chunks = rows.split([times * length for length in lengths])
-    return torch.cat([x.view(times, -1, *x.shape[1:]).sum(0) for x in chunks])
+    return torch.cat([x.unflatten(0, (times, -1)).sum(0) for x in chunks])
 
 
 class Exchange:

@@ -9,7 +9,7 @@ from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
 from picotron_min.extensions.experts.grouped import apply_grouped_experts
 from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import Router, Tally, apply_forced_balance
+from picotron_min.extensions.experts.router import Router, RoutingCounts, apply_forced_balance
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
@@ -24,13 +24,10 @@ class Experts(Extension):
         axes: Axes,
         device: torch.device,
     ) -> None:
-        self.model_config, self.layout = model_config, layout
-        self.workload, self.axes = workload, axes
-        self.tally = Tally(model_config, device)
+        self.model_config, self.layout, self.workload = model_config, layout, workload
+        self.axes, self.device = axes, device
+        self.tally = RoutingCounts(model_config, device)
         self.routers: list[Router] = []
-        # The router of a tensor-parallel rank sees a part of the sequence.
-        positions = POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, workload.seq_length)
-        self.positions = positions.to(device).chunk(layout.tp)[axes.tp.rank]
 
     def swap(self, model: Llama) -> None:
         with torch.device("meta"):
@@ -49,7 +46,10 @@ class Experts(Extension):
         apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
         self.routers += [m for m in model.modules() if isinstance(m, Router)]
         if self.workload.routing.moe_router_force_load_balancing:
-            apply_forced_balance(model, self.workload.seq_length, self.positions)
+            S, cp, tp = self.workload.seq_length, self.axes.cp, self.axes.tp
+            positions = POSITIONS[self.layout.cp_engine](cp.rank, cp.size, S).to(self.device)
+            # The router of a tensor-parallel rank sees a part of the sequence.
+            apply_forced_balance(model, S, positions.chunk(tp.size)[tp.rank])
 
     def begin(self) -> None:
         self.tally.begin()
@@ -59,9 +59,7 @@ class Experts(Extension):
 
     def measures(self, totals: Tensor) -> dict[str, object]:
         self.routed = totals.view_as(self.tally.table)
-        return measure_balance(
-            self.routed, self.model_config, self.workload.routing, per_layer=True
-        )
+        return measure_balance(self.routed, self.model_config, self.workload.routing)
 
     def updated(self, totals: Tensor) -> None:
         self.tally.update_biases(self.routers, totals.view_as(self.tally.table))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_min.collectives import Conjugate
-from picotron_min.extensions.experts.router import Router, Tally, count
+from picotron_min.extensions.experts.router import Router, RoutingCounts, count
 from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
@@ -28,7 +28,7 @@ from picotron_min.model import MLP, Llama
 Run = Callable[[Tensor, list[int], Tensor], Tensor]  # MoE.run: rows, rows of each expert, weights
 
 
-def apply_moe(model: Llama, routing: Routing, tally: Tally) -> None:
+def apply_moe(model: Llama, routing: Routing, tally: RoutingCounts) -> None:
     """Give the layers of a model that have experts a mixture in place of their MLP."""
     for name, layer in model.model.layers.items():
         if model.config.has_experts(int(name)):
@@ -42,7 +42,9 @@ def mixtures(model: nn.Module) -> list["MoE"]:
 class MoE(nn.Module):
     """A layer's MLP: the experts that a router chooses for each token, and shared ones for all."""
 
-    def __init__(self, config: ModelConfig, routing: Routing, tally: Tally, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, routing: Routing, tally: RoutingCounts, layer: int
+    ) -> None:
         super().__init__()
         E, inner, X = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
         self.gate = Router(config, routing, tally, layer)

@@ -21,6 +21,7 @@ Strategy". In production: Megatron-LM's `TopKRouter`.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +30,25 @@ from torch import Tensor, nn
 from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.loss import wide
 
+LOSSES = {  # as metrics name them, each with its coefficient
+    "load_balancing_loss": "moe_aux_loss_coeff",
+    "seq_load_balancing_loss": "moe_seq_aux_loss_coeff",
+    "global_load_balancing_loss": "moe_global_aux_loss_coeff",
+    "z_loss": "moe_z_loss_coeff",
+}
 TINY = 1e-20  # added to sums: sigmoids of very negative logits are 0 in float32, and 0 / 0 is nan
 
 
 class Router(nn.Module):
     """Chooses k of X experts for each token."""
 
-    def __init__(self, config: ModelConfig, routing: Routing, tally: "Tally", layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, routing: Routing, tally: "RoutingCounts", layer: int
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
         bias = torch.empty(config.num_local_experts) if config.scoring_func == "sigmoid" else None
-        self.register_buffer("e_score_correction_bias", bias)  # updated once a step, see Tally
+        self.register_buffer("e_score_correction_bias", bias)  # updated after a step
         self.config, self.routing, self.tally, self.layer = config, routing, tally, layer
         # Over ranks with other tokens of the same sequences, and with other sequences: replaced by
         # apply_expert_parallel.
@@ -64,7 +73,7 @@ class Router(nn.Module):
         routing = self.routing
         if routing.moe_z_loss_coeff:
             z = logits.logsumexp(-1)
-            self.tally.add(self.layer, "z", z.detach().square().sum())
+            self.tally.add(self.layer, "z_loss", z.detach().square().sum())
             weights = _Attach.apply(weights, z, 2 * routing.moe_z_loss_coeff * z.detach())
         balances = routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff
         # A forward that is run again, for backward, only restores tensors, and its graph is thrown
@@ -80,13 +89,13 @@ class Router(nn.Module):
         best = shares.topk(self.config.num_experts_per_tok).indices  # without bias and groups
         counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
         counts = self.sum_over_sequences(counts)  # [B, X], of whole sequences
-        so_far = tally.so_far[self.layer]  # [X], of the step
+        of_step = tally.counts_of_step[self.layer]  # [X]
         if routing.moe_global_aux_loss_coeff:
-            so_far += self.sum_over_batch(counts.sum(0))
+            of_step += self.sum_over_batch(counts.sum(0))
         scopes = {  # a loss, its coefficient, and the tokens among which experts are to be even
             "seq_load_balancing_loss": (routing.moe_seq_aux_loss_coeff, counts),
             "load_balancing_loss": (routing.moe_aux_loss_coeff, counts.sum(0)),
-            "global_load_balancing_loss": (routing.moe_global_aux_loss_coeff, so_far),
+            "global_load_balancing_loss": (routing.moe_global_aux_loss_coeff, of_step),
         }
         gradient = torch.zeros_like(counts)
         for name, (coefficient, scope) in scopes.items():
@@ -120,16 +129,13 @@ def apply_forced_balance(model: nn.Module, seq_length: int, positions: Tensor) -
     for router in (m for m in model.modules() if isinstance(m, Router)):
         generator = torch.Generator().manual_seed(router.layer)
         table = torch.randn(seq_length, len(router.weight), generator=generator)[positions.cpu()]
-        router.logits = _replaced(router.logits, table.to(positions.device))
+        router.logits = partial(_forced, router.logits, table.to(positions.device))
 
 
-def _replaced(logits: Callable[[Tensor], Tensor], table: Tensor) -> Callable[[Tensor], Tensor]:
-    def replaced(x: Tensor) -> Tensor:
-        own = logits(x)
-        # The table, exactly, but the gradient goes to `own`: the work of a step stays the same.
-        return own - own.detach() + table
-
-    return replaced
+def _forced(logits: Callable[[Tensor], Tensor], table: Tensor, x: Tensor) -> Tensor:
+    own = logits(x)
+    # The table, exactly, but the gradient goes to `own`: the work of a step stays the same.
+    return own - own.detach() + table
 
 
 def route(
@@ -157,26 +163,25 @@ def route(
     return weights * config.routed_scaling_factor, experts, shares
 
 
-class Tally:
+class RoutingCounts:
     """What the routers of a rank count in a step: a row for each layer of the whole model.
 
     A row has the tokens of each expert, without dropped ones, then COLUMNS. Forwards that are run
     again, for backward, are not counted: see memory/recompute.py.
     """
 
-    LOSSES = ("seq_load_balancing_loss", "load_balancing_loss", "global_load_balancing_loss", "z")
     COLUMNS = ("dropped", "tokens", *LOSSES)  # after the experts
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         X, layers = config.num_local_experts, config.num_hidden_layers
         kind = {"dtype": torch.float64, "device": device}
         self.num_experts, self.is_paused = X, False
-        self.table = torch.zeros(layers if X else 0, X + len(self.COLUMNS), **kind)
-        self.so_far = torch.zeros(layers if X else 0, X, **kind)  # for the global balance
+        self.table = torch.zeros(layers, X + len(self.COLUMNS), **kind)
+        self.counts_of_step = torch.zeros(layers, X, **kind)  # for the global balance
 
     def begin(self) -> None:
         self.table.zero_()
-        self.so_far.zero_()
+        self.counts_of_step.zero_()
 
     def add(self, layer: int, column: str, value: Tensor | int) -> None:
         if not self.is_paused:
