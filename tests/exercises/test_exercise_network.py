@@ -25,7 +25,7 @@ from picotron_min.mesh import build_axes
 def everything(axis: Axis) -> tuple[list, float]:
     """Every operation of the course's collectives once, and the ledger's bytes."""
     from picotron_min import collectives  # those of a loaded course, within `simulate`
-    from picotron_min.extensions.experts.dispatch import start_exchange
+    from picotron_min.extensions.experts.dispatch import Exchange
     from picotron_min.extensions.sharding.collectives import (
         start_all_gather_,
         start_reduce_scatter_,
@@ -46,8 +46,8 @@ def everything(axis: Axis) -> tuple[list, float]:
     partial = x.view(n, -1).clone()
     start_reduce_scatter_(partial, axis).wait()
     to_each = [(rank + other) % 2 for other in range(n)]
-    received, work = start_exchange(x[: sum(to_each)], to_each, to_each, axis)
-    work.wait()
+    exchange = Exchange(axis, to_each, to_each)
+    received = exchange.wait(exchange.start(x[: sum(to_each)]))
     return [*results, rows, partial[rank], received], axis.ledger.bytes.total()
 
 

@@ -141,8 +141,9 @@ def add_chunks(rows: Tensor, lengths: list[int], times: int) -> Tensor:
 class Exchange:
     """Rows that travel between `start` and `wait`; in backward their gradients travel back.
 
-    `start` gives an empty tensor, which only tells autograd that `wait` follows: so the backward of
-    `wait` starts the reverse message, the backward of `start` waits for it.
+    The first to_each[0] rows go to rank 0, the next to_each[1] to rank 1, ...; from_each[0] rows
+    arrive from rank 0, ... What `start` gives is empty, and only tells autograd that `wait`
+    follows: so the backward of `wait` starts the reverse message, that of `start` waits for it.
     """
 
     def __init__(self, axis: Axis, to_each: list[int], from_each: list[int]) -> None:
@@ -150,15 +151,18 @@ class Exchange:
 
     def start(self, rows: Tensor) -> Tensor:
         """[rows that leave, ..] -> [0], for `wait`"""
-        return Conjugate.apply(partial(self._start, self.there), self._wait, rows)
+        return Conjugate.apply(partial(self._start, *self.there), self._wait, rows)
 
     def wait(self, started: Tensor) -> Tensor:
         """[0] -> [rows that arrive, ..]"""
-        return Conjugate.apply(self._wait, partial(self._start, self.back), started)
+        return Conjugate.apply(self._wait, partial(self._start, *self.back), started)
 
-    def _start(self, sizes: tuple[list[int], list[int]], rows: Tensor) -> Tensor:
+    def _start(self, to_each: list[int], from_each: list[int], rows: Tensor) -> Tensor:
         self.sent = rows.contiguous()  # alive until it has left
-        self.arriving, self.work = start_exchange(self.sent, *sizes, self.axis)
+        self.arriving = rows.new_empty(sum(from_each), *rows.shape[1:])
+        self.axis.ledger.record("exchange", self.sent[to_each[self.axis.rank] :])  # what leaves
+        lengths, options = (from_each, to_each), {"group": self.axis.group, "async_op": True}
+        self.work = dist.all_to_all_single(self.arriving, self.sent, *lengths, **options)
         return rows.new_empty(0)
 
     def _wait(self, started: Tensor) -> Tensor:
@@ -166,22 +170,6 @@ class Exchange:
         arriving = self.arriving
         del self.sent, self.arriving
         return arriving
-
-
-def start_exchange(
-    rows: Tensor, to_each: list[int], from_each: list[int], axis: Axis
-) -> tuple[Tensor, dist.Work]:
-    """Begin to send the first to_each[0] rows to rank 0, the next to_each[1] to rank 1, ...
-
-    After `.wait()` the result has from_each[0] rows of rank 0, from_each[1] of rank 1, ... The
-    ledger counts the rows that leave.
-    """
-    axis.ledger.record("exchange", rows[to_each[axis.rank] :])  # as many as leave
-    received = rows.new_empty(sum(from_each), *rows.shape[1:])
-    sizes = {"output_split_sizes": from_each, "input_split_sizes": to_each}
-    return received, dist.all_to_all_single(
-        received, rows, **sizes, group=axis.group, async_op=True
-    )
 
 
 class GatherDispatch(Dispatch):

@@ -8,8 +8,8 @@ from picotron_min.extension import Extension
 from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
 from picotron_min.extensions.experts.grouped import apply_grouped_experts
-from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import Router, RoutingCounts, apply_forced_balance
+from picotron_min.extensions.experts.moe import apply_moe, mixtures
+from picotron_min.extensions.experts.router import Router, RoutingCounts, force_balance
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
@@ -44,12 +44,13 @@ class Experts(Extension):
             bias.zero_()
         dtype = getattr(torch, self.workload.dtype)
         apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
-        self.routers += [m for m in model.modules() if isinstance(m, Router)]
+        routers = [moe.gate for moe in mixtures(model)]
+        self.routers += routers
         if self.workload.routing.moe_router_force_load_balancing:
             S, cp, tp = self.workload.seq_length, self.axes.cp, self.axes.tp
             positions = POSITIONS[self.layout.cp_engine](cp.rank, cp.size, S).to(self.device)
             # The router of a tensor-parallel rank sees a part of the sequence.
-            apply_forced_balance(model, S, positions.chunk(tp.size)[tp.rank])
+            force_balance(routers, S, positions.chunk(tp.size)[tp.rank])
 
     def begin(self) -> None:
         self.tally.begin()

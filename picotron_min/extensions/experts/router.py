@@ -121,12 +121,12 @@ class _Attach(torch.autograd.Function):
         return dx, ctx.gradient, None
 
 
-def apply_forced_balance(model: nn.Module, seq_length: int, positions: Tensor) -> None:
+def force_balance(routers: Iterable[Router], seq_length: int, positions: Tensor) -> None:
     """Replace routers' choices by random ones, in place: benchmarks then measure an even routing.
 
     Logits depend on the layer and the position alone; `positions` [S/cp/tp] are this rank's.
     """
-    for router in (m for m in model.modules() if isinstance(m, Router)):
+    for router in routers:
         generator = torch.Generator().manual_seed(router.layer)
         table = torch.randn(seq_length, len(router.weight), generator=generator)[positions.cpu()]
         router.logits = partial(_forced, router.logits, table.to(positions.device))
