@@ -143,7 +143,7 @@ class Exchange:
 
     The first to_each[0] rows go to rank 0, the next to_each[1] to rank 1, ...; from_each[0] rows
     arrive from rank 0, ... What `start` gives is empty, and only tells autograd that `wait`
-    follows: so the backward of `wait` starts the reverse message, that of `start` waits for it.
+    follows: `wait`'s backward starts the reverse message, `start`'s backward waits for it.
     """
 
     def __init__(self, axis: Axis, to_each: list[int], from_each: list[int]) -> None:

@@ -27,7 +27,7 @@ class Mixture(ModelConfig):
     num_local_experts: int = 0  # MLPs of a layer, of which each token uses some; 0: one MLP for all
     num_experts_per_tok: int = 2
     moe_intermediate_size: int | None = None  # of an expert; None: intermediate_size
-    n_shared_experts: int = 0  # every token also uses an MLP of so many times an expert's size
+    n_shared_experts: int = 0  # every token also uses an MLP of this many times an expert's size
     moe_shared_expert_gate: bool = False  # which a learned number between 0 and 1 scales
     mlp_only_layers: tuple[int, ...] = ()  # layers without experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # turns a router's logits into scores

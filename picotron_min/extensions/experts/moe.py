@@ -80,7 +80,7 @@ class MoE(nn.Module):
     def run(self, rows: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
         """rows [r, E], sorted by expert, and their weights [r] -> [r, E]"""
         parts = zip(self.experts.values(), rows.split(sizes), weights.split(sizes), strict=True)
-        # An expert without tokens runs, too: its gradient, which is zero, must arrive.
+        # An expert without tokens also runs: its gradient, which is zero, must arrive.
         return torch.cat([expert(x, w) for expert, x, w in parts])
 
     def shared(self, x: Tensor) -> Tensor | None:  # of all tokens, gated for each one
@@ -132,7 +132,7 @@ class Limit:
 
 
 def places_in_groups(experts: Tensor, num_experts: int) -> Tensor:
-    """The place of each pair among those of its expert, of sorted experts: 0 0 2 2 -> 0 1 0 1."""
+    """The place of each pair among its expert's pairs, sorted by expert: 0 0 2 2 -> 0 1 0 1."""
     counts = count(experts, num_experts)
     return torch.arange(len(experts), device=experts.device) - (counts.cumsum(0) - counts)[experts]
 
@@ -173,7 +173,7 @@ def on_device(numbers: Sequence, device: torch.device) -> Tensor:
 class Pairs:
     """The pairs (token, one of its experts) [n, k], and the rows [r] that have them by expert.
 
-    Dropped pairs, whose expert is num_experts, have no row. With `rows_each` every expert has so
+    Dropped pairs, whose expert is num_experts, have no row. With `rows_each` every expert has that
     many rows, the last ones zero if it has fewer pairs: no shape depends on what the router chose.
     A token's k rows are added in their order, without atomic additions: so results repeat.
     """

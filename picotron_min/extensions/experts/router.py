@@ -11,7 +11,7 @@ There are two remedies:
 
 A balance loss is a sum over tokens, as the cross entropy is, and the step divides both by the
 number of target tokens: no rank, micro-batch or pipeline stage needs a factor. It is never added to
-the cross entropy, which is reported; only its gradient is added, to that of the scores.
+the cross entropy, which is reported; only its gradient is added to the gradient of the scores.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; the loss, Fedus et al. 2021,
 "Switch Transformers", section 2.2; the bias, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing
@@ -107,7 +107,7 @@ class Router(nn.Module):
 
 
 class _Attach(torch.autograd.Function):
-    """x, unchanged; backward gives `tensor` a gradient, too, as if its loss were in the total."""
+    """x, unchanged; backward also gives `tensor` a gradient, as if its loss were in the total."""
 
     @staticmethod
     def forward(ctx, x, tensor, gradient):
@@ -143,8 +143,8 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logits [..., X] -> weights and experts [..., k], and shares of the scores [..., X].
 
-    With groups of experts only those of the best topk_group groups are chosen; a group is as good
-    as its two best experts (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    With groups, experts are chosen from the best topk_group groups; a group is as good as its two
+    best experts (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
     """
     scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
     with torch.no_grad():
