@@ -38,15 +38,7 @@ from picotron_min.collectives import (
     all_to_all,
     reduce_scatter,
 )
-from picotron_min.extensions.experts.moe import (
-    Dispatch,
-    Limit,
-    Pairs,
-    Run,
-    mixtures,
-    on_device,
-    run_sorted,
-)
+from picotron_min.extensions.experts.moe import Dispatch, Limit, Pairs, Run, mixtures, on_device
 from picotron_min.extensions.experts.router import count
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
@@ -161,8 +153,9 @@ class Exchange:
         self.sent = rows.contiguous()  # alive until it has left
         self.arriving = rows.new_empty(sum(from_each), *rows.shape[1:])
         self.axis.ledger.record("exchange", self.sent[to_each[self.axis.rank] :])  # what leaves
-        lengths, options = (from_each, to_each), {"group": self.axis.group, "async_op": True}
-        self.work = dist.all_to_all_single(self.arriving, self.sent, *lengths, **options)
+        self.work = dist.all_to_all_single(
+            self.arriving, self.sent, from_each, to_each, group=self.axis.group, async_op=True
+        )
         return rows.new_empty(0)
 
     def _wait(self, started: Tensor) -> Tensor:
@@ -177,19 +170,18 @@ class GatherDispatch(Dispatch):
 
     def __init__(self, limit: Limit, axes: Axes) -> None:
         super().__init__(limit)
-        self.axis, self.each = axes.ep_etp, self.num_experts // axes.ep.size
-        self.first = axes.ep.rank * self.each
+        self.axis, self.ranks = axes.ep_etp, axes.ep_etp.size
+        self.num_experts //= axes.ep.size
+        self.first = axes.ep.rank * self.num_experts
 
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
-        rows_each = self.limit.rows_each(len(x))
-        rows_each = rows_each and rows_each * self.axis.size  # of all ranks' tokens
         gather = partial(all_gather, axis=self.axis, dim=0)  # [n, ..] -> [n ranks, ..]
         add = partial(reduce_scatter, axis=self.axis, dim=0)  # and back: the sum of all ranks'
         x, weights = Conjugate.apply(gather, add, x), Conjugate.apply(gather, add, weights)
         mine = gather(experts) - self.first
-        mine = mine.where((mine >= 0) & (mine < self.each), self.each)  # others are as if dropped
-        shared = meanwhile()
-        out = run_sorted(run, x, weights, mine, self.each, rows_each)
+        is_here = (mine >= 0) & (mine < self.num_experts)
+        mine = mine.where(is_here, self.num_experts)  # others are as if dropped
+        out, shared = super().__call__(x, weights, mine, run, meanwhile)
         return Conjugate.apply(add, gather, out), shared

@@ -142,6 +142,7 @@ class Dispatch:
 
     def __init__(self, limit: Limit) -> None:
         self.limit, self.num_experts = limit, limit.num_experts
+        self.ranks = 1  # whose tokens are here
 
     def __call__(
         self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
@@ -150,18 +151,14 @@ class Dispatch:
         # First, because torch's checkpoint ends a repeated forward at the last tensor that it
         # needs, the experts' last input. Shared experts after it would make all run again.
         shared = meanwhile()
-        rows_each = self.limit.rows_each(len(x))
-        return run_sorted(run, x, weights, experts, self.num_experts, rows_each), shared
-
-
-def run_sorted(
-    run: Run, x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, rows_each: int | None
-) -> Tensor:
-    """Run experts that are all on this rank: sort by expert, run, sum by token; [n, E] -> [n, E]"""
-    # Without padding the host waits for a GPU here, to learn the numbers of rows.
-    sizes = [rows_each] * num_experts if rows_each else count(experts, num_experts)[:-1].tolist()
-    pairs = Pairs(experts, sum(sizes), rows_each)
-    return pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights)))
+        rows_each = self.limit.rows_each(len(x) // self.ranks)
+        if rows_each:
+            rows_each *= self.ranks
+            sizes = [rows_each] * self.num_experts
+        else:  # the host waits for a GPU, to learn the numbers of rows
+            sizes = count(experts, self.num_experts)[:-1].tolist()
+        pairs = Pairs(experts, sum(sizes), rows_each)
+        return pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights))), shared
 
 
 def on_device(numbers: Sequence, device: torch.device) -> Tensor:
