@@ -133,7 +133,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _name(function) -> str:
-    """The names of a function and of those that it wraps: `_gathering of _recomputed of forward`."""
+    """A function's name, and those of what it wraps: `_gathering of _recomputed of forward`."""
     function = getattr(function, "_torchdynamo_orig_callable", function)  # of compiler.disable
     if isinstance(function, partial):
         inner = [f for f in function.args if callable(f) and not isinstance(f, nn.Module)]
