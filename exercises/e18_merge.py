@@ -151,7 +151,7 @@ EXERCISE = Exercise(
         """
 def merge_blocks(out_1, lse_1, out_2, lse_2):
     share = torch.sigmoid(lse_2 - lse_1)[..., None]
-    return out_1 + share * (out_2 - out_1), lse_1 - F.logsigmoid(lse_1 - lse_2)
+    return out_1 + share * (out_2 - out_1), lse_1 - torch.nn.functional.logsigmoid(lse_1 - lse_2)
 """,
     ),
 )

@@ -481,7 +481,7 @@ def saves_that_fail(folder: Path) -> None:
     first = training.saver.latest
     before = {path.name: path.read_bytes() for path in first.iterdir()}
     training.step(0)
-    for broken in ("runtime.saver.write_json", "checkpoint._sync", "checkpoint.dcp.save"):
+    for broken in ("runtime.saver.write_json", "runtime.folders._sync", "checkpoint.dcp.save"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"picotron_min.{broken}", fail)
             for step in (1, 2):
