@@ -14,6 +14,7 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.launch import return_freed_memory
 from tests.core.test_checkpoint import make_config, make_training
 from tests.extensions.test_sharding import sharded
+from tests.pool import Pool
 
 # 20M parameters, and almost no activations.
 LARGE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10}
@@ -46,8 +47,16 @@ def bytes_a_parameter(config: Config) -> float:
         libc.mallopt(threshold, 32 * 2**20)  # where its own adaptation ends
 
 
+@pytest.fixture
+def new_pool():
+    """Processes that have run nothing else: what earlier tests freed would be used again."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
 @pytest.mark.slow
-def test_a_process_has_less_memory_with_sharding(pool):
+def test_a_process_has_less_memory_with_sharding(new_pool):
     small, large = (
         make_config(
             dp=4, seq_length=32, gradient_accumulation_steps=1, optimizer="adamw", model=model
@@ -57,7 +66,7 @@ def test_a_process_has_less_memory_with_sharding(pool):
 
     def measure(sharding: str, config: Config = large) -> float:
         of = sharded(config, sharding)
-        return max(pool.run(4, bytes_a_parameter, of, timeout=180))
+        return max(new_pool.run(4, bytes_a_parameter, of, timeout=180))
 
     measure("none", small)  # what only a first run allocates is there from now on
     sizes = {sharding: measure(sharding) for sharding in ("none", *SAVED)}
