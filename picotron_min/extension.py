@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_min.model import Llama
+from picotron_min.placement import Table
 
 
 class Gradients(Protocol):
@@ -34,7 +35,7 @@ class Extension:
     def swap(self, model: Llama) -> None:
         """On the meta device, weights still whole: put other modules in a stage."""
 
-    def connect(self, model: Llama) -> None:
+    def connect(self, model: Llama, table: Table) -> None:
         """On the meta device, weights cut: put messages in, or take weights out."""
 
     def wrap(self, model: Llama) -> None:

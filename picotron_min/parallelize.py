@@ -158,7 +158,7 @@ def build_stage(
         layer.self_attn.core_attention = parts.attention()
     apply_context_parallel(model, axes.cp, layout.cp_engine, parts.kernel)
     for extension in extensions:
-        extension.connect(model)
+        extension.connect(model, table)
     model.to_empty(device=device)  # from here on there is memory, for this rank's parts alone
     model.tie_weights()  # `to_empty` has untied them
     for extension in extensions:

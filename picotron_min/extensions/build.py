@@ -72,7 +72,7 @@ def extensions_of(
     if layout.sharding != "none":
         from picotron_min.extensions.sharding.extension import Sharding
 
-        chosen.append(Sharding(model_config, layout, workload, axes, device))
+        chosen.append(Sharding(layout, workload, axes, device))
     return chosen
 
 

@@ -25,7 +25,7 @@ def normed_llama(config: ModelConfig) -> Llama:
     model.tie_weights()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
-    extension.connect(model)
+    extension.connect(model, {})
     return model
 
 

@@ -13,6 +13,7 @@ from picotron_min.extensions.experts.router import Router, RoutingCounts, force_
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
+from picotron_min.placement import Table
 
 
 class Experts(Extension):
@@ -35,7 +36,7 @@ class Experts(Extension):
         model.to(next(model.parameters()).dtype)
         keep_experts(model, self.axes.ep)
 
-    def connect(self, model: Llama) -> None:
+    def connect(self, model: Llama, table: Table) -> None:
         engine, sequence_parallel = self.layout.ep_engine, self.layout.sequence_parallel
         apply_expert_parallel(model, self.axes, engine, sequence_parallel)
 

@@ -154,15 +154,14 @@ def apply_overlap(
     """
     axis, queue = axes.tp, WeightGradients()
     queue.split, queue.hold = splits, axis.size > 1  # until a message travels
-    model.boundary = kind(axis, queue)
+    model.boundary = boundary = kind(axis, queue)
     if not compiles or queue.waits:  # with nothing to wait for, a compiled layer is
         apply_queue(model, queue)  # one graph, with autograd's own products
     if axis.size == 1:
         return
     for layer in model.model.layers.values():
-        for sublayer, first, last in sublayers(layer):  # two sums a layer
-            linears = [getattr(sublayer, name) for name in first]
-            _put_around(sublayer, linears, getattr(sublayer, last), model.boundary)
+        for sublayer in sublayers(layer):  # two sums a layer
+            put_around(*sublayer, partial(_Enter.apply, boundary), partial(_leave, boundary))
     cut_vocabulary(model, Ends(axis, sequence_parallel=kind is not Boundary))
 
 
@@ -174,11 +173,15 @@ def sublayers(layer: DecoderLayer) -> Iterator[tuple[nn.Module, tuple[str, ...],
         yield mlp, ("gate_proj", "up_proj"), "down_proj"
 
 
-def _put_around(sublayer: nn.Module, first: list[Linear], last: Linear, boundary: Boundary) -> None:
-    enter = partial(_Enter.apply, boundary, first)
-
-    def leave(x: Tensor) -> Tensor:
-        return _Leave.apply(boundary, last, save(x, x))
-
+def put_around(
+    sublayer: nn.Module, first: Sequence[str], last: str, enter: Callable, leave: Callable
+) -> None:
+    """Let a sublayer begin with enter(linears, x), and end with leave(linear, x), in place."""
+    linears, last = [getattr(sublayer, name) for name in first], getattr(sublayer, last)
     # Names of parameters must not change: so no modules around them.
-    sublayer.project, last.forward = torch.compiler.disable(enter), torch.compiler.disable(leave)
+    sublayer.project = torch.compiler.disable(partial(enter, linears))
+    last.forward = torch.compiler.disable(partial(leave, last))
+
+
+def _leave(boundary: Boundary, linear: Linear, x: Tensor) -> Tensor:
+    return _Leave.apply(boundary, linear, save(x, x))

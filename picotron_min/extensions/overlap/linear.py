@@ -64,12 +64,11 @@ class Linear(nn.Linear):
         # In place: one pass over the gradient, no temporary, and sums are never rounded to 16 bits.
         if gradient is not None and x.dtype == gradient.dtype:
             gradient.addmm_(dy.T, x)
-            self.gradient_arrived()
         elif gradient is not None and adds_to_float32(x.device):
             torch.addmm(gradient, dy.T, x, out_dtype=torch.float32, out=gradient)
-            self.gradient_arrived()
         else:  # sharded, or on a CPU
-            self.add_gradient(dy.T @ x)
+            return self.add_gradient(dy.T @ x)
+        self.gradient_arrived()
 
     def make_copy(self, dtype: torch.dtype) -> None:
         """Compute with a copy of the weight from now on."""

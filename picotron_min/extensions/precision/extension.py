@@ -9,6 +9,7 @@ from picotron_min.extensions.overlap.linear import Linear, apply_copies, linears
 from picotron_min.extensions.precision.float8_linear import apply_float8
 from picotron_min.extensions.settings import Workload
 from picotron_min.model import Llama
+from picotron_min.placement import Table
 
 
 class Precision(Extension):
@@ -17,7 +18,7 @@ class Precision(Extension):
         self.dtype = getattr(torch, workload.dtype)
         self.linears: list[Linear] = []  # those whose weight is not sharded
 
-    def connect(self, model: Llama) -> None:
+    def connect(self, model: Llama, table: Table) -> None:
         take_apart(model)  # while the weights are in the modules
         if self.workload.fp8:
             in_fp8 = partial(self.workload.in_fp8, num_layers=model.config.num_hidden_layers)

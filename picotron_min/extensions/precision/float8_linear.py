@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.overlap.boundary import Boundary, save, sublayers
+from picotron_min.extensions.overlap.boundary import Boundary, put_around, save, sublayers
 from picotron_min.extensions.overlap.linear import Linear
 from picotron_min.extensions.precision.float8 import (
     E4M3,
@@ -132,11 +132,8 @@ def apply_float8(
             for projection in (*first, last):
                 weight = getattr(sublayer, projection).weight
                 setattr(sublayer, projection, Float8Linear(weight, *kind))
-            linears = [getattr(sublayer, projection) for projection in first]
-            enter = partial(_Enter.apply, boundary, round8, linears)
-            leave = partial(_leave, boundary, round8, getattr(sublayer, last))
-            sublayer.project = torch.compiler.disable(enter)
-            getattr(sublayer, last).forward = torch.compiler.disable(leave)
+            enter = partial(_Enter.apply, boundary, round8)
+            put_around(sublayer, first, last, enter, partial(_leave, boundary, round8))
 
 
 def _leave(boundary: Boundary, round8: Callable, linear: Float8Linear, x: Tensor) -> Tensor:

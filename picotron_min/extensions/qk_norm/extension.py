@@ -14,6 +14,7 @@ from torch import Tensor
 
 from picotron_min.extension import Extension
 from picotron_min.model import Llama, RMSNorm, SelfAttention
+from picotron_min.placement import Table
 
 
 class QkNorm(Extension):
@@ -24,7 +25,7 @@ class QkNorm(Extension):
                     norm = RMSNorm(attention.head_dim, model.config.rms_norm_eps)
                     setattr(attention, name, norm.to(attention.q_proj.weight.dtype))
 
-    def connect(self, model: Llama) -> None:
+    def connect(self, model: Llama, table: Table) -> None:
         for attention in (layer.self_attn for layer in model.model.layers.values()):
             attention.project = partial(_normed, attention, attention.project)
 

@@ -18,7 +18,7 @@ SCHEDULES = pipeline_schedule.SCHEDULES | {
         lambda rank, p, m, v: min(m, p),
         about="1f1b with backward cut in two: bubble (p-1) / (3m + p-1) for m >= p, live"
         " activations min(m, p) on every rank",
-        bubble=zero_bubble.bubble_h1,
+        bubble=zero_bubble.bubble,
         fixed_chunks=True,
         splits_backward=True,
     ),
@@ -27,7 +27,7 @@ SCHEDULES = pipeline_schedule.SCHEDULES | {
         lambda rank, p, m, v: min(2 * m, 2 * p, m + 1 + rank),
         about="the same over two chunks in a V: bubble (p-1) / (6m + p-1) for m >= 2p - 1, live"
         " activations 2p, as much as 1f1b's first rank has",
-        bubble=zero_bubble.bubble_v,
+        bubble=zero_bubble.bubble,
         place=zero_bubble.vee,
         chunks=2,
         fixed_chunks=True,

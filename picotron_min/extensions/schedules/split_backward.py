@@ -1,20 +1,20 @@
 """Split backward: B as the core runs it, then W, from the queue."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from picotron_min.data import Batch
-from picotron_min.pipeline_parallel import Pipeline, Watch
-from picotron_min.pipeline_schedule import Action, Kind, Plan
+from picotron_min.pipeline_parallel import Pipeline
+from picotron_min.pipeline_schedule import Action, Kind
 
 
+@dataclass
 class SplitBackwardPipeline(Pipeline):
     """B leaves a queue of weight gradients (overlap/linear.py), which its W runs."""
 
-    def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
-        self.pending: dict[tuple, tuple] = {}  # micro-batch, chunk -> queue, gradient of the output
-        return super().run(plan, read, watch)
+    # Of a micro-batch and a chunk between B and W: the queue, and the gradient of the output.
+    pending: dict[tuple, tuple] = field(default_factory=dict)
 
     def methods(self) -> dict[Kind, Callable[[Action], None]]:
         return super().methods() | {Kind.WEIGHT: self._weight}

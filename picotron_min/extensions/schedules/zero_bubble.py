@@ -13,12 +13,9 @@ two: B computes the first, W the second, and W fills gaps (linear.py has the que
     rank 0  F0F1F2f0b0w0f1b1w1F3B0W0f2b2w2B1W1f3b3w3B2W2B3W3··      ZB-V: stages 0 1 1 0; the
     rank 1  ··F0f0F1f1b0w0F2B0W0f2b1w1F3B1W1f3b2w2B2b3B3W2w3W3        way back is in lower case
 
-Time that a rank is idle, where F, B and W are the times of a stage, of half a stage in ZB-V:
-
-    1F1B  (p-1) (F + B + W)      ZB-H1  (p-1) (F + B - W)      ZB-V  (p-1) max(B, 2 (B - W))
-
 Cost: from B to W a linear keeps its input and its output's gradient, about two thirds of what
 forward has kept. Every rank keeps up to p activations, as in 1F1B only the first one does.
+README.md has the time that a rank is idle.
 Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sections 2 and 6. In production:
 `torch.distributed.pipelining.ScheduleZBVZeroBubble`, whose order that of ZB-V is.
 """
@@ -64,15 +61,8 @@ def vee(stage: int, ranks: int) -> tuple[int, int]:
     return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
 
 
-# Bubbles if F, B and W take equally long; `idle` is in units of these. With few micro-batches there
-# is not enough W for all gaps: hence the maximum.
-
-
-def bubble_h1(ranks: int, num_micro_batches: int, chunks: int = 1) -> float:
-    idle = max(ranks - 1, 2 * ranks - 1 - num_micro_batches)
-    return idle / (3 * num_micro_batches + idle)
-
-
-def bubble_v(ranks: int, num_micro_batches: int, chunks: int = 2) -> float:
-    idle = max(ranks - 1, 2 * (2 * ranks - 1 - num_micro_batches))
+def bubble(ranks: int, num_micro_batches: int, chunks: int) -> float:
+    """Of both schedules, if F, B and W of a chunk take equally long."""
+    # In units of these. With few micro-batches there is not enough W for all gaps: hence the max.
+    idle = max(ranks - 1, chunks * (2 * ranks - 1 - num_micro_batches))
     return idle / (3 * num_micro_batches * chunks + idle)

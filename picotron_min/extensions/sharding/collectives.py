@@ -1,17 +1,20 @@
 """In-place collectives: of a buffer [n, R] whose rows are the ranks' own."""
 
+from types import SimpleNamespace
+
 import torch.distributed as dist
 from torch import Tensor
 
 from picotron_min.collectives import Axis, all_gather_single, reduce_scatter_single
 
 
-def start_all_gather_(rows: Tensor, axis: Axis) -> "dist.Work | Works":
+def start_all_gather_(rows: Tensor, axis: Axis) -> dist.Work:
     """Begin to fill rows [n, R], of which each rank has made its own, in place."""
     axis.ledger.record("all_gather", rows, axis.share)
     if is_gloo(axis):
         options = {"group": axis.group, "async_op": True}
-        return Works(dist.broadcast(row, group_src=i, **options) for i, row in enumerate(rows))
+        works = [dist.broadcast(row, group_src=i, **options) for i, row in enumerate(rows)]
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
     return all_gather_single(rows.flatten(), rows[axis.rank], group=axis.group, async_op=True)
 
 
@@ -21,14 +24,6 @@ def start_reduce_scatter_(rows: Tensor, axis: Axis) -> dist.Work:
     if is_gloo(axis):
         return dist.all_reduce(rows, group=axis.group, async_op=True)
     return reduce_scatter_single(rows[axis.rank], rows.flatten(), group=axis.group, async_op=True)
-
-
-class Works(list[dist.Work]):
-    """Several works, waited for as one."""
-
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
 
 
 def is_gloo(axis: Axis) -> bool:

@@ -10,38 +10,30 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from picotron_min.costs import layers_of_stages
 from picotron_min.extension import Extension
-from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.extensions.sharding.rows import shard_of, windows
 from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.mesh import Axes
 from picotron_min.model import DecoderLayer, Head, Llama
-from picotron_min.placement import placements, saved_name
+from picotron_min.placement import Table, saved_name
+
+Units = list[ShardedUnit]
 
 
 class Sharding(Extension):
     def __init__(
-        self,
-        model_config: ModelConfig,
-        layout: Layout,
-        workload: Workload,
-        axes: Axes,
-        device: torch.device,
+        self, layout: Layout, workload: Workload, axes: Axes, device: torch.device
     ) -> None:
-        shapes = model_config.parameter_shapes() | model_config.buffer_shapes()
-        num_layers = layers_of_stages(model_config, layout, workload.seq_length)
-        self.table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
         self.layout, self.kind = layout, (axes, getattr(torch, workload.dtype), device)
         self.units: dict[str, ShardedUnit] = {}  # of all chunks, by the name of the first matrix
 
-    def connect(self, model: Llama) -> None:
+    def connect(self, model: Llama, table: Table) -> None:
         """Take the sharded weights out of the modules, into units."""
         tied, modules = model.config.tie_word_embeddings, defaultdict(list)  # by saved name
         for name, _ in model.named_parameters(remove_duplicate=False):
-            if shard_of(self.table[saved_name(name, tied)]):
-                module = model.get_submodule(name.removesuffix(".weight"))
-                modules[saved_name(name, tied)].append(module)
+            if shard_of(table[saved := saved_name(name, tied)]):
+                modules[saved].append(model.get_submodule(name.removesuffix(".weight")))
         shapes = model.config.parameter_shapes()
         layers = windows([*map(int, model.model.layers)], shapes, self.layout)
         groups = [[f"model.layers.{i}" for i in window] for window in layers]
@@ -53,15 +45,17 @@ class Sharding(Extension):
             by_sums = defaultdict(dict)  # the gradients of experts are summed over other axes
             for name, of in modules.items():
                 if not inside.isdisjoint(of):
-                    by_sums[self.table[name].sums][name] = of
+                    by_sums[table[name].sums][name] = of
             # None: nothing is sharded, or another stage has it.
-            units = [self._unit(group, travelling) for group in by_sums.values()]
+            units = [self._unit(group, table, travelling) for group in by_sums.values()]
             self.uses += [(user, units) for user in users if units]
 
-    def _unit(self, group: dict[str, list[nn.Module]], travelling: list) -> ShardedUnit:
+    def _unit(
+        self, group: dict[str, list[nn.Module]], table: Table, travelling: list
+    ) -> ShardedUnit:
         name, users = next(iter(group.items()))
         if name not in self.units:
-            args = self.table, *self.kind, self.layout.sharding, travelling
+            args = table, *self.kind, self.layout.sharding, travelling
             self.units[name] = ShardedUnit(group, *args)
         elif users[0] not in self.units[name].modules[name]:
             # A tied head, and the embedding is in another chunk of this rank, as in a V.
@@ -93,13 +87,8 @@ class Sharding(Extension):
             unit.is_current = False  # the next use gathers again
 
 
-def _gathering(
-    forward: Callable,
-    units: list[ShardedUnit],
-    after: list[ShardedUnit],
-    before: list[ShardedUnit] | None,
-) -> Callable:
-    def gather(then: list[ShardedUnit]) -> None:
+def _gathering(forward: Callable, units: Units, after: Units, before: Units | None) -> Callable:
+    def gather(then: Units) -> None:
         for unit in units + then:  # `then` travels while this module computes
             unit.start()
         for unit in units:

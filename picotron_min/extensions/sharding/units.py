@@ -11,13 +11,7 @@ bytes per parameter on each. Here each of n ranks owns some rows of every matrix
     gradients   reduce-scatter: each rank gets the sum of its row, and updates its weights
     weights     all-gather: each rank gets all updated rows, a layer's while the one before computes
 
-    sharding      weights to compute with    gradients                  bytes sent (none: 2)
-    optimizer     stay                       whole, sent once           1 + 1
-    layerwise     the same, but each hidden matrix has one owner, as Muon needs
-    gradients     stay                       own row; sent m times      m + 1
-    parameters    gathered for each use      own row; sent m times      m + 2 m
-
-m: micro-batches a step. The unit of bytes is (n-1)/n of all matrices.
+README.md has what each choice of `sharding` keeps whole, and how often it sends that.
 Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "FSDP". In production:
 `torch.distributed.fsdp.fully_shard`.
 """
