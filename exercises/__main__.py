@@ -1,7 +1,6 @@
 """The commands: `python -m exercises` lists the exercises, and --help the rest."""
 
 import argparse
-import ast
 import json
 import signal
 import sys
@@ -57,14 +56,9 @@ def show_list(given: argparse.Namespace) -> int:
     for number, path in catalogue.files().items():
         done = progress.read(number)
         mark = "solved" if done["passed"] else f"{done['tries']} tries" if done["tries"] else ""
-        print(f"{mark:>8}  {title(path)}")
+        print(f"{mark:>8}  {Exercise(path).title}")
     print("\nNext: python -m exercises start NUMBER, then check NUMBER; hint NUMBER where stuck")
     return 0
-
-
-def title(path: Path) -> str:
-    """The first line of an exercise's file, without importing it and torch."""
-    return ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
 
 
 def start(given: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.compare import equal, first_difference, pattern
-from exercises.exercise import Case, Exercise, Sent, Wrong
+from exercises.exercise import Case, Exercise, Mistake, Sent
 from exercises.forms import Call, Calls, form_problem
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
@@ -168,9 +168,9 @@ def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:
 
 def known_mistake(
     exercise: Exercise, outcome: Outcome, seed: int, others: dict[str, Outcome]
-) -> Wrong | None:
+) -> Mistake | None:
     """The known mistake that does the same in all cases; `others` keeps what has been run."""
-    for wrong in exercise.wrong:
+    for wrong in exercise.mistakes:
         if wrong.name not in others:
             text = wrong.apply(solution(exercise))
             others[wrong.name] = outcome_of(exercise, text, Path(f"<{wrong.name}>"), seed)
@@ -242,12 +242,12 @@ def _wrong_type(exercise: Exercise, outcome: Outcome, seed: int) -> str:
 
 def _partly_known(
     exercise: Exercise, outcome: Outcome, first: int, others: dict[str, Outcome]
-) -> Wrong | None:
+) -> Mistake | None:
     """The known mistake that does the same in the first case that fails, but not in all others.
 
     Only if there is one such sentence. A version may be wrong twice, or the mistake in more cases.
     """
-    same = [w for w in exercise.wrong if outcome[first].same_as(others[w.name][first])]
+    same = [w for w in exercise.mistakes if outcome[first].same_as(others[w.name][first])]
     return same[0] if len({wrong.sentence for wrong in same}) == 1 else None
 
 

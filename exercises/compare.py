@@ -56,7 +56,7 @@ def _differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tupl
     elif isinstance(expected, dict) and isinstance(got, dict):
         if got.keys() != expected.keys():
             yield at, sorted(map(str, got)), sorted(map(str, expected))
-        for key in expected.keys() & got.keys():
+        for key in (key for key in expected if key in got):
             yield from _differences(got[key], expected[key], (*at, key))
     elif isinstance(expected, float) and isinstance(got, float | int):
         both_nan = got != got and expected != expected

@@ -2,27 +2,27 @@
 
 The reference is torch's own counter, in forward and backward of small models. It counts all pairs
 of attention; by the convention of MFU, half of them count.
-"""
 
-import random
+target: costs:model_flops_per_token
 
-from exercises.exercise import Case, Exercise, Wrong
-from exercises.pictures import bars
-
-TASK = """
 Return the FLOPs of forward and backward of a model, per token. Forward: 2 for each parameter that
 a token is multiplied with, and attention's own, of which the causal half counts.
 `flops_of_layers` has these for each layer, by part. The embedding is a lookup, lm_head is a
 product, also where both are one matrix. Backward costs twice as much as forward.
 Read: costs.py, model_config.py.
+
+? Which products happen once a layer, which once a model? How many does backward add?
+? sum, flops_of_layers(model_config, seq_length), model_config.vocab_size, hidden_size.
+? Add up the values of all layers' dicts. Add 2 V E for lm_head. Multiply the sum by 3: forward
+  once, backward twice.
+! To count the embedding, too, would lift the MFU of SmolLM-1.7B by 5.6%. In production: the 6 N +
+  12 L Q D S of most projects (docs/mfu.md).
 """
 
-HINTS = (
-    "Which products happen once a layer, which once a model? How many does backward add?",
-    "sum, flops_of_layers(model_config, seq_length), model_config.vocab_size, hidden_size.",
-    "Add up the values of all layers' dicts. Add 2 V E for lm_head. Multiply the sum by 3: forward"
-    " once, backward twice.",
-)
+import random
+
+from exercises.exercise import Case
+from exercises.pictures import bars
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -76,70 +76,32 @@ def picture(runs) -> str:
     return "GFLOPs per token, in sequences of 2048 tokens\n" + bars(rows, "{:7.2f}")
 
 
-HEAD = "2 * model_config.vocab_size * model_config.hidden_size"
-PARTS = "sum(parts.values())"
+MISTAKES = """
+embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
+- return 3 * (layers + 2 * model_config.vocab_size * model_config.hidden_size)
++ return 3 * (layers + 2 * 2 * model_config.vocab_size * model_config.hidden_size)
+tied_head_forgotten: Where the head shares the embedding's matrix, its product is left out: it costs
+    the same, shared or not.
+    layers + 2 * => layers + (not model_config.tie_word_embeddings) * 2 *
+head_forgotten: The head is left out: each token is multiplied with all V rows of it.
+    2 * model_config.vocab_size * model_config.hidden_size => 0
+attention_not_halved: All pairs of attention are counted: a causal model needs half of them.
+    sum(parts.values()) => sum(parts.values()) + parts["attention"]
+attention_forgotten: Attention's own products are left out: scores and weighted sums have no
+    parameters, but cost FLOPs.
+    sum(parts.values()) => sum(parts.values()) - parts["attention"]
+backward_as_forward: Backward is counted as dear as forward. It has two products for each one of
+    forward: the gradient of the input and that of the weight.
+    return 3 * => return 2 *
+forward_only: Only the forward is counted.
+    return 3 * => return 1 *
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="costs:model_flops_per_token",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    remember="To count the embedding, too, would lift the MFU of SmolLM-1.7B by 5.6%."
-    " In production: the 6 N + 12 L Q D S of most projects (docs/mfu.md).",
-    wrong=(
-        Wrong(
-            "embedding_counted",
-            "The embedding is counted as if tokens were multiplied with it: it is a lookup.",
-            HEAD,
-            f"2 * {HEAD}",
-        ),
-        Wrong(
-            "tied_head_forgotten",
-            "Where the head shares the embedding's matrix, its product is left out: it costs the"
-            " same, shared or not.",
-            HEAD,
-            f"(not model_config.tie_word_embeddings) * {HEAD}",
-        ),
-        Wrong(
-            "head_forgotten",
-            "The head is left out: each token is multiplied with all V rows of it.",
-            HEAD,
-            "0",
-        ),
-        Wrong(
-            "attention_not_halved",
-            "All pairs of attention are counted: a causal model needs half of them.",
-            PARTS,
-            'sum(parts.values()) + parts["attention"]',
-        ),
-        Wrong(
-            "attention_forgotten",
-            "Attention's own products are left out: scores and weighted sums have no parameters,"
-            " but cost FLOPs.",
-            PARTS,
-            'sum(parts.values()) - parts["attention"]',
-        ),
-        Wrong(
-            "backward_as_forward",
-            "Backward is counted as dear as forward. It has two products for each one of forward:"
-            " the gradient of the input and that of the weight.",
-            "return 3 *",
-            "return 2 *",
-        ),
-        Wrong("forward_only", "Only the forward is counted.", "return 3 *", "return 1 *"),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def model_flops_per_token(model_config, seq_length):
     total = 0
     for parts in flops_of_layers(model_config, seq_length):
         for flops in parts.values():
             total += 3 * flops
     return total + 6 * model_config.hidden_size * model_config.vocab_size
-""",
-    ),
-)
+"""

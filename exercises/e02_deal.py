@@ -2,26 +2,26 @@
 
 All ranks know the order of the sequences. Which of them a rank takes in a micro-batch follows from
 its number alone. With the same global batch, any number of ranks trains on the same sequences.
-"""
 
-import random
+target: data:Batches._places
+train: distributed.dp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong
-
-TASK = """
 Return the places in the global batch whose sequences this rank takes in a micro-batch, in order, as
 a numpy array. The global batch is laid out micro-batch by micro-batch; within one, rank by rank;
 each rank has `micro_batch_size` places there.
 Read: data.py.
+
+? Consecutive places; how many come before the first of them?
+? self.dp_size, self.dp_rank, self.micro_batch_size, np.arange(start, stop).
+? Every earlier micro-batch has a block of micro_batch_size places for each of dp_size ranks; in
+  this one the blocks of the lower ranks come first. Count the blocks before this rank's: `start` is
+  so many times micro_batch_size.
+! 0 bytes are sent to agree on a batch. In production: `torch.utils.data.DistributedSampler`.
 """
 
-HINTS = (
-    "Consecutive places; how many come before the first of them?",
-    "self.dp_size, self.dp_rank, self.micro_batch_size, np.arange(start, stop).",
-    "Every earlier micro-batch has a block of micro_batch_size places for each of dp_size ranks; in"
-    " this one the blocks of the lower ranks come first. Count the blocks before this rank's:"
-    " `start` is so many times micro_batch_size.",
-)
+import random
+
+from exercises.exercise import Case
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -71,73 +71,32 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-FIRST = "(micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size"
+MISTAKES = """
+ranks_alike: All ranks read the same sequences: the global batch has each of them dp times, and
+    lacks the others.
+    (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
+micro_batches_alike: All micro-batches have the same sequences: a step trains on the first ones
+    alone.
+    (micro_batch * self.dp_size + self.dp_rank) => self.dp_rank
+ranks_overlap: Ranks overlap: each begins one place after the one before it, and not
+    micro_batch_size places.
+- first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
++ first = micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank
+micro_batches_overlap: Micro-batches overlap: the next one begins after the places of one rank, and
+    not of all dp ranks.
+    * self.dp_size + => +
+rank_by_rank: Each place is dealt once, but all micro-batches of a rank lie together: the global
+    batch is laid out micro-batch by micro-batch, and then rank by rank.
+    micro_batch * self.dp_size + self.dp_rank => self.dp_rank * self.num_micro_batches + micro_batch
+turns_not_places: These are turns of a rank, and each of them has micro_batch_size places: multiply.
+- first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
++ first = micro_batch * self.dp_size + self.dp_rank
+one_too_few: The last place of each rank is missing: np.arange excludes its end.
+    first + self.micro_batch_size) => first + self.micro_batch_size - 1)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="data:Batches._places",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    layout={"dp_size": 2, "tp_size": 1},
-    remember="0 bytes are sent to agree on a batch. In production:"
-    " `torch.utils.data.DistributedSampler`.",
-    wrong=(
-        Wrong(
-            "ranks_alike",
-            "All ranks read the same sequences: the global batch has each of them dp times, and"
-            " lacks the others.",
-            FIRST,
-            "micro_batch * self.dp_size * self.micro_batch_size",
-        ),
-        Wrong(
-            "micro_batches_alike",
-            "All micro-batches have the same sequences: a step trains on the first ones alone.",
-            FIRST,
-            "self.dp_rank * self.micro_batch_size",
-        ),
-        Wrong(
-            "ranks_overlap",
-            "Ranks overlap: each begins one place after the one before it, and not"
-            " micro_batch_size places.",
-            FIRST,
-            "micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank",
-        ),
-        Wrong(
-            "micro_batches_overlap",
-            "Micro-batches overlap: the next one begins after the places of one rank, and not of"
-            " all dp ranks.",
-            FIRST,
-            "(micro_batch + self.dp_rank) * self.micro_batch_size",
-        ),
-        Wrong(
-            "rank_by_rank",
-            "Each place is dealt once, but all micro-batches of a rank lie together: the global"
-            " batch is laid out micro-batch by micro-batch, and then rank by rank.",
-            FIRST,
-            "(self.dp_rank * self.num_micro_batches + micro_batch) * self.micro_batch_size",
-        ),
-        Wrong(
-            "turns_not_places",
-            "These are turns of a rank, and each of them has micro_batch_size places: multiply.",
-            FIRST,
-            "micro_batch * self.dp_size + self.dp_rank",
-        ),
-        Wrong(
-            "one_too_few",
-            "The last place of each rank is missing: np.arange excludes its end.",
-            "first + self.micro_batch_size)",
-            "first + self.micro_batch_size - 1)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def _places(self, micro_batch):
     shape = self.num_micro_batches, self.dp_size, self.micro_batch_size
     return np.arange(self.global_batch).reshape(shape)[micro_batch, self.dp_rank]
-""",
-    ),
-)
+"""

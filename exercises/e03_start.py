@@ -2,28 +2,29 @@
 
 The parts that the ranks have, put together, must be one and the same matrix in every layout, to
 the last bit. Otherwise runs with other layouts are other experiments.
-"""
 
-import random
+target: initialise:initialise
+train: distributed.tp_size=2 distributed.dp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong
-
-TASK = """
 Fill parameters with their initial weights, in place. For each: draw the whole matrix, whatever the
 layout is, and copy this rank's part of it. `initial_weight` draws a matrix from (name, shape, seed,
 std); `part` gives the slices of a rank, from the cuts in the placement table. The cuts are
 `placements[name].owned`; axes.ranks has this rank's place on each axis, axes.sizes their sizes.
 Read: initialise.py, mesh.py, `part` in placement.py.
+
+? Draw all of the matrix on every rank, then take a part: drawing the part alone would give all
+  ranks the same numbers.
+? model_config.parameter_shapes(), initial_std(name, model_config.num_hidden_layers),
+  initial_weight, part(shape, cuts, rank, size), parameter.data.copy_.
+? For each name: its whole shape, its std, the whole weight. Then the slices that `part` gives for
+  this shape, the parameter's cuts, axes.ranks and axes.sizes; copy whole[slices].
+! With equal parts on 2 tp ranks, a matrix has half of its rank, for ever: both get the same
+  gradients. In production: `torch.distributed.tensor` draws so, from an offset.
 """
 
-HINTS = (
-    "Draw all of the matrix on every rank, then take a part: drawing the part alone would give"
-    " all ranks the same numbers.",
-    "model_config.parameter_shapes(), initial_std(name, model_config.num_hidden_layers),"
-    " initial_weight, part(shape, cuts, rank, size), parameter.data.copy_.",
-    "For each name: its whole shape, its std, the whole weight. Then the slices that `part` gives"
-    " for this shape, the parameter's cuts, axes.ranks and axes.sizes; copy whole[slices].",
-)
+import random
+
+from exercises.exercise import Case
 
 DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
@@ -95,71 +96,37 @@ def picture(runs) -> str:
     return "\n".join(["the first row of each rank's part of q_proj at tp 2", *lines, about])
 
 
-DRAW = "whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time"
+MISTAKES = """
+same_part_drawn: Each rank draws its own part, all with the same seed: they draw the same numbers,
+    and will stay equal for ever.
+- whole = initial_weight(name, shapes[name], seed, std)
++ whole = initial_weight(name, tuple(parameter.shape), seed, std)
+    whole[mine] => whole
+first_part_taken: Every rank takes the part of rank 0.
+    axes.ranks, axes.sizes => dict.fromkeys(axes.ranks, 0), axes.sizes
+seed_plus_rank: The seed depends on the tp rank: the parts are not of one matrix, and another layout
+    starts elsewhere.
+- whole = initial_weight(name, shapes[name], seed, std)
++ whole = initial_weight(name, shapes[name], seed + axes.tp.rank, std)
+one_generator: All names share one generator: what is drawn for a layer depends on what was drawn
+    before it, so a pipeline stage starts with other weights.
+- shapes = model_config.parameter_shapes()
++ shapes = model_config.parameter_shapes()
++ generator = torch.Generator().manual_seed(seed)
+- whole = initial_weight(name, shapes[name], seed, std)
++ whole = torch.ones(shapes[name])
++ if whole.ndim == 2:
++     whole.normal_(std=std, generator=generator)
+other_dim: Matrices are cut along the other dim.
+- mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)
++ cuts = [cut._replace(dim=whole.ndim - 1 - cut.dim) for cut in placements[name].owned]
++ mine = part(whole.shape, cuts, axes.ranks, axes.sizes)
+same_std: All matrices have the same std: those that write to the residual stream, o_proj and
+    down_proj, start smaller, since two of them a layer add up.
+    std = initial_std(name, model_config.num_hidden_layers) => std = 0.02
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="initialise:initialise",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    layout={"tp_size": 2, "dp_size": 1},
-    remember="With equal parts on 2 tp ranks, a matrix has half of its rank, for ever: both get the"
-    " same gradients. In production: `torch.distributed.tensor` draws so, from an offset.",
-    wrong=(
-        Wrong(
-            "same_part_drawn",
-            "Each rank draws its own part, all with the same seed: they draw the same numbers, and"
-            " will stay equal for ever.",
-            DRAW,
-            "whole = initial_weight(name, tuple(parameter.shape), seed, std)",
-            "whole[mine]",
-            "whole",
-        ),
-        Wrong(
-            "first_part_taken",
-            "Every rank takes the part of rank 0.",
-            "axes.ranks, axes.sizes",
-            "dict.fromkeys(axes.ranks, 0), axes.sizes",
-        ),
-        Wrong(
-            "seed_plus_rank",
-            "The seed depends on the tp rank: the parts are not of one matrix, and another layout"
-            " starts elsewhere.",
-            DRAW,
-            DRAW.replace("seed, std", "seed + axes.tp.rank, std"),
-        ),
-        Wrong(
-            "one_generator",
-            "All names share one generator: what is drawn for a layer depends on what was drawn"
-            " before it, so a pipeline stage starts with other weights.",
-            "for name, parameter in parameters.items():",
-            "generator = torch.Generator().manual_seed(seed)\n"
-            "    for name, parameter in parameters.items():",
-            DRAW,
-            "whole = torch.ones(shapes[name])\n"
-            "        if whole.ndim == 2:\n"
-            "            whole.normal_(std=std, generator=generator)",
-        ),
-        Wrong(
-            "other_dim",
-            "Matrices are cut along the other dim.",
-            "placements[name].owned",
-            "[cut._replace(dim=whole.ndim - 1 - cut.dim) for cut in placements[name].owned]",
-        ),
-        Wrong(
-            "same_std",
-            "All matrices have the same std: those that write to the residual stream, o_proj and"
-            " down_proj, start smaller, since two of them a layer add up.",
-            "std = initial_std(name, model_config.num_hidden_layers)",
-            "std = 0.02",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def initialise(parameters, model_config, seed, placements, axes):
     for name, shape in model_config.parameter_shapes().items():
         if name not in parameters:
@@ -168,6 +135,4 @@ def initialise(parameters, model_config, seed, placements, axes):
         with torch.no_grad():
             mine = part(shape, placements[name].owned, axes.ranks, axes.sizes)
             parameters[name].copy_(whole[mine])
-""",
-    ),
-)
+"""

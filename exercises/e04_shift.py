@@ -2,30 +2,31 @@
 
 Every rank gets the tensor of one before it. The simulated network completes a send only when
 its receive is posted, so that the order of the two matters, as with gloo and NCCL.
-"""
 
-import random
+target: collectives:Shift.__init__
+train: distributed.cp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import messages
-
-TASK = """
 Begin to send a tensor to the rank `distance` after this one, and to receive that of the rank as far
 before it; after the last rank comes the first. Return at once. `wait`, which you need not write,
 waits for all of `self.works` and returns `self.arriving`. Keep the tensor that is sent alive in
 `self.sent`, and record the shift in the ledger of the axis.
 Read: collectives.py.
+
+? A send to one rank and a receive from another, begun together, and neither of them awaited.
+? axis.rank, axis.size, axis.ledger.record, torch.empty_like, dist.P2POp, dist.isend, dist.irecv,
+  dist.batch_isend_irecv.
+? Record it: axis.ledger.record("shift", tensor). Make self.arriving, an empty tensor of the same
+  shape. The peers are axis.rank plus and minus distance, modulo axis.size. Describe both messages
+  as P2POps, with group=axis.group and group_peer, and start both as one batch: it returns
+  self.works.
+! Per rank, 1 message and b bytes, however many ranks there are. In production:
+  `torch.distributed.batch_isend_irecv`.
 """
 
-HINTS = (
-    "A send to one rank and a receive from another, begun together, and neither of them awaited.",
-    "axis.rank, axis.size, axis.ledger.record, torch.empty_like, dist.P2POp, dist.isend,"
-    " dist.irecv, dist.batch_isend_irecv.",
-    'Record it: axis.ledger.record("shift", tensor). Make self.arriving, an empty tensor of the'
-    " same shape. The peers are axis.rank plus and minus distance, modulo axis.size. Describe both"
-    " messages as P2POps, with group=axis.group and group_peer, and start both as one batch: it"
-    " returns self.works.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import messages
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -76,110 +77,51 @@ def picture(runs) -> str:
     return f"4 ranks, distance 1\n{messages(runs[2][1])}"
 
 
-SEND = "send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)"
-RECEIVE = "dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)"
-RECORD = 'axis.ledger.record("shift", tensor)'
-BATCH = "self.works = dist.batch_isend_irecv([send, receive])"
+def factors(case: Case) -> dict[str, float]:
+    return {"the number of ranks of the axis": case.ranks // case.dp}
 
-EXERCISE = Exercise(
-    __name__,
-    target="collectives:Shift.__init__",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    factors=lambda case: {"the number of ranks of the axis": case.ranks // case.dp},
-    layout={"cp_size": 2, "tp_size": 1},
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    remember="Per rank, 1 message and b bytes, however many ranks there are. In production:"
-    " `torch.distributed.batch_isend_irecv`.",
-    wrong=(
-        Wrong(
-            "backwards",
-            "It sends to the rank before it and receives from the one after it: the ring turns the"
-            " wrong way.",
-            "to, source = (",
-            "source, to = (",
-        ),
-        Wrong(
-            "both_before",
-            "It sends to the rank before it, and receives from it, too: with two ranks both are"
-            " one, with more no message arrives.",
-            SEND,
-            SEND.replace("=to)", "=source)"),
-        ),
-        Wrong(
-            "always_the_next",
-            "It ignores the distance: every tensor goes to the next rank.",
-            "in (distance, -distance)",
-            "in (1, -1)",
-        ),
-        Wrong(
-            "send_awaited_first",
-            "It waits for its send before it posts its receive. All ranks do, and none receives.",
-            SEND,
-            "dist.isend(tensor, group=axis.group, group_dst=to).wait()",
-            BATCH,
-            "self.works = dist.batch_isend_irecv([receive])",
-        ),
-        Wrong(
-            "awaited_at_once",
-            "It waits until the tensor has arrived: nothing can be computed meanwhile.",
-            BATCH,
-            f"{BATCH}\n    self.wait()",
-        ),
-        Wrong(
-            "into_what_is_sent",
-            "It receives into the tensor that it sends: what arrives overwrites what leaves.",
-            "torch.empty_like(tensor)",
-            "tensor",
-        ),
-        Wrong(
-            "not_in_the_ledger",
-            "The bytes are sent, but the ledger does not count them.",
-            RECORD,
-            "pass",
-        ),
-        Wrong(
-            "another_operation",
-            "The ledger counts it as a send: record it as a shift.",
-            RECORD,
-            RECORD.replace("shift", "send"),
-        ),
-        Wrong(
-            "share_in_the_ledger",
-            "The ledger counts (n-1)/n of the tensor, as of a collective: a message has all of it.",
-            RECORD,
-            RECORD.replace("tensor)", "tensor, axis.share)"),
-        ),
-        Wrong(
-            "ranks_of_the_world",
-            "dst, src and peer are ranks of the world. In an axis use group_dst, group_src and"
-            " group_peer.",
-            SEND,
-            SEND.replace("group_peer", "peer"),
-            RECEIVE,
-            RECEIVE.replace("group_peer", "peer"),
-        ),
-        Wrong(
-            "not_kept",
-            "The tensor that is sent is not kept in self.sent: if its owner drops it, its memory"
-            " can be used again while it travels.",
-            "self.sent = tensor",
-            "pass",
-        ),
-        Wrong(
-            "own_tensor",
-            "What wait() returns is the rank's own tensor: nothing was exchanged.",
-            BATCH,
-            "self.works, self.arriving = [], tensor",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+backwards: It sends to the rank before it and receives from the one after it: the ring turns the
+    wrong way.
+    to, source => source, to
+both_before: It sends to the rank before it, and receives from it, too: with two ranks both are one,
+    with more no message arrives.
+    group_peer=to => group_peer=source
+always_the_next: It ignores the distance: every tensor goes to the next rank.
+    in (distance, -distance) => in (1, -1)
+send_awaited_first: It waits for its send before it posts its receive. All ranks do, and none
+    receives.
+- send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
++ dist.isend(tensor, group=axis.group, group_dst=to).wait()
+    send, receive => receive
+awaited_at_once: It waits until the tensor has arrived: nothing can be computed meanwhile.
+- self.works = dist.batch_isend_irecv([send, receive])
++ self.works = dist.batch_isend_irecv([send, receive])
++ self.wait()
+into_what_is_sent: It receives into the tensor that it sends: what arrives overwrites what leaves.
+    torch.empty_like(tensor) => tensor
+not_in_the_ledger: The bytes are sent, but the ledger does not count them.
+    axis.ledger.record("shift", tensor) => pass
+another_operation: The ledger counts it as a send: record it as a shift.
+    "shift", => "send",
+share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: a message has all
+    of it.
+    axis.ledger.record("shift", tensor) => axis.ledger.record("shift", tensor, axis.share)
+ranks_of_the_world: dst, src and peer are ranks of the world. In an axis use group_dst, group_src
+    and group_peer.
+- send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
+- receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
++ send = dist.P2POp(dist.isend, tensor, group=axis.group, peer=to)
++ receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, peer=source)
+not_kept: The tensor that is sent is not kept in self.sent: if its owner drops it, its memory can be
+    used again while it travels.
+    self.sent = tensor => pass
+own_tensor: What wait() returns is the rank's own tensor: nothing was exchanged.
+    self.works = dist.batch_isend_irecv([send, receive]) => self.works, self.arriving = [], tensor
+"""
+
+ALSO_RIGHT = """
 def __init__(self, tensor, axis, distance=1):
     to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
     self.sent, self.arriving = tensor, tensor.new_empty(tensor.shape)
@@ -187,6 +129,4 @@ def __init__(self, tensor, axis, distance=1):
     send = dist.isend(tensor, group=axis.group, group_dst=to)
     axis.ledger.record("shift", tensor)
     self.works = send, receive
-""",
-    ),
-)
+"""

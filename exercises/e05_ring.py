@@ -1,27 +1,28 @@
 """05 ring: n-1 hops, and the next one is on its way while you compute
 
 Every rank sees every rank's tensor in turn. While it uses one, the next one travels.
-"""
 
-import random
+target: collectives:ring
+train: distributed.cp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import timeline
-
-TASK = """
 Yield (rank, tensor) for every rank of the axis: first this rank and its own tensor, then the
 previous rank's, then that of the one before, and so on. A tensor moves by `Shift`, one hop to the
 next rank at a time. Begin a hop before you yield, so that it travels while the caller computes.
 Read: collectives.py.
+
+? n ranks need n-1 hops. In each hop a rank passes on the tensor that came in the hop before.
+? Shift(tensor, axis), shift.wait(), axis.rank, axis.size; % axis.size for the sources.
+? In a loop over hop = 0 .. n-2: begin to shift the tensor; yield it with its source, the rank
+  axis.rank - hop, modulo n; then replace it with what arrives. After the loop yield the last one,
+  without a shift.
+! n-1 hops bring every tensor to every rank, and 2 tensors exist on each at a time. In production:
+  `torch.distributed.tensor.experimental.context_parallel`.
 """
 
-HINTS = (
-    "n ranks need n-1 hops. In each hop a rank passes on the tensor that came in the hop before.",
-    "Shift(tensor, axis), shift.wait(), axis.rank, axis.size; % axis.size for the sources.",
-    "In a loop over hop = 0 .. n-2: begin to shift the tensor; yield it with its source, the rank"
-    " axis.rank - hop, modulo n; then replace it with what arrives. After the loop yield the last"
-    " one, without a shift.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import timeline
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -74,97 +75,49 @@ def picture(runs) -> str:
     return "\n".join([*lines, "", about, timeline(records, names)])
 
 
-SHIFT = "        shift = Shift(tensor, axis)  # the next one travels while this one is in use"
-SHIFT += ": two exist\n"
-YIELD = "        yield (axis.rank - hop) % axis.size, tensor\n"
-LAST = "yield axis.next, tensor  # after n-1 hops the tensor is the next rank's"
+MISTAKES = """
+sent_after_use: A hop begins only after the tensor was used: nothing travels while the rank
+    computes.
+- shift = Shift(tensor, axis)
+- yield (axis.rank - hop) % axis.size, tensor
++ yield (axis.rank - hop) % axis.size, tensor
++ shift = Shift(tensor, axis)
+n_hops: There are n hops, one more than needed: the last one brings your own tensor back.
+    range(axis.size - 1) => range(axis.size)
+    yield axis.next, tensor  # after n-1 hops the tensor is the next rank's => return
+sources_the_wrong_way: The sources are counted the wrong way round: tensors come from the previous
+    rank, so that the second one is that of rank - 1.
+    (axis.rank - hop) => (axis.rank + hop)
+    yield axis.next, => yield axis.previous,
+sources_below_0: There is no rank below 0: before rank 0 comes the last one. Take sources modulo
+    axis.size.
+    (axis.rank - hop) % axis.size => axis.rank - hop
+    yield axis.next, => yield axis.rank - axis.size + 1,
+not_awaited: A tensor is yielded before it has arrived: its buffer holds anything.
+    tensor = shift.wait() => tensor = shift.arriving
+own_left_out: Your own tensor is left out.
+- yield (axis.rank - hop) % axis.size, tensor
++ if hop:
++     yield (axis.rank - hop) % axis.size, tensor
+last_left_out: The last tensor is left out: it arrives, and is not used.
+- yield axis.next, tensor  # after n-1 hops the tensor is the next rank's
+own_passed_on: Every hop sends this rank's own tensor again: what has arrived must be passed on.
+- shift = Shift(tensor, axis)
++ mine = tensor if hop == 0 else mine
++ shift = Shift(mine, axis)
+straight_from_its_owner: Each tensor is sent straight from its owner: between ranks that are far
+    apart it crosses several links. Pass on to the next rank what has arrived.
+- shift = Shift(tensor, axis)
++ mine = tensor if hop == 0 else mine
++ shift = Shift(mine, axis, hop + 1)
+awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels while the rank
+    computes.
+- shift = Shift(tensor, axis)
++ shift = Shift(tensor, axis)
++ shift.wait()
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="collectives:ring",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    layout={"cp_size": 2, "tp_size": 1},
-    remember="n-1 hops bring every tensor to every rank, and 2 tensors exist on each at a time. In"
-    " production: `torch.distributed.tensor.experimental.context_parallel`.",
-    wrong=(
-        Wrong(
-            "sent_after_use",
-            "A hop begins only after the tensor was used: nothing travels while the rank computes.",
-            SHIFT + YIELD,
-            YIELD + SHIFT,
-        ),
-        Wrong(
-            "n_hops",
-            "There are n hops, one more than needed: the last one brings your own tensor back.",
-            "range(axis.size - 1)",
-            "range(axis.size)",
-            LAST,
-            "return",
-        ),
-        Wrong(
-            "sources_the_wrong_way",
-            "The sources are counted the wrong way round: tensors come from the previous rank, so"
-            " that the second one is that of rank - 1.",
-            "(axis.rank - hop)",
-            "(axis.rank + hop)",
-            "yield axis.next,",
-            "yield axis.previous,",
-        ),
-        Wrong(
-            "sources_below_0",
-            "There is no rank below 0: before rank 0 comes the last one. Take sources modulo"
-            " axis.size.",
-            "(axis.rank - hop) % axis.size",
-            "axis.rank - hop",
-            "yield axis.next,",
-            "yield axis.rank - axis.size + 1,",
-        ),
-        Wrong(
-            "not_awaited",
-            "A tensor is yielded before it has arrived: its buffer holds anything.",
-            "tensor = shift.wait()",
-            "tensor = shift.arriving",
-        ),
-        Wrong(
-            "own_left_out",
-            "Your own tensor is left out.",
-            YIELD,
-            "        if hop:\n    " + YIELD,
-        ),
-        Wrong(
-            "last_left_out", "The last tensor is left out: it arrives, and is not used.", LAST, ""
-        ),
-        Wrong(
-            "own_passed_on",
-            "Every hop sends this rank's own tensor again: what has arrived must be passed on.",
-            SHIFT,
-            "        mine = tensor if hop == 0 else mine\n        shift = Shift(mine, axis)\n",
-        ),
-        Wrong(
-            "straight_from_its_owner",
-            "Each tensor is sent straight from its owner: between ranks that are far apart it"
-            " crosses several links. Pass on to the next rank what has arrived.",
-            SHIFT,
-            "        mine = tensor if hop == 0 else mine\n"
-            "        shift = Shift(mine, axis, hop + 1)\n",
-        ),
-        Wrong(
-            "awaited_at_once",
-            "Each hop is awaited before the tensor is yielded: nothing travels while the rank"
-            " computes.",
-            SHIFT,
-            SHIFT + "        shift.wait()\n",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def ring(tensor, axis):
     source = axis.rank
     for left in reversed(range(axis.size)):
@@ -172,6 +125,4 @@ def ring(tensor, axis):
         yield source, tensor
         if shift:
             tensor, source = shift.wait(), (source + axis.size - 1) % axis.size
-""",
-    ),
-)
+"""

@@ -2,26 +2,27 @@
 
 The gradients of some parameters lie side by side in one flat tensor, so that one message sums all
 of them, and nothing is copied.
-"""
 
-import random
+target: data_parallel:Bucket.__init__
+train: distributed.dp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-
-TASK = """
 Keep the names of the parameters in `self.names`. Make one flat tensor of zeros, `self.gradients`,
 with room for the gradients of all of them, in their order, of their dtype and on their device. Let
 `grad` of each parameter be a view of its part, in the shape of the parameter.
 Read: data_parallel.py.
+
+? One tensor has the memory; each parameter.grad is a view of a part of it.
+? parameter.numel(), new_zeros, split, view_as.
+? The sizes in a list. One tensor of zeros, as long as their sum, by new_zeros of any of the
+  parameters. split(sizes) gives flat views; each becomes a parameter's grad, in the parameter's
+  shape.
+! 4 bytes a parameter in float32, once: no gradient exists twice. In production: DDP's
+  `gradient_as_bucket_view`.
 """
 
-HINTS = (
-    "One tensor has the memory; each parameter.grad is a view of a part of it.",
-    "parameter.numel(), new_zeros, split, view_as.",
-    "The sizes in a list. One tensor of zeros, as long as their sum, by new_zeros of any of the"
-    " parameters. split(sizes) gives flat views; each becomes a parameter's grad,"
-    " in the parameter's shape.",
-)
+import random
+
+from exercises.exercise import Case, draw
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -92,64 +93,25 @@ def picture(runs) -> str:
     return "\n".join(["the buffer, a letter a number", f"[{strip}]", *rows])
 
 
-VIEW = "view.view_as(parameter)"
+MISTAKES = """
+copies: grad is a copy of its part of the buffer: gradients are there twice, and the sum over the
+    ranks, which is in the buffer, never reaches them.
+    view.view_as(parameter) => view.view_as(parameter).clone()
+other_order: The parts lie in another order than the parameters. Sums are right, but what expects
+    parameters side by side, as grouped experts do, finds others.
+    split(sizes) => split(sizes[::-1])[::-1]
+flat_views: grad is flat: it must have the shape of its parameter.
+    view.view_as(parameter) => view
+overlap: All parts begin at the start of the buffer: gradients of different parameters are added up
+    in the same place.
+    views = self.gradients.split(sizes) => views = [self.gradients[:size] for size in sizes]
+other_dtype: The buffer has torch's default dtype, and not that of the parameters.
+    next(iter(parameters.values())).new_zeros(sum(sizes)) => torch.zeros(sum(sizes))
+ones: The buffer does not begin at zero: backward adds to what is there.
+    new_zeros => new_ones
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="data_parallel:Bucket.__init__",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    memory=memory,
-    picture=picture,
-    layout={"dp_size": 2, "tp_size": 1},
-    remember="4 bytes a parameter in float32, once: no gradient exists twice. In production: DDP's"
-    " `gradient_as_bucket_view`.",
-    wrong=(
-        Wrong(
-            "copies",
-            "grad is a copy of its part of the buffer: gradients are there twice, and the sum over"
-            " the ranks, which is in the buffer, never reaches them.",
-            VIEW,
-            f"{VIEW}.clone()",
-        ),
-        Wrong(
-            "other_order",
-            "The parts lie in another order than the parameters. Sums are right, but what expects"
-            " parameters side by side, as grouped experts do, finds others.",
-            "views = self.gradients.split(sizes)",
-            "views = self.gradients.split(sizes[::-1])[::-1]",
-        ),
-        Wrong(
-            "flat_views",
-            "grad is flat: it must have the shape of its parameter.",
-            VIEW,
-            "view",
-        ),
-        Wrong(
-            "overlap",
-            "All parts begin at the start of the buffer: gradients of different parameters are"
-            " added up in the same place.",
-            "views = self.gradients.split(sizes)",
-            "views = [self.gradients[:size] for size in sizes]",
-        ),
-        Wrong(
-            "other_dtype",
-            "The buffer has torch's default dtype, and not that of the parameters.",
-            "next(iter(parameters.values())).new_zeros(sum(sizes))",
-            "torch.zeros(sum(sizes))",
-        ),
-        Wrong(
-            "ones",
-            "The buffer does not begin at zero: backward adds to what is there.",
-            "new_zeros",
-            "new_ones",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def __init__(self, parameters):
     self.names, values = list(parameters), list(parameters.values())
     total, start = sum(p.numel() for p in values), 0
@@ -157,6 +119,4 @@ def __init__(self, parameters):
     for p in values:
         p.grad = self.gradients[start : start + p.numel()].view(p.shape)
         start += p.numel()
-""",
-    ),
-)
+"""

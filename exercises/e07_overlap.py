@@ -2,28 +2,29 @@
 
 Gradients become final from the last layer to the first, and not on all ranks in quite the same
 order. A bucket is sent as soon as it is complete, but never before an earlier one.
-"""
 
-import random
+target: data_parallel:GradientBuckets._start_complete_buckets
+train: distributed.dp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import timeline
-
-TASK = """
 Called when a parameter has received its last gradient of the step. Begin to sum, over self.axis,
 all buckets that are complete and not yet begun, in the order of `self.buckets`: a bucket waits for
 those before it. Append the works to `self.works`, which has those of the first buckets already.
 `self.missing[name]` is how many gradients a parameter still waits for.
 Read: data_parallel.py.
+
+? Which buckets have been begun is known from the number of works. Continue with the next one.
+? self.buckets, len(self.works), self.missing, bucket.names, start_all_reduce(bucket.gradients,
+  self.axis).
+? Go through the buckets that are not begun. Stop at the first in which any parameter still waits
+  for a gradient. Else begin its all-reduce, append the work, and do not wait for it.
+! All buckets but 1 can be on their way before backward ends. In production:
+  `torch.nn.parallel.DistributedDataParallel`.
 """
 
-HINTS = (
-    "Which buckets have been begun is known from the number of works. Continue with the next one.",
-    "self.buckets, len(self.works), self.missing, bucket.names,"
-    " start_all_reduce(bucket.gradients, self.axis).",
-    "Go through the buckets that are not begun. Stop at the first in which any parameter still"
-    " waits for a gradient. Else begin its all-reduce, append the work, and do not wait for it.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import timeline
 
 BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
 
@@ -110,89 +111,49 @@ def picture(runs) -> str:
     return about + "\n" + timeline(runs[2][1], names)
 
 
-WHICH = "for bucket in self.buckets[len(self.works) :]:"
-READY = "if any(self.missing[name] for name in bucket.names):"
-STOP = "break  # later ones wait for it"
-SEND = "self.works.append(start_all_reduce(bucket.gradients, self.axis))"
+def factors(case: Case) -> dict[str, float]:
+    return {"the number of ranks": case.ranks}
 
-EXERCISE = Exercise(
-    __name__,
-    target="data_parallel:GradientBuckets._start_complete_buckets",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    factors=lambda case: {"the number of ranks": case.ranks},
-    layout={"dp_size": 2, "tp_size": 1},
-    remember="All buckets but 1 can be on their way before backward ends. In production:"
-    " `torch.nn.parallel.DistributedDataParallel`.",
-    wrong=(
-        Wrong(
-            "sent_too_early",
-            "A bucket is sent when its first parameter is complete: the gradients that arrive after"
-            " that are lost.",
-            READY,
-            READY.replace("any(", "all("),
-        ),
-        Wrong(
-            "all_at_the_end",
-            "All buckets are sent when the last gradient has arrived: nothing travels while"
-            " backward runs.",
-            WHICH,
-            f"if any(self.missing.values()):\n        return\n    {WHICH}",
-        ),
-        Wrong(
-            "as_each_completes",
-            "Each bucket is sent as it completes. That is another order on other ranks, and sums"
-            " are of different buckets.",
-            WHICH,
-            "for bucket in self.buckets:",
-            READY,
-            'if any(self.missing[n] for n in bucket.names) or getattr(bucket, "sent", False):',
-            STOP,
-            "continue",
-            SEND,
-            f"bucket.sent = True\n        {SEND}",
-        ),
-        Wrong(
-            "continued",
-            "It continues with later buckets where an earlier one is not complete: then the number"
-            " of works does not show which buckets were sent.",
-            STOP,
-            "continue",
-        ),
-        Wrong(
-            "sent_again",
-            "Every call sends all complete buckets again, also those that are on their way.",
-            WHICH,
-            "for bucket in self.buckets:",
-        ),
-        Wrong(
-            "averaged",
-            "Gradients are averaged, and not summed: they are too small by a factor of dp, since"
-            " the step divides by the number of tokens in the whole global batch.",
-            SEND,
-            SEND.replace("self.axis", "self.axis, dist.ReduceOp.AVG"),
-        ),
-        Wrong(
-            "awaited_at_once",
-            "Each sum is awaited at once: backward stands still while a bucket travels.",
-            SEND,
-            f"{SEND}\n        self.works[-1].wait()",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+sent_too_early: A bucket is sent when its first parameter is complete: the gradients that arrive
+    after that are lost.
+    any => all
+all_at_the_end: All buckets are sent when the last gradient has arrived: nothing travels while
+    backward runs.
+- for bucket in self.buckets[len(self.works) :]:
++ if any(self.missing.values()):
++     return
++ for bucket in self.buckets[len(self.works) :]:
+as_each_completes: Each bucket is sent as it completes. That is another order on other ranks, and
+    sums are of different buckets.
+- for bucket in self.buckets[len(self.works) :]:
+-     if any(self.missing[name] for name in bucket.names):
+-         break
++ for bucket in self.buckets:
++     if any(self.missing[n] for n in bucket.names) or getattr(bucket, "sent", False):
++         continue
++     bucket.sent = True
+continued: It continues with later buckets where an earlier one is not complete: then the number of
+    works does not show which buckets were sent.
+    break => continue
+sent_again: Every call sends all complete buckets again, also those that are on their way.
+    [len(self.works) :] =>
+averaged: Gradients are averaged, and not summed: they are too small by a factor of dp, since the
+    step divides by the number of tokens in the whole global batch.
+- self.works.append(start_all_reduce(bucket.gradients, self.axis))
++ self.works.append(start_all_reduce(bucket.gradients, self.axis, dist.ReduceOp.AVG))
+awaited_at_once: Each sum is awaited at once: backward stands still while a bucket travels.
+- self.works.append(start_all_reduce(bucket.gradients, self.axis))
++ self.works.append(start_all_reduce(bucket.gradients, self.axis))
++ self.works[-1].wait()
+"""
+
+ALSO_RIGHT = """
 def _start_complete_buckets(self):
     while len(self.works) < len(self.buckets):
         bucket = self.buckets[len(self.works)]
         if sum(self.missing[name] for name in bucket.names) > 0:
             return
         self.works.append(start_all_reduce(bucket.gradients, self.axis))
-""",
-    ),
-)
+"""

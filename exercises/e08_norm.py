@@ -2,33 +2,33 @@
 
 The ranks of a layout hold parts of one gradient, and copies of some parts. What all of them count,
 added up, must be what one rank would count that has all of it.
-"""
 
-import random
-from typing import TYPE_CHECKING
+target: optimizer:measure_gradient
+train: distributed.tp_size=2
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import bars
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-TASK = """
 Return what this rank counts of the whole model's gradient, as two numbers in float64: the sum of
 squares, and how many elements are 0 (with `count_zeros`; else 0). train.py adds these up over all
 ranks and takes the root: send nothing here. `placements[name].copies` names the axes of the mesh
 along which ranks hold the same part of a parameter, and `ranks[axis]` is this rank's place on one.
 Read: optimizer.py, placement.py.
+
+? Of all ranks that hold the same part, exactly one may count it. Choose it without a message.
+? parameter.grad, placements[name].copies, ranks, torch.nn.utils.get_total_norm, count_nonzero.
+? Collect the gradients of those parameters for which this rank is 0 on all axes of their copies. A
+  rank may have none. Square the norm of them all, in float64, count their zeros, and stack both
+  numbers.
+! 2 numbers a rank give the norm of the whole gradient, however large the model is. In production:
+  `torch.nn.utils.get_total_norm` of DTensors.
 """
 
-HINTS = (
-    "Of all ranks that hold the same part, exactly one may count it. Choose it without a message.",
-    "parameter.grad, placements[name].copies, ranks, torch.nn.utils.get_total_norm, count_nonzero.",
-    "Collect the gradients of those parameters for which this rank is 0 on all axes of their"
-    " copies. A rank may have none. Square the norm of them all, in float64, count their zeros, and"
-    " stack both numbers.",
-)
+import random
+from typing import TYPE_CHECKING
 
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from torch import Tensor
 LAYOUTS = (
     {"pp": 2, "tp": 2},
     {"dp": 2, "tp": 2},
@@ -113,112 +113,51 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-CONDITION = "if all(ranks[axis] == 0 for axis in placements[name].copies)"
-TOTAL = "torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()"
+def factors(case: Case) -> dict[str, float]:
+    return {k: n for k, n in case.layout.items() if isinstance(n, int)}
 
-EXERCISE = Exercise(
-    __name__,
-    target="optimizer:measure_gradient",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    picture=picture,
-    factors=lambda case: {k: n for k, n in case.layout.items() if isinstance(n, int)},
-    layout={"tp_size": 2},
-    remember="2 numbers a rank give the norm of the whole gradient, however large the model is. In"
-    " production: `torch.nn.utils.get_total_norm` of DTensors.",
-    wrong=(
-        Wrong(
-            "copies_counted",
-            "Every rank counts all that it holds: what several ranks hold alike is counted several"
-            " times.",
-            CONDITION,
-            "if True",
-        ),
-        Wrong(
-            "norms_counted_tp_times",
-            "Tensor-parallel ranks hold the same norm weights, and each of them counts these.",
-            CONDITION,
-            'if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "tp")',
-        ),
-        Wrong(
-            "tied_counted_twice",
-            "A tied embedding is on the first and on the last stage, and both count it.",
-            CONDITION,
-            'if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "ends")',
-        ),
-        Wrong(
-            "any_copy",
-            "A rank counts a parameter if it is the first along any axis of the copies: it must be"
-            " the first along all of them.",
-            CONDITION,
-            "if any(ranks[axis] == 0 for axis in placements[name].copies)",
-        ),
-        Wrong(
-            "rank_0_only",
-            "Only the first rank counts anything: the parts that other ranks hold are left out.",
-            CONDITION,
-            'if ranks["world"] == 0',
-        ),
-        Wrong(
-            "first_of_dp_only",
-            "Only the first data-parallel rank counts. Where the gradient is sharded over these"
-            " ranks, the others' rows are left out.",
-            CONDITION,
-            'if all(ranks[axis] == 0 for axis in (*placements[name].copies, "dp_cp"))',
-        ),
-        Wrong(
-            "norms_added",
-            "The norm is returned, not its square. Norms of parts must not be added: the norm of"
-            " (3, 4) is 5, not 7.",
-            TOTAL,
-            TOTAL.removesuffix(".square()"),
-        ),
-        Wrong(
-            "square_of_a_sum",
-            "The norms of the parameters are added before they are squared: their squares must be"
-            " added.",
-            TOTAL,
-            "sum(g.norm() for g in counted).to(torch.float64).square()",
-        ),
-        Wrong(
-            "nonzeros_counted",
-            "The elements that are not 0 are counted, instead of those that are.",
-            "gradient.numel() - gradient.count_nonzero()",
-            "gradient.count_nonzero()",
-        ),
-        Wrong(
-            "zeros_of_all_copies",
-            "The squares are counted once, but zeros on every rank that holds them.",
-            "for gradient in counted)",
-            "for gradient in (p.grad for p in parameters.values()))",
-        ),
-        Wrong(
-            "always_zeros",
-            "Zeros are counted although `count_zeros` is off: that costs one more pass over the"
-            " gradient in each step.",
-            "if count_zeros:",
-            "if True:",
-        ),
-        Wrong(
-            "in_float32",
-            "The numbers are float32, which has seven digits: their sum over many ranks has fewer.",
-            "torch.float64",
-            "torch.float32",
-        ),
-        Wrong(
-            "squared_in_float32",
-            "Where the gradient is float32, it is squared in float32, and loses digits before"
-            " anything is float64: convert first.",
-            TOTAL,
-            "torch.nn.utils.get_total_norm(counted).square().to(device, torch.float64)",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+copies_counted: Every rank counts all that it holds: what several ranks hold alike is counted
+    several times.
+    if all(ranks[axis] == 0 for axis in placements[name].copies) => if True
+norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and each of them counts
+    these.
+- if all(ranks[axis] == 0 for axis in placements[name].copies)
++ if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "tp")
+tied_counted_twice: A tied embedding is on the first and on the last stage, and both count it.
+- if all(ranks[axis] == 0 for axis in placements[name].copies)
++ if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "ends")
+any_copy: A rank counts a parameter if it is the first along any axis of the copies: it must be the
+    first along all of them.
+    if all => if any
+rank_0_only: Only the first rank counts anything: the parts that other ranks hold are left out.
+    if all(ranks[axis] == 0 for axis in placements[name].copies) => if ranks["world"] == 0
+first_of_dp_only: Only the first data-parallel rank counts. Where the gradient is sharded over these
+    ranks, the others' rows are left out.
+    placements[name].copies => (*placements[name].copies, "dp_cp")
+norms_added: The norm is returned, not its square. Norms of parts must not be added: the norm of (3,
+    4) is 5, not 7.
+    .square() =>
+square_of_a_sum: The norms of the parameters are added before they are squared: their squares must
+    be added.
+- squares = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
++ squares = sum(g.norm() for g in counted).to(torch.float64).square()
+nonzeros_counted: The elements that are not 0 are counted, instead of those that are.
+    numel() - gradient. =>
+zeros_of_all_copies: The squares are counted once, but zeros on every rank that holds them.
+    in counted => in (p.grad for p in parameters.values())
+always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass over the
+    gradient in each step.
+    if count_zeros: => if True:
+in_float32: The numbers are float32, which has seven digits: their sum over many ranks has fewer.
+    torch.float64 => torch.float32
+squared_in_float32: Where the gradient is float32, it is squared in float32, and loses digits before
+    anything is float64: convert first.
+    to(device, torch.float64).square() => square().to(device, torch.float64)
+"""
+
+ALSO_RIGHT = """
 def measure_gradient(parameters, placements, ranks, count_zeros=False):
     result = torch.zeros(2, dtype=torch.float64)
     for name, parameter in parameters.items():
@@ -228,6 +167,4 @@ def measure_gradient(parameters, placements, ranks, count_zeros=False):
         if count_zeros:
             result[1] += (parameter.grad == 0).sum()
     return result
-""",
-    ),
-)
+"""

@@ -3,14 +3,10 @@
 A real model of one layer, cut by the table, must give the loss and the gradients of the whole one.
 Tied embeddings of two stages are tried on paper: each rank makes up its part of a gradient, which
 is then summed and put together as the table has it.
-"""
 
-import random
+target: placement:_placement
+train: distributed.tp_size=2
 
-from exercises.cut_model import model_config, put_together, run_cut, run_whole
-from exercises.exercise import Case, Exercise, Wrong, draw
-
-TASK = """
 Return the Placement of one parameter: see the picture at the top of placement.py. Cuts: over tp, q,
 k, v, gate and up by rows (dim 0), o and down by columns (dim 1), embeddings by rows, norms not at
 all. Copies: the axes whose ranks hold the same part (of dp_cp, tp; and ends, for a tied embedding
@@ -18,15 +14,20 @@ that two ranks hold). Sums: those over which gradients differ. With sequence par
 of a stage (dp_cp_tp) have different tokens in a norm. Hidden matrices are those of attention and of
 MLPs. Of an unknown name nothing is returned: None.
 Read: placement.py, tensor_parallel.py.
+
+? Three kinds: matrices of layers; embedding and head; norms.
+? Cut(axis, dim), Placement(cuts, copies, sums, is_hidden_matrix), HIDDEN, ROW_PARALLEL,
+  VOCABULARY_PARALLEL, NORMS, ends_share_rank(schedule, ranks, chunks), layout.schedule.
+? The last part of the name decides, without .weight. A tied embedding has copies over dp_cp and
+  ends, which are summed over both, unless the ends share a rank.
+! 2 sums a layer are enough, since what is cut by rows meets what is cut by columns. In production:
+  the `parallelize_plan` of `torch.distributed.tensor.parallel`.
 """
 
-HINTS = (
-    "Three kinds: matrices of layers; embedding and head; norms.",
-    "Cut(axis, dim), Placement(cuts, copies, sums, is_hidden_matrix), HIDDEN, ROW_PARALLEL,"
-    " VOCABULARY_PARALLEL, NORMS, ends_share_rank(schedule, ranks, chunks), layout.schedule.",
-    "The last part of the name decides, without .weight. A tied embedding has copies over dp_cp and"
-    " ends, which are summed over both, unless the ends share a rank.",
-)
+import random
+
+from exercises.cut_model import model_config, put_together, run_cut, run_whole
+from exercises.exercise import Case, draw
 
 EMBEDDING = "model.embed_tokens.weight"
 PLAIN = ("embed_tokens", "lm_head", "norm")  # in a name: no hidden matrix
@@ -107,90 +108,41 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-DIM = "1 if module in ROW_PARALLEL else 0"
-CUTS = f'cuts = (Cut("tp", {DIM}),)\n'
-NORMS = '("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",)'
-SUMS = "return Placement(cuts, copies=axes, sums=axes)"
+def factors(case: Case) -> dict[str, float]:
+    return {k: n for k, n in case.layout.items() if n > 1}
 
-EXERCISE = Exercise(
-    __name__,
-    target="placement:_placement",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    memory=memory,
-    picture=picture,
-    factors=lambda case: {k: n for k, n in case.layout.items() if n > 1},
-    layout={"tp_size": 2},
-    remember="2 sums a layer are enough, since what is cut by rows meets what is cut by columns. In"
-    " production: the `parallelize_plan` of `torch.distributed.tensor.parallel`.",
-    wrong=(
-        Wrong(
-            "all_by_rows",
-            "o_proj and down_proj are cut by rows, too. A rank has a part of their inputs, and"
-            " needs the columns for these.",
-            DIM,
-            "0",
-        ),
-        Wrong(
-            "keys_whole",
-            "k_proj and v_proj are whole on every rank, so that its query heads meet the key heads"
-            " of others.",
-            CUTS,
-            CUTS.replace("(Cut", '() if module in ("k_proj", "v_proj") else (Cut'),
-        ),
-        Wrong(
-            "embedding_by_columns",
-            "embed_tokens is cut along the hidden size: a rank must have some of the vocabulary.",
-            DIM,
-            '1 if module in (*ROW_PARALLEL, "embed_tokens") else 0',
-        ),
-        Wrong(
-            "norms_cut",
-            "Norms are cut: but between sublayers each rank has all of the hidden size.",
-            'return Placement((), copies=("dp_cp", "tp"), sums=sums)',
-            'return Placement(cuts, copies=("dp_cp",), sums=sums)',
-        ),
-        Wrong(
-            "nothing_cut",
-            "Nothing is cut over tp: every rank computes all of it, and each sum is tp times too"
-            " large.",
-            CUTS,
-            "cuts = ()\n",
-        ),
-        Wrong(
-            "norms_not_summed",
-            "With sequence parallelism each rank has seen a part of the tokens, and its gradient of"
-            " a norm is a part of the sum.",
-            NORMS,
-            '("dp_cp",)',
-        ),
-        Wrong(
-            "norms_always_summed",
-            "The gradients of norms are summed over tp without sequence parallelism, too: there"
-            " all ranks have the whole gradient, and it becomes tp times too large.",
-            NORMS,
-            '("dp_cp_tp",)',
-        ),
-        Wrong(
-            "tied_not_summed",
-            "A tied embedding has a copy on the first and on the last stage, and their gradients"
-            " are not added: the copies drift apart.",
-            SUMS,
-            'return Placement(cuts, copies=axes, sums=("dp_cp",))',
-        ),
-        Wrong(
-            "tied_counted_twice",
-            "The copies of a tied embedding on both ends are not named as copies: the gradient norm"
-            " counts both.",
-            SUMS,
-            'return Placement(cuts, copies=("dp_cp",), sums=axes)',
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+all_by_rows: o_proj and down_proj are cut by rows, too. A rank has a part of their inputs, and needs
+    the columns for these.
+    1 if module in ROW_PARALLEL else 0 => 0
+keys_whole: k_proj and v_proj are whole on every rank, so that its query heads meet the key heads of
+    others.
+- cuts = (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
++ cuts = () if module in ("k_proj", "v_proj") else (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
+embedding_by_columns: embed_tokens is cut along the hidden size: a rank must have some of the
+    vocabulary.
+    in ROW_PARALLEL => in (*ROW_PARALLEL, "embed_tokens")
+norms_cut: Norms are cut: but between sublayers each rank has all of the hidden size.
+    (), copies=("dp_cp", "tp") => cuts, copies=("dp_cp",)
+nothing_cut: Nothing is cut over tp: every rank computes all of it, and each sum is tp times too
+    large.
+    (Cut("tp", 1 if module in ROW_PARALLEL else 0),) => ()
+norms_not_summed: With sequence parallelism each rank has seen a part of the tokens, and its
+    gradient of a norm is a part of the sum.
+    ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp",)
+norms_always_summed: The gradients of norms are summed over tp without sequence parallelism, too:
+    there all ranks have the whole gradient, and it becomes tp times too large.
+    ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp_tp",)
+tied_not_summed: A tied embedding has a copy on the first and on the last stage, and their gradients
+    are not added: the copies drift apart.
+    sums=axes => sums=("dp_cp",)
+tied_counted_twice: The copies of a tied embedding on both ends are not named as copies: the
+    gradient norm counts both.
+    axes, sums => ("dp_cp",), sums
+"""
+
+ALSO_RIGHT = """
 def _placement(name, layout, tied):
     module = name.split(".")[-2]
     if module.endswith("_proj"):
@@ -202,6 +154,4 @@ def _placement(name, layout, tied):
         return Placement((Cut("tp", 0),), both, both)
     if "norm" in module:
         return Placement((), ("dp_cp", "tp"), ("dp_cp" + "_tp" * layout.sequence_parallel,))
-""",
-    ),
-)
+"""

@@ -3,14 +3,10 @@
 Two sublayers whose weights are cut over the ranks, between sums. The simulated network completes a
 sum only when it is awaited, so that a missing `wait` shows, and so does what could have been
 computed meanwhile.
-"""
 
-import random
+target: extensions.overlap.boundary:Boundary
+train: distributed.tp_size=2
 
-from exercises.exercise import Case, Exercise, Sent, Wrong
-from exercises.pictures import timeline
-
-TASK = """
 Write what happens at the ends of a sublayer. It begins with x, all of which every rank has, and
 with products of it with several weights: gather_multiply. It ends with the sum over all ranks of
 what each of them has computed: multiply_scatter. In backward the same two methods serve the other
@@ -18,15 +14,20 @@ ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_sca
 weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return
 their argument: it is the same on all ranks.
 Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/linear.py.
+
+? All ranks have x: nothing is to be sent for it. What a rank computes is one term of a sum.
+? collectives.start_all_reduce(y, axis), work.wait(), add_products(xs, products).
+? start_sum begins an all-reduce of a contiguous y, and returns y and the work. gather_multiply
+  returns x and the list of its products. multiply_scatter adds up its products on this rank, begins
+  one sum of that, calls meanwhile, and then waits.
+! 4 all-reduces of [B, S, E] a layer: each of its 2 sublayers has one forward and one backward. In
+  production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
-HINTS = (
-    "All ranks have x: nothing is to be sent for it. What a rank computes is one term of a sum.",
-    "collectives.start_all_reduce(y, axis), work.wait(), add_products(xs, products).",
-    "start_sum begins an all-reduce of a contiguous y, and returns y and the work. gather_multiply"
-    " returns x and the list of its products. multiply_scatter adds up its products on this rank,"
-    " begins one sum of that, calls meanwhile, and then waits.",
-)
+import random
+
+from exercises.exercise import Case, Sent
+from exercises.pictures import timeline
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -65,100 +66,49 @@ def picture(runs) -> str:
     return "\n".join([*lines, timeline(records, names)])
 
 
-START = "return y, collectives.start_all_reduce(y, self.axis)"
-PRODUCTS = "y, work = self.start_sum(add_products(xs, products))"
-WAIT = "work.wait()  # NCCL: the stream waits, not the host"
+MISTAKES = """
+not_summed: Products are not summed over the ranks: each continues with its own part, forward and
+    backward.
+    y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
+    work.wait() => pass
+copy_summed: A copy is summed, and the result is not used: an all-reduce works in place.
+- return y, collectives.start_all_reduce(y, self.axis)
++ return y, collectives.start_all_reduce(y.clone(), self.axis)
+averaged: The ranks' parts are averaged: what comes out is tp times too small.
+- return y, collectives.start_all_reduce(y, self.axis)
++ return y, collectives.start_all_reduce(y, self.axis, dist.ReduceOp.AVG)
+whole_summed: What all ranks have already is summed once more, forward and backward: it becomes tp
+    times too large in each sublayer.
+- return x
++ return collectives.all_reduce(x.clone(), self.axis)
+meanwhile_last: The sum is awaited before `meanwhile` is called: nothing is computed as it travels.
+- meanwhile()
+- work.wait()
++ work.wait()
++ meanwhile()
+meanwhile_first: `meanwhile` is called before the sum is started: the ranks below wait for both.
+- y, work = self.start_sum(add_products(xs, products))
+- meanwhile()
++ meanwhile()
++ y, work = self.start_sum(add_products(xs, products))
+no_meanwhile: `meanwhile` is not called: weight gradients stay in their queue.
+- meanwhile()
+never_awaited: The result is used without a wait: the sum may not have arrived.
+    work.wait() =>
+one_product_only: Only the first of the products is summed. The gradient of an input is the sum over
+    all linears that share it.
+    add_products(xs, products) => products[0](xs[0])
+each_product_summed: Each product is summed over the ranks by itself. Add them up on the rank
+    before: one message is enough.
+- y, work = self.start_sum(add_products(xs, products))
++ ys = [self.start_sum(product(x)) for x, product in zip(xs, products)]
+- work.wait()
++ for _, work in ys:
++     work.wait()
++ y = sum(y for y, _ in ys)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.overlap.boundary:Boundary",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    layout={"tp_size": 2},
-    remember="4 all-reduces of [B, S, E] a layer: each of its 2 sublayers has one forward and one"
-    " backward. In production: `torch.distributed.tensor.parallel.parallelize_module`.",
-    wrong=(
-        Wrong(
-            "not_summed",
-            "Products are not summed over the ranks: each continues with its own part, forward"
-            " and backward.",
-            PRODUCTS,
-            "y = add_products(xs, products)",
-            WAIT,
-            "pass",
-        ),
-        Wrong(
-            "copy_summed",
-            "A copy is summed, and the result is not used: an all-reduce works in place.",
-            START,
-            START.replace("(y,", "(y.clone(),"),
-        ),
-        Wrong(
-            "averaged",
-            "The ranks' parts are averaged: what comes out is tp times too small.",
-            START,
-            START.replace("self.axis)", "self.axis, dist.ReduceOp.AVG)"),
-        ),
-        Wrong(
-            "whole_summed",
-            "What all ranks have already is summed once more, forward and backward: it becomes tp"
-            " times too large in each sublayer.",
-            "return x\n\n    def start_sum",
-            "return collectives.all_reduce(x.clone(), self.axis)\n\n    def start_sum",
-        ),
-        Wrong(
-            "meanwhile_last",
-            "The sum is awaited before `meanwhile` is called: nothing is computed as it travels.",
-            "meanwhile()\n",
-            "\n",
-            WAIT,
-            "work.wait()\n        meanwhile()",
-        ),
-        Wrong(
-            "meanwhile_first",
-            "`meanwhile` is called before the sum is started: the ranks below wait for both.",
-            "meanwhile()\n",
-            "\n",
-            PRODUCTS,
-            f"meanwhile()\n        {PRODUCTS}",
-        ),
-        Wrong(
-            "no_meanwhile",
-            "`meanwhile` is not called: weight gradients stay in their queue.",
-            "meanwhile()\n",
-            "\n",
-        ),
-        Wrong(
-            "never_awaited",
-            "The result is used without a wait: the sum may not have arrived.",
-            WAIT,
-            "",
-        ),
-        Wrong(
-            "one_product_only",
-            "Only the first of the products is summed. The gradient of an input is the sum over all"
-            " linears that share it.",
-            "add_products(xs, products)",
-            "products[0](xs[0])",
-        ),
-        Wrong(
-            "each_product_summed",
-            "Each product is summed over the ranks by itself. Add them up on the rank before: one"
-            " message is enough.",
-            PRODUCTS,
-            "ys = [self.start_sum(product(x)) for x, product in zip(xs, products)]",
-            WAIT,
-            "for _, work in ys:\n            work.wait()\n        y = sum(y for y, _ in ys)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 @dataclass(frozen=True)
 class Boundary:
     axis: Axis
@@ -185,6 +135,4 @@ class Boundary:
             meanwhile()
         work.wait()
         return total
-""",
-    ),
-)
+"""

@@ -2,28 +2,29 @@
 
 The two sublayers of exercise 10, between which each rank has its part of the sequence only. They
 mix positions, as attention does, so that it matters along which dim tensors are cut.
-"""
 
-import random
+target: extensions.overlap.boundary:SequenceBoundary
+train: distributed.tp_size=2 distributed.sequence_parallel=true
 
-from exercises.exercise import Case, Exercise, Sent, Wrong
-from exercises.pictures import bars
-
-TASK = """
 Write the ends of a sublayer for sequence parallelism: outside, a rank has x [B, S/tp, E]. `whole`
 returns all of the sequence. `start_sum` begins to sum [B, S, E] over the ranks, and returns a
 rank's own part of the sum and the work to wait for. `maximum`, which only FP8 uses, returns the
 largest amax of all ranks. The other methods are those of Boundary.
 Read: extensions/overlap/boundary.py, collectives.py.
+
+? An all-reduce is a reduce-scatter, after which each rank has its part, and an all-gather.
+? collectives.all_gather(tensor, axis, dim), collectives.start_reduce_scatter(tensor, axis, dim);
+  for `maximum`, _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX).
+? Gather along the sequence, dim 1, in `whole`; begin to reduce and scatter along it in `start_sum`.
+  What one does forward, the other does in backward: nothing else is needed.
+! 1 / tp of the memory between sublayers, for the bytes of plain tensor parallelism. In production:
+  `torch.distributed.tensor.parallel.SequenceParallel`.
 """
 
-HINTS = (
-    "An all-reduce is a reduce-scatter, after which each rank has its part, and an all-gather.",
-    "collectives.all_gather(tensor, axis, dim), collectives.start_reduce_scatter(tensor, axis,"
-    " dim); for `maximum`, _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX).",
-    "Gather along the sequence, dim 1, in `whole`; begin to reduce and scatter along it in"
-    " `start_sum`. What one does forward, the other does in backward: nothing else is needed.",
-)
+import random
+
+from exercises.exercise import Case, Sent
+from exercises.pictures import bars
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -74,100 +75,48 @@ def picture(runs) -> str:
     return "bytes kept of two norms, with sequence parallelism\n" + bars(rows, "{:5.0f}")
 
 
-GATHER = "return collectives.all_gather(x, self.axis, dim=1)"
-SUM = "return collectives.start_reduce_scatter(y, self.axis, dim=1)"
-MY_PART = ".chunk(self.axis.size, 1)[self.axis.rank]"
+MISTAKES = """
+along_the_batch: Tensors are gathered and scattered along the batch: the parts are those of the
+    sequence, dim 1.
+    x, self.axis, dim=1 => x, self.axis, dim=0
+    axis, dim=1 => axis, dim=0
+gathered_along_the_batch: `whole` puts the parts of the sequence one behind the other along the
+    batch: they belong along dim 1.
+    x, self.axis, dim=1 => x, self.axis, dim=0
+not_gathered: `whole` returns the rank's own part: the sublayer needs all of the sequence.
+    return collectives.all_gather(x, self.axis, dim=1) => return x
+reverse_order: `whole` has the parts of the ranks in reverse order.
+- return collectives.all_gather(x, self.axis, dim=1)
++ parts = collectives.all_gather(x, self.axis, dim=1).chunk(self.axis.size, 1)
++ return torch.cat(parts[::-1], 1)
+gathered_by_sum: `whole` sums tensors that are zero but for a rank's own part: right, but an
+    all-reduce sends twice the bytes of an all-gather.
+- return collectives.all_gather(x, self.axis, dim=1)
++ zeros = x.new_zeros(x.shape[0], self.axis.size, *x.shape[1:])
++ zeros[:, self.axis.rank] = x
++ return collectives.all_reduce(zeros, self.axis).flatten(1, 2)
+all_reduced: `start_sum` computes the whole sum on every rank, which then keeps its part: right, but
+    an all-reduce sends twice the bytes, and the part keeps all of the sum alive.
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ y = y.contiguous()
++ return y.chunk(self.axis.size, 1)[self.axis.rank], collectives.start_all_reduce(y, self.axis)
+not_summed: `start_sum` takes this rank's part of its own tensor: nothing is summed over the ranks.
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ return y.chunk(self.axis.size, 1)[self.axis.rank], type('Done', (), {'wait': lambda self: None})()
+part_of_another: Each rank gets the part of the sum that belongs to the rank before it.
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ return collectives.start_reduce_scatter(y.roll(y.shape[1] // self.axis.size, 1), self.axis, dim=1)
+awaited_at_once: `start_sum` waits until the sum is there: weight gradients are computed only then.
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ y, work = collectives.start_reduce_scatter(y, self.axis, dim=1)
++ work.wait()
++ return y, work
+averaged: The ranks' parts are averaged: what comes out is tp times too small.
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ return collectives.start_reduce_scatter(y / self.axis.size, self.axis, dim=1)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.overlap.boundary:SequenceBoundary",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    memory=memory,
-    order=order,
-    picture=picture,
-    layout={"tp_size": 2, "sequence_parallel": True},
-    remember="1 / tp of the memory between sublayers, for the bytes of plain tensor parallelism. In"
-    " production: `torch.distributed.tensor.parallel.SequenceParallel`.",
-    wrong=(
-        Wrong(
-            "along_the_batch",
-            "Tensors are gathered and scattered along the batch: the parts are those of the"
-            " sequence, dim 1.",
-            GATHER,
-            GATHER.replace("dim=1", "dim=0"),
-            SUM,
-            SUM.replace("dim=1", "dim=0"),
-        ),
-        Wrong(
-            "gathered_along_the_batch",
-            "`whole` puts the parts of the sequence one behind the other along the batch: they"
-            " belong along dim 1.",
-            GATHER,
-            GATHER.replace("dim=1", "dim=0"),
-        ),
-        Wrong(
-            "not_gathered",
-            "`whole` returns the rank's own part: the sublayer needs all of the sequence.",
-            GATHER,
-            "return x",
-        ),
-        Wrong(
-            "reverse_order",
-            "`whole` has the parts of the ranks in reverse order.",
-            GATHER,
-            "parts = collectives.all_gather(x, self.axis, dim=1).chunk(self.axis.size, 1)\n"
-            "        return torch.cat(parts[::-1], 1)",
-        ),
-        Wrong(
-            "gathered_by_sum",
-            "`whole` sums tensors that are zero but for a rank's own part: right, but an all-reduce"
-            " sends twice the bytes of an all-gather.",
-            GATHER,
-            "zeros = x.new_zeros(x.shape[0], self.axis.size, *x.shape[1:])\n"
-            "        zeros[:, self.axis.rank] = x\n"
-            "        return collectives.all_reduce(zeros, self.axis).flatten(1, 2)",
-        ),
-        Wrong(
-            "all_reduced",
-            "`start_sum` computes the whole sum on every rank, which then keeps its part: right,"
-            " but an all-reduce sends twice the bytes, and the part keeps all of the sum alive.",
-            SUM,
-            "y = y.contiguous()\n"
-            f"        return y{MY_PART}, collectives.start_all_reduce(y, self.axis)",
-        ),
-        Wrong(
-            "not_summed",
-            "`start_sum` takes this rank's part of its own tensor: nothing is summed over the"
-            " ranks.",
-            SUM,
-            f"return y{MY_PART}, type('Done', (), {{'wait': lambda self: None}})()",
-        ),
-        Wrong(
-            "part_of_another",
-            "Each rank gets the part of the sum that belongs to the rank before it.",
-            SUM,
-            SUM.replace("(y,", "(y.roll(y.shape[1] // self.axis.size, 1),"),
-        ),
-        Wrong(
-            "awaited_at_once",
-            "`start_sum` waits until the sum is there: weight gradients are computed only then.",
-            SUM,
-            f"{SUM.replace('return', 'y, work =')}\n        work.wait()\n        return y, work",
-        ),
-        Wrong(
-            "averaged",
-            "The ranks' parts are averaged: what comes out is tp times too small.",
-            SUM,
-            SUM.replace("(y,", "(y / self.axis.size,"),
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 class SequenceBoundary(Boundary):
     def whole(self, x):
         return torch.cat(collectives.all_gather(x[None], self.axis, dim=0).unbind(), dim=1)
@@ -175,6 +124,4 @@ class SequenceBoundary(Boundary):
     def start_sum(self, y):
         rows, work = collectives.start_reduce_scatter(y.transpose(0, 1), self.axis, dim=0)
         return rows.transpose(0, 1), work
-""",
-    ),
-)
+"""

@@ -2,29 +2,30 @@
 
 The backward of a sublayer's begin, in the two sublayers of exercises 10 and 11. One of the cases is
 of a pipeline whose plan has W: there weight gradients wait for that.
-"""
 
-import random
+target: extensions.overlap.boundary:_Enter.backward
+train: distributed.tp_size=2
 
-from exercises.exercise import Case, Exercise, Sent, Wrong
-from exercises.pictures import timeline
-
-TASK = """
 Write the backward of _Enter: it gets the gradients of what each of its linears has computed, and
 returns the gradient of their common input, summed over the ranks: the layer below waits for it.
 Weight gradients have time. Put each into the queue of the boundary, and let the queue run while the
 sum travels, by run_during_message: multiply_scatter has an argument for that.
 Read: extensions/overlap/boundary.py, extensions/overlap/linear.py.
+
+? Three things: put what weight gradients need into the queue; begin the sum; run the queue.
+? ctx.boundary, ctx.linears, ctx.saved_tensors, which has x alone; boundary.queue.put,
+  boundary.queue.run_during_message, boundary.multiply_scatter, linear.input_gradient.
+? Put (linear, x, dy) of each linear into the queue. Then multiply and scatter all dys, with the
+  input gradients as products and run_during_message as `meanwhile`. Return one value for each
+  argument of forward but ctx: None for boundary and linears, which have no gradient.
+! 1/2 of a linear's backward, its weight gradient, can hide a message. In production: Megatron-LM's
+  `LinearWithGradAccumulationAndAsyncCommunication`.
 """
 
-HINTS = (
-    "Three things: put what weight gradients need into the queue; begin the sum; run the queue.",
-    "ctx.boundary, ctx.linears, ctx.saved_tensors, which has x alone; boundary.queue.put,"
-    " boundary.queue.run_during_message, boundary.multiply_scatter, linear.input_gradient.",
-    "Put (linear, x, dy) of each linear into the queue. Then multiply and scatter all dys, with the"
-    " input gradients as products and run_during_message as `meanwhile`. Return one value for each"
-    " argument of forward but ctx: None for boundary and linears, which have no gradient.",
-)
+import random
+
+from exercises.exercise import Case, Sent
+from exercises.pictures import timeline
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -80,107 +81,51 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-SUM = "dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)"
-ALONE = "dx = boundary.multiply_scatter(dys, products)"
-RUN = "boundary.queue.run_during_message()"
-LEAVE = """for linear, dy in zip(linears, dys, strict=True):
-        boundary.queue.put(linear, x, dy)
+MISTAKES = """
+run_last: The sum is awaited, and only then are weight gradients computed: nothing hides it.
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ dx = boundary.multiply_scatter(dys, products)
++ boundary.queue.run_during_message()
+run_first: Weight gradients are computed before the sum is started: the layer below waits for both.
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ boundary.queue.run_during_message()
++ dx = boundary.multiply_scatter(dys, products)
+never_run: The queue is never run: weight gradients are not computed.
+    , meanwhile=boundary.queue.run_during_message =>
+run_at_once: The queue is run by `run`, not by run_during_message: in a pipeline whose plan has W,
+    weight gradients must wait for that.
+    run_during_message => run
+not_summed: The input's gradient is not summed over the ranks: each has what its own heads
+    contribute, and all layers below get only that.
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ dx = add_products(dys, products)
++ boundary.queue.run_during_message()
+one_linear_only: The input's gradient is that of one linear: it is the sum of what all linears that
+    share the input contribute.
+    dys, products => dys[:1], products[:1]
+each_linear_summed: Each linear's part of the gradient is summed over the ranks by itself: added up
+    before, they need one message.
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ run = boundary.queue.run_during_message
++ dx = sum(boundary.multiply_scatter([dy], [p], run) for dy, p in zip(dys, products))
+one_left: Only the first linear is left in the queue: the others' weights get no gradient.
+    zip(linears, dys, strict=True) => zip(linears[:1], dys)
+left_too_late: The linears come into the queue after it has run: their weight gradients are computed
+    one sublayer later, and the last never.
+- for linear, dy in zip(linears, dys, strict=True):
+-     boundary.queue.put(linear, x, dy)
++
+- return None, None, dx
++ for linear, dy in zip(linears, dys, strict=True):
++     boundary.queue.put(linear, x, dy)
++ return None, None, dx
+swapped: x and dy are swapped in the queue: it takes (linear, x, dy).
+    (linear, x, dy) => (linear, dy, x)
+wrong_place: The gradient is returned for the wrong argument: forward has boundary, linears and x.
+    return None, None, dx => return dx, None, None
 """
-RETURN = "return None, None, dx"
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.overlap.boundary:_Enter.backward",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    layout={"tp_size": 2},
-    remember="1/2 of a linear's backward, its weight gradient, can hide a message. In production:"
-    " Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`.",
-    wrong=(
-        Wrong(
-            "run_last",
-            "The sum is awaited, and only then are weight gradients computed: nothing hides it.",
-            SUM,
-            f"{ALONE}\n    {RUN}",
-        ),
-        Wrong(
-            "run_first",
-            "Weight gradients are computed before the sum is started: the layer below waits for"
-            " both.",
-            SUM,
-            f"{RUN}\n    {ALONE}",
-        ),
-        Wrong(
-            "never_run",
-            "The queue is never run: weight gradients are not computed.",
-            SUM,
-            ALONE,
-        ),
-        Wrong(
-            "run_at_once",
-            "The queue is run by `run`, not by run_during_message: in a pipeline whose plan has W,"
-            " weight gradients must wait for that.",
-            "boundary.queue.run_during_message",
-            "boundary.queue.run",
-        ),
-        Wrong(
-            "not_summed",
-            "The input's gradient is not summed over the ranks: each has what its own heads"
-            " contribute, and all layers below get only that.",
-            SUM,
-            f"dx = add_products(dys, products)\n    {RUN}",
-        ),
-        Wrong(
-            "one_linear_only",
-            "The input's gradient is that of one linear: it is the sum of what all linears that"
-            " share the input contribute.",
-            SUM,
-            SUM.replace("dys, products", "dys[:1], products[:1]"),
-        ),
-        Wrong(
-            "each_linear_summed",
-            "Each linear's part of the gradient is summed over the ranks by itself: added up"
-            " before, they need one message.",
-            SUM,
-            "dx = sum(boundary.multiply_scatter([dy], [p], meanwhile="
-            "boundary.queue.run_during_message) for dy, p in zip(dys, products))",
-        ),
-        Wrong(
-            "one_left",
-            "Only the first linear is left in the queue: the others' weights get no gradient.",
-            "zip(linears, dys, strict=True)",
-            "zip(linears[:1], dys)",
-        ),
-        Wrong(
-            "left_too_late",
-            "The linears come into the queue after it has run: their weight gradients are"
-            " computed one sublayer later, and the last never.",
-            LEAVE,
-            "\n",
-            RETURN,
-            f"{LEAVE}    {RETURN}",
-        ),
-        Wrong(
-            "swapped",
-            "x and dy are swapped in the queue: it takes (linear, x, dy).",
-            "(linear, x, dy)",
-            "(linear, dy, x)",
-        ),
-        Wrong(
-            "wrong_place",
-            "The gradient is returned for the wrong argument: forward has boundary, linears and x.",
-            RETURN,
-            "return dx, None, None",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 @staticmethod
 def backward(ctx, *dys):
     saved, = ctx.saved_tensors
@@ -192,6 +137,4 @@ def backward(ctx, *dys):
     queue.run_during_message()
     work.wait()
     return None, None, y
-""",
-    ),
-)
+"""

@@ -3,18 +3,10 @@
 Each rank has the rows of lm_head for some of the vocabulary, the last one fewer of them. Some
 targets do not count. In one case scores are so large that exp(score) overflows; of another, in
 bfloat16, only the dtypes are compared, and bytes.
-"""
 
-import random
-from typing import TYPE_CHECKING
+target: loss:stripe_loss
+train: distributed.tp_size=2
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import bars
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-TASK = """
 Return the cross entropy of each of N tokens, and its gradient with respect to this rank's logits,
 [N, V/tp]: softmax - 1 at the target, softmax elsewhere. x is [N, E], weight [V/tp, E], this rank's
 slice of the vocabulary, from id vocabulary.first on. vocabulary.maximum and vocabulary.total reduce
@@ -22,17 +14,25 @@ a tensor over the slices of all ranks: do not gather logits; two messages are en
 IGNORE_INDEX has loss 0 and gradient 0. Compute in float32 or better (`wide`), whatever the dtype of
 x is; only the gradient is in the dtype of x.
 Read: loss.py, tensor_parallel.py (the head).
+
+? Over all slices a token needs three numbers: the largest logit, the sum of exponentials, and its
+  target's logit, which is in the slice of one rank.
+? vocabulary.maximum(logits.amax(-1)), vocabulary.total(torch.stack([...])), gather, scatter_.
+? Subtract the common maximum. Add up the exponentials of your slice, and take the logit of the
+  target where it is here, else 0; sum both over the ranks in one message. The loss is the logarithm
+  of the sum minus the target's logit; the gradient is exp / sum, minus 1 at a target that is here.
+! 3 numbers a token are reduced, not V logits: for a vocabulary of 128k, 20000 times fewer bytes
+  than to gather them. In production: `torch.distributed.tensor.parallel`'s loss_parallel.
 """
 
-HINTS = (
-    "Over all slices a token needs three numbers: the largest logit, the sum of exponentials,"
-    " and its target's logit, which is in the slice of one rank.",
-    "vocabulary.maximum(logits.amax(-1)), vocabulary.total(torch.stack([...])), gather, scatter_.",
-    "Subtract the common maximum. Add up the exponentials of your slice, and take the logit of the"
-    " target where it is here, else 0; sum both over the ranks in one message. The loss is the"
-    " logarithm of the sum minus the target's logit; the gradient is exp / sum, minus 1 at a target"
-    " that is here.",
-)
+import random
+from typing import TYPE_CHECKING
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -113,171 +113,82 @@ def picture(runs) -> str:
     return f"bytes that each of {case.ranks} ranks sends for a token\n" + bars(rows, "{:5.0f}")
 
 
-MAXIMUM = "vocabulary.maximum(logits.amax(-1))"
-SUMS = "vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))"
-HERE = "is_here.to(scale.dtype)"
-INSIDE = "is_here = counts & (ids >= 0) & (ids < logits.shape[1])"
-TO_DTYPE = "gradient = exponentials.mul_(scale[:, None]).to(x.dtype)"
-LOGITS = "logits = wide(x @ weight.T)"
-GATHERED = """end = torch.full_like(logits[0, :1], vocabulary.first + len(weight))
-    whole = logits.new_zeros(len(x), int(vocabulary.maximum(end)))
-    whole[:, vocabulary.first : vocabulary.first + len(weight)] = logits
-    vocabulary.total(whole)
+MISTAKES = """
+own_maximum: Each slice subtracts its own maximum: the sums of their exponentials have different
+    scales, and must not be added.
+    vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
+no_maximum: No maximum is subtracted: exp() overflows for large logits, and infinity divided by
+    infinity is NaN.
+    logits -= vocabulary.maximum(logits.amax(-1))[:, None] => pass
+target_not_shifted: The target's logit is the one before the maximum was subtracted, and the sum is
+    that of exponentials after it: subtract the maximum from both.
+- logits -= vocabulary.maximum(logits.amax(-1))[:, None]
++ unshifted = logits
++ logits = logits - vocabulary.maximum(logits.amax(-1))[:, None]
+    [exponentials.sum(-1), at_target => [exponentials.sum(-1), unshifted.gather(1, ids)[:, 0]
+own_sum: Each slice divides by the sum of its own exponentials: the softmax is over the whole
+    vocabulary.
+- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
++ sums, target_logits = exponentials.sum(-1), vocabulary.total(at_target * is_here)
+target_added_by_all: Every rank adds a logit for the target, also those whose slice does not have
+    it.
+    * is_here => * counts
+target_not_summed: The target's logit is not summed: the ranks that do not have it get another loss.
+- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
++ sums, target_logits = vocabulary.total(exponentials.sum(-1)), at_target * is_here
+one_subtracted_everywhere: Every rank subtracts 1 in the gradient of some logit: only the one that
+    has the target must.
+    is_here.to => counts.to
+nearest_taken: Where the target is not in a slice, the nearest logit is taken for it: such a rank
+    must add 0 to the loss, and subtract nothing from the gradient.
+- is_here = counts & (ids >= 0) & (ids < logits.shape[1])
+- ids = ids.where(is_here, 0)[:, None]
++ is_here = counts
++ ids = ids.clamp(0, logits.shape[1] - 1)[:, None]
+one_too_many: A slice ends before the id first + V/tp: a target with that id is in the next one.
+    (ids < logits.shape[1]) => (ids <= logits.shape[1])
+own_ids: Targets are used as ids within the slice: they are of the whole vocabulary, of which this
+    slice begins at `first`.
+    ids = targets - vocabulary.first => ids = targets
+ignored_in_loss: A target that is to be ignored has a loss.
+    (sums.log() - target_logits) * counts => (sums.log() - target_logits)
+ignored_in_gradient: A target that is to be ignored has a gradient.
+    scale = counts / sums => scale = 1 / sums
+nothing_ignored: A target that is to be ignored has a loss and a gradient.
+- losses = (sums.log() - target_logits) * counts
+- scale = counts / sums
++ losses = (sums.log() - target_logits)
++ scale = 1 / sums
+losses_summed: The losses are summed: one for each token is wanted, [N].
+- return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
++ return losses.sum(), gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
+not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.
+    logits = wide(x @ weight.T) => logits = x @ weight.T
+wide_gradient: The gradient stays wide: it is multiplied by x and weight, in the dtype of x.
+    (scale[:, None]).to(x.dtype) => (scale[:, None])
+    .to(x.dtype) =>
+wrong_sign: The gradient has the wrong sign: it is softmax minus 1 at the target, so that a step
+    against it makes the target more probable.
+    return losses, gradient => return losses, -gradient
+logits_gathered: All logits are sent to all ranks: right, but three numbers a token are enough.
+- logits = wide(x @ weight.T)
++ logits = wide(x @ weight.T)
++ end = torch.full_like(logits[0, :1], vocabulary.first + len(weight))
++ whole = logits.new_zeros(len(x), int(vocabulary.maximum(end)))
++ whole[:, vocabulary.first : vocabulary.first + len(weight)] = logits
++ vocabulary.total(whole)
+    vocabulary.maximum(logits.amax(-1)) => whole.amax(-1)
+- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
++ sums = (whole - whole.amax(-1)[:, None]).exp().sum(-1)
++ target_logits = whole.gather(1, targets.clamp(0)[:, None])[:, 0] - whole.amax(-1)
++ target_logits = target_logits * counts
+three_messages: The sum and the target's logit are sent one by one: stacked, they are one message.
+- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
++ sums = vocabulary.total(exponentials.sum(-1))
++ target_logits = vocabulary.total(at_target * is_here)
 """
 
-EXERCISE = Exercise(
-    __name__,
-    target="loss:stripe_loss",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    picture=picture,
-    layout={"tp_size": 2},
-    remember="3 numbers a token are reduced, not V logits: for a vocabulary of 128k, 20000 times"
-    " fewer bytes than to gather them. In production: `torch.distributed.tensor.parallel`'s"
-    " loss_parallel.",
-    wrong=(
-        Wrong(
-            "own_maximum",
-            "Each slice subtracts its own maximum: the sums of their exponentials have different"
-            " scales, and must not be added.",
-            MAXIMUM,
-            "logits.amax(-1)",
-        ),
-        Wrong(
-            "no_maximum",
-            "No maximum is subtracted: exp() overflows for large logits, and infinity divided by"
-            " infinity is NaN.",
-            f"logits -= {MAXIMUM}[:, None]",
-            "pass",
-        ),
-        Wrong(
-            "target_not_shifted",
-            "The target's logit is the one before the maximum was subtracted, and the sum is that"
-            " of exponentials after it: subtract the maximum from both.",
-            f"logits -= {MAXIMUM}[:, None]",
-            f"unshifted = logits\n    logits = logits - {MAXIMUM}[:, None]",
-            "at_target * is_here]",
-            "unshifted.gather(1, ids)[:, 0] * is_here]",
-        ),
-        Wrong(
-            "own_sum",
-            "Each slice divides by the sum of its own exponentials: the softmax is over the whole"
-            " vocabulary.",
-            SUMS,
-            "exponentials.sum(-1), vocabulary.total(at_target * is_here)",
-        ),
-        Wrong(
-            "target_added_by_all",
-            "Every rank adds a logit for the target, also those whose slice does not have it.",
-            "at_target * is_here]",
-            "at_target * counts]",
-        ),
-        Wrong(
-            "target_not_summed",
-            "The target's logit is not summed: the ranks that do not have it get another loss.",
-            SUMS,
-            "vocabulary.total(exponentials.sum(-1)), at_target * is_here",
-        ),
-        Wrong(
-            "one_subtracted_everywhere",
-            "Every rank subtracts 1 in the gradient of some logit: only the one that has the target"
-            " must.",
-            HERE,
-            "counts.to(scale.dtype)",
-        ),
-        Wrong(
-            "nearest_taken",
-            "Where the target is not in a slice, the nearest logit is taken for it: such a rank"
-            " must add 0 to the loss, and subtract nothing from the gradient.",
-            INSIDE,
-            "is_here = counts",
-            "ids.where(is_here, 0)",
-            "ids.clamp(0, logits.shape[1] - 1)",
-        ),
-        Wrong(
-            "one_too_many",
-            "A slice ends before the id first + V/tp: a target with that id is in the next one.",
-            "(ids < logits.shape[1])",
-            "(ids <= logits.shape[1])",
-        ),
-        Wrong(
-            "own_ids",
-            "Targets are used as ids within the slice: they are of the whole vocabulary, of which"
-            " this slice begins at `first`.",
-            "ids = targets - vocabulary.first",
-            "ids = targets",
-        ),
-        Wrong(
-            "ignored_in_loss",
-            "A target that is to be ignored has a loss.",
-            "(sums.log() - target_logits) * counts",
-            "(sums.log() - target_logits)",
-        ),
-        Wrong(
-            "ignored_in_gradient",
-            "A target that is to be ignored has a gradient.",
-            "scale = counts / sums",
-            "scale = 1 / sums",
-        ),
-        Wrong(
-            "nothing_ignored",
-            "A target that is to be ignored has a loss and a gradient.",
-            "(sums.log() - target_logits) * counts",
-            "(sums.log() - target_logits)",
-            "scale = counts / sums",
-            "scale = 1 / sums",
-        ),
-        Wrong(
-            "losses_summed",
-            "The losses are summed: one for each token is wanted, [N].",
-            "return losses, ",
-            "return losses.sum(), ",
-        ),
-        Wrong(
-            "not_wide",
-            "Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.",
-            LOGITS,
-            "logits = x @ weight.T",
-        ),
-        Wrong(
-            "wide_gradient",
-            "The gradient stays wide: it is multiplied by x and weight, in the dtype of x.",
-            TO_DTYPE,
-            TO_DTYPE.removesuffix(".to(x.dtype)"),
-            "gradient_at_target[:, None].to(x.dtype)",
-            "gradient_at_target[:, None]",
-        ),
-        Wrong(
-            "wrong_sign",
-            "The gradient has the wrong sign: it is softmax minus 1 at the target, so that a step"
-            " against it makes the target more probable.",
-            "return losses, gradient",
-            "return losses, -gradient",
-        ),
-        Wrong(
-            "logits_gathered",
-            "All logits are sent to all ranks: right, but three numbers a token are enough.",
-            LOGITS,
-            f"{LOGITS}\n    {GATHERED}",
-            MAXIMUM,
-            "whole.amax(-1)",
-            SUMS,
-            "(whole - whole.amax(-1)[:, None]).exp().sum(-1), (whole.gather(1, targets.clamp(0)"
-            "[:, None])[:, 0] - whole.amax(-1)) * counts",
-        ),
-        Wrong(
-            "three_messages",
-            "The sum and the target's logit are sent one by one: stacked, they are one message.",
-            SUMS,
-            "vocabulary.total(exponentials.sum(-1)), vocabulary.total(at_target * is_here)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
     logits, N = wide(x @ weight.T), len(x)
     logits = logits - vocabulary.maximum(logits.max(1).values).unsqueeze(1)
@@ -290,6 +201,4 @@ def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
     counts = (targets != IGNORE_INDEX).to(logits.dtype)
     losses = counts * (both[:, 0].log() - both[:, 1])
     return losses, (counts[:, None] * logits.exp() / both[:, :1] - onehot).to(x.dtype)
-""",
-    ),
-)
+"""

@@ -2,26 +2,27 @@
 
 Forty sizes are played on paper by schedules/simulator.py. No process is needed, and a deadlock is
 found before it happens: actions that need each other in a circle.
-"""
 
-import random
+target: pipeline_schedule:one_f_one_b
+train: distributed.pp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong
-from exercises.plans import played
-
-TASK = """
 Return the plan of a rank: all its forwards and backwards, in an order in which forwards and
 backwards take turns as soon as there are gradients. Of p ranks the last one begins with F0 B0 F1 B1
 ...; a rank before it starts some forwards earlier, its warm-up. `alternating` makes such a plan.
 The bubble is AFAB's, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
 Read: pipeline_schedule.py.
+
+? How many forwards must a rank start before the gradient of its first one can be back?
+? alternating([num_micro_batches], chunks, warmup=...), with rank and ranks.
+? One forward for each rank behind this one, so that all of them have something to do.
+! With 4 ranks and 8 micro-batches: a bubble of 27.3%, and at most 4 micro-batches alive, not 8. In
+  production: `torch.distributed.pipelining.Schedule1F1B`.
 """
 
-HINTS = (
-    "How many forwards must a rank start before the gradient of its first one can be back?",
-    "alternating([num_micro_batches], chunks, warmup=...), with rank and ranks.",
-    "One forward for each rank behind this one, so that all of them have something to do.",
-)
+import random
+
+from exercises.exercise import Case
+from exercises.plans import played
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -64,66 +65,28 @@ def picture(runs) -> str:
     return "4 ranks, 8 micro-batches: the bubble is 27.3%\n" + drawn[4, 8]
 
 
-WARMUP = "warmup=ranks - rank - 1)"
+MISTAKES = """
+warmup_too_long: The warm-up is one forward too long: each rank keeps one more micro-batch alive,
+    and is not done any sooner.
+    rank - 1 => rank
+same_warmup: All ranks have the same warm-up. The last one could return its first gradient at once,
+    and all others wait for it: with 4 ranks and 8 micro-batches the bubble is 65%.
+    rank - 1 => 1
+no_warmup: No rank has a warm-up: each waits for the gradient of a micro-batch before it starts the
+    next. With 4 ranks and 8 micro-batches the bubble is 75%.
+    ranks - rank - 1 => 0
+other_end: The warm-up is counted from the other end: the first rank has none, and the last one
+    waits for forwards that the first one does only after its gradient.
+    ranks - rank - 1 => rank
+all_forwards_first: All forwards come first. The bubble is the same, but all micro-batches are
+    alive: with 4 ranks and 8 micro-batches 8, not 4.
+    ranks - rank - 1 => num_micro_batches
+warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
+    this one waits for a gradient.
+    ranks - rank - 1 => max(0, ranks - rank - 2)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="pipeline_schedule:one_f_one_b",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    layout={"pp_size": 2, "tp_size": 1},
-    remember="With 4 ranks and 8 micro-batches: a bubble of 27.3%, and at most 4 micro-batches"
-    " alive, not 8. In production: `torch.distributed.pipelining.Schedule1F1B`.",
-    wrong=(
-        Wrong(
-            "warmup_too_long",
-            "The warm-up is one forward too long: each rank keeps one more micro-batch alive, and"
-            " is not done any sooner.",
-            WARMUP,
-            "warmup=ranks - rank)",
-        ),
-        Wrong(
-            "same_warmup",
-            "All ranks have the same warm-up. The last one could return its first gradient at once,"
-            " and all others wait for it: with 4 ranks and 8 micro-batches the bubble is 65%.",
-            WARMUP,
-            "warmup=ranks - 1)",
-        ),
-        Wrong(
-            "no_warmup",
-            "No rank has a warm-up: each waits for the gradient of a micro-batch before it starts"
-            " the next. With 4 ranks and 8 micro-batches the bubble is 75%.",
-            WARMUP,
-            "warmup=0)",
-        ),
-        Wrong(
-            "other_end",
-            "The warm-up is counted from the other end: the first rank has none, and the last one"
-            " waits for forwards that the first one does only after its gradient.",
-            WARMUP,
-            "warmup=rank)",
-        ),
-        Wrong(
-            "all_forwards_first",
-            "All forwards come first. The bubble is the same, but all micro-batches are alive: with"
-            " 4 ranks and 8 micro-batches 8, not 4.",
-            WARMUP,
-            "warmup=num_micro_batches)",
-        ),
-        Wrong(
-            "warmup_too_short",
-            "The warm-up is one forward too short: some rank behind has nothing to do while this"
-            " one waits for a gradient.",
-            WARMUP,
-            "warmup=max(0, ranks - rank - 2))",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
     forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]
     backwards = [Action(Kind.BACKWARD, i) for i in range(num_micro_batches)]
@@ -135,6 +98,4 @@ def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
         else:
             plan.append(backwards.pop(0))
     return plan
-""",
-    ),
-)
+"""

@@ -3,36 +3,36 @@
 Plans of all schedules, for up to 5 ranks, with the student's messages. They are played on paper:
 once with both ends of a message waiting for each other, once with slow messages that travel while
 ranks compute. Then simulated ranks exchange the messages of two of them.
-"""
 
-import random
-from typing import TYPE_CHECKING
+target: pipeline_messages:insert_messages
+train: distributed.pp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong
-
-if TYPE_CHECKING:
-    from picotron_min.pipeline_schedule import Plan
-
-TASK = """
 Add the sends and receives to the plans of all ranks. Whatever is computed on one rank and needed on
 another is sent, as soon as it is there: an action of a kind in SENDS, with the rank that it goes
 to as `peer`; and received, an action of a kind in RECEIVES with the micro-batch and chunk of the
 action that needs it, and the rank that it comes from. `place(stage, ranks)` is the rank and chunk
 of a stage. Even if a send waits for its receive and a receive for its send, nothing may deadlock.
 Read: pipeline_schedule.py, pipeline_messages.py.
+
+? Write one list of what all ranks do, in an order in which it can be done. Where does a message
+  stand in it? A rank's plan is its part of the list.
+? inputs_of (the input of a W needs no message), in_order, textbook_times, spans_of(needs, times,
+  send_time=2**-20), span.end, SENDS, RECEIVES, _replace.
+? With a small send_time, of two ranks that would end together the one upstream ends first. Sort the
+  events of all ranks by their end, and of equal ones the lower rank first. Append each action to
+  its rank's plan; if what needs it is on another rank, append a send to this plan, and at once a
+  receive to the other.
+! 2 (p - 1) messages per micro-batch, one forward and one back between neighbours. In production:
+  `_PipelineScheduleRuntime` of `torch.distributed.pipelining`.
 """
 
-HINTS = (
-    "Write one list of what all ranks do, in an order in which it can be done. Where does a message"
-    " stand in it? A rank's plan is its part of the list.",
-    "inputs_of (the input of a W needs no message), in_order, textbook_times,"
-    " spans_of(needs, times, send_time=2**-20), span.end, SENDS, RECEIVES, _replace.",
-    "With a small send_time, of two ranks that would end together the one upstream ends first. Sort"
-    " the events of all ranks by their end, and of equal ones the lower rank first. Append each"
-    " action to its rank's plan; if what needs it is on another rank, append a send to this plan,"
-    " and at once a receive to the other.",
-)
+import random
+from typing import TYPE_CHECKING
 
+from exercises.exercise import Case
+
+if TYPE_CHECKING:
+    from picotron_min.pipeline_schedule import Plan
 SEND_TIME = 0.5  # F takes 1
 
 
@@ -129,96 +129,45 @@ def picture(runs) -> str:
     return "\n".join([*lines, *(f"{a:30}{b}".rstrip() for a, b in zip(*rows, strict=True))])
 
 
-APPEND = "complete[rank].append(action)\n"
-CONDITION = "if peer != rank:"
-RECEIVE = "complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank))"
-ALONE = """alone = []
-    for rank, plan in enumerate(plans):
-        alone.append([])
-        for action in plan:
-            mine = [m for m in complete[rank] if m[1:3] == action[1:3] and m.peer is not None]
-            alone[-1] += [m for m in mine if m.kind is RECEIVES.get(action.kind)]
-            alone[-1].append(action)
-            alone[-1] += [m for m in mine if m.kind is SENDS.get(action.kind)]
-    return alone"""
-WHEN_NEEDED = """for source, made in inputs[rank, action]:
-            if source != rank:
-                complete[source].append(made._replace(kind=SENDS[made.kind], peer=rank))
-                complete[rank].append(action._replace(kind=RECEIVES[made.kind], peer=source))
-        complete[rank].append(action)
+MISTAKES = """
+each_by_itself: Each rank receives right before an action and sends right behind it. One rank waits
+    to send a forward while the next one waits to send it a gradient.
+- return complete
++ alone = []
++ for rank, plan in enumerate(plans):
++     alone.append([])
++     for action in plan:
++         mine = [m for m in complete[rank] if m[1:3] == action[1:3] and m.peer is not None]
++         alone[-1] += [m for m in mine if m.kind is RECEIVES.get(action.kind)]
++         alone[-1].append(action)
++         alone[-1] += [m for m in mine if m.kind is SENDS.get(action.kind)]
++ return alone
+when_needed: A message is posted only when its receiver needs it: right, but it does not travel
+    while the ranks compute, and all of its time is lost.
+- complete[rank].append(action)
++ for source, made in inputs[rank, action]:
++     if source != rank:
++         complete[source].append(made._replace(kind=SENDS[made.kind], peer=rank))
++         complete[rank].append(action._replace(kind=RECEIVES[made.kind], peer=source))
++ complete[rank].append(action)
+    if peer != rank: => if False:
+to_the_previous: Results are sent to the previous rank, whoever needs them.
+    peer=peer => peer=(rank - 1) % len(plans)
+no_gradients: Gradients are not sent: only the last stage can run its backwards.
+    if peer != rank: => if peer != rank and action.kind is Kind.FORWARD:
+to_itself: Where the next stage is another chunk of the same rank, the rank sends to itself.
+    if peer != rank: => if receiver:
+chunk_of_the_sender: A receive has the chunk of the action that made the message: it must have that
+    of the one that needs it.
+    receiver. => action.
+no_receives: Messages are sent, but not received.
+    complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank)) => pass
+rank_by_rank: The list has all of rank 0 first, then all of rank 1, ...: a rank runs its backwards
+    before it has received their gradients.
+    (spans[event].end, event[0]) => (event[0], spans[event].end)
 """
 
-EXERCISE = Exercise(
-    __name__,
-    target="pipeline_messages:insert_messages",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    order=order,
-    picture=picture,
-    layout={"pp_size": 2, "tp_size": 1},
-    remember="2 (p - 1) messages per micro-batch, one forward and one back between neighbours. In"
-    " production: `_PipelineScheduleRuntime` of `torch.distributed.pipelining`.",
-    wrong=(
-        Wrong(
-            "each_by_itself",
-            "Each rank receives right before an action and sends right behind it. One rank waits to"
-            " send a forward while the next one waits to send it a gradient.",
-            "return complete",
-            ALONE,
-        ),
-        Wrong(
-            "when_needed",
-            "A message is posted only when its receiver needs it: right, but it does not travel"
-            " while the ranks compute, and all of its time is lost.",
-            APPEND,
-            WHEN_NEEDED,
-            CONDITION,
-            "if False:",
-        ),
-        Wrong(
-            "to_the_previous",
-            "Results are sent to the previous rank, whoever needs them.",
-            "kind=SENDS[action.kind], peer=peer",
-            "kind=SENDS[action.kind], peer=(rank - 1) % len(plans)",
-        ),
-        Wrong(
-            "no_gradients",
-            "Gradients are not sent: only the last stage can run its backwards.",
-            CONDITION,
-            "if peer != rank and action.kind is Kind.FORWARD:",
-        ),
-        Wrong(
-            "to_itself",
-            "Where the next stage is another chunk of the same rank, the rank sends to itself.",
-            CONDITION,
-            "if receiver:",
-        ),
-        Wrong(
-            "chunk_of_the_sender",
-            "A receive has the chunk of the action that made the message: it must have that of the"
-            " one that needs it.",
-            RECEIVE,
-            RECEIVE.replace("receiver", "action"),
-        ),
-        Wrong(
-            "no_receives",
-            "Messages are sent, but not received.",
-            RECEIVE,
-            "pass",
-        ),
-        Wrong(
-            "rank_by_rank",
-            "The list has all of rank 0 first, then all of rank 1, ...: a rank runs its backwards"
-            " before it has received their gradients.",
-            "(spans[event].end, event[0])",
-            "(event[0], spans[event].end)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def insert_messages(plans, place=loop):
     ranks = len(plans)
     chunks = 1 + max(action.chunk for plan in plans for action in plan)
@@ -237,6 +186,4 @@ def insert_messages(plans, place=loop):
             complete[rank].append(Action(SENDS[kind], i, chunk, peer))
             complete[peer].append(Action(RECEIVES[kind], i, its_chunk, rank))
     return complete
-""",
-    ),
-)
+"""

@@ -2,18 +2,10 @@
 
 A model of a few small matrices, cut into stages, runs plans with up to 8 micro-batches. Outputs lie
 in memory that reports when it is released, so that those that are alive can be counted.
-"""
 
-import random
-from typing import TYPE_CHECKING, Any
+target: pipeline_parallel:Pipeline._forward
+train: distributed.pp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import bars
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-TASK = """
 Run one micro-batch forward through a chunk. The first stage reads tokens, the last one targets, by
 self.read(i); other stages take what has arrived, by self._arrived(kind, i, c), whose gradient is
 needed later. Call model(x, self.positions, targets or None) within self.watch(action). The last
@@ -22,18 +14,26 @@ self.leaving. Keep in self.live what backward needs, the input and the end of th
 output: get_gradient_edge(out). In evaluation, without gradients, nothing is kept, and a buffer that
 is used up goes to self.free. See _backward and _send for the keys.
 Read: pipeline_parallel.py.
+
+? Four things: where x comes from, the model, where the result goes, what is kept.
+? Kind.RECEIVE_ACTIVATION, requires_grad_, torch.is_grad_enabled, detach, Kind.SEND_ACTIVATION,
+  get_gradient_edge, self.free.
+? What has arrived becomes a leaf that requires a gradient, if gradients are enabled. What is to
+  leave is detached, under the key (Kind.SEND_ACTIVATION, i, c). live[i, c] is (x, the edge of the
+  output), so that the output's values can be released once they are sent. Without gradients, x goes
+  to self.free instead, unless the stage is the first.
+! 1 output a chunk is alive, that which is being sent, however many micro-batches wait for their
+  backward. In production: `deallocate_output_tensor` of Megatron-LM.
 """
 
-HINTS = (
-    "Four things: where x comes from, the model, where the result goes, what is kept.",
-    "Kind.RECEIVE_ACTIVATION, requires_grad_, torch.is_grad_enabled, detach, Kind.SEND_ACTIVATION,"
-    " get_gradient_edge, self.free.",
-    "What has arrived becomes a leaf that requires a gradient, if gradients are enabled. What is"
-    " to leave is detached, under the key (Kind.SEND_ACTIVATION, i, c). live[i, c] is (x, the edge"
-    " of the output), so that the output's values can be released once they are sent. Without"
-    " gradients, x goes to self.free instead, unless the stage is the first.",
-)
+import random
+from typing import TYPE_CHECKING, Any
 
+from exercises.exercise import Case, draw
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from torch import Tensor
 B, S, E, V = 2, 3, 4, 11
 
 
@@ -170,97 +170,39 @@ def picture(runs) -> str:
     return "\n".join([*lines, f"if all were kept until backward: {kept['F7']} at F7"])
 
 
-LEAVING = "self.leaving[Kind.SEND_ACTIVATION, i, c] = out.detach()"
-LEAF = "x.requires_grad_(torch.is_grad_enabled())"
-FREE = "elif not stage.is_first:\n        self.free.append(x)"
-LOSS = "self.totals[0] += out.detach()"
+MISTAKES = """
+output_kept: The output itself is kept until backward: that needs the graph behind it, not its
+    values. With 8 forwards first, 7 outputs are kept for nothing.
+    get_gradient_edge(out) => out
+sent_with_graph: What is sent still has its graph, so that the message keeps the graph alive.
+    c] = out.detach() => c] = out
+loss_with_graph: The loss is added with its graph: the totals keep the graphs of all micro-batches.
+    self.totals[0] += out.detach() => self.totals[0] += out
+no_leaf: What arrives does not require a gradient: there is none to send back, and the stages before
+    get no gradient.
+    x.requires_grad_(torch.is_grad_enabled()) => pass
+every_stage_counts: Every stage adds its output to the loss: only the last one has a loss.
+- if torch.is_grad_enabled():
++     self.totals[0] += out.detach().sum()
++ if torch.is_grad_enabled():
+micro_batches_counted: Micro-batches are counted, not their targets: each has another number of
+    these.
+    batch.num_targets => 1
+one_place: All micro-batches are kept in one place: each overwrites the one before.
+    self.live[i, c] => self.live[0, c]
+freed_too_early: The input goes back to the free buffers before backward has used it: the next
+    receive overwrites it.
+    elif not => if not
+never_freed: In evaluation the inputs are not given back: every micro-batch needs another buffer.
+- elif not stage.is_first:
+-     self.free.append(x)
+all_read: Every stage reads the batch: those between the ends need neither tokens nor targets.
+    if stage.is_first or stage.is_last: => if True:
+not_watched: The model does not run within self.watch(action): nothing can be timed.
+    with self.watch(action): => if True:
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="pipeline_parallel:Pipeline._forward",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    memory=memory,
-    picture=picture,
-    layout={"pp_size": 2, "tp_size": 1},
-    remember="1 output a chunk is alive, that which is being sent, however many micro-batches wait"
-    " for their backward. In production: `deallocate_output_tensor` of Megatron-LM.",
-    wrong=(
-        Wrong(
-            "output_kept",
-            "The output itself is kept until backward: that needs the graph behind it, not its"
-            " values. With 8 forwards first, 7 outputs are kept for nothing.",
-            "get_gradient_edge(out)",
-            "out",
-        ),
-        Wrong(
-            "sent_with_graph",
-            "What is sent still has its graph, so that the message keeps the graph alive.",
-            LEAVING,
-            LEAVING.removesuffix(".detach()"),
-        ),
-        Wrong(
-            "loss_with_graph",
-            "The loss is added with its graph: the totals keep the graphs of all micro-batches.",
-            LOSS,
-            LOSS.removesuffix(".detach()"),
-        ),
-        Wrong(
-            "no_leaf",
-            "What arrives does not require a gradient: there is none to send back, and the stages"
-            " before get no gradient.",
-            LEAF,
-            "pass",
-        ),
-        Wrong(
-            "every_stage_counts",
-            "Every stage adds its output to the loss: only the last one has a loss.",
-            LEAVING,
-            f"{LEAVING}\n        self.totals[0] += out.detach().sum()",
-        ),
-        Wrong(
-            "micro_batches_counted",
-            "Micro-batches are counted, not their targets: each has another number of these.",
-            "batch.num_targets",
-            "1",
-        ),
-        Wrong(
-            "one_place",
-            "All micro-batches are kept in one place: each overwrites the one before.",
-            "self.live[i, c]",
-            "self.live[0, c]",
-        ),
-        Wrong(
-            "freed_too_early",
-            "The input goes back to the free buffers before backward has used it: the next receive"
-            " overwrites it.",
-            FREE,
-            FREE.removeprefix("el"),
-        ),
-        Wrong(
-            "never_freed",
-            "In evaluation the inputs are not given back: every micro-batch needs another buffer.",
-            FREE,
-            "",
-        ),
-        Wrong(
-            "all_read",
-            "Every stage reads the batch: those between the ends need neither tokens nor targets.",
-            "if stage.is_first or stage.is_last:",
-            "if True:",
-        ),
-        Wrong(
-            "not_watched",
-            "The model does not run within self.watch(action): nothing can be timed.",
-            "with self.watch(action):",
-            "if True:",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def _forward(self, action):
     i, c = action.micro_batch, action.chunk
     chunk, learns = self.chunks[c], torch.is_grad_enabled()
@@ -281,6 +223,4 @@ def _forward(self, action):
         self.live[i, c] = (x, get_gradient_edge(y))
     elif not first:
         self.free += [x]
-""",
-    ),
-)
+"""

@@ -2,14 +2,11 @@
 
 Plans of up to 4 ranks with up to 3 chunks each are played by schedules/simulator.py, also with
 messages that take a fifth of a chunk's forward.
-"""
 
-import random
+target: extensions.schedules.interleaved:interleaved
+train: distributed.pp_size=2 distributed.tp_size=1 distributed.pp_engine="interleaved"
+  distributed.pp_chunks=2
 
-from exercises.exercise import Case, Exercise, Wrong
-from exercises.plans import played
-
-TASK = """
 Return the plan of a rank that has several chunks. Micro-batches take turns in groups: the forwards
 of a group run through all chunks, the first one first, before those of the next group; so do the
 backwards, the last chunk first. A rank starts as many forwards as its first group needs to reach
@@ -17,14 +14,19 @@ the last chunk, and two more for each rank behind it; then a forward and a backw
 group_sizes (the largest comes first) and alternating help. Bubble: (p - 1) / (m v + p - 1) for v
 chunks and m >= p.
 Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
+
+? It is 1F1B with a longer warm-up, over groups of micro-batches.
+? group_sizes(ranks, num_micro_batches), alternating(sizes, chunks, warmup), rank.
+? Warm-up: 2 forwards for each rank behind this one, and (chunks - 1) times the size of the first
+  group.
+! With 4 ranks, 8 micro-batches and 2 chunks the bubble is 15.8%, not 27.3%, for twice the messages.
+  In production: `torch.distributed.pipelining.ScheduleInterleaved1F1B`.
 """
 
-HINTS = (
-    "It is 1F1B with a longer warm-up, over groups of micro-batches.",
-    "group_sizes(ranks, num_micro_batches), alternating(sizes, chunks, warmup), rank.",
-    "Warm-up: 2 forwards for each rank behind this one, and (chunks - 1) times the size of the"
-    " first group.",
-)
+import random
+
+from exercises.exercise import Case
+from exercises.plans import played
 
 SIZES = ((1, 3, 2), (2, 2, 2), (2, 5, 2), (2, 4, 3), (3, 2, 2), (3, 6, 2), (3, 8, 2))
 SIZES += ((4, 4, 2), (4, 8, 2), (4, 8, 1))
@@ -90,145 +92,63 @@ def picture(runs) -> str:
     return f"{title}\n{simple}\n\n{mine}"
 
 
-GROUPS = "sizes = group_sizes(ranks, num_micro_batches)"
-WARMUP = "warmup = 2 * (ranks - rank - 1)"
-FIRST_GROUP = "warmup += (chunks - 1) * sizes[0]"
-RETURN = "return alternating(sizes, chunks, warmup)"
-BACKWARDS = """plan = alternating(sizes, chunks, warmup)
-    swapped = [chunks - 1 - action.chunk for action in plan]
-    return [a if a.kind is Kind.FORWARD else a._replace(chunk=c) for a, c in zip(plan, swapped)]"""
-SHORT_LAST = """rest = num_micro_batches % ranks
-    sizes = [ranks] * (num_micro_batches // ranks) + [rest] * (rest > 0)"""
+MISTAKES = """
+one_at_a_time: One micro-batch runs through all chunks before the next one: ranks wait while it is
+    on others.
+    sizes = group_sizes(ranks, num_micro_batches) => sizes = [1] * num_micro_batches
+one_group: All micro-batches are one group: they must all have passed the first chunk before the
+    second one begins, and more of them are alive.
+    sizes = group_sizes(ranks, num_micro_batches) => sizes = [num_micro_batches]
+short_last_group: The last group has what is left: one of fewer micro-batches than ranks makes all
+    ranks wait. Deal the rest to other groups.
+- sizes = group_sizes(ranks, num_micro_batches)
++ rest = num_micro_batches % ranks
++ sizes = [ranks] * (num_micro_batches // ranks) + [rest] * (rest > 0)
+exactly_ranks: Every group has exactly as many micro-batches as there are ranks: those that are left
+    over are never trained on.
+    sizes = group_sizes(ranks, num_micro_batches) => sizes = [ranks] * (num_micro_batches // ranks)
+    sizes[0] => ranks
+largest_group_last: The largest group comes last: the warm-up, counted for the first one, is too
+    short for it.
+- sizes = group_sizes(ranks, num_micro_batches)
++ sizes = group_sizes(ranks, num_micro_batches)[::-1]
+warmup_of_1f1b: With one forward for each rank behind, as in 1F1B, nothing hides messages: with
+    those of a fifth of a forward the bubble is 23.8%, not 19.7%.
+    warmup = 2 * (ranks - rank - 1) => warmup = ranks - rank - 1
+no_first_group: The warm-up ends before the first group has reached the last chunk: a rank waits for
+    a gradient that needs forwards of its own.
+    warmup += (chunks - 1) * sizes[0] =>
+all_of_1f1b: The warm-up is that of 1F1B: here the first group must have reached the last chunk, and
+    messages are hidden by two forwards for each rank behind.
+- warmup = 2 * (ranks - rank - 1)
+- warmup += (chunks - 1) * sizes[0]
++ warmup = ranks - rank - 1
+size_of_the_last_group: The warm-up is counted for the last group: the first one may be larger, and
+    must have reached the last chunk.
+    sizes[0] => sizes[-1]
+rank_counts_itself: The warm-up has two forwards more than needed: a rank is not behind itself.
+    rank - 1 => rank
+same_warmup: All ranks have the same warm-up: those behind could return gradients earlier, and keep
+    more chunks alive than they need.
+    rank - 1 => 1
+other_end: The warm-up is counted from the other end: the first rank has the shortest.
+    (ranks - rank - 1) => rank
+warmup_too_long: The warm-up is one forward too long: one more chunk is alive on each rank.
+    warmup = 2 * (ranks - rank - 1) => warmup = 2 * (ranks - rank - 1) + 1
+all_forwards_first: All forwards come first: the bubble is the same, but all micro-batches are
+    alive, in all chunks.
+    , warmup => , num_micro_batches * chunks
+backward_in_forward_order: Backwards run through the chunks in the order of forwards: a gradient
+    comes from the last chunk.
+- return alternating(sizes, chunks, warmup)
++ plan = alternating(sizes, chunks, warmup)
++ swapped = [chunks - 1 - action.chunk for action in plan]
++ return [a if a.kind is Kind.FORWARD else a._replace(chunk=c) for a, c in zip(plan, swapped)]
+one_chunk: Only the first chunk is run.
+    sizes, chunks => sizes, 1
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.schedules.interleaved:interleaved",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    order=order,
-    picture=picture,
-    layout={"pp_size": 2, "tp_size": 1, "pp_engine": "interleaved", "pp_chunks": 2},
-    remember="With 4 ranks, 8 micro-batches and 2 chunks the bubble is 15.8%, not 27.3%, for twice"
-    " the messages. In production: `torch.distributed.pipelining.ScheduleInterleaved1F1B`.",
-    wrong=(
-        Wrong(
-            "one_at_a_time",
-            "One micro-batch runs through all chunks before the next one: ranks wait while it"
-            " is on others.",
-            GROUPS,
-            "sizes = [1] * num_micro_batches",
-        ),
-        Wrong(
-            "one_group",
-            "All micro-batches are one group: they must all have passed the first chunk before the"
-            " second one begins, and more of them are alive.",
-            GROUPS,
-            "sizes = [num_micro_batches]",
-        ),
-        Wrong(
-            "short_last_group",
-            "The last group has what is left: one of fewer micro-batches than ranks makes all ranks"
-            " wait. Deal the rest to other groups.",
-            GROUPS,
-            SHORT_LAST,
-        ),
-        Wrong(
-            "exactly_ranks",
-            "Every group has exactly as many micro-batches as there are ranks: those that are left"
-            " over are never trained on.",
-            GROUPS,
-            "sizes = [ranks] * (num_micro_batches // ranks)",
-            FIRST_GROUP,
-            "warmup += (chunks - 1) * ranks",
-        ),
-        Wrong(
-            "largest_group_last",
-            "The largest group comes last: the warm-up, counted for the first one, is too short"
-            " for it.",
-            GROUPS,
-            f"{GROUPS}[::-1]",
-        ),
-        Wrong(
-            "warmup_of_1f1b",
-            "With one forward for each rank behind, as in 1F1B, nothing hides messages: with those"
-            " of a fifth of a forward the bubble is 23.8%, not 19.7%.",
-            WARMUP,
-            "warmup = ranks - rank - 1",
-        ),
-        Wrong(
-            "no_first_group",
-            "The warm-up ends before the first group has reached the last chunk: a rank waits for a"
-            " gradient that needs forwards of its own.",
-            FIRST_GROUP,
-            "",
-        ),
-        Wrong(
-            "all_of_1f1b",
-            "The warm-up is that of 1F1B: here the first group must have reached the last chunk,"
-            " and messages are hidden by two forwards for each rank behind.",
-            WARMUP,
-            "warmup = ranks - rank - 1",
-            FIRST_GROUP,
-            "",
-        ),
-        Wrong(
-            "size_of_the_last_group",
-            "The warm-up is counted for the last group: the first one may be larger, and must have"
-            " reached the last chunk.",
-            FIRST_GROUP,
-            FIRST_GROUP.replace("[0]", "[-1]"),
-        ),
-        Wrong(
-            "rank_counts_itself",
-            "The warm-up has two forwards more than needed: a rank is not behind itself.",
-            WARMUP,
-            "warmup = 2 * (ranks - rank)",
-        ),
-        Wrong(
-            "same_warmup",
-            "All ranks have the same warm-up: those behind could return gradients earlier, and keep"
-            " more chunks alive than they need.",
-            WARMUP,
-            "warmup = 2 * (ranks - 1)",
-        ),
-        Wrong(
-            "other_end",
-            "The warm-up is counted from the other end: the first rank has the shortest.",
-            WARMUP,
-            "warmup = 2 * rank",
-        ),
-        Wrong(
-            "warmup_too_long",
-            "The warm-up is one forward too long: one more chunk is alive on each rank.",
-            WARMUP,
-            f"{WARMUP} + 1",
-        ),
-        Wrong(
-            "all_forwards_first",
-            "All forwards come first: the bubble is the same, but all micro-batches are alive, in"
-            " all chunks.",
-            RETURN,
-            "return alternating(sizes, chunks, num_micro_batches * chunks)",
-        ),
-        Wrong(
-            "backward_in_forward_order",
-            "Backwards run through the chunks in the order of forwards: a gradient comes from the"
-            " last chunk.",
-            RETURN,
-            BACKWARDS,
-        ),
-        Wrong(
-            "one_chunk",
-            "Only the first chunk is run.",
-            RETURN,
-            "return alternating(sizes, 1, warmup)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def interleaved(rank, ranks, num_micro_batches, chunks=1):
     sizes, half = group_sizes(ranks, num_micro_batches), num_micro_batches * chunks
     actions = alternating(sizes, chunks, half)  # all forwards, then all backwards
@@ -240,6 +160,4 @@ def interleaved(rank, ranks, num_micro_batches, chunks=1):
         else:
             plan.append(backwards.pop(0))
     return plan
-""",
-    ),
-)
+"""

@@ -2,27 +2,28 @@
 
 Blocks of keys of different lengths are merged one after the other, and must give attention to all
 keys at once. With scores around 1000, exp(score) overflows.
+
+target: attention:merge_blocks
+train: distributed.cp_size=2 distributed.tp_size=1
+
+Merge two blocks of attention of the same queries to different keys. Of each block you get the
+weighted mean of its values, out [B, Q, S, D], and the logarithm of its summed weights, lse [B, Q,
+S]. Return out and lse of both together, so that the result can be merged with a third block.
+Read: attention.py.
+
+? Each block's mean counts by its share of all weights; and the shares add up to 1.
+? torch.logaddexp, exp, and [..., None] to bring [B, Q, S] to [B, Q, S, 1].
+? The weights of both blocks together are exp(lse_1) + exp(lse_2); take the logarithm of that
+  without computing either. A block's share is exp(its lse - the common lse).
+! 1 number a row and head, the lse, is enough to merge blocks exactly. In production: flash
+  attention does this for every block of keys.
 """
 
 import math
 import random
 
-from exercises.exercise import Case, Exercise, Wrong, draw
+from exercises.exercise import Case, draw
 from exercises.pictures import bars
-
-TASK = """
-Merge two blocks of attention of the same queries to different keys. Of each block you get the
-weighted mean of its values, out [B, Q, S, D], and the logarithm of its summed weights, lse [B, Q,
-S]. Return out and lse of both together, so that the result can be merged with a third block.
-Read: attention.py.
-"""
-
-HINTS = (
-    "Each block's mean counts by its share of all weights; and the shares add up to 1.",
-    "torch.logaddexp, exp, and [..., None] to bring [B, Q, S] to [B, Q, S, 1].",
-    "The weights of both blocks together are exp(lse_1) + exp(lse_2); take the logarithm of that"
-    " without computing either. A block's share is exp(its lse - the common lse).",
-)
 
 SHAPE = 1, 2, 3, 4  # B, Q, S, D
 
@@ -69,89 +70,38 @@ def picture(runs) -> str:
     )
 
 
-WHOLE = "(lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse"
-LSE = "torch.logaddexp(lse_1, lse_2)"
+MISTAKES = """
+plain_mean: It is the plain mean of both blocks: a block with more weight must count more.
+- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
++ return (out_1 + out_2) / 2, lse
+lse_not_merged: The lse that is returned is that of one block. Two blocks merge right, but in the
+    next merge the first two count as one.
+    * out_2, lse => * out_2, lse_1
+sum_of_lse: The lse that is returned is the sum of both. They are logarithms: their exponentials
+    must be added. Two blocks merge right, and the next merge does not.
+    * out_2, lse => * out_2, lse_1 + lse_2
+maximum_of_lse: The lse that is returned is the larger one: two blocks merge right, but in the next
+    merge the smaller one does not count.
+    * out_2, lse => * out_2, torch.maximum(lse_1, lse_2)
+weights_swapped: Each block gets the weight of the other one.
+    lse_1 - lse).exp()[..., None] * out_1 + (lse_2 => lse_2 - lse).exp()[..., None] * out_1 + (lse_1
+lse_added: The two lse are added. They are logarithms: their exponentials must be added.
+    torch.logaddexp(lse_1, lse_2) => lse_1 + lse_2
+exp_first: exp() is computed before anything is subtracted: it overflows for large scores, and
+    infinity divided by infinity is NaN.
+- lse = torch.logaddexp(lse_1, lse_2)
+- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
++ lse = (lse_1.exp() + lse_2.exp()).log()
++ total = lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2
++ return total / (lse_1.exp() + lse_2.exp())[..., None], lse
+not_weighted: The blocks are added without weights: each is a mean already.
+    (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
+larger_lse: The common lse is taken as the larger one: the weights do not add up to 1.
+    logaddexp => maximum
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="attention:merge_blocks",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    layout={"cp_size": 2, "tp_size": 1},
-    remember="1 number a row and head, the lse, is enough to merge blocks exactly. In production:"
-    " flash attention does this for every block of keys.",
-    wrong=(
-        Wrong(
-            "plain_mean",
-            "It is the plain mean of both blocks: a block with more weight must count more.",
-            WHOLE,
-            "(out_1 + out_2) / 2, lse",
-        ),
-        Wrong(
-            "lse_not_merged",
-            "The lse that is returned is that of one block. Two blocks merge right, but in the next"
-            " merge the first two count as one.",
-            WHOLE,
-            WHOLE.removesuffix("lse") + "lse_1",
-        ),
-        Wrong(
-            "sum_of_lse",
-            "The lse that is returned is the sum of both. They are logarithms: their exponentials"
-            " must be added. Two blocks merge right, and the next merge does not.",
-            WHOLE,
-            WHOLE.removesuffix("lse") + "lse_1 + lse_2",
-        ),
-        Wrong(
-            "maximum_of_lse",
-            "The lse that is returned is the larger one: two blocks merge right, but in the next"
-            " merge the smaller one does not count.",
-            WHOLE,
-            WHOLE.removesuffix("lse") + "torch.maximum(lse_1, lse_2)",
-        ),
-        Wrong(
-            "weights_swapped",
-            "Each block gets the weight of the other one.",
-            WHOLE,
-            "(lse_2 - lse).exp()[..., None] * out_1 + (lse_1 - lse).exp()[..., None] * out_2, lse",
-        ),
-        Wrong(
-            "lse_added",
-            "The two lse are added. They are logarithms: their exponentials must be added.",
-            LSE,
-            "lse_1 + lse_2",
-        ),
-        Wrong(
-            "exp_first",
-            "exp() is computed before anything is subtracted: it overflows for large scores, and"
-            " infinity divided by infinity is NaN.",
-            LSE,
-            "(lse_1.exp() + lse_2.exp()).log()",
-            WHOLE,
-            "(lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2)"
-            " / (lse_1.exp() + lse_2.exp())[..., None], lse",
-        ),
-        Wrong(
-            "not_weighted",
-            "The blocks are added without weights: each is a mean already.",
-            WHOLE,
-            "out_1 + out_2, lse",
-        ),
-        Wrong(
-            "larger_lse",
-            "The common lse is taken as the larger one: the weights do not add up to 1.",
-            LSE,
-            "torch.maximum(lse_1, lse_2)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def merge_blocks(out_1, lse_1, out_2, lse_2):
     share = torch.sigmoid(lse_2 - lse_1)[..., None]
     return out_1 + share * (out_2 - out_1), lse_1 - torch.nn.functional.logsigmoid(lse_1 - lse_2)
-""",
-    ),
-)
+"""

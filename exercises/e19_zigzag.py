@@ -2,27 +2,28 @@
 
 A causal query at position p sees p + 1 keys. So whoever has the late positions has most of the
 work, and the slowest rank decides how long all wait.
-"""
 
-import random
+target: context_parallel:zigzag_positions
+train: distributed.cp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Wrong
-
-TASK = """
 Return where in the sequence the tokens of a rank are, int64 [S/n]. Cut the positions 0 .. S-1 into
 2n equal pieces. Every rank gets an early and a late one, so that all have the same work in causal
 attention: rank 0 the first and the last, rank 1 the second and the last but one, ... The early
 piece comes first; within a piece positions rise. With one rank nothing is cut: return arange(S),
 also if 2 does not divide S.
 Read: context_parallel.py.
+
+? Two of 2n pieces: one counted from the front, one counted from the back.
+? torch.arange(seq_length), Tensor.tensor_split(2 * size), torch.cat.
+? Of the list of pieces take number `rank`, and number `rank` of the reversed list. Python counts
+  from the back with -1, -2, ...: number 0 from the back is -1.
+! Cut in order over 4 ranks, the busiest one has 1.75 times the mean; zigzag, 1.00 times. In
+  production: `context_parallel` of torch.distributed.tensor.experimental.
 """
 
-HINTS = (
-    "Two of 2n pieces: one counted from the front, one counted from the back.",
-    "torch.arange(seq_length), Tensor.tensor_split(2 * size), torch.cat.",
-    "Of the list of pieces take number `rank`, and number `rank` of the reversed list. Python"
-    " counts from the back with -1, -2, ...: number 0 from the back is -1.",
-)
+import random
+
+from exercises.exercise import Case
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -77,107 +78,45 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-PIECES = "pieces = torch.arange(seq_length).tensor_split(2 * size)"
-BOTH = "torch.cat((pieces[rank], pieces[-1 - rank]))"
-LATE = "pieces[-1 - rank]"
-LATE_FIRST = "torch.cat((pieces[-1 - rank], pieces[rank]))"
+MISTAKES = """
+in_order: The sequence is cut in order: the last rank has the late positions, and nearly twice the
+    mean work.
+    [rank], pieces[-1 - rank] => [2 * rank], pieces[2 * rank + 1]
+strided: Every n-th position belongs to a rank. The work is about equal, but the ring's halves are
+    no longer all before or all after those of another rank.
+    torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length)[rank::size]
+late_off_by_one: The late piece is off by one: -rank is 0 on rank 0, which gets the first piece
+    twice, and the last piece belongs to rank 1.
+    pieces[-1 - rank] => pieces[-rank]
+late_same_direction: The late pieces are dealt in the same direction as the early ones: rank 0 has
+    the earlier of both, and less work than the last rank.
+    pieces[-1 - rank] => pieces[size + rank]
+late_backwards: The late piece is in falling order: its first token would not see the others.
+    pieces[-1 - rank] => pieces[-1 - rank].flip(0)
+late_first: The late piece comes before the early one: the ring takes the first half of a rank's
+    tokens for the early ones.
+    [rank], pieces[-1 - rank] => [-1 - rank], pieces[rank]
+late_first_of_many: The late piece comes before the early one: the ring takes the first half of a
+    rank's tokens for the early ones.
+    rank], pieces[-1 - rank]) => -1 - rank], pieces[rank])) if size > 1 else torch.arange(seq_length
+one_rank_cut: With one rank nothing is cut. If 2 does not divide S, two pieces of S // 2 lack the
+    last position.
+- pieces = torch.arange(seq_length).tensor_split(2 * size)
++ pieces = torch.arange(seq_length // (2 * size) * 2 * size).tensor_split(2 * size)
+one_rank_cut_inside: With one rank nothing is cut. If 2 does not divide S, an early and a late piece
+    of S // 2 lack the position between them.
+- return torch.cat((pieces[rank], pieces[-1 - rank]))
++ return torch.cat((pieces[rank][: seq_length // (2 * size)], pieces[-1 - rank]))
+one_rank_refused: With one rank an odd length is refused: nothing is cut there, so any length is
+    right.
+    or size == 1 => or False
+n_pieces: There are n pieces, not 2n: every position belongs to two ranks.
+    tensor_split(2 * size) => tensor_split(size)
+within_own_part: Each rank counts from 0: these are places in its own part, not in the sequence.
+    torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length // size)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="context_parallel:zigzag_positions",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    layout={"cp_size": 2, "tp_size": 1},
-    remember="Cut in order over 4 ranks, the busiest one has 1.75 times the mean; zigzag, 1.00"
-    " times. In production: `context_parallel` of torch.distributed.tensor.experimental.",
-    wrong=(
-        Wrong(
-            "in_order",
-            "The sequence is cut in order: the last rank has the late positions, and nearly twice"
-            " the mean work.",
-            BOTH,
-            "torch.cat((pieces[2 * rank], pieces[2 * rank + 1]))",
-        ),
-        Wrong(
-            "strided",
-            "Every n-th position belongs to a rank. The work is about equal, but the ring's halves"
-            " are no longer all before or all after those of another rank.",
-            BOTH,
-            "torch.arange(seq_length)[rank::size]",
-        ),
-        Wrong(
-            "late_off_by_one",
-            "The late piece is off by one: -rank is 0 on rank 0, which gets the first piece twice,"
-            " and the last piece belongs to rank 1.",
-            LATE,
-            "pieces[-rank]",
-        ),
-        Wrong(
-            "late_same_direction",
-            "The late pieces are dealt in the same direction as the early ones: rank 0 has the"
-            " earlier of both, and less work than the last rank.",
-            LATE,
-            "pieces[size + rank]",
-        ),
-        Wrong(
-            "late_backwards",
-            "The late piece is in falling order: its first token would not see the others.",
-            LATE,
-            "pieces[-1 - rank].flip(0)",
-        ),
-        Wrong(
-            "late_first",
-            "The late piece comes before the early one: the ring takes the first half of a rank's"
-            " tokens for the early ones.",
-            BOTH,
-            LATE_FIRST,
-        ),
-        Wrong(
-            "late_first_of_many",  # with one rank right
-            "The late piece comes before the early one: the ring takes the first half of a rank's"
-            " tokens for the early ones.",
-            BOTH,
-            f"{LATE_FIRST} if size > 1 else torch.arange(seq_length)",
-        ),
-        Wrong(
-            "one_rank_cut",
-            "With one rank nothing is cut. If 2 does not divide S, two pieces of S // 2 lack the"
-            " last position.",
-            PIECES,
-            "pieces = torch.arange(seq_length // (2 * size) * 2 * size).tensor_split(2 * size)",
-        ),
-        Wrong(
-            "one_rank_cut_inside",  # the late piece is counted from the end
-            "With one rank nothing is cut. If 2 does not divide S, an early and a late piece of"
-            " S // 2 lack the position between them.",
-            BOTH,
-            "torch.cat((pieces[rank][: seq_length // (2 * size)], pieces[-1 - rank]))",
-        ),
-        Wrong(
-            "one_rank_refused",
-            "With one rank an odd length is refused: nothing is cut there, so any length is right.",
-            "or size == 1",
-            "or False",
-        ),
-        Wrong(
-            "n_pieces",
-            "There are n pieces, not 2n: every position belongs to two ranks.",
-            "tensor_split(2 * size)",
-            "tensor_split(size)",
-        ),
-        Wrong(
-            "within_own_part",
-            "Each rank counts from 0: these are places in its own part, not in the sequence.",
-            BOTH,
-            "torch.arange(seq_length // size)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def zigzag_positions(rank, size, seq_length):
     if size == 1:
         return torch.arange(seq_length)
@@ -185,6 +124,4 @@ def zigzag_positions(rank, size, seq_length):
     early = [rank * width + i for i in range(width)]
     late = [seq_length - (rank + 1) * width + i for i in range(width)]
     return torch.tensor(early + late)
-""",
-    ),
-)
+"""

@@ -2,13 +2,10 @@
 
 The kernel, which computes one block, is given. It writes down which block it gets, so that what
 travels while it computes can be seen.
-"""
 
-import random
+target: context_parallel:_RingAttention.forward
+train: distributed.cp_size=2 distributed.tp_size=1
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-
-TASK = """
 Write the forward of ring attention. q is [B, Q, S/n, D], k and v are [B, K, S/n, D], cut zigzag:
 the first half of a rank's tokens is early in the sequence, the second half late. Each rank attends
 to its own keys first, then to those of one rank after the other, and merges the blocks into out,
@@ -17,16 +14,20 @@ already on their way while a block is computed. Merge in float32 or better.
 End with what backward, which is written, needs: ctx.axis, ctx.kernel, and
 ctx.save_for_backward(q, kv, out, lse) with out as it is returned. Return out in the dtype of q.
 Read: context_parallel.py, attention.py.
+
+? A loop over the ranks' blocks: attend to each, and merge its out and lse into those so far.
+? torch.stack, visible_blocks(kv, axis), kernel.attend(q, k, v, is_causal), merge_blocks, wide.
+? visible_blocks gives, hop by hop, five values: is this our own block (the first, and the only
+  causal one); our rows that see any of it; the columns that they see, for backward alone; and the k
+  and v of these columns. Attend with q[:, :, rows]. The first block gives out, made wide, and lse.
+  Later blocks are merged into their rows of both.
+! Per rank 2 (n-1) k bytes, with k those of its keys; and at every hop all ranks have the same work.
+  In production: `ring_flash_attn_func` of ring-flash-attention.
 """
 
-HINTS = (
-    "A loop over the ranks' blocks: attend to each, and merge its out and lse into those so far.",
-    "torch.stack, visible_blocks(kv, axis), kernel.attend(q, k, v, is_causal), merge_blocks, wide.",
-    "visible_blocks gives, hop by hop, five values: is this our own block (the first, and the only"
-    " causal one); our rows that see any of it; the columns that they see, for backward alone; and"
-    " the k and v of these columns. Attend with q[:, :, rows]. The first block gives out, made"
-    " wide, and lse. Later blocks are merged into their rows of both.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
 
 D = 4
 
@@ -142,136 +143,63 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-LOOP = "for is_own, rows, _, k, v in visible_blocks(kv, axis):"
-ATTEND = "block = kernel.attend(q[:, :, rows], k, v, is_own)"
-MERGED = "merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)"
-STORE = "out[:, :, rows], lse[:, :, rows] = merged"
-STACK = "kv = torch.stack((k, v))"
-FIRST = "out, lse = wide(block[0]), block[1]"
-# The loop without visible_blocks, from the same parts.
-LATE_SHIFT = """\
-traveller, half = kv, kv.shape[3] // 2
-    for hop in range(axis.size):
-        source = (axis.rank - hop) % axis.size
-        traveller = Shift(traveller, axis).wait() if hop else kv
-        rows = slice(half if source > axis.rank else 0, None)
-        columns = slice(half if source < axis.rank else None)
-        is_own, (k, v) = hop == 0, traveller[:, :, :, columns]"""
-ALL_KEYS = """\
-for source, (k, v) in ring(kv, axis):
-        is_own, rows = source == axis.rank, slice(0, None)"""
+MISTAKES = """
+merged_without_lse: Blocks are merged as a plain mean: a block with more weight must count more.
+- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
++ merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])
+blocks_added: The outs of blocks are added: each is a mean, and must count by its share of the
+    weight. merge_blocks does that.
+- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
++ merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])
+merged_into_zeros: The first block is merged into an out of zeros with lse 0: that is a block with
+    weight exp(0) = 1. Begin with the first block itself, or with lse -inf.
+- out, lse = wide(block[0]), block[1]
++ zero = torch.zeros_like(wide(q)), wide(q.new_zeros(q.shape[:3]))
++ out, lse = merge_blocks(*zero, *block)
+all_queries_each_time: All queries attend to every block. Keys of later ranks are behind the early
+    queries: only the rows that visible_blocks gives may see them.
+- for is_own, rows, _, k, v in visible_blocks(kv, axis):
++ for is_own, _, _, k, v in visible_blocks(kv, axis):
++     rows = slice(None)
+lse_not_updated: out is updated at each merge, and lse is not: the next block is weighed against the
+    first one alone, and backward gets the lse of one block.
+    out[:, :, rows], lse[:, :, rows] = merged => out[:, :, rows] = merged[0]
+heads_repeated: Keys and values are repeated for the query heads before they travel: Q/K times the
+    bytes. The kernel takes few key heads as they are.
+- kv = torch.stack((k, v))
++ kv = torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)
+own_not_causal: Attention to the own keys is not causal: queries see keys behind them.
+    v, is_own => v, False
+all_causal: Every block is causal. Only the own one is: of others the rows see all columns that
+    visible_blocks gives.
+    v, is_own => v, True
+all_keys_seen: All keys of other ranks are seen: those of later positions must not be.
+- for is_own, rows, _, k, v in visible_blocks(kv, axis):
++ for source, (k, v) in ring(kv, axis):
++     is_own, rows = source == axis.rank, slice(0, None)
+rounded_each_time: The running mean has the dtype of q: in bfloat16 it is rounded at every merge.
+    wide(block[0]) => block[0]
+sent_too_late: Each message starts after the block before it is computed: the network is idle while
+    the rank computes, and the rank while the network sends.
+- for is_own, rows, _, k, v in visible_blocks(kv, axis):
++ traveller, half = kv, kv.shape[3] // 2
++ for hop in range(axis.size):
++     source = (axis.rank - hop) % axis.size
++     traveller = Shift(traveller, axis).wait() if hop else kv
++     rows = slice(half if source > axis.rank else 0, None)
++     columns = slice(half if source < axis.rank else None)
++     is_own, (k, v) = hop == 0, traveller[:, :, :, columns]
+own_block_only: A rank attends to its own keys alone, and nothing travels.
+    _, k, v in visible_blocks(kv, axis) => k, v in [(True, slice(None), k, v)]
+wrong_rows: What the late queries see is merged into the rows of all queries, or fails: merge a
+    block into the rows that have seen it.
+    [:, :, rows], lse[:, :, rows], => , lse,
+result_not_in_dtype_of_q: The result stays float32 where q is bfloat16: the next linear expects the
+    dtype of q.
+    out := out.to(q.dtype) => out
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="context_parallel:_RingAttention.forward",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    layout={"cp_size": 2, "tp_size": 1},
-    remember="Per rank 2 (n-1) k bytes, with k those of its keys; and at every hop all ranks have"
-    " the same work. In production: `ring_flash_attn_func` of ring-flash-attention.",
-    wrong=(
-        Wrong(
-            "merged_without_lse",
-            "Blocks are merged as a plain mean: a block with more weight must count more.",
-            MERGED,
-            "merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])",
-        ),
-        Wrong(
-            "blocks_added",
-            "The outs of blocks are added: each is a mean, and must count by its share of the"
-            " weight. merge_blocks does that.",
-            MERGED,
-            "merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])",
-        ),
-        Wrong(
-            "merged_into_zeros",
-            "The first block is merged into an out of zeros with lse 0: that is a block with weight"
-            " exp(0) = 1. Begin with the first block itself, or with lse -inf.",
-            FIRST,
-            "zero = torch.zeros_like(wide(q)), wide(q.new_zeros(q.shape[:3]))\n"
-            "            out, lse = merge_blocks(*zero, *block)",
-        ),
-        Wrong(
-            "all_queries_each_time",
-            "All queries attend to every block. Keys of later ranks are behind the early queries:"
-            " only the rows that visible_blocks gives may see them.",
-            LOOP,
-            "for is_own, _, _, k, v in visible_blocks(kv, axis):\n        rows = slice(None)",
-        ),
-        Wrong(
-            "lse_not_updated",
-            "out is updated at each merge, and lse is not: the next block is weighed against the"
-            " first one alone, and backward gets the lse of one block.",
-            STORE,
-            "out[:, :, rows] = merged[0]",
-        ),
-        Wrong(
-            "heads_repeated",
-            "Keys and values are repeated for the query heads before they travel: Q/K times the"
-            " bytes. The kernel takes few key heads as they are.",
-            STACK,
-            "kv = torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)",
-        ),
-        Wrong(
-            "own_not_causal",
-            "Attention to the own keys is not causal: queries see keys behind them.",
-            ATTEND,
-            "block = kernel.attend(q[:, :, rows], k, v, False)",
-        ),
-        Wrong(
-            "all_causal",
-            "Every block is causal. Only the own one is: of others the rows see all columns that"
-            " visible_blocks gives.",
-            ATTEND,
-            "block = kernel.attend(q[:, :, rows], k, v, True)",
-        ),
-        Wrong(
-            "all_keys_seen",
-            "All keys of other ranks are seen: those of later positions must not be.",
-            LOOP,
-            ALL_KEYS,
-        ),
-        Wrong(
-            "rounded_each_time",
-            "The running mean has the dtype of q: in bfloat16 it is rounded at every merge.",
-            FIRST,
-            "out, lse = block[0], block[1]",
-        ),
-        Wrong(
-            "sent_too_late",
-            "Each message starts after the block before it is computed: the network is idle while"
-            " the rank computes, and the rank while the network sends.",
-            LOOP,
-            LATE_SHIFT,
-        ),
-        Wrong(
-            "own_block_only",
-            "A rank attends to its own keys alone, and nothing travels.",
-            LOOP,
-            "for is_own, rows, k, v in [(True, slice(None), k, v)]:",
-        ),
-        Wrong(
-            "wrong_rows",
-            "What the late queries see is merged into the rows of all queries, or fails: merge a"
-            " block into the rows that have seen it.",
-            MERGED,
-            "merged = merge_blocks(out, lse, *block)",
-        ),
-        Wrong(
-            "result_not_in_dtype_of_q",
-            "The result stays float32 where q is bfloat16: the next linear expects the dtype of q.",
-            "out := out.to(q.dtype)",
-            "out",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 @staticmethod
 def forward(ctx, q, k, v, axis, kernel):
     kv, half = torch.stack([k, v]), k.shape[2] // 2
@@ -292,6 +220,4 @@ def forward(ctx, q, k, v, axis, kernel):
     ctx.axis, ctx.kernel = axis, kernel
     ctx.save_for_backward(q, kv, out, lse)
     return out
-""",
-    ),
-)
+"""

@@ -2,28 +2,29 @@
 
 Attention itself is given, and notes which heads and positions it gets. Two all-to-alls around it
 change who has what.
-"""
 
-import random
+target: context_parallel:UlyssesAttention.forward
+train: distributed.cp_size=2 distributed.tp_size=1 distributed.cp_engine="ulysses"
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-
-TASK = """
 Write the forward of Ulysses attention. A rank has q [B, Q, S/n, D], k and v [B, K, S/n, D]: all
 heads of its part of the sequence. Exchange them, so that it has all of the sequence for Q/n query
 heads, with the key and value heads that these use; call self.inner(q, k, v); and turn the result
 back. Where n does not divide K, repeat keys and values first, no more than needed: to lcm(K, n)
 heads. It must be differentiable: `_all_to_all` is, and the `all_to_all` of collectives.py is not.
 Read: context_parallel.py, collectives.py.
+
+? Repeat key heads if need be; exchange three tensors; attend; exchange one tensor back.
+? self.axis.size, math.gcd, Tensor.repeat_interleave(repeats, dim=1), _all_to_all(x, axis,
+  split_dim, gather_dim), self.inner.
+? On the way in, the heads, dim 1, are split and the positions, dim 2, are gathered; on the way back
+  it is the reverse. lcm(K, n) / K is n / gcd(n, K).
+! Per rank (n-1)/n (2 q + 2 k') bytes: with more ranks each sends less, where a ring's rank sends 2
+  (n-1) k. In production: DeepSpeed's `DistributedAttention`.
 """
 
-HINTS = (
-    "Repeat key heads if need be; exchange three tensors; attend; exchange one tensor back.",
-    "self.axis.size, math.gcd, Tensor.repeat_interleave(repeats, dim=1),"
-    " _all_to_all(x, axis, split_dim, gather_dim), self.inner.",
-    "On the way in, the heads, dim 1, are split and the positions, dim 2, are gathered; on the way"
-    " back it is the reverse. lcm(K, n) / K is n / gcd(n, K).",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
 
 D = 2
 
@@ -105,97 +106,41 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-REPEATS = "repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])"
-THERE = "_all_to_all(x, self.axis, 1, 2) for x in (q, k, v)"
-BACK = "_all_to_all(self.inner(q, k, v), self.axis, 2, 1)"
-REPEAT = "x.repeat_interleave(repeats, dim=1)"
+MISTAKES = """
+repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
+    bytes than needed. lcm(K, n) heads are enough.
+    self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
+repeated_n_times: Keys and values are repeated n times, also where fewer repeats would do.
+    repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = self.axis.size
+not_repeated: Keys and values are never repeated: n ranks cannot share K heads that n does not
+    divide.
+    repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = 1
+repeated_as_a_whole: Key heads are repeated in the order 0 1 0 1, and query heads use 0 0 1 1: take
+    repeat_interleave.
+    x.repeat_interleave(repeats, dim=1) => x.repeat(1, repeats, 1, 1)
+dims_swapped: Positions are split and heads gathered: every rank has even fewer positions, and each
+    head n times.
+    axis, 1, 2 => axis, 2, 1
+keys_not_exchanged: Queries are exchanged, but keys and values are not: a rank has the whole
+    sequence of queries, and the keys of its own part.
+- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
++ q = _all_to_all(q, self.axis, 1, 2)
+not_turned_back: The result is not turned back: it has some heads of all positions, and the layer
+    needs all heads of some.
+    return _all_to_all(self.inner(q, k, v), self.axis, 2, 1) => return self.inner(q, k, v)
+turned_the_same_way: The result is exchanged as on the way in, which does not undo it.
+    axis, 2, 1 => axis, 1, 2
+keys_not_differentiable: The all_to_all of collectives.py has no backward: the projections before it
+    learn nothing. _all_to_all has one.
+    _all_to_all(x, self.axis, 1, 2) => all_to_all(x, self.axis, 1, 2)
+nothing_exchanged: Every rank attends to its own part alone: nothing is exchanged.
+- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
+- return _all_to_all(self.inner(q, k, v), self.axis, 2, 1)
++ pass
++ return self.inner(q, k, v)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="context_parallel:UlyssesAttention.forward",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    picture=picture,
-    layout={"cp_size": 2, "tp_size": 1, "cp_engine": "ulysses"},
-    remember="Per rank (n-1)/n (2 q + 2 k') bytes: with more ranks each sends less, where a ring's"
-    " rank sends 2 (n-1) k. In production: DeepSpeed's `DistributedAttention`.",
-    wrong=(
-        Wrong(
-            "repeated_to_query_heads",
-            "Keys and values are repeated to all query heads before they travel: more bytes than"
-            " needed. lcm(K, n) heads are enough.",
-            REPEATS,
-            "repeats = q.shape[1] // k.shape[1]",
-        ),
-        Wrong(
-            "repeated_n_times",
-            "Keys and values are repeated n times, also where fewer repeats would do.",
-            REPEATS,
-            "repeats = self.axis.size",
-        ),
-        Wrong(
-            "not_repeated",
-            "Keys and values are never repeated: n ranks cannot share K heads that n does not"
-            " divide.",
-            REPEATS,
-            "repeats = 1",
-        ),
-        Wrong(
-            "repeated_as_a_whole",
-            "Key heads are repeated in the order 0 1 0 1, and query heads use 0 0 1 1: take"
-            " repeat_interleave.",
-            REPEAT,
-            "x.repeat(1, repeats, 1, 1)",
-        ),
-        Wrong(
-            "dims_swapped",
-            "Positions are split and heads gathered: every rank has even fewer positions, and each"
-            " head n times.",
-            THERE,
-            "_all_to_all(x, self.axis, 2, 1) for x in (q, k, v)",
-        ),
-        Wrong(
-            "keys_not_exchanged",
-            "Queries are exchanged, but keys and values are not: a rank has the whole sequence of"
-            " queries, and the keys of its own part.",
-            f"q, k, v = ({THERE})",
-            "q = _all_to_all(q, self.axis, 1, 2)",
-        ),
-        Wrong(
-            "not_turned_back",
-            "The result is not turned back: it has some heads of all positions, and the layer"
-            " needs all heads of some.",
-            f"return {BACK}",
-            "return self.inner(q, k, v)",
-        ),
-        Wrong(
-            "turned_the_same_way",
-            "The result is exchanged as on the way in, which does not undo it.",
-            BACK,
-            "_all_to_all(self.inner(q, k, v), self.axis, 1, 2)",
-        ),
-        Wrong(
-            "keys_not_differentiable",
-            "The all_to_all of collectives.py has no backward: the projections before it learn"
-            " nothing. _all_to_all has one.",
-            THERE,
-            "all_to_all(x, self.axis, 1, 2) for x in (q, k, v)",
-        ),
-        Wrong(
-            "nothing_exchanged",
-            "Every rank attends to its own part alone: nothing is exchanged.",
-            f"q, k, v = ({THERE})",
-            "pass",
-            BACK,
-            "self.inner(q, k, v)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 @torch.compiler.disable
 def forward(self, q, k, v):
     n = self.axis.size
@@ -207,6 +152,4 @@ def forward(self, q, k, v):
         swapped.append(_all_to_all(x, self.axis, split_dim=1, gather_dim=2))
     out = self.inner(*swapped)
     return _all_to_all(out, self.axis, split_dim=2, gather_dim=1)
-""",
-    ),
-)
+"""

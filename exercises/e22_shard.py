@@ -2,16 +2,10 @@
 
 One unit of four matrices, or two of two, receive gradients for some micro-batches and two steps, as
 autograd would give them. Rows that n does not divide make the last rank's part shorter.
-"""
 
-import random
-from dataclasses import replace
+target: extensions.sharding.units:ShardedUnit.arrived
+train: distributed.dp_size=2 distributed.tp_size=1 distributed.sharding="gradients"
 
-from exercises.exercise import Case, Exercise, Sent, Wrong
-from exercises.pictures import timeline
-from exercises.sharded_units import COLUMNS, NAMES, NAMES_OF_UNITS, STEPS, build, gradient_of
-
-TASK = """
 The gradient of a unit's weight has arrived, a whole matrix. Copy or add it to self.buffer [n, R],
 whose row r is rank r's, and set self.weights[name].grad to None: autograd would add the next one to
 it. When all matrices have one, a backward is complete: it may be time to sum the buffer over the
@@ -23,18 +17,25 @@ travel already, of all units: so at most two buffers exist. Otherwise there is o
 which adds up all self.num_backwards of a step, and is summed once. It is never set to zero: the
 first gradient of a step replaces what is there.
 Read: extensions/sharding/units.py (`begin`, `_finish_reductions`, `wait`) and its collectives.py.
+
+? Allocate; copy or add each piece; count; and, when all matrices have arrived, send.
+? self.row.new_empty, _views(piece, self.buffer, gradient) of each of self.pieces[name],
+  self.arrivals, self.num_complete, self._finish_reductions(), self.travelling,
+  start_reduce_scatter_(self.buffer, self.axis).
+? _views gives the places of a piece in the buffer and in the gradient: copy the second to the first
+  if buffers are summed each time, or if this name has not arrived in this step; else add it. Add 1
+  to self.arrivals[name]. Once all arrivals exceed self.num_complete, add 1 to that; send the buffer
+  if buffers are summed each time, or if this was the last backward.
+! A rank keeps 1/n of the gradients; a step sends m times as much as with whole ones. In production:
+  `torch.distributed.fsdp.fully_shard`.
 """
 
-HINTS = (
-    "Allocate; copy or add each piece; count; and, when all matrices have arrived, send.",
-    "self.row.new_empty, _views(piece, self.buffer, gradient) of each of self.pieces[name],"
-    " self.arrivals, self.num_complete, self._finish_reductions(), self.travelling,"
-    " start_reduce_scatter_(self.buffer, self.axis).",
-    "_views gives the places of a piece in the buffer and in the gradient: copy the second to the"
-    " first if buffers are summed each time, or if this name has not arrived in this step; else add"
-    " it. Add 1 to self.arrivals[name]. Once all arrivals exceed self.num_complete, add 1 to that;"
-    " send the buffer if buffers are summed each time, or if this was the last backward.",
-)
+import random
+from dataclasses import replace
+
+from exercises.exercise import Case, Sent
+from exercises.pictures import timeline
+from exercises.sharded_units import COLUMNS, NAMES, NAMES_OF_UNITS, STEPS, build, gradient_of
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -136,146 +137,74 @@ def picture(runs) -> str:
     return f"{about}\n\n{timeline(one_step, {'reduce_scatter': 'sum'})}"
 
 
-FIRST = "self.reduces_each or not self.arrivals[name]"
-PUT = "inside.copy_(part) if is_first else inside.add_(part)"
-SEND_IF = "if self.reduces_each or self.num_complete == self.num_backwards:"
-FINISH_IF, FINISH = "if self.reduces_each:  #", "self._finish_reductions()"
-FORGET_IF = "if self.reduces_each:\n                self.buffer = None"
-APPEND = "self.travelling.append((self, self.buffer, reduction))"
-START = "reduction = start_reduce_scatter_(self.buffer, self.axis)"
+def factors(case: Case) -> dict[str, float]:
+    return {"dp": case.ranks, "the number of micro-batches": case.micro_batches}
 
-SENT_EACH_TIME = (
-    "The buffer is summed after every backward, also where it keeps whole gradients: what has been"
-    " summed is summed again."
-)
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.sharding.units:ShardedUnit.arrived",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    memory=memory,
-    order=order,
-    picture=picture,
-    layout={"dp_size": 2, "tp_size": 1, "sharding": "gradients"},
-    remember="A rank keeps 1/n of the gradients; a step sends m times as much as with whole ones."
-    " In production: `torch.distributed.fsdp.fully_shard`.",
-    factors=lambda case: {"dp": case.ranks, "the number of micro-batches": case.micro_batches},
-    wrong=(
-        Wrong(
-            "sent_each_time",
-            SENT_EACH_TIME,
-            SEND_IF,
-            "if True:",
-        ),
-        Wrong(
-            "new_one_each_time",
-            "The buffer is summed after every backward and let go, also where there is one buffer"
-            " for ever: a step sends m times as much.",
-            *(SEND_IF, "if True:", FINISH_IF, "if True:  #", FIRST, "True"),
-            *(FORGET_IF, FORGET_IF.replace("self.reduces_each", "True")),
-        ),
-        Wrong(
-            "sent_and_ended_each_time",
-            SENT_EACH_TIME,
-            *(SEND_IF, "if True:", FINISH_IF, "if True:  #"),
-        ),
-        Wrong(
-            "added_to_new_memory",
-            "Where each backward has a new buffer, gradients are added to memory that nothing has"
-            " set: the first ones must replace it.",
-            FIRST,
-            "not self.arrivals[name]",
-        ),
-        Wrong(
-            "always_added",
-            "All gradients are added, also the first ones, to what a new buffer or the step before"
-            " has there.",
-            PUT,
-            "inside.add_(part)",
-        ),
-        Wrong(
-            "own_one_ended",
-            "It is put in self.travelling before the others are ended, and is ended with them:"
-            " backward stands still while the buffer travels.",
-            *(
-                FINISH,
-                "pass",
-                APPEND,
-                f"{APPEND}\n            if self.reduces_each:\n                {FINISH}",
-            ),
-        ),
-        Wrong(
-            "sent_once",
-            "The buffer is summed once a step, also where each backward should: whole gradients of"
-            " all units are alive until then.",
-            SEND_IF,
-            "if self.num_complete == self.num_backwards:",
-            FIRST,
-            "not self.arrivals[name]",
-        ),
-        Wrong(
-            "always_replaced",
-            "Each gradient replaces the one before: those of earlier micro-batches are lost.",
-            PUT,
-            "inside.copy_(part)",
-        ),
-        Wrong(
-            "never_replaced",
-            "The first gradient of a step is added to what the step before has left in the buffer.",
-            FIRST,
-            "self.reduces_each",
-        ),
-        Wrong(
-            "gradient_not_freed",
-            "weight.grad is not set to None: autograd adds the next gradient to it, and earlier"
-            " ones count twice.",
-            "self.weights[name].grad = None",
-            "pass",
-        ),
-        Wrong(
-            "sent_too_early",
-            "The buffer is sent when the first of its matrices has a gradient, not the last.",
-            "min(self.arrivals.values())",
-            "max(self.arrivals.values())",
-        ),
-        Wrong(
-            "buffer_kept",
-            "The buffer travels, and the next backward writes into it: it needs a new one.",
-            "self.buffer = None  #",
-            "pass  #",
-        ),
-        Wrong(
-            "earlier_ones_not_ended",
-            "Reductions that travel are not ended before the next one: all buffers of a step are"
-            " alive at the same time.",
-            FINISH,
-            "pass",
-        ),
-        Wrong(
-            "awaited_at_once",
-            "It waits for the reduction at once: backward stands still while the buffer travels.",
-            *(START, f"{START}\n            reduction.wait()"),
-        ),
-        Wrong(
-            "not_travelling",
-            "The reduction is begun, but not put in self.travelling: it is never ended.",
-            APPEND,
-            "pass",
-        ),
-        Wrong(
-            "sent_for_each_matrix",
-            "The buffer is sent for every matrix, not when all of its matrices have arrived.",
-            "if min(self.arrivals.values()) > self.num_complete:",
-            "if True:",
-        ),
-    ),
-    also_right=(
-        """
+MISTAKES = """
+sent_each_time: The buffer is summed after every backward, also where it keeps whole gradients: what
+    has been summed is summed again.
+    if self.reduces_each or self.num_complete == self.num_backwards: => if True:
+new_one_each_time: The buffer is summed after every backward and let go, also where there is one
+    buffer for ever: a step sends m times as much.
+    self.reduces_each or not self.arrivals[name] => True
+- if self.reduces_each or self.num_complete == self.num_backwards:
+-     if self.reduces_each:
++ if True:
++     if True:
+    self.reduces_each => True
+sent_and_ended_each_time: The buffer is summed after every backward, also where it keeps whole
+    gradients: what has been summed is summed again.
+- if self.reduces_each or self.num_complete == self.num_backwards:
+-     if self.reduces_each:
++ if True:
++     if True:
+added_to_new_memory: Where each backward has a new buffer, gradients are added to memory that
+    nothing has set: the first ones must replace it.
+    self.reduces_each or not => not
+always_added: All gradients are added, also the first ones, to what a new buffer or the step before
+    has there.
+    copy_(part) if is_first else inside. =>
+own_one_ended: It is put in self.travelling before the others are ended, and is ended with them:
+    backward stands still while the buffer travels.
+    self._finish_reductions() => pass
+- if self.reduces_each:
+-     self.buffer = None
++ if self.reduces_each:
++     self._finish_reductions()
++ if self.reduces_each:
++     self.buffer = None
+sent_once: The buffer is summed once a step, also where each backward should: whole gradients of all
+    units are alive until then.
+    self.reduces_each or not => not
+    reduces_each or self. =>
+always_replaced: Each gradient replaces the one before: those of earlier micro-batches are lost.
+    inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
+never_replaced: The first gradient of a step is added to what the step before has left in the
+    buffer.
+    self.reduces_each or not self.arrivals[name] => self.reduces_each
+gradient_not_freed: weight.grad is not set to None: autograd adds the next gradient to it, and
+    earlier ones count twice.
+    self.weights[name].grad = None => pass
+sent_too_early: The buffer is sent when the first of its matrices has a gradient, not the last.
+    min(self.arrivals.values()) => max(self.arrivals.values())
+buffer_kept: The buffer travels, and the next backward writes into it: it needs a new one.
+    self.buffer = None => pass
+earlier_ones_not_ended: Reductions that travel are not ended before the next one: all buffers of a
+    step are alive at the same time.
+    self._finish_reductions() => pass
+awaited_at_once: It waits for the reduction at once: backward stands still while the buffer travels.
+- self.travelling.append((self, self.buffer, reduction))
++ reduction.wait()
++ self.travelling.append((self, self.buffer, reduction))
+not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
+    self.travelling.append((self, self.buffer, reduction)) => pass
+sent_for_each_matrix: The buffer is sent for every matrix, not when all of its matrices have
+    arrived.
+    if min(self.arrivals.values()) > self.num_complete: => if True:
+"""
+
+ALSO_RIGHT = """
 def arrived(self, name, gradient):
     self.weights[name].grad = None
     if self.reduces_each and self.buffer is None:
@@ -295,6 +224,4 @@ def arrived(self, name, gradient):
         self._finish_reductions()
     travelling, self.buffer = self.buffer, None if self.reduces_each else self.buffer
     self.travelling.append((self, travelling, start_reduce_scatter_(travelling, self.axis)))
-""",
-    ),
-)
+"""

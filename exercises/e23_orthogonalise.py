@@ -2,30 +2,30 @@
 
 The reference decomposes the matrix and changes its singular values one by one, as numbers. FLOPs
 are counted by torch: the docstring of extensions/optimizers/muon.py has the formula.
-"""
 
-import math
-import random
+target: extensions.optimizers.muon:orthogonalise
+train: training.optimizer="muon"
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 Change the singular values of a matrix, and nothing else: divide it by its norm (Frobenius, at least
 1e-7), so that none is above 1, and then apply s <- a s + b s^3 + c s^5 to them five times, with
 a = 3.4445, b = -4.7750, c = 2.0315. No decomposition is needed: where x has s, (x x^T) x has s^3.
 Take the smaller of both products, x x^T of a wide matrix, so that it costs at most
 5 (4 k^2 l + 2 k^3) FLOPs for a matrix of k x l, k <= l; and keep shape and dtype.
 Read: extensions/optimizers/muon.py.
+
+? Transpose a tall matrix; normalise; apply the polynomial five times; undo the transpose.
+? Tensor.T, Tensor.norm, Tensor.clamp(min=1e-7), @, torch.addmm(x, m, y, beta=, alpha=).
+? Transpose a tall matrix first, and its result at the end. Divide by the norm. Five times: with g =
+  x x^T, b (x x^T) x + c (x x^T)^2 x is (b g + c g g) x, two products beside that of g; add a x.
+! 15 products of matrices bring singular values from 0.002 .. 1 to 0.7 .. 1.2. In production:
+  `torch.optim.Muon`.
 """
 
-HINTS = (
-    "Transpose a tall matrix; normalise; apply the polynomial five times; undo the transpose.",
-    "Tensor.T, Tensor.norm, Tensor.clamp(min=1e-7), @, torch.addmm(x, m, y, beta=, alpha=).",
-    "Transpose a tall matrix first, and its result at the end. Divide by the norm. Five times: with"
-    " g = x x^T, b (x x^T) x + c (x x^T)^2 x is (b g + c g g) x, two products beside that of g; add"
-    " a x.",
-)
+import math
+import random
+
+from exercises.exercise import Case, draw
+from exercises.pictures import bars
 
 A, B, C = 3.4445, -4.7750, 2.0315
 
@@ -101,101 +101,43 @@ def picture(runs) -> str:
     return "The singular values, the largest first\n\n" + "\n\n".join(blocks)
 
 
-NORMALISE = "x = x / x.norm().clamp(min=1e-7)"
-STEP = "x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)"
-TALL = "update.shape[0] > update.shape[1]"
+MISTAKES = """
+not_normalised: The matrix is not divided by its norm: singular values above 1 grow without bound,
+    and small ones stay small.
+    x = x / x.norm().clamp(min=1e-7) => pass
+zero_divided_by_zero: A matrix of zeros becomes NaN: its norm is 0. Let the divisor be at least
+    1e-7.
+    .clamp(min=1e-7) =>
+largest_element: It is divided by its largest element, not by its norm: singular values above 1
+    remain, and grow without bound.
+    x.norm() => x.abs().max()
+rows_normalised: Each row is divided by its own norm: that changes the directions.
+    x.norm() => x.norm(dim=1, keepdim=True)
+normalised_each_time: It is divided by its norm in every iteration, not only before the first:
+    singular values near 1 cannot stay there.
+- gram = x @ x.T
++ x = x / x.norm().clamp(min=1e-7)
++ gram = x @ x.T
+larger_product: Of a tall matrix the larger of both products is computed: right, but with more
+    FLOPs.
+    update.shape[0] > update.shape[1] => False
+wide_turned: Wide matrices are transposed, and tall ones are not: right, but with more FLOPs.
+    > update => < update
+not_turned_back: A tall matrix is not transposed back: the result does not have the update's shape.
+    return x.T if is_tall else x => return x
+four_times: There are four iterations, not five: small singular values are still small.
+    range(5) => range(4)
+element_by_element: gram * gram multiplies elements; s^5 needs the product of matrices, gram @ gram.
+- x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
++ x = a * x + (b * gram + c * gram * gram) @ x
+without_the_fifth_power: The term with s^5 is missing.
+    torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a => gram, x, beta=a, alpha=b
+added_to_x: x + a x + ... instead of a x + ...: the polynomial replaces x, it is no correction.
+- x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
++ x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=1 + a)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.optimizers.muon:orthogonalise",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    settings={"training": {"optimizer": "muon"}},
-    remember="15 products of matrices bring singular values from 0.002 .. 1 to 0.7 .. 1.2. In"
-    " production: `torch.optim.Muon`.",
-    wrong=(
-        Wrong(
-            "not_normalised",
-            "The matrix is not divided by its norm: singular values above 1 grow without bound,"
-            " and small ones stay small.",
-            NORMALISE,
-            "pass",
-        ),
-        Wrong(
-            "zero_divided_by_zero",
-            "A matrix of zeros becomes NaN: its norm is 0. Let the divisor be at least 1e-7.",
-            ".clamp(min=1e-7)",
-            "",
-        ),
-        Wrong(
-            "largest_element",
-            "It is divided by its largest element, not by its norm: singular values above 1"
-            " remain, and grow without bound.",
-            "x.norm()",
-            "x.abs().max()",
-        ),
-        Wrong(
-            "rows_normalised",
-            "Each row is divided by its own norm: that changes the directions.",
-            "x.norm()",
-            "x.norm(dim=1, keepdim=True)",
-        ),
-        Wrong(
-            "normalised_each_time",
-            "It is divided by its norm in every iteration, not only before the first: singular"
-            " values near 1 cannot stay there.",
-            "gram = x @ x.T",
-            "x = x / x.norm().clamp(min=1e-7)\n        gram = x @ x.T",
-        ),
-        Wrong(
-            "larger_product",
-            "Of a tall matrix the larger of both products is computed: right, but with more FLOPs.",
-            TALL,
-            "False",
-        ),
-        Wrong(
-            "wide_turned",
-            "Wide matrices are transposed, and tall ones are not: right, but with more FLOPs.",
-            TALL,
-            "update.shape[0] < update.shape[1]",
-        ),
-        Wrong(
-            "not_turned_back",
-            "A tall matrix is not transposed back: the result does not have the update's shape.",
-            "return x.T if is_tall else x",
-            "return x",
-        ),
-        Wrong(
-            "four_times",
-            "There are four iterations, not five: small singular values are still small.",
-            "range(5)",
-            "range(4)",
-        ),
-        Wrong(
-            "element_by_element",
-            "gram * gram multiplies elements; s^5 needs the product of matrices, gram @ gram.",
-            STEP,
-            "x = a * x + (b * gram + c * gram * gram) @ x",
-        ),
-        Wrong(
-            "without_the_fifth_power",
-            "The term with s^5 is missing.",
-            STEP,
-            "x = torch.addmm(x, gram, x, beta=a, alpha=b)",
-        ),
-        Wrong(
-            "added_to_x",
-            "x + a x + ... instead of a x + ...: the polynomial replaces x, it is no correction.",
-            STEP,
-            STEP.replace("beta=a", "beta=1 + a"),
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def orthogonalise(update):
     if update.shape[0] > update.shape[1]:
         return orthogonalise(update.T).T
@@ -204,6 +146,4 @@ def orthogonalise(update):
         g = x @ x.T
         x = 3.4445 * x + (2.0315 * (g @ g) - 4.7750 * g) @ x
     return x
-""",
-    ),
-)
+"""

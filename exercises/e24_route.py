@@ -2,13 +2,10 @@
 
 The reference goes through tokens, groups and experts one by one. Gradients are compared, too: a
 router learns through the weights alone.
-"""
 
-import random
+target: extensions.experts.router:route
+train: model.num_local_experts=4 model.num_experts_per_tok=2
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-
-TASK = """
 From logits [..., X] return, for each token, the k best experts, their weights, both [..., k] with
 the best first, and every expert's share of all scores [..., X]. Scores are the softmax of the
 logits, or their sigmoid. A bias, if any, is added to the scores to choose, and for nothing else. If
@@ -18,16 +15,20 @@ learned through the choice. The weights are the chosen experts' scores, with con
 divided by their sum, then multiplied by config.routed_scaling_factor. Shares are the scores divided
 by their sum: softmax's have it already. Add TINY to sums that divide.
 Read: extensions/experts/router.py.
+
+? Scores; rank them, with bias and groups, to choose; then take the weights from the scores.
+? config.scoring_func, softmax, sigmoid, torch.no_grad, Tensor.topk(k).indices, unflatten, scatter_,
+  masked_fill with -math.inf, flatten, gather.
+? View the ranked scores as [..., groups, experts of a group]. Of each group add the two best; take
+  the best groups; set the others' experts to -inf, not to 0, since a bias may be negative. The k
+  best are the experts. Gather their scores, without the bias.
+! In DeepSeek-V3 each token uses 8 of 256 experts, from at most 4 of 8 groups, so from few nodes. In
+  production: Megatron-LM's `TopKRouter`.
 """
 
-HINTS = (
-    "Scores; rank them, with bias and groups, to choose; then take the weights from the scores.",
-    "config.scoring_func, softmax, sigmoid, torch.no_grad, Tensor.topk(k).indices, unflatten,"
-    " scatter_, masked_fill with -math.inf, flatten, gather.",
-    "View the ranked scores as [..., groups, experts of a group]. Of each group add the two best;"
-    " take the best groups; set the others' experts to -inf, not to 0, since a bias may be"
-    " negative. The k best are the experts. Gather their scores, without the bias.",
-)
+import random
+
+from exercises.exercise import Case, draw
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -134,123 +135,53 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-GROUPS = "groups.topk(2).values.sum(-1)"
-CHOICE = "experts = ranked.topk(config.num_experts_per_tok).indices"
-WEIGHTS = "weights, shares = scores.gather(-1, experts), scores"
-NORM = "weights = weights / (weights.sum(-1, keepdim=True) + TINY)"
+def factors(case: Case) -> dict[str, float]:
+    return {"routed_scaling_factor": case.scaling, "k": case.k}
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.experts.router:route",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
-    remember="In DeepSeek-V3 each token uses 8 of 256 experts, from at most 4 of 8 groups, so from"
-    " few nodes. In production: Megatron-LM's `TopKRouter`.",
-    factors=lambda case: {"routed_scaling_factor": case.scaling, "k": case.k},
-    wrong=(
-        Wrong(
-            "bias_in_the_weights",
-            "The weights contain the bias. It only chooses: it must not change what is computed.",
-            WEIGHTS,
-            "weights, shares = (scores if bias is None else scores + bias).gather(-1, experts),"
-            " scores",
-        ),
-        Wrong(
-            "bias_ignored",
-            "The bias is not used to choose.",
-            "ranked = scores if bias is None else scores + bias",
-            "ranked = scores",
-        ),
-        Wrong(
-            "group_by_its_best",
-            "A group is ranked by its best expert alone, not by the two best together.",
-            GROUPS,
-            "groups.amax(-1)",
-        ),
-        Wrong(
-            "group_by_its_sum",
-            "A group is ranked by all of its experts, not by the two best.",
-            GROUPS,
-            "groups.sum(-1)",
-        ),
-        Wrong(
-            "others_set_to_zero",
-            "Experts of other groups get a score of 0: where a bias makes all scores negative, 0 is"
-            " the best. Set them to -inf.",
-            "-math.inf",
-            "0.0",
-        ),
-        Wrong(
-            "groups_ignored",
-            "All groups can be chosen from: the tokens of one rank then go to every other.",
-            "if config.n_group > 1:",
-            "if False:",
-        ),
-        Wrong(
-            "not_normalised",
-            "The weights are not divided by their sum where norm_topk_prob asks for it.",
-            NORM,
-            "pass",
-        ),
-        Wrong(
-            "always_normalised",
-            "The weights are divided by their sum, also where norm_topk_prob is off.",
-            "if config.norm_topk_prob:",
-            "if True:",
-        ),
-        Wrong(
-            "scaled_before",
-            "The weights are scaled before they are divided by their sum, which undoes it.",
-            WEIGHTS,
-            "weights, shares = scores.gather(-1, experts) * config.routed_scaling_factor, scores",
-            "weights * config.routed_scaling_factor, experts",
-            "weights, experts",
-        ),
-        Wrong(
-            "not_scaled",
-            "The weights are not multiplied by routed_scaling_factor.",
-            "weights * config.routed_scaling_factor, experts",
-            "weights, experts",
-        ),
-        Wrong(
-            "weights_not_learned",
-            "No gradient flows through the weights: the router would never learn.",
-            WEIGHTS,
-            "weights, shares = scores.detach().gather(-1, experts), scores",
-        ),
-        Wrong(
-            "sum_not_learned",
-            "No gradient flows through the sum that divides the weights: it depends on the scores,"
-            " too.",
-            NORM,
-            "weights = weights / (weights.sum(-1, keepdim=True).detach() + TINY)",
-        ),
-        Wrong(
-            "shares_not_normalised",
-            "The shares of sigmoid scores do not add up to 1: the balance loss needs shares.",
-            "shares = scores / (scores.sum(-1, keepdim=True) + TINY)",
-            "pass",
-        ),
-        Wrong(
-            "one_expert_fewer",
-            "One expert is missing: k are chosen for each token.",
-            CHOICE,
-            CHOICE.replace("_tok", "_tok - 1"),
-        ),
-        Wrong(
-            "always_softmax",
-            "Scores are always the softmax of the logits, also where scoring_func is sigmoid.",
-            'logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()',
-            "logits.softmax(-1)",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+bias_in_the_weights: The weights contain the bias. It only chooses: it must not change what is
+    computed.
+    scores.gather => (scores if bias is None else scores + bias).gather
+bias_ignored: The bias is not used to choose.
+    ranked = scores if bias is None else scores + bias => ranked = scores
+group_by_its_best: A group is ranked by its best expert alone, not by the two best together.
+    groups.topk(2).values.sum(-1) => groups.amax(-1)
+group_by_its_sum: A group is ranked by all of its experts, not by the two best.
+    groups.topk(2).values.sum(-1) => groups.sum(-1)
+others_set_to_zero: Experts of other groups get a score of 0: where a bias makes all scores
+    negative, 0 is the best. Set them to -inf.
+    -math.inf => 0.0
+groups_ignored: All groups can be chosen from: the tokens of one rank then go to every other.
+    if config.n_group > 1: => if False:
+not_normalised: The weights are not divided by their sum where norm_topk_prob asks for it.
+    weights = weights / (weights.sum(-1, keepdim=True) + TINY) => pass
+always_normalised: The weights are divided by their sum, also where norm_topk_prob is off.
+    if config.norm_topk_prob: => if True:
+scaled_before: The weights are scaled before they are divided by their sum, which undoes it.
+- weights, shares = scores.gather(-1, experts), scores
++ weights, shares = scores.gather(-1, experts) * config.routed_scaling_factor, scores
+    weights * config.routed_scaling_factor, experts => weights, experts
+not_scaled: The weights are not multiplied by routed_scaling_factor.
+    weights * config.routed_scaling_factor, experts => weights, experts
+weights_not_learned: No gradient flows through the weights: the router would never learn.
+- weights, shares = scores.gather(-1, experts), scores
++ weights, shares = scores.detach().gather(-1, experts), scores
+sum_not_learned: No gradient flows through the sum that divides the weights: it depends on the
+    scores, too.
+- weights = weights / (weights.sum(-1, keepdim=True) + TINY)
++ weights = weights / (weights.sum(-1, keepdim=True).detach() + TINY)
+shares_not_normalised: The shares of sigmoid scores do not add up to 1: the balance loss needs
+    shares.
+    shares = scores / (scores.sum(-1, keepdim=True) + TINY) => pass
+one_expert_fewer: One expert is missing: k are chosen for each token.
+- experts = ranked.topk(config.num_experts_per_tok).indices
++ experts = ranked.topk(config.num_experts_per_tok - 1).indices
+always_softmax: Scores are always the softmax of the logits, also where scoring_func is sigmoid.
+    (-1) if config.scoring_func == "softmax" else logits.sigmoid() => (-1)
+"""
+
+ALSO_RIGHT = """
 def route(logits, config, bias=None):
     is_softmax, n = config.scoring_func == "softmax", config.n_group
     scores = torch.softmax(logits, -1) if is_softmax else torch.sigmoid(logits)
@@ -270,6 +201,4 @@ def route(logits, config, bias=None):
         weights = weights / weights.sum(-1, keepdim=True)
     shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
     return config.routed_scaling_factor * weights, experts, shares
-""",
-    ),
-)
+"""

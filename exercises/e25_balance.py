@@ -2,14 +2,10 @@
 
 The gradient of the balance losses for each sequence. Ranks have other tokens of the same sequences
 (cp), or other sequences (dp); a step has two micro-batches.
-"""
 
-import random
+target: extensions.experts.router:Router._balance
+train: model.num_local_experts=4 model.num_experts_per_tok=2
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 Return the gradient of the balance losses for every token's shares of the scores, which is the same
 for all tokens of a sequence: [B, S, X] -> [B, 1, X]. A loss is the sum over tokens of
 X sum_i f_i s_i, with s_i a token's share of expert i, and f_i the expert's part of all choices, in
@@ -23,17 +19,22 @@ Report each loss that has a coefficient, without it, of this rank's tokens, by s
 self.layer, name, loss): "seq_load_balancing_loss", "load_balancing_loss",
 "global_load_balancing_loss".
 Read: extensions/experts/router.py.
+
+? Count choices by sequence; sum them over three scopes; each scope gives the f of one loss.
+? shares.topk(self.config.num_experts_per_tok).indices, scatter_, self.sum_over_sequences,
+  self.sum_over_batch, self.tally.counts_of_step[self.layer], self.tally.add, self.routing.
+? The first scope is counts [B, X], after self.sum_over_sequences; the second is counts.sum(0); the
+  third is tally.counts_of_step[self.layer], to which self.sum_over_batch(counts.sum(0)) is added in
+  place. f is X times a scope, divided by the scope's sum over experts. A loss is the sum of f times
+  shares; its gradient is coefficient times f. Add up all losses' gradients.
+! X sum_i f_i s_i is 1 where experts are used alike, and X / k where always the same k are chosen.
+  In production: Megatron-LM's `TopKRouter`.
 """
 
-HINTS = (
-    "Count choices by sequence; sum them over three scopes; each scope gives the f of one loss.",
-    "shares.topk(self.config.num_experts_per_tok).indices, scatter_, self.sum_over_sequences,"
-    " self.sum_over_batch, self.tally.counts_of_step[self.layer], self.tally.add, self.routing.",
-    "The first scope is counts [B, X], after self.sum_over_sequences; the second is counts.sum(0);"
-    " the third is tally.counts_of_step[self.layer], to which self.sum_over_batch(counts.sum(0)) is"
-    " added in place. f is X times a scope, divided by the scope's sum over experts. A loss is the"
-    " sum of f times shares; its gradient is coefficient times f. Add up all losses' gradients.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import bars
 
 COEFFICIENTS = {"seq": 0.3, "batch": 0.05, "global": 0.7}
 NAMES = {"batch": "load_balancing_loss", "seq": "seq_load_balancing_loss"}
@@ -143,101 +144,41 @@ def picture(runs) -> str:
     return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
 
 
-STEP = "of_step += self.sum_over_batch(counts.sum(0))"
-F = "(X * scope / scope.sum(-1, keepdim=True))"
+def factors(case: Case) -> dict[str, float]:
+    return {"X": case.experts, "k": case.k, "dp": case.dp, "cp": case.cp}
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.experts.router:Router._balance",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    picture=picture,
-    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
-    remember="X sum_i f_i s_i is 1 where experts are used alike, and X / k where always the same k"
-    " are chosen. In production: Megatron-LM's `TopKRouter`.",
-    factors=lambda case: {"X": case.experts, "k": case.k, "dp": case.dp, "cp": case.cp},
-    wrong=(
-        Wrong(
-            "part_of_a_sequence",
-            "Each rank counts its own tokens of a sequence alone: a sequence that is cut over ranks"
-            " has another loss than a whole one.",
-            "self.sum_over_sequences(counts)  #",
-            "counts  #",
-        ),
-        Wrong(
-            "step_forgotten",
-            "The global loss counts this micro-batch alone, not what the step has seen before.",
-            STEP,
-            "of_step = self.sum_over_batch(counts.sum(0))",
-        ),
-        Wrong(
-            "own_batch_only",
-            "The global loss counts this rank's sequences alone, not those of other ranks.",
-            STEP,
-            "of_step += counts.sum(0)",
-        ),
-        Wrong(
-            "sequence_for_batch",
-            "The loss over the batch takes each sequence by itself.",
-            "(routing.moe_aux_loss_coeff, counts.sum(0))",
-            "(routing.moe_aux_loss_coeff, counts)",
-        ),
-        Wrong(
-            "batch_for_sequence",
-            "The loss over sequences takes all sequences together.",
-            "(routing.moe_seq_aux_loss_coeff, counts)",
-            "(routing.moe_seq_aux_loss_coeff, counts.sum(0))",
-        ),
-        Wrong(
-            "without_X",
-            "The factor X is missing: the loss depends on how many experts there are.",
-            F,
-            "(scope / scope.sum(-1, keepdim=True))",
-        ),
-        Wrong(
-            "counts_for_parts",
-            "Counts are not divided by their sum: the loss grows with the number of tokens.",
-            F,
-            "(X * scope)",
-        ),
-        Wrong(
-            "one_expert_counted",
-            "Only the best expert of a token is counted: it uses k.",
-            "self.config.num_experts_per_tok",
-            "1",
-        ),
-        Wrong(
-            "scores_for_counts",
-            "f is made from the scores: it is the part of the choices, which are whole numbers.",
-            "torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)",
-            "shares.sum(1)",
-        ),
-        Wrong(
-            "last_loss_only",
-            "The gradients of several losses do not add up: the last one replaces the others.",
-            "gradient += coefficient * f",
-            "gradient = coefficient * f",
-        ),
-        Wrong(
-            "coefficient_forgotten",
-            "The gradient is not multiplied by the loss's coefficient.",
-            "gradient += coefficient * f",
-            "gradient += f",
-        ),
-        Wrong(
-            "coefficient_reported",
-            "The reported losses are multiplied by their coefficients: those of two runs with"
-            " different coefficients could not be compared.",
-            "(f[:, None] * shares).sum()",
-            "coefficient * (f[:, None] * shares).sum()",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a sequence that is cut over
+    ranks has another loss than a whole one.
+    self.sum_over_sequences(counts) => counts
+step_forgotten: The global loss counts this micro-batch alone, not what the step has seen before.
+    of_step += => of_step =
+own_batch_only: The global loss counts this rank's sequences alone, not those of other ranks.
+    of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
+sequence_for_batch: The loss over the batch takes each sequence by itself.
+    , counts.sum(0) => , counts
+batch_for_sequence: The loss over sequences takes all sequences together.
+    (routing.moe_seq_aux_loss_coeff, counts) => (routing.moe_seq_aux_loss_coeff, counts.sum(0))
+without_X: The factor X is missing: the loss depends on how many experts there are.
+    X * scope => scope
+counts_for_parts: Counts are not divided by their sum: the loss grows with the number of tokens.
+    (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
+one_expert_counted: Only the best expert of a token is counted: it uses k.
+    self.config.num_experts_per_tok => 1
+scores_for_counts: f is made from the scores: it is the part of the choices, which are whole
+    numbers.
+    torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1) => shares.sum(1)
+last_loss_only: The gradients of several losses do not add up: the last one replaces the others.
+    gradient += coefficient * f => gradient = coefficient * f
+coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
+    gradient += coefficient * f => gradient += f
+coefficient_reported: The reported losses are multiplied by their coefficients: those of two runs
+    with different coefficients could not be compared.
+    (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
+"""
+
+ALSO_RIGHT = """
 def _balance(self, shares):
     routing, (B, S, X) = self.routing, shares.shape
     shares, k = shares.detach(), self.config.num_experts_per_tok
@@ -260,6 +201,4 @@ def _balance(self, shares):
         seen = self.tally.counts_of_step[self.layer]
         total = total + use("global_load_balancing_loss", routing.moe_global_aux_loss_coeff, seen)
     return total[:, :1]
-""",
-    ),
-)
+"""

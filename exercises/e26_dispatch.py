@@ -2,14 +2,10 @@
 
 The experts are given: small functions of a row. Ranks have different numbers of tokens for
 each other; some pairs of token and expert are dropped.
-"""
 
-import random
+target: extensions.experts.dispatch:AllToAllDispatch.__call__
+train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import squares
-
-TASK = """
 Each pair (token, chosen expert) travels to the rank that has the expert. Get x [n, E], weights and
 experts [n, k] of this rank's tokens, and return the weighted sums of what their experts give, and
 what meanwhile() returns.
@@ -24,17 +20,22 @@ what meanwhile() returns.
 Axis and sizes: self.axis (over ep and etp), self.ep, self.etp, self.num_experts. An expert of
 num_experts marks a dropped pair, which `Pairs` leaves out.
 Read: extensions/experts/dispatch.py, extensions/experts/moe.py.
+
+? Counts, there, experts, back. Pairs sorts on both sides; its collect undoes its spread.
+? count, all_to_all, Pairs(experts, num_rows, rows_each) with spread, sort and collect,
+  Exchange(axis, to_each, from_each) with start and wait, repeat_chunks, add_chunks.
+? count(...)[:-1], viewed as [ep, 1, X/ep] and expanded over etp, are the counts that leave;
+  all_to_all with dims 0, 0 gives those that arrive. Sums of their rows are Exchange's lists; of
+  columns, run's sizes. From each rank come experts 0 .. X/ep - 1, each as often as counted: Pairs
+  with k = 1 sorts them. Each tensor has its own Exchange; back, the lists are swapped.
+! 2 r b + r w bytes forward for r rows that leave, and as much in backward. In production:
+  Megatron-LM's `MoEAlltoAllTokenDispatcher`.
 """
 
-HINTS = (
-    "Counts, there, experts, back. Pairs sorts on both sides; its collect undoes its spread.",
-    "count, all_to_all, Pairs(experts, num_rows, rows_each) with spread, sort and collect,"
-    " Exchange(axis, to_each, from_each) with start and wait, repeat_chunks, add_chunks.",
-    "count(...)[:-1], viewed as [ep, 1, X/ep] and expanded over etp, are the counts that leave;"
-    " all_to_all with dims 0, 0 gives those that arrive. Sums of their rows are Exchange's lists;"
-    " of columns, run's sizes. From each rank come experts 0 .. X/ep - 1, each as often as counted:"
-    " Pairs with k = 1 sorts them. Each tensor has its own Exchange; back, the lists are swapped.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import squares
 
 E, INNER = 3, 4
 
@@ -164,114 +165,59 @@ def picture(runs) -> str:
     return "\n".join([about, table, "", "rows that experts get: " + ", ".join(marks)])
 
 
-EXCHANGED = "all_to_all(counts, self.axis, 0, 0).view_as(counts)"
-RUN = "out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))"
-SHARED = "shared = meanwhile()  # computed while the rows travel"
-WAIT = "x, weights = there.wait(x), there_too.wait(weights)"
+def factors(case: Case) -> dict[str, float]:
+    return {"etp": case.etp, "k": case.k, "ep": case.ep}
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.experts.dispatch:AllToAllDispatch.__call__",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    layout={"ep_size": 2},
-    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
-    remember="2 r b + r w bytes forward for r rows that leave, and as much in backward. In"
-    " production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.",
-    factors=lambda case: {"etp": case.etp, "k": case.k, "ep": case.ep},
-    wrong=(
-        Wrong(
-            "counts_not_exchanged",
-            "What arrives is taken to be what leaves: other ranks send other numbers of rows.",
-            EXCHANGED,
-            "counts",
-        ),
-        Wrong(
-            "sizes_of_what_leaves",
-            "The rows of each expert are counted from what leaves, not from what arrives.",
-            "zip(*arriving, strict=True)",
-            "zip(*leaving, strict=True)",
-        ),
-        Wrong(
-            "not_sorted_on_arrival",
-            "Arrived rows are in the order of the ranks they came from, and run needs the order of"
-            " experts: rows get another expert than they chose.",
-            RUN,
-            "out = run(x, sizes, weights)",
-        ),
-        Wrong(
-            "order_not_undone",
-            "Results are sent back in the order of experts: they must be in the order in which the"
-            " rows arrived.",
-            RUN,
-            "out = run(by_expert.spread(x), sizes, by_expert.sort(weights))",
-        ),
-        Wrong(
-            "sorted_twice",
-            "On the way back the order of experts is applied once more: undo it, by its inverse.",
-            RUN,
-            "out = by_expert.spread(run(by_expert.spread(x), sizes, by_expert.sort(weights)))",
-        ),
-        Wrong(
-            "weights_not_sorted",
-            "Rows are sorted by expert, and their weights are not: rows get the weights of others.",
-            RUN,
-            RUN.replace("by_expert.sort(weights)", "weights"),
-        ),
-        Wrong(
-            "weighted_twice",
-            "Results are multiplied by the weights once more: run has done that.",
-            "x = there.start",
-            "mine = weights\n    x = there.start",
-            "add_chunks(out, lengths, self.etp))",
-            "add_chunks(out, lengths, self.etp) * pairs.sort(mine)[:, None])",
-        ),
-        Wrong(
-            "back_as_there",
-            "On the way back the numbers of rows are those of the way there: what arrived from a"
-            " rank must leave for it.",
-            "back = Exchange(self.axis, from_each, to_each)",
-            "back = Exchange(self.axis, to_each, from_each)",
-        ),
-        Wrong(
-            "awaited_before_meanwhile",
-            "meanwhile() is called when the rows have arrived: nothing is computed while they"
-            " travel.",
-            f"{SHARED}\n    {WAIT}",
-            f"{WAIT}\n    shared = meanwhile()",
-        ),
-        Wrong(
-            "meanwhile_first",
-            "meanwhile() is called before the rows are sent: nothing is computed while they"
-            " travel.",
-            "pairs = Pairs(experts, sum(lengths), rows_each)",
-            "shared = meanwhile()\n    pairs = Pairs(experts, sum(lengths), rows_each)",
-            SHARED,
-            "pass",
-        ),
-        Wrong(
-            "copies_one_after_the_other",
-            "All rows are repeated as a whole, a b a b: each rank's copy must lie beside the other,"
-            " a a b b.",
-            "x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))",
-            "x = there.start(pairs.spread(x).repeat(self.etp, 1))",
-        ),
-        Wrong(
-            "padded_counts_exchanged",
-            "Counts are exchanged, and rows not padded, also where every expert gets as many rows:"
-            " the host waits for numbers that it could know.",
-            "rows_each, shape = self.limit.rows_each(len(x)),",
-            "rows_each, shape = None,",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+counts_not_exchanged: What arrives is taken to be what leaves: other ranks send other numbers of
+    rows.
+    all_to_all(counts, self.axis, 0, 0).view_as(counts) => counts
+sizes_of_what_leaves: The rows of each expert are counted from what leaves, not from what arrives.
+    *arriving => *leaving
+not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from, and run needs the
+    order of experts: rows get another expert than they chose.
+- out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
++ out = run(x, sizes, weights)
+order_not_undone: Results are sent back in the order of experts: they must be in the order in which
+    the rows arrived.
+- out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
++ out = run(by_expert.spread(x), sizes, by_expert.sort(weights))
+sorted_twice: On the way back the order of experts is applied once more: undo it, by its inverse.
+    by_expert.collect => by_expert.spread
+weights_not_sorted: Rows are sorted by expert, and their weights are not: rows get the weights of
+    others.
+    by_expert.sort(weights) => weights
+weighted_twice: Results are multiplied by the weights once more: run has done that.
+- x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
++ mine = weights
++ x = there.start(repeat_chunks(pairs.spread(x), lengths, self.etp))
+- return pairs.collect(add_chunks(out, lengths, self.etp)), shared
++ return pairs.collect(add_chunks(out, lengths, self.etp) * pairs.sort(mine)[:, None]), shared
+back_as_there: On the way back the numbers of rows are those of the way there: what arrived from a
+    rank must leave for it.
+    from_each, to_each => to_each, from_each
+awaited_before_meanwhile: meanwhile() is called when the rows have arrived: nothing is computed
+    while they travel.
+- shared = meanwhile()
+- x, weights = there.wait(x), there_too.wait(weights)
++ x, weights = there.wait(x), there_too.wait(weights)
++ shared = meanwhile()
+meanwhile_first: meanwhile() is called before the rows are sent: nothing is computed while they
+    travel.
+- lengths = to_each[:: self.etp]
++ lengths = to_each[:: self.etp]
++ shared = meanwhile()
+    shared = meanwhile()  # computed while the rows travel => pass
+copies_one_after_the_other: All rows are repeated as a whole, a b a b: each rank's copy must lie
+    beside the other, a a b b.
+    repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
+padded_counts_exchanged: Counts are exchanged, and rows not padded, also where every expert gets as
+    many rows: the host waits for numbers that it could know.
+    self.limit.rows_each(len(x)) => None
+"""
+
+ALSO_RIGHT = """
 def __call__(self, x, weights, experts, run, meanwhile):
     each, n = self.num_experts // self.ep, self.axis.size
     rows_each = self.limit.rows_each(len(x))
@@ -295,6 +241,4 @@ def __call__(self, x, weights, experts, run, meanwhile):
     back = Exchange(self.axis, from_each, to_each)
     out = back.wait(back.start(out[order.argsort()]))
     return pairs.collect(add_chunks(out, lengths, self.etp)), shared
-""",
-    ),
-)
+"""

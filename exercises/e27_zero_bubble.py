@@ -1,29 +1,30 @@
 """27 zero bubble: weight gradients fill the gaps
 
 Plans are played on paper by extensions/schedules/simulator.py, with F, B and W of equal length.
-"""
 
-import random
+target: extensions.schedules.zero_bubble:zb_h1
+train: distributed.pp_size=2 distributed.tp_size=1 distributed.pp_engine="zb_h1"
 
-from exercises.exercise import Case, Exercise, Wrong
-from exercises.plans import played
-
-TASK = """
 Return the plan of a rank in ZB-H1. Backward is cut in two: B, for which the stage before waits, and
 W, for which nothing waits until the end of the step. Forwards and B are in the order of 1F1B. W of
 micro-batch i comes directly behind B of micro-batch i + rank, so that a rank saves `rank` of its W
 for the end, when it would be idle. `_plan` makes a plan of letters: each F, B or W stands for its
 next micro-batch. Memory: at most min(m, p) micro-batches alive on every rank, from F to W.
 Read: pipeline_schedule.py, extensions/schedules/zero_bubble.py.
+
+? Start from the letters of 1F1B. Behind which B does a W come? How many are left at the end?
+? _plan(letters, num_micro_batches), and strings: 'FBW' * number. `_plan` leaves out letters beyond
+  the last micro-batch, so a pattern may be too long.
+? p - rank - 1 F as a warm-up. Then `rank` times FB, without W. Then FBW until all B are done. Then
+  the W that are left.
+! With 4 ranks and 8 micro-batches the bubble is 11.1%, not 27.3%. In production:
+  `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """
 
-HINTS = (
-    "Start from the letters of 1F1B. Behind which B does a W come? How many are left at the end?",
-    "_plan(letters, num_micro_batches), and strings: 'FBW' * number. `_plan` leaves out letters"
-    " beyond the last micro-batch, so a pattern may be too long.",
-    "p - rank - 1 F as a warm-up. Then `rank` times FB, without W. Then FBW until all B are done."
-    " Then the W that are left.",
-)
+import random
+
+from exercises.exercise import Case
+from exercises.plans import played
 
 
 def cases(dice: random.Random) -> list[Case]:
@@ -79,81 +80,32 @@ def picture(runs) -> str:
     return f"4 ranks, 8 micro-batches: the bubble is 11.1%; of 1F1B, 27.3%\n{drawn[4, 8]}"
 
 
-STEADY = '"FB" * rank + "FBW" * (m - rank) + "W" * rank'
-WARMUP = '"F" * (ranks - rank - 1)'
+MISTAKES = """
+w_at_once: Every W comes directly behind its B: it delays what other ranks wait for, and none is
+    left for the gap at the end.
+    "FB" * rank + "FBW" * (m - rank) + "W" * rank => "FBW" * m
+w_at_the_end: All W come at the end: no rank is idle for longer, but all micro-batches are alive.
+    "FB" * rank + "FBW" * (m - rank) + "W" * rank => "FB" * m + "W" * m
+saved_on_the_wrong_rank: The first rank saves the most W, and the last one none. The last rank is
+    the one that starts late and ends its B early.
+- letters += "FB" * rank + "FBW" * (m - rank) + "W" * rank
++ letters += "FB" * (ranks - rank - 1) + "FBW" * (m - ranks + rank + 1) + "W" * (ranks - rank - 1)
+same_on_all_ranks: All ranks save p - 1 W: the first one has p - 1 forwards more alive than needed.
+- letters += "FB" * rank + "FBW" * (m - rank) + "W" * rank
++ letters += "FB" * (ranks - 1) + "FBW" * (m - ranks + 1) + "W" * (ranks - 1)
+one_more_saved: One W more is saved than needed: one more micro-batch is alive.
+    rank + "FBW" * (m - rank) + "W" * rank => (rank + 1) + "FBW" * (m - rank - 1) + "W" * (rank + 1)
+last_w_missing: The W that were saved are missing: weights get no gradient of these micro-batches.
+    (m - rank) + "W" * rank => (m - rank)
+no_warmup: There is no warm-up: a rank waits for its first gradient before its second forward.
+    "F" * (ranks - rank - 1) => ""
+warmup_too_long: The warm-up is one forward too long: one more micro-batch is alive on each rank.
+    rank - 1 => rank
+w_before_b: W comes before its own B: B makes what W needs.
+    rank + "FBW => rank + "FWB
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.schedules.zero_bubble:zb_h1",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    layout={"pp_size": 2, "tp_size": 1, "pp_engine": "zb_h1"},
-    remember="With 4 ranks and 8 micro-batches the bubble is 11.1%, not 27.3%. In production:"
-    " `torch.distributed.pipelining.ScheduleZBVZeroBubble`.",
-    wrong=(
-        Wrong(
-            "w_at_once",
-            "Every W comes directly behind its B: it delays what other ranks wait for, and none is"
-            " left for the gap at the end.",
-            STEADY,
-            '"FBW" * m',
-        ),
-        Wrong(
-            "w_at_the_end",
-            "All W come at the end: no rank is idle for longer, but all micro-batches are alive.",
-            STEADY,
-            '"FB" * m + "W" * m',
-        ),
-        Wrong(
-            "saved_on_the_wrong_rank",
-            "The first rank saves the most W, and the last one none. The last rank is the one that"
-            " starts late and ends its B early.",
-            STEADY,
-            '"FB" * (ranks - rank - 1) + "FBW" * (m - ranks + rank + 1) + "W" * (ranks - rank - 1)',
-        ),
-        Wrong(
-            "same_on_all_ranks",
-            "All ranks save p - 1 W: the first one has p - 1 forwards more alive than needed.",
-            STEADY,
-            '"FB" * (ranks - 1) + "FBW" * (m - ranks + 1) + "W" * (ranks - 1)',
-        ),
-        Wrong(
-            "one_more_saved",
-            "One W more is saved than needed: one more micro-batch is alive.",
-            STEADY,
-            '"FB" * (rank + 1) + "FBW" * (m - rank - 1) + "W" * (rank + 1)',
-        ),
-        Wrong(
-            "last_w_missing",
-            "The W that were saved are missing: weights get no gradient of these micro-batches.",
-            STEADY,
-            '"FB" * rank + "FBW" * (m - rank)',
-        ),
-        Wrong(
-            "no_warmup",
-            "There is no warm-up: a rank waits for its first gradient before its second forward.",
-            WARMUP,
-            '""',
-        ),
-        Wrong(
-            "warmup_too_long",
-            "The warm-up is one forward too long: one more micro-batch is alive on each rank.",
-            WARMUP,
-            '"F" * (ranks - rank)',
-        ),
-        Wrong(
-            "w_before_b",
-            "W comes before its own B: B makes what W needs.",
-            STEADY,
-            '"FB" * rank + "FWB" * (m - rank) + "W" * rank',
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def zb_h1(rank, ranks, num_micro_batches, chunks=1):
     m, plan, warmup = num_micro_batches, [], ranks - rank - 1
     plan += [Action(Kind.FORWARD, i) for i in range(min(m, warmup))]
@@ -164,6 +116,4 @@ def zb_h1(rank, ranks, num_micro_batches, chunks=1):
         if i >= rank:
             plan.append(Action(Kind.WEIGHT, i - rank))
     return plan + [Action(Kind.WEIGHT, i) for i in range(max(0, m - rank), m)]
-""",
-    ),
-)
+"""

@@ -2,14 +2,9 @@
 
 A layer's attention, also of a tensor-parallel rank, which has only some of the heads. The
 submodule that attends is given, and notes which shapes it gets.
-"""
 
-import random
+target: model:SelfAttention.forward
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 Write attention around its core. x is [B, S, E]; self.project(x) gives q [B, S, Q D], k and v
 [B, S, K D]. View them as heads of self.head_dim numbers, rotate queries and keys by `rotate`, which
 takes [B, S, heads, D], and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it
@@ -18,16 +13,21 @@ shares key heads among query heads, so do not repeat them. Put its result [B, Q,
 How many heads there are must be read off the tensors: with tensor parallelism a rank has fewer than
 the config has.
 Read: model.py.
+
+? Project, view as heads, rotate two of three, attend, flatten the heads, project.
+? self.project, view(B, S, -1, self.head_dim), rotate(x, *rotary), transpose(1, 2), reshape,
+  self.core_attention, self.o_proj.
+? A position's numbers lie head by head, so the view is [B, S, heads, D]; the transpose comes after
+  rotate. -1 lets view find the number of heads. What comes back is transposed before it is reshaped
+  to [B, S, Q D].
+! With 1/4 as many key heads, keys and values need 1/4 of the memory, and a ring sends 1/4 of the
+  bytes. In production: Hugging Face's `LlamaAttention`.
 """
 
-HINTS = (
-    "Project, view as heads, rotate two of three, attend, flatten the heads, project.",
-    "self.project, view(B, S, -1, self.head_dim), rotate(x, *rotary), transpose(1, 2), reshape,"
-    " self.core_attention, self.o_proj.",
-    "A position's numbers lie head by head, so the view is [B, S, heads, D]; the transpose comes"
-    " after rotate. -1 lets view find the number of heads. What comes back is transposed before it"
-    " is reshaped to [B, S, Q D].",
-)
+import random
+
+from exercises.exercise import Case, draw
+from exercises.pictures import bars
 
 B = 2
 
@@ -118,104 +118,51 @@ def picture(runs) -> str:
     return "bytes of keys and values per token, in bfloat16\n" + bars(rows, "{:3.0f}")
 
 
-Q = "q = rotate(q.view(B, S, -1, self.head_dim), *rotary)"
-K = "k = rotate(k.view(B, S, -1, self.head_dim), *rotary)"
-V = "v = v.view(B, S, -1, self.head_dim)"
-CORE = "out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))"
-OUT = "return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))"
+MISTAKES = """
+values_rotated: Values are rotated, too. Positions belong in the scores, so only in queries and
+    keys.
+    v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), *rotary)
+keys_not_rotated: Keys are not rotated: scores depend on the query's position, not on the distance.
+    k = rotate(k.view(B, S, -1, self.head_dim), *rotary) => k = k.view(B, S, -1, self.head_dim)
+nothing_rotated: Neither queries nor keys are rotated: attention does not know positions.
+- q = rotate(q.view(B, S, -1, self.head_dim), *rotary)
+- k = rotate(k.view(B, S, -1, self.head_dim), *rotary)
++ q = q.view(B, S, -1, self.head_dim)
++ k = k.view(B, S, -1, self.head_dim)
+rotated_after_transpose: Queries and keys are rotated after the transpose: the rotation takes heads
+    for positions.
+- q = rotate(q.view(B, S, -1, self.head_dim), *rotary)
+- k = rotate(k.view(B, S, -1, self.head_dim), *rotary)
++ q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)
++ k = rotate(k.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)
+viewed_without_transpose: Heads and positions are mixed: view(B, heads, S, D) takes numbers in their
+    order in memory, where the positions come first.
+- out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
++ q, k, v = (x.reshape(B, -1, S, self.head_dim) for x in (q, k, v))
++ out = self.core_attention(q, k, v)
+not_transposed_back: The result is reshaped without being transposed back: heads and positions are
+    mixed.
+    transpose(1, 2). =>
+keys_repeated: Keys and values are repeated for the query heads. The result is right, but a ring of
+    ranks would send Q/K times the bytes.
+- v = v.view(B, S, -1, self.head_dim)
++ v = v.view(B, S, -1, self.head_dim)
++ each = q.shape[2] // k.shape[2]
++ k, v = k.repeat_interleave(each, 2), v.repeat_interleave(each, 2)
+heads_of_the_config: The number of heads is that of a whole layer: a tensor-parallel rank has fewer.
+    Let view find it, by -1.
+    q.view(B, S, -1, self.head_dim) => q.view(B, S, x.shape[-1] // self.head_dim, self.head_dim)
+no_output_projection: o_proj is not applied.
+    self.o_proj(out.transpose(1, 2).reshape(B, S, -1)) => out.transpose(1, 2).reshape(B, S, -1)
+heads_and_numbers_swapped: A query is viewed as [D, heads], not [heads, D]: numbers of different
+    heads are taken for one head.
+    q.view(B, S, -1, self.head_dim) => q.view(B, S, self.head_dim, -1).transpose(2, 3)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="model:SelfAttention.forward",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    remember="With 1/4 as many key heads, keys and values need 1/4 of the memory, and a ring sends"
-    " 1/4 of the bytes. In production: Hugging Face's `LlamaAttention`.",
-    wrong=(
-        Wrong(
-            "values_rotated",
-            "Values are rotated, too. Positions belong in the scores, so only in queries and keys.",
-            V,
-            V.replace("v.view", "rotate(v.view").removesuffix(")") + "), *rotary)",
-        ),
-        Wrong(
-            "keys_not_rotated",
-            "Keys are not rotated: scores depend on the query's position, not on the distance.",
-            K,
-            "k = k.view(B, S, -1, self.head_dim)",
-        ),
-        Wrong(
-            "nothing_rotated",
-            "Neither queries nor keys are rotated: attention does not know positions.",
-            Q,
-            "q = q.view(B, S, -1, self.head_dim)",
-            K,
-            "k = k.view(B, S, -1, self.head_dim)",
-        ),
-        Wrong(
-            "rotated_after_transpose",
-            "Queries and keys are rotated after the transpose: the rotation takes heads for"
-            " positions.",
-            Q,
-            "q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)",
-            K,
-            "k = rotate(k.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)",
-        ),
-        Wrong(
-            "viewed_without_transpose",
-            "Heads and positions are mixed: view(B, heads, S, D) takes numbers in their order in"
-            " memory, where the positions come first.",
-            CORE,
-            "q, k, v = (x.reshape(B, -1, S, self.head_dim) for x in (q, k, v))\n"
-            "    out = self.core_attention(q, k, v)",
-        ),
-        Wrong(
-            "not_transposed_back",
-            "The result is reshaped without being transposed back: heads and positions are mixed.",
-            OUT,
-            "return self.o_proj(out.reshape(B, S, -1))",
-        ),
-        Wrong(
-            "keys_repeated",
-            "Keys and values are repeated for the query heads. The result is right, but a ring of"
-            " ranks would send Q/K times the bytes.",
-            CORE,
-            "each = q.shape[2] // k.shape[2]\n"
-            "    k, v = k.repeat_interleave(each, 2), v.repeat_interleave(each, 2)\n"
-            f"    {CORE}",
-        ),
-        Wrong(
-            "heads_of_the_config",
-            "The number of heads is that of a whole layer: a tensor-parallel rank has fewer. Let"
-            " view find it, by -1.",
-            Q,
-            "q = rotate(q.view(B, S, x.shape[-1] // self.head_dim, self.head_dim), *rotary)",
-        ),
-        Wrong(
-            "no_output_projection",
-            "o_proj is not applied.",
-            OUT,
-            "return out.transpose(1, 2).reshape(B, S, -1)",
-        ),
-        Wrong(
-            "heads_and_numbers_swapped",
-            "A query is viewed as [D, heads], not [heads, D]: numbers of different heads are taken"
-            " for one head.",
-            Q,
-            "q = rotate(q.view(B, S, self.head_dim, -1).transpose(2, 3), *rotary)",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def forward(self, x, rotary):
     q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
     q, k = (rotate(t, *rotary) for t in (q, k))
     out = self.core_attention(*(t.movedim(2, 1) for t in (q, k, v)))
     return self.o_proj(torch.cat(out.unbind(1), -1))
-""",
-    ),
-)
+"""

@@ -2,14 +2,9 @@
 
 Loading, saving and initial weights ask the same question: which rows and columns of a whole matrix
 are this rank's? The reference cuts a real tensor, one cut after the other.
-"""
 
-import random
-from itertools import product
+target: placement:part
 
-from exercises.exercise import Case, Exercise, Wrong
-
-TASK = """
 Return which part of a tensor is a rank's, as one slice(start, stop) a dim, both of them numbers. A
 cut divides what the cuts before it have left along cut.dim, among size[cut.axis] ranks, of which
 this one is rank[cut.axis]. Pieces are as torch.chunk makes them: all but the last ones have the
@@ -17,16 +12,21 @@ length of the largest, rounded up, as 10 rows among 4 ranks: 3, 3, 3, 1; the las
 fewer or none. With a cut.owner, that rank has all, and the others have nothing: a slice that is
 empty. Use the standard library alone.
 Read: placement.py (`Cut` and the examples at the top), checkpoint.py.
+
+? Begin with whole slices, and let each cut shrink the slice of its dim.
+? slice(start, stop) with .start and .stop, min, -(-a // b) for a quotient rounded up, a cut's axis,
+  dim and owner.
+? A piece has (stop - start) / size elements, rounded up. This rank's begins at start plus rank
+  times that; neither its begin nor its end may be beyond stop. With an owner, the slice of that
+  rank stays as it is, and any other rank's is slice(start, start).
+! 10 rows among 4 ranks: 3, 3, 3, 1, as torch.chunk and DTensor have it. In production:
+  `torch.distributed.tensor.Shard`, by which a checkpoint is loaded in any layout.
 """
 
-HINTS = (
-    "Begin with whole slices, and let each cut shrink the slice of its dim.",
-    "slice(start, stop) with .start and .stop, min, -(-a // b) for a quotient rounded up, a cut's"
-    " axis, dim and owner.",
-    "A piece has (stop - start) / size elements, rounded up. This rank's begins at start plus rank"
-    " times that; neither its begin nor its end may be beyond stop. With an owner, the slice of"
-    " that rank stays as it is, and any other rank's is slice(start, start).",
-)
+import random
+from itertools import product
+
+from exercises.exercise import Case
 
 CUTS = {  # axis, dim, owner
     "whole": (),
@@ -112,101 +112,43 @@ def picture(runs) -> str:
     return f"A matrix {shape}, {name}\n" + "\n".join(f"{a}    {b}".rstrip() for a, b in pairs)
 
 
-EACH = "each = -(-(stop - start) // size[cut.axis])"
-FIRST = "first = min(start + rank[cut.axis] * each, stop)"
-LAST = "slice(first, min(first + each, stop))"
-OWNER = "slice(start, stop if rank[cut.axis] == cut.owner else start)"
-BOUNDS = "start, stop = slices[cut.dim].start, slices[cut.dim].stop"
+MISTAKES = """
+rounded_down: The length of a piece is rounded down: the last rows belong to no rank.
+    each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
+last_gets_the_rest: Lengths are rounded down, and the last rank gets the rest: torch.chunk rounds
+    up.
+    each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
+    min(first + each, stop) => stop if rank[cut.axis] == size[cut.axis] - 1 else first + each
+as_even_as_possible: Pieces differ by one row at most: 10 rows are 3, 3, 2, 2, where torch.chunk
+    makes 3, 3, 3, 1.
+- first = min(start + rank[cut.axis] * each, stop)
++ less, more = divmod(stop - start, size[cut.axis])
++ first = start + rank[cut.axis] * less + min(rank[cut.axis], more)
++ each = less + (rank[cut.axis] < more)
+beyond_the_end: The last piece ends beyond the end: 10 rows among 4 ranks would need 12.
+    min(first + each, stop) => first + each
+negative_length: A rank that has nothing gets a slice that begins behind its end.
+    first = min(start + rank[cut.axis] * each, stop) => first = start + rank[cut.axis] * each
+start_forgotten: A second cut of a dim counts from the beginning of the tensor, not of what the
+    first one has left.
+    start + rank => rank
+always_the_whole: Each cut divides the whole, not what the cuts before it have left: the last cut of
+    a dim wins.
+    slices[cut.dim].start, slices[cut.dim].stop => 0, shape[cut.dim]
+owner_ignored: An owner is ignored: its matrix is cut among the ranks.
+    if cut.owner is not None: => if False:
+owner_0_ignored: `if cut.owner` is false for rank 0, too: its matrix is cut among the ranks. Compare
+    with None.
+    if cut.owner is not None: => if cut.owner:
+all_are_owners: Every rank has all of a matrix with an owner: the others must have nothing.
+    stop if rank[cut.axis] == cut.owner else start => stop
+first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by columns.
+- for cut in cuts:
++ for cut in cuts:
++     cut = cut._replace(dim=0)
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="placement:part",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    remember="10 rows among 4 ranks: 3, 3, 3, 1, as torch.chunk and DTensor have it. In production:"
-    " `torch.distributed.tensor.Shard`, by which a checkpoint is loaded in any layout.",
-    wrong=(
-        Wrong(
-            "rounded_down",
-            "The length of a piece is rounded down: the last rows belong to no rank.",
-            EACH,
-            "each = (stop - start) // size[cut.axis]",
-        ),
-        Wrong(
-            "last_gets_the_rest",
-            "Lengths are rounded down, and the last rank gets the rest: torch.chunk rounds up.",
-            EACH,
-            "each = (stop - start) // size[cut.axis]",
-            LAST,
-            "slice(first, stop if rank[cut.axis] == size[cut.axis] - 1 else first + each)",
-        ),
-        Wrong(
-            "as_even_as_possible",
-            "Pieces differ by one row at most: 10 rows are 3, 3, 2, 2, where torch.chunk makes"
-            " 3, 3, 3, 1.",
-            FIRST,
-            "less, more = divmod(stop - start, size[cut.axis])\n"
-            "        first = start + rank[cut.axis] * less + min(rank[cut.axis], more)\n"
-            "        each = less + (rank[cut.axis] < more)",
-        ),
-        Wrong(
-            "beyond_the_end",
-            "The last piece ends beyond the end: 10 rows among 4 ranks would need 12.",
-            LAST,
-            "slice(first, first + each)",
-        ),
-        Wrong(
-            "negative_length",
-            "A rank that has nothing gets a slice that begins behind its end.",
-            FIRST,
-            "first = start + rank[cut.axis] * each",
-        ),
-        Wrong(
-            "start_forgotten",
-            "A second cut of a dim counts from the beginning of the tensor, not of what the first"
-            " one has left.",
-            FIRST,
-            "first = min(rank[cut.axis] * each, stop)",
-        ),
-        Wrong(
-            "always_the_whole",
-            "Each cut divides the whole, not what the cuts before it have left: the last cut of a"
-            " dim wins.",
-            BOUNDS,
-            "start, stop = 0, shape[cut.dim]",
-        ),
-        Wrong(
-            "owner_ignored",
-            "An owner is ignored: its matrix is cut among the ranks.",
-            "if cut.owner is not None:",
-            "if False:",
-        ),
-        Wrong(
-            "owner_0_ignored",
-            "`if cut.owner` is false for rank 0, too: its matrix is cut among the ranks. Compare"
-            " with None.",
-            "if cut.owner is not None:",
-            "if cut.owner:",
-        ),
-        Wrong(
-            "all_are_owners",
-            "Every rank has all of a matrix with an owner: the others must have nothing.",
-            OWNER,
-            "slice(start, stop)",
-        ),
-        Wrong(
-            "first_dim_only",
-            "All cuts are along dim 0: o_proj and down_proj are cut by columns.",
-            BOUNDS,
-            f"cut = cut._replace(dim=0)\n        {BOUNDS}",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def part(shape, cuts, rank, size):
     indices = [list(range(length)) for length in shape]
     for axis, dim, owner in cuts:
@@ -217,6 +159,4 @@ def part(shape, cuts, rank, size):
         elif r != owner:
             indices[dim] = []
     return tuple(slice(i[0], i[-1] + 1) if i else slice(0, 0) for i in indices)
-""",
-    ),
-)
+"""

@@ -2,14 +2,10 @@
 
 A run is saved after some steps, and another one, which has made no step, is loaded with it. Both
 continue, and must train alike to the last digit.
-"""
 
-import random
+target: checkpoint:training_tensors
+train: checkpoint.load_path="latest"
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 Return all tensors that a step of training changes, by the name under which they are saved: the data
 of each parameter by its name, buffers by theirs, and what the optimizer keeps of each parameter as
 "optimizer.KEY.NAME", such as optimizer.exp_avg.lm_head.weight, but for its "step": all steps are
@@ -18,16 +14,20 @@ them. AdamW has no state before its first step. So give each parameter of a grou
 has none a "step" of zero and two moments of zeros, exp_avg and exp_avg_sq; "step" is on the CPU,
 but on the parameter's device if the group is fused.
 Read: checkpoint.py.
+
+? Fill in AdamW's missing state; then collect parameters, buffers and states in one dict.
+? optimizer.param_groups, optimizer.state[parameter], torch.zeros, torch.zeros_like, parameter.data.
+? optimizer.state[parameter] is a dict, empty before the first step: put step, exp_avg and
+  exp_avg_sq in it, each a tensor of its own. Then take parameter.data by name, the buffers, and of
+  each parameter's state all keys but step.
+! With AdamW in float32 a checkpoint has 12 bytes a parameter: the weight and 2 moments. In
+  production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 """
 
-HINTS = (
-    "Fill in AdamW's missing state; then collect parameters, buffers and states in one dict.",
-    "optimizer.param_groups, optimizer.state[parameter], torch.zeros, torch.zeros_like,"
-    " parameter.data.",
-    "optimizer.state[parameter] is a dict, empty before the first step: put step, exp_avg and"
-    " exp_avg_sq in it, each a tensor of its own. Then take parameter.data by name, the"
-    " buffers, and of each parameter's state all keys but step.",
-)
+import random
+
+from exercises.exercise import Case, draw
+from exercises.pictures import bars
 
 SHAPES = {"lm_head.weight": (3, 4), "norm.weight": (4,)}
 BUFFER = "mlp.gate.e_score_correction_bias"
@@ -105,95 +105,41 @@ def picture(runs) -> str:
     return "bytes of a checkpoint with AdamW, in float64\n" + bars(records[0].values["bytes"])
 
 
-MOMENTS = "state.update((moment, torch.zeros_like(parameter)) for moment in moments)"
-KEPT = 'if key != "step"'
+MISTAKES = """
+optimizer_forgotten: What the optimizer keeps is not saved: after resuming, its averages begin again
+    at zero.
+    tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()} => pass
+no_state_before_the_first_step: A new AdamW has no moments: there is nothing that a checkpoint could
+    be loaded into.
+    if not state: => if False:
+steps_saved: The optimizer's "step" is among the tensors: there is one for each parameter, and all
+    are equal.
+    if key != "step" => if True
+copies: The result has copies of the parameters: what is loaded into them changes no weight.
+    parameter.data for => parameter.data.clone() for
+parameters_not_data: The result has parameters, not their data: autograd refuses to load into them.
+    parameter.data for => parameter for
+copies_of_states: The result has copies of what the optimizer keeps: what is loaded into them is
+    lost.
+- kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
++ kept = {key: state.clone() for key, state in optimizer.state[parameter].items() if key != "step"}
+buffers_forgotten: Buffers are missing: a router's bias changes in each step, too.
+    } | dict(buffers) => }
+one_moment: exp_avg_sq is missing: AdamW keeps two moments.
+    moments = "exp_avg", "exp_avg_sq" => moments = ("exp_avg",)
+    if key != "step" => if key not in ("step", "exp_avg_sq")
+moments_share_memory: Both moments of a new AdamW are one tensor: what is loaded into one is in
+    both.
+- state.update((moment, torch.zeros_like(parameter)) for moment in moments)
++ state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))
+state_without_step: The new state has no "step": AdamW believes that its state is complete, and
+    fails.
+    state["step"] = torch.zeros((), device=device) => pass
+names_without_prefix: The optimizer's tensors are not named "optimizer.KEY.NAME".
+    f"optimizer.{key}.{name}" => f"{key}.{name}"
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="checkpoint:training_tensors",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    settings={"checkpoint": {"load_path": "latest"}},
-    remember="With AdamW in float32 a checkpoint has 12 bytes a parameter: the weight and 2"
-    " moments. In production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.",
-    wrong=(
-        Wrong(
-            "optimizer_forgotten",
-            "What the optimizer keeps is not saved: after resuming, its averages begin again at"
-            " zero.",
-            'tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}',
-            "pass",
-        ),
-        Wrong(
-            "no_state_before_the_first_step",
-            "A new AdamW has no moments: there is nothing that a checkpoint could be loaded into.",
-            "if not state:",
-            "if False:",
-        ),
-        Wrong(
-            "steps_saved",
-            'The optimizer\'s "step" is among the tensors: there is one for each parameter, and all'
-            " are equal.",
-            KEPT,
-            "if True",
-        ),
-        Wrong(
-            "copies",
-            "The result has copies of the parameters: what is loaded into them changes no weight.",
-            "parameter.data for",
-            "parameter.data.clone() for",
-        ),
-        Wrong(
-            "parameters_not_data",
-            "The result has parameters, not their data: autograd refuses to load into them.",
-            "parameter.data for",
-            "parameter for",
-        ),
-        Wrong(
-            "copies_of_states",
-            "The result has copies of what the optimizer keeps: what is loaded into them is lost.",
-            "{key: state for key, state in optimizer.state",
-            "{key: state.clone() for key, state in optimizer.state",
-        ),
-        Wrong(
-            "buffers_forgotten",
-            "Buffers are missing: a router's bias changes in each step, too.",
-            " | dict(buffers)",
-            "",
-        ),
-        Wrong(
-            "one_moment",
-            "exp_avg_sq is missing: AdamW keeps two moments.",
-            'moments = "exp_avg", "exp_avg_sq"',
-            'moments = ("exp_avg",)',
-            KEPT,
-            'if key not in ("step", "exp_avg_sq")',
-        ),
-        Wrong(
-            "moments_share_memory",
-            "Both moments of a new AdamW are one tensor: what is loaded into one is in both.",
-            MOMENTS,
-            "state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))",
-        ),
-        Wrong(
-            "state_without_step",
-            'The new state has no "step": AdamW believes that its state is complete, and fails.',
-            'state["step"] = torch.zeros((), device=device)',
-            "pass",
-        ),
-        Wrong(
-            "names_without_prefix",
-            'The optimizer\'s tensors are not named "optimizer.KEY.NAME".',
-            'f"optimizer.{key}.{name}"',
-            'f"{key}.{name}"',
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def training_tensors(parameters, buffers, optimizer):
     for group in optimizer.param_groups:
         for p in group["params"] if "betas" in group else []:
@@ -208,6 +154,4 @@ def training_tensors(parameters, buffers, optimizer):
             if key != "step":
                 found["optimizer." + key + "." + name] = optimizer.state[p][key]
     return found
-""",
-    ),
-)
+"""

@@ -3,14 +3,10 @@
 Two linears put (layer, x, dy) into a queue in each backward. How long it waits is chosen
 beforehand: with hold, until a message travels; with split, until the pipeline's W. W runs
 micro-batches in another order.
-"""
 
-import random
+target: extensions.overlap.linear:WeightGradients
+train: distributed.tp_size=2
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import timeline
-
-TASK = """
 A queue of (layer, x, dy), whose weight gradients dy^T x are still to be computed. `put` adds one,
 and runs the queue at once unless it waits. With `hold` it waits until `run_during_message`, with
 `split` (or with both) until what is here is detached and run: then `run_during_message` does
@@ -18,16 +14,21 @@ nothing. `detach` returns what is here as a queue of its own, and leaves none he
 all that is here, once: layer.add_weight_gradient(x, dy). Gradients must have no graph, wherever
 `run` is called.
 Read: extensions/overlap/linear.py.
+
+? put and run_during_message run the queue, unless it has to wait longer; run and detach leave it
+  empty.
+? self.append, self.pop or self.clear, torch.no_grad, layer.add_weight_gradient.
+? `waits` is hold or split. put appends, and runs if it does not wait; run_during_message runs if
+  there is no split. detach copies the list into a new WeightGradients, and clears this one. run
+  takes one after the other out of the list, without gradients.
+! 1/3 of a linear's products, that of the weight gradient, may be computed at any time before the
+  optimizer's step. In production: Megatron-LM's `WeightGradStore`.
 """
 
-HINTS = (
-    "put and run_during_message run the queue, unless it has to wait longer; run and detach leave"
-    " it empty.",
-    "self.append, self.pop or self.clear, torch.no_grad, layer.add_weight_gradient.",
-    "`waits` is hold or split. put appends, and runs if it does not wait; run_during_message runs"
-    " if there is no split. detach copies the list into a new WeightGradients, and clears this one."
-    " run takes one after the other out of the list, without gradients.",
-)
+import random
+
+from exercises.exercise import Case, draw
+from exercises.pictures import timeline
 
 BATCHES = 2
 
@@ -107,106 +108,46 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-AT_ONCE = "if not self.waits:"
-DURING_MESSAGE = "if not self.split:\n            self.run()"
-DETACH = "taken = WeightGradients(self)\n        self.clear()"
-POP = "while self:\n            linear, x, dy = self.pop(0)"
-WITHOUT = "@torch.no_grad()  # autograd has switched it off in a backward, but not after one"
+MISTAKES = """
+never_waits: Weight gradients are computed at once, also where they should wait: no message and no
+    bubble is filled with them.
+    if not self.waits: => if True:
+always_waits: They wait also where neither hold nor split is set: nothing runs the queue there.
+    if not self.waits: => if False:
+split_does_not_wait: Only hold makes them wait: with split alone they are computed in B, not in W.
+    self.hold or self.split => self.hold
+hold_does_not_wait: Only split makes them wait: with hold alone they are computed before the message
+    of their backward begins.
+    self.hold or self.split => self.split
+one_is_not_enough: They wait only where hold and split are both set: one of them is enough.
+    self.hold or self.split => self.hold and self.split
+run_in_split: run_during_message runs the queue also with split: nothing is left for W.
+    if not self.split: => if True:
+never_run: run_during_message does not run the queue: with hold, no weight gradient is computed.
+- if not self.split:
+-     self.run()
++ pass
+detached_and_kept: detach leaves in the queue what it returns: the next micro-batch detaches it
+    again, and it counts twice.
+- self.clear()
+detached_itself: detach returns the queue itself: the first W computes all micro-batches, and the
+    others nothing.
+- taken = WeightGradients(self)
+- self.clear()
++ taken = self
+cleared_what_was_detached: detach clears the very list that it returns: nothing is left to compute
+    in W.
+    WeightGradients(self) => self
+not_removed: run leaves what it has computed in the queue: the next run computes it again.
+- while self:
+-     linear, x, dy = self.pop(0)
++ for linear, x, dy in list(self):
+with_a_graph: Gradients have a graph where run is called outside a backward: it keeps activations
+    alive.
+    @torch.no_grad() =>
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.overlap.linear:WeightGradients",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    order=order,
-    picture=picture,
-    layout={"tp_size": 2},
-    remember="1/3 of a linear's products, that of the weight gradient, may be computed at any time"
-    " before the optimizer's step. In production: Megatron-LM's `WeightGradStore`.",
-    wrong=(
-        Wrong(
-            "never_waits",
-            "Weight gradients are computed at once, also where they should wait: no message and no"
-            " bubble is filled with them.",
-            AT_ONCE,
-            "if True:",
-        ),
-        Wrong(
-            "always_waits",
-            "They wait also where neither hold nor split is set: nothing runs the queue there.",
-            AT_ONCE,
-            "if False:",
-        ),
-        Wrong(
-            "split_does_not_wait",
-            "Only hold makes them wait: with split alone they are computed in B, not in W.",
-            "self.hold or self.split",
-            "self.hold",
-        ),
-        Wrong(
-            "hold_does_not_wait",
-            "Only split makes them wait: with hold alone they are computed before the message of"
-            " their backward begins.",
-            "self.hold or self.split",
-            "self.split",
-        ),
-        Wrong(
-            "one_is_not_enough",
-            "They wait only where hold and split are both set: one of them is enough.",
-            "self.hold or self.split",
-            "self.hold and self.split",
-        ),
-        Wrong(
-            "run_in_split",
-            "run_during_message runs the queue also with split: nothing is left for W.",
-            "if not self.split:",
-            "if True:",
-        ),
-        Wrong(
-            "never_run",
-            "run_during_message does not run the queue: with hold, no weight gradient is computed.",
-            DURING_MESSAGE,
-            "pass",
-        ),
-        Wrong(
-            "detached_and_kept",
-            "detach leaves in the queue what it returns: the next micro-batch detaches it again,"
-            " and it counts twice.",
-            DETACH,
-            "taken = WeightGradients(self)",
-        ),
-        Wrong(
-            "detached_itself",
-            "detach returns the queue itself: the first W computes all micro-batches, and the"
-            " others nothing.",
-            DETACH,
-            "taken = self",
-        ),
-        Wrong(
-            "cleared_what_was_detached",
-            "detach clears the very list that it returns: nothing is left to compute in W.",
-            DETACH,
-            "taken = self\n        self.clear()",
-        ),
-        Wrong(
-            "not_removed",
-            "run leaves what it has computed in the queue: the next run computes it again.",
-            POP,
-            "for linear, x, dy in list(self):",
-        ),
-        Wrong(
-            "with_a_graph",
-            "Gradients have a graph where run is called outside a backward: it keeps activations"
-            " alive.",
-            WITHOUT,
-            "",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 class WeightGradients(list):
     hold = False
     split = False
@@ -234,6 +175,4 @@ class WeightGradients(list):
         jobs, self[:] = self[::-1], []
         for layer, *factors in jobs:
             layer.add_weight_gradient(*factors)
-""",
-    ),
-)
+"""

@@ -2,31 +2,32 @@
 
 Tensors of any range, also zeros and infinite ones, or of which two ranks have a part each. The
 reference compares each number with all 256 that the format has.
-"""
 
-import random
+target: extensions.precision.float8:quantise
+train: model.dtype="bfloat16" model.fp8=true
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 Round x to 8 bits of the format `kind`, and return Float8(bytes, inverse, kind): bytes as uint8, one
 after the other in memory; inverse as a float32 of shape []. The scale is the largest power of two
 with which no number exceeds the format, and inverse is 1 / scale. `maximum` turns this rank's
 largest(x) into that of all ranks. An amax below SMALLEST_AMAX counts as SMALLEST_AMAX. If it is
 infinite, the scale is 0: then all of a product is NaN, and the step is skipped.
 Read: extensions/precision/float8.py.
+
+? Find the scale first: the largest power of two that keeps amax of all ranks in the format.
+? maximum(largest(x)), torch.finfo(kind).max, clamp, view(torch.int32), to(kind), contiguous,
+  view(torch.uint8).
+? Divide the format's largest number by amax. A float32 has 1 bit for the sign, 8 for the exponent
+  and 23 for the mantissa: set the last 23 of the ratio to 0. log2 cannot replace that: just below a
+  power of two it is rounded up. Multiply x by this scale, in x's dtype, convert to `kind`, and view
+  as bytes.
+! 1 byte a number, and E4M3 changes each by up to 6%, E5M2 by up to 12%, unless it is far below the
+  largest one. In production: `torchao.float8`.
 """
 
-HINTS = (
-    "Find the scale first: the largest power of two that keeps amax of all ranks in the format.",
-    "maximum(largest(x)), torch.finfo(kind).max, clamp, view(torch.int32), to(kind), contiguous,"
-    " view(torch.uint8).",
-    "Divide the format's largest number by amax. A float32 has 1 bit for the sign, 8 for the"
-    " exponent and 23 for the mantissa: set the last 23 of the ratio to 0. log2 cannot replace"
-    " that: just below a power of two it is rounded up. Multiply x by this scale, in x's dtype,"
-    " convert to `kind`, and view as bytes.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import bars
 
 # The largest number of x, in units of the format's; just above 2^-20 the scale is below 2^20.
 RANGES = {"small": 1e-9, "large": 1e9, "edge": 2.0**-20 * (1 + 2**-23)}
@@ -127,120 +128,51 @@ def picture(runs) -> str:
     return "mean relative error of numbers of a tensor, in %\n" + bars(rows, "{:5.1f}")
 
 
-AMAX = "maximum(largest(x))"
-SCALE = "scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)"
-CLAMP = ".clamp(min=SMALLEST_AMAX)"
-RETURN = "return Float8(bytes, 1 / scale, kind)"
+def factors(case: Case) -> dict[str, float]:
+    return {"the scale": 2}
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.precision.float8:quantise",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    picture=picture,
-    factors=lambda case: {"the scale": 2},
-    settings={"model": {"dtype": "bfloat16", "fp8": True}},
-    remember="1 byte a number, and E4M3 changes each by up to 6%, E5M2 by up to 12%, unless it is"
-    " far below the largest one. In production: `torchao.float8`.",
-    wrong=(
-        Wrong(
-            "any_scale",
-            "The scale is no power of two: numbers are rounded when they are multiplied, and again"
-            " in 8 bits.",
-            SCALE,
-            "scale = ratio",
-        ),
-        Wrong(
-            "power_above",
-            "The power of two is the next one above: the largest numbers exceed the format.",
-            SCALE,
-            f"{SCALE} * 2",
-        ),
-        Wrong(
-            "by_log2",
-            "The exponent is computed with log2, which rounds up just below a power of two: there"
-            " the scale is twice as large.",
-            SCALE,
-            "scale = torch.where(ratio > 0, torch.exp2(torch.floor(torch.log2(ratio))), ratio)",
-        ),
-        Wrong(
-            "own_maximum",
-            "Each rank scales by its own largest number: parts of one tensor need one scale.",
-            AMAX,
-            "largest(x)",
-        ),
-        Wrong(
-            "one_format",
-            "Every format is scaled to 448: that is the largest number of E4M3, and E5M2 goes"
-            " to 57344.",
-            "torch.finfo(kind).max",
-            "448.0",
-        ),
-        Wrong(
-            "no_sign",
-            "The largest number is taken, not the largest absolute value: negative ones exceed the"
-            " format.",
-            AMAX,
-            "maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))",
-        ),
-        Wrong(
-            "zeros_divided",
-            "amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.",
-            CLAMP,
-            "",
-        ),
-        Wrong(
-            "infinity_hidden",
-            "An infinite amax gets a scale like any other: the numbers become finite or 0, and the"
-            " step is not skipped.",
-            CLAMP,
-            ".clamp(SMALLEST_AMAX, 3e38)",
-        ),
-        Wrong(
-            "not_bytes",
-            "The numbers keep the dtype of 8-bit floats: view them as uint8, which messages take.",
-            ".contiguous().view(torch.uint8)",
-            ".contiguous()",
-        ),
-        Wrong(
-            "converted_to_integers",
-            "Numbers are converted to integers: the bits of the 8-bit floats are wanted. `view`"
-            " keeps them, and `to` rounds the numbers.",
-            ".to(kind).contiguous().view(torch.uint8)",
-            ".contiguous().to(torch.uint8)",
-        ),
-        Wrong(
-            "inverse_with_a_dim",
-            "inverse has the shape [1]: one number is wanted, of shape [].",
-            RETURN,
-            RETURN.replace("1 / scale", "1 / scale.view(1)"),
-        ),
-        Wrong(
-            "scale_returned",
-            "The scale is returned: what undoes it is 1 / scale.",
-            RETURN,
-            RETURN.replace("1 / scale", "scale"),
-        ),
-        Wrong(
-            "not_scaled",
-            "x is rounded without the scale: numbers that are too small become 0.",
-            "(x * scale.to(x.dtype))",
-            "x",
-        ),
-        Wrong(
-            "not_contiguous",
-            "The bytes lie in memory as x does, here by columns: products and messages need them"
-            " row by row.",
-            ".contiguous()",
-            "",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+any_scale: The scale is no power of two: numbers are rounded when they are multiplied, and again in
+    8 bits.
+    scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio
+power_above: The power of two is the next one above: the largest numbers exceed the format.
+- scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
++ scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) * 2
+by_log2: The exponent is computed with log2, which rounds up just below a power of two: there the
+    scale is twice as large.
+- scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
++ scale = torch.where(ratio > 0, torch.exp2(torch.floor(torch.log2(ratio))), ratio)
+own_maximum: Each rank scales by its own largest number: parts of one tensor need one scale.
+    maximum(largest(x)) => largest(x)
+one_format: Every format is scaled to 448: that is the largest number of E4M3, and E5M2 goes to
+    57344.
+    torch.finfo(kind).max => 448.0
+no_sign: The largest number is taken, not the largest absolute value: negative ones exceed the
+    format.
+    maximum(largest(x)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
+zeros_divided: amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.
+    .clamp(min=SMALLEST_AMAX) =>
+infinity_hidden: An infinite amax gets a scale like any other: the numbers become finite or 0, and
+    the step is not skipped.
+    .clamp(min=SMALLEST_AMAX) => .clamp(SMALLEST_AMAX, 3e38)
+not_bytes: The numbers keep the dtype of 8-bit floats: view them as uint8, which messages take.
+    .contiguous().view(torch.uint8) => .contiguous()
+converted_to_integers: Numbers are converted to integers: the bits of the 8-bit floats are wanted.
+    `view` keeps them, and `to` rounds the numbers.
+    to(kind).contiguous().view => contiguous().to
+inverse_with_a_dim: inverse has the shape [1]: one number is wanted, of shape [].
+    return Float8(bytes, 1 / scale, kind) => return Float8(bytes, 1 / scale.view(1), kind)
+scale_returned: The scale is returned: what undoes it is 1 / scale.
+    1 / scale => scale
+not_scaled: x is rounded without the scale: numbers that are too small become 0.
+    (x * scale.to(x.dtype)) => x
+not_contiguous: The bytes lie in memory as x does, here by columns: products and messages need them
+    row by row.
+    .contiguous() =>
+"""
+
+ALSO_RIGHT = """
 def quantise(x, kind, maximum=unchanged):
     amax = maximum(largest(x)).clamp(min=SMALLEST_AMAX)
     _, exponent = torch.frexp(torch.finfo(kind).max / amax)
@@ -248,6 +180,4 @@ def quantise(x, kind, maximum=unchanged):
     scale = torch.where(amax.isinf(), torch.zeros_like(scale), scale)
     rounded = (x.contiguous() * scale.to(x.dtype)).to(kind)
     return Float8(rounded.view(torch.uint8), scale.reciprocal(), kind)
-""",
-    ),
-)
+"""

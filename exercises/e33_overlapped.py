@@ -3,14 +3,10 @@
 The end of a sublayer with sequence parallelism: products of several inputs, added up over the
 ranks, of which each rank keeps its rows. The products are given, and are noted. In one case the
 contributions of ranks 0 and 1 are large and cancel: then another order gives another sum.
-"""
 
-import random
+target: extensions.overlap.ring:RingBoundary.multiply_scatter
+train: distributed.tp_size=2 distributed.sequence_parallel=true distributed.tp_overlap=true
 
-from exercises.exercise import Case, Exercise, Sent, Wrong, draw
-from exercises.pictures import timeline
-
-TASK = """
 Each rank has xs, some [B, S, ..], and a product for each of them. Sum what add_products makes of
 them over all ranks, and return this rank's rows of the sum, [B, S/n, ..]: rank r's rows are the
 r-th of n chunks of S. Nothing is computed for all S at once. Multiply the rows of another rank,
@@ -19,15 +15,20 @@ meanwhile; this rank's own rows last. Call meanwhile(), and only then wait.
 Add the n contributions in the order of their ranks, 0 first, whichever rank adds them, and in
 float32 (`wide`); return the sum in the dtype of the products.
 Read: extensions/overlap/ring.py, collectives.py.
+
+? n-1 times multiply and send, then this rank's own rows, meanwhile(), and the sum of n parts.
+? x.chunk(n, dim=1), add_products, Shift(tensor, axis, distance), shift.wait, wide.
+? For distances 1 to n-1, the rows are those of rank + distance, and what arrives by that Shift is
+  of rank - distance, both modulo n. Collect the Shifts in a list, and wait for all of them at the
+  end. Then put the n parts in the order of their ranks, make them wide, and add them.
+! n-1 messages, each behind the next one's product, have the bytes of 1 reduce-scatter. In
+  production: `torch.ops.symm_mem.fused_matmul_reduce_scatter`.
 """
 
-HINTS = (
-    "n-1 times multiply and send, then this rank's own rows, meanwhile(), and the sum of n parts.",
-    "x.chunk(n, dim=1), add_products, Shift(tensor, axis, distance), shift.wait, wide.",
-    "For distances 1 to n-1, the rows are those of rank + distance, and what arrives by that Shift"
-    " is of rank - distance, both modulo n. Collect the Shifts in a list, and wait for all of them"
-    " at the end. Then put the n parts in the order of their ranks, make them wide, and add them.",
-)
+import random
+
+from exercises.exercise import Case, Sent, draw
+from exercises.pictures import timeline
 
 B, E, LENGTH = 2, 3, 2  # LENGTH: of each rank's rows
 
@@ -122,148 +123,68 @@ def picture(runs) -> str:
     return f"{about}\n{timeline(records, names)}"
 
 
-SEND = "shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))"
-OWN = "own = part(axis.rank)  # last, because it does not travel: it hides the message before it"
-MEANWHILE = "    meanwhile()\n"
-ARRIVED = "arrived = [*(shift.wait() for shift in shifts), own]"
-ORDER = "(axis.rank - rank - 1) % n"
-PART = "add_products([x.chunk(n, dim=1)[rank] for x in xs], products)"
+MISTAKES = """
+own_first: This rank's own rows are multiplied first: then nothing hides the last message.
+    shifts = [] => shifts, own = [], part(axis.rank)
+    own = part(axis.rank) =>
+sent_at_the_end: All rows are multiplied before the first is sent: nothing hides any message.
+    Shift(part => (part
+- meanwhile()
++ shifts = [Shift(*one) for one in shifts]
++ meanwhile()
+awaited_at_once: Each message is awaited before the next rows are multiplied: nothing hides it.
+- own = part(axis.rank)
++     shifts[-1].wait()
++ own = part(axis.rank)
+meanwhile_last: meanwhile() is called when all has arrived: it could hide the last message.
+    meanwhile() => pass
+- arrived = [*(shift.wait() for shift in shifts), own]
++ arrived = [*(shift.wait() for shift in shifts), own]
++ meanwhile()
+never_meanwhile: meanwhile() is never called: weight gradients are not computed there.
+- meanwhile()
+rows_of_another: The rows that are sent are not those of the rank that gets them, but of the one as
+    far on the other side.
+    (axis.rank + distance) % n => (axis.rank - distance) % n
+one_hop: Every message goes to the next rank: rows must go straight to the rank they are of.
+    axis, distance => axis
+own_left_out: This rank's own contribution is left out of the sum.
+- arrived = [*(shift.wait() for shift in shifts), own]
++ arrived = [*(shift.wait() for shift in shifts), own * 0]
+along_the_batch: The inputs are cut along the batch: rows are positions of the sequence, dim 1.
+    dim=1 => dim=0
+added_in_bfloat16: What has arrived is added in the dtype of the products: each addition is rounded.
+    map(wide, in_order) => in_order
+wide_result: The result stays in float32: callers, and backward, expect the dtype of the products.
+    .to(own.dtype) =>
+all_rows_each_time: All rows are multiplied each time, and then cut: n times the work.
+- return add_products([x.chunk(n, dim=1)[rank] for x in xs], products)
++ return add_products(xs, products).chunk(n, dim=1)[rank].contiguous()
+all_rows_at_once: All rows are multiplied at once, and then cut: no product is left to hide a
+    message.
+- def part(rank: int) -> Tensor:  # what this rank contributes to a rank's rows of the sum
++ whole = add_products(xs, products).chunk(n, dim=1)
++ def part(rank: int) -> Tensor:  # what this rank contributes to a rank's rows of the sum
+    add_products([x.chunk(n, dim=1)[rank] for x in xs], products) => whole[rank].contiguous()
+sent_after_the_others: The rows of all other ranks are multiplied before the first are sent: only
+    the product of the own rows hides messages.
+- for distance in range(1, n):
+-     shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
++ for distance in range(1, n):
++     shifts.append((part((axis.rank + distance) % n), axis, distance))
++ shifts = [Shift(*one) for one in shifts]
+every_nth_row: Every n-th row is taken. The rows of a rank lie next to each other: they are one of n
+    chunks.
+    x.chunk(n, dim=1)[rank] => x[:, rank::n]
+added_as_arrived: Contributions are added from the own one on, in the order of distances: each rank
+    adds in another order, and rounds differently.
+    (axis.rank - rank - 1) % n => rank - 1
+sources_the_wrong_way: What arrives over a distance is taken to be of rank + distance. It is of rank
+    - distance: so contributions are added in another order than that of ranks.
+    (axis.rank - rank - 1) % n => (rank - axis.rank - 1) % n
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.overlap.ring:RingBoundary.multiply_scatter",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    traffic=traffic,
-    order=order,
-    picture=picture,
-    layout={"tp_size": 2, "sequence_parallel": True, "tp_overlap": True},
-    remember="n-1 messages, each behind the next one's product, have the bytes of 1 reduce-scatter."
-    " In production: `torch.ops.symm_mem.fused_matmul_reduce_scatter`.",
-    wrong=(
-        Wrong(
-            "own_first",
-            "This rank's own rows are multiplied first: then nothing hides the last message.",
-            "shifts = []",
-            "shifts, own = [], part(axis.rank)",
-            OWN,
-            "",
-        ),
-        Wrong(
-            "sent_at_the_end",
-            "All rows are multiplied before the first is sent: nothing hides any message.",
-            SEND,
-            "shifts.append((part((axis.rank + distance) % n), axis, distance))",
-            OWN,
-            "own = part(axis.rank)\n    shifts = [Shift(*one) for one in shifts]",
-        ),
-        Wrong(
-            "awaited_at_once",
-            "Each message is awaited before the next rows are multiplied: nothing hides it.",
-            SEND,
-            f"{SEND}\n        shifts[-1].wait()",
-        ),
-        Wrong(
-            "meanwhile_last",
-            "meanwhile() is called when all has arrived: it could hide the last message.",
-            MEANWHILE,
-            "",
-            ARRIVED,
-            f"{ARRIVED}\n    meanwhile()",
-        ),
-        Wrong(
-            "never_meanwhile",
-            "meanwhile() is never called: weight gradients are not computed there.",
-            MEANWHILE,
-            "",
-        ),
-        Wrong(
-            "rows_of_another",
-            "The rows that are sent are not those of the rank that gets them, but of the one as far"
-            " on the other side.",
-            "(axis.rank + distance) % n",
-            "(axis.rank - distance) % n",
-        ),
-        Wrong(
-            "one_hop",
-            "Every message goes to the next rank: rows must go straight to the rank they are of.",
-            ", axis, distance)",
-            ", axis)",
-        ),
-        Wrong(
-            "own_left_out",
-            "This rank's own contribution is left out of the sum.",
-            ARRIVED,
-            "arrived = [*(shift.wait() for shift in shifts), own * 0]",
-        ),
-        Wrong(
-            "along_the_batch",
-            "The inputs are cut along the batch: rows are positions of the sequence, dim 1.",
-            "dim=1",
-            "dim=0",
-        ),
-        Wrong(
-            "added_in_bfloat16",
-            "What has arrived is added in the dtype of the products: each addition is rounded.",
-            "map(wide, in_order)",
-            "in_order",
-        ),
-        Wrong(
-            "wide_result",
-            "The result stays in float32: callers, and backward, expect the dtype of the products.",
-            ".to(own.dtype)",
-            "",
-        ),
-        Wrong(
-            "all_rows_each_time",
-            "All rows are multiplied each time, and then cut: n times the work.",
-            PART,
-            "add_products(xs, products).chunk(n, dim=1)[rank].contiguous()",
-        ),
-        Wrong(
-            "all_rows_at_once",
-            "All rows are multiplied at once, and then cut: no product is left to hide a message.",
-            "    def part(rank",
-            "    whole = add_products(xs, products).chunk(n, dim=1)\n\n    def part(rank",
-            PART,
-            "whole[rank].contiguous()",
-        ),
-        Wrong(
-            "sent_after_the_others",
-            "The rows of all other ranks are multiplied before the first are sent: only the"
-            " product of the own rows hides messages.",
-            SEND,
-            "shifts.append((part((axis.rank + distance) % n), axis, distance))",
-            OWN,
-            f"shifts = [Shift(*one) for one in shifts]\n    {OWN}",
-        ),
-        Wrong(
-            "every_nth_row",
-            "Every n-th row is taken. The rows of a rank lie next to each other: they are one of n"
-            " chunks.",
-            "x.chunk(n, dim=1)[rank]",
-            "x[:, rank::n]",
-        ),
-        Wrong(
-            "added_as_arrived",
-            "Contributions are added from the own one on, in the order of distances: each rank adds"
-            " in another order, and rounds differently.",
-            ORDER,
-            "rank - 1",
-        ),
-        Wrong(
-            "sources_the_wrong_way",
-            "What arrives over a distance is taken to be of rank + distance. It is of rank -"
-            " distance: so contributions are added in another order than that of ranks.",
-            ORDER,
-            "(rank - axis.rank - 1) % n",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def multiply_scatter(self, xs, products, meanwhile=lambda: None):
     me, n = self.axis.rank, self.axis.size
     cut = [x.chunk(n, dim=1) for x in xs]
@@ -278,6 +199,4 @@ def multiply_scatter(self, xs, products, meanwhile=lambda: None):
     for source in range(1, n):
         total += of_ranks[source]
     return total.to(of_ranks[me].dtype)
-""",
-    ),
-)
+"""

@@ -2,13 +2,10 @@
 
 Tokens with some experts each, of which some are dropped, and experts with a fixed number of rows.
 The experts are given; the reference goes from token to token.
-"""
 
-import random
+target: extensions.experts.moe:Pairs
+train: model.num_local_experts=4 model.num_experts_per_tok=2
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-
-TASK = """
 Make rows for experts from tokens, and sums for tokens from what experts return. `experts` [n, k]
 has k experts of each of n tokens; num_experts, which is larger than all others, marks a dropped
 pair (token, expert). spread(x) returns num_rows rows of x [n, E]: those of expert 0, in the order
@@ -17,19 +14,23 @@ into the same order. collect(y) adds for each token the rows y of its pairs: [n,
 With rows_each every expert has so many rows, and num_rows is rows_each times num_experts: its pairs
 come first, and the others are zeros, also in sort. Gradients flow back through all three.
 Read: extensions/experts/moe.py.
+
+? A stable sort by expert: gather rows by it, and put what comes back where it says.
+? argsort(stable=True), places_in_groups, scatter_, F.pad, index_copy_, Conjugate, // k.
+? order, the sort, has the pair of each row; its first num_rows are not dropped. With rows_each a
+  pair's row is its expert's number times rows_each, plus places_in_groups(...), its place among the
+  expert's pairs: put the pairs there, into a tensor of n k, one past the last pair, for empty rows.
+  Dropped pairs go to row num_rows, which is cut off. spread takes x[order // k]; collect copies y
+  to the places that order has, in zeros [n k + 1, E], and adds k rows each of the first n k. Where
+  an index may be one past the end, append a row of zeros first. With Conjugate.apply(there, back,
+  x) each has the other as its backward.
+! k rows for each token, and 2 gathers, there and back; no row is added atomically, so that results
+  repeat. In production: Megatron-LM's `permute` and `unpermute`.
 """
 
-HINTS = (
-    "A stable sort by expert: gather rows by it, and put what comes back where it says.",
-    "argsort(stable=True), places_in_groups, scatter_, F.pad, index_copy_, Conjugate, // k.",
-    "order, the sort, has the pair of each row; its first num_rows are not dropped. With rows_each"
-    " a pair's row is its expert's number times rows_each, plus places_in_groups(...), its place"
-    " among the expert's pairs: put the pairs there, into a tensor of n k, one past the last pair,"
-    " for empty rows. Dropped pairs go to row num_rows, which is cut off. spread takes x[order //"
-    " k]; collect copies y to the places that order has, in zeros [n k + 1, E], and adds k rows"
-    " each of the first n k. Where an index may be one past the end, append a row of zeros first."
-    " With Conjugate.apply(there, back, x) each has the other as its backward.",
-)
+import random
+
+from exercises.exercise import Case, draw
 
 E, X = 3, 4
 
@@ -122,91 +123,45 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-GAPS = "places = ranked * rows_each + places_in_groups(ranked, num_rows // rows_each)"
-COPY = "y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)"
-SORT = "return F.pad(weights.flatten(), (0, 1))[self.order]"
+def factors(case: Case) -> dict[str, float]:
+    return {"k": case.k}
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.experts.moe:Pairs",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    factors=lambda case: {"k": case.k},
-    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
-    remember="k rows for each token, and 2 gathers, there and back; no row is added atomically, so"
-    " that results repeat. In production: Megatron-LM's `permute` and `unpermute`.",
-    wrong=(
-        Wrong(
-            "not_sorted",
-            "Rows are in the order of tokens: experts need theirs one after the other.",
-            "flat.argsort(stable=True)",
-            "torch.arange(len(flat))",
-        ),
-        Wrong(
-            "order_for_places",
-            "What tells which pair is in a row is used as what tells in which row a pair is: one is"
-            " the inverse of the other.",
-            COPY,
-            COPY.replace("self.order", "self.order.argsort()"),
-        ),
-        Wrong(
-            "token_of_pair",
-            "The number of a pair is taken modulo n for that of its token: a token's k pairs lie"
-            " side by side, so it is the number // k.",
-            "[self.order // self.shape[1]]",
-            "[(self.order % len(x)).where(self.order < self.shape.numel(), len(x))]",
-        ),
-        Wrong(
-            "mean_of_pairs",
-            "A token gets the mean of its rows: they are weighted already, and must be added.",
-            "sum(1)",
-            "mean(1)",
-        ),
-        Wrong(
-            "one_pair_only",
-            "A token gets the row of its first expert only.",
-            "sum(1)",
-            "select(1, 0)",
-        ),
-        Wrong(
-            "weights_not_sorted",
-            "The weights are in the order of tokens: rows get the weights of others.",
-            SORT,
-            "return F.pad(weights.flatten(), (0, len(self.order)))[: len(self.order)]",
-        ),
-        Wrong(
-            "dropped_get_a_row",
-            "Dropped pairs get the last row, which is of another pair: they must get nothing.",
-            "y.new_zeros(self.shape.numel() + 1, y.shape[1])",
-            "y[-1:].repeat(self.shape.numel() + 1, 1)",
-        ),
-        Wrong(
-            "no_gaps",
-            "With rows_each the pairs of all experts lie one after the other: an expert's begin at"
-            " its number times rows_each.",
-            GAPS,
-            "places = torch.arange(len(flat))",
-        ),
-        Wrong(
-            "filled_with_a_token",
-            "Rows that are left over are the first token's, and it gets gradients from them: they"
-            " must be zeros.",
-            "order.new_full((num_rows + 1,), len(flat))",
-            "order.new_zeros(num_rows + 1)",
-        ),
-        Wrong(
-            "gradient_of_first_pair",
-            "In backward a token gets the gradient of one of its rows: x is in k rows.",
-            "return Conjugate.apply(self._spread, self._collect, x)",
-            f"return Conjugate.apply(self._spread, lambda y: {COPY}[:-1][:: self.shape[1]], x)",
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+not_sorted: Rows are in the order of tokens: experts need theirs one after the other.
+    flat.argsort(stable=True) => torch.arange(len(flat))
+order_for_places: What tells which pair is in a row is used as what tells in which row a pair is:
+    one is the inverse of the other.
+- pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
++ pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order.argsort(), y)
+token_of_pair: The number of a pair is taken modulo n for that of its token: a token's k pairs lie
+    side by side, so it is the number // k.
+- return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
++ is_pair = self.order < self.shape.numel()
++ return F.pad(x, (0, 0, 0, 1))[(self.order % len(x)).where(is_pair, len(x))]
+mean_of_pairs: A token gets the mean of its rows: they are weighted already, and must be added.
+    sum(1) => mean(1)
+one_pair_only: A token gets the row of its first expert only.
+    sum(1) => select(1, 0)
+weights_not_sorted: The weights are in the order of tokens: rows get the weights of others.
+    1))[self.order] => len(self.order)))[: len(self.order)]
+dropped_get_a_row: Dropped pairs get the last row, which is of another pair: they must get nothing.
+    y.new_zeros(self.shape.numel() + 1, y.shape[1]) => y[-1:].repeat(self.shape.numel() + 1, 1)
+no_gaps: With rows_each the pairs of all experts lie one after the other: an expert's begin at its
+    number times rows_each.
+    ranked * rows_each + places_in_groups(ranked, num_rows // rows_each) => torch.arange(len(flat))
+filled_with_a_token: Rows that are left over are the first token's, and it gets gradients from them:
+    they must be zeros.
+    order.new_full((num_rows + 1,), len(flat)) => order.new_zeros(num_rows + 1)
+gradient_of_first_pair: In backward a token gets the gradient of one of its rows: x is in k rows.
+- return Conjugate.apply(self._spread, self._collect, x)
++ def first(y):
++     pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
++     return pairs[:-1][:: self.shape[1]]
++ return Conjugate.apply(self._spread, first, x)
+"""
+
+ALSO_RIGHT = """
 class Pairs:
     def __init__(self, experts, num_rows, rows_each=None):
         of_experts = [[] for _ in range(num_rows + 1)]
@@ -230,6 +185,4 @@ class Pairs:
 
     def sort(self, weights):
         return torch.cat([weights.flatten(), weights.new_zeros(1)])[self.rows]
-""",
-    ),
-)
+"""

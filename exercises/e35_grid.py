@@ -1,13 +1,10 @@
 """35 grid: which ranks are one axis
 
 Layouts of 4 and of 8 ranks. The reference compares the coordinates of all ranks.
-"""
 
-import random
+target: mesh:build_axes
+train: distributed.dp_size=2 distributed.tp_size=2
 
-from exercises.exercise import Case, Exercise, Wrong
-
-TASK = """
 Build all axes of a layout, each with the row of ranks that this rank is in. Ranks are numbered row
 by row over (pp, dp, cp, tp), tp varies fastest; experts lie on another grid over the same ranks,
 (pp, edp, ep, etp), also row by row. layout.grids has both, each with its sizes and its axes. An
@@ -16,16 +13,20 @@ axis has the ranks that differ in its coordinate only, a joint axis those that d
 groups in the same order: dist.new_subgroups_by_enumeration(lists of ranks) gives back the group
 that this rank is in. Where two axes have the same ranks, they share a group.
 Read: mesh.py, layout.py, extensions/settings.py (`grids`).
+
+? Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.
+? layout.grids, grid.axes.items(), rows_of(grid, varying), a dict of groups by str(lists),
+  Axis(name, group, device), Axes, timedelta(seconds=timeout_seconds).
+? For each axis of each grid, rows_of moves the dims that vary to the end and reshapes: each row is
+  a group. ends: of each row along pp the first and the last rank, which are one rank if pp is 1;
+  and a group of its own for each rank between.
+! 13 axes of 1 numbering: tensor-parallel ranks are neighbours, on one node. In production:
+  `torch.distributed.device_mesh.init_device_mesh`.
 """
 
-HINTS = (
-    "Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.",
-    "layout.grids, grid.axes.items(), rows_of(grid, varying), a dict of groups by str(lists),"
-    " Axis(name, group, device), Axes, timedelta(seconds=timeout_seconds).",
-    "For each axis of each grid, rows_of moves the dims that vary to the end and reshapes: each row"
-    " is a group. ends: of each row along pp the first and the last rank, which are one rank if pp"
-    " is 1; and a group of its own for each rank between.",
-)
+import random
+
+from exercises.exercise import Case
 
 SHAPES = ((4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "cp": 2}))
 SHAPES += ((8, {"pp": 2, "dp": 2, "tp": 2, "ep": 2}), (8, {"dp": 2, "cp": 2, "tp": 2, "etp": 2}))
@@ -99,109 +100,52 @@ def picture(runs) -> str:
     return "\n".join([*lines, f"groups: {records[5].values['groups']}"])
 
 
-ROWS = "rows_of(grid, varying)"
-PIPELINES = 'rows_of(layout.grids[0], ("pp",))'
-GRIDS = "for grid in layout.grids\n"
+MISTAKES = """
+pp_fastest: The first coordinate varies fastest: then tensor-parallel ranks, which communicate most,
+    are far apart.
+- pipelines = rows_of(layout.grids[0], ("pp",))
++ pipelines = torch.arange(layout.world_size).view(-1, layout.pp).tolist()
+- for grid in layout.grids
++ for grid in (grid._replace(sizes=dict(reversed(grid.sizes.items()))) for grid in layout.grids)
+neighbours_always: Every axis gets ranks that are neighbours: those of an outer axis are as far
+    apart as the inner sizes multiply to.
+    rows_of(grid, varying) => torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()
+a_group_each: Every axis makes a group of its own, also where another axis has the same ranks.
+    if key not in groups: => if True:
+one_end: ends has the first stage only: the gradient of a tied embedding is not summed.
+- ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
+- between = [[rank] for ranks in pipelines for rank in ranks[1:-1]]
++ ends = [[ranks[0]] for ranks in pipelines]
++ between = [[rank] for ranks in pipelines for rank in ranks[1:]]
+all_stages: ends has all stages: those between have no embedding.
+- ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
+- between = [[rank] for ranks in pipelines for rank in ranks[1:-1]]
++ ends = [ranks for ranks in pipelines]
++ between = [[rank] for ranks in pipelines for rank in []]
+between_left_out: The ranks of the stages between are in no group of ends: all ranks must be in one.
+    ends + between => ends
+cp_left_out: dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.
+    rows_of(grid, varying) => rows_of(grid, ("dp",) if name == "dp_cp" else varying)
+world_of_a_stage: world has the ranks of one stage: it must have all, also along pp.
+    rows_of(grid, varying) => rows_of(grid, varying[1:] if name == "world" else varying)
+one_grid: edp is taken from the grid (pp, dp, cp, tp), along dp: experts lie on another one.
+- name: axis(name, rows_of(grid, varying))
++ name: axis(name, rows_of(layout.grids[0], ("dp",)) if name == "edp" else rows_of(grid, varying))
+ep_and_etp_swapped: ep and etp are swapped in the grid of experts: etp must vary fastest.
+- for grid in layout.grids
++ for grid in [
++     g._replace(sizes={n: g.sizes[n] for n in "pp dp cp tp edp etp ep".split() if n in g.sizes})
++     for g in layout.grids
++ ]
+edp_fastest: edp varies fastest in the grid of experts: then those of a layer are far apart.
+- for grid in layout.grids
++ for grid in [
++     g._replace(sizes={n: g.sizes[n] for n in "pp dp cp tp ep etp edp".split() if n in g.sizes})
++     for g in layout.grids
++ ]
+"""
 
-
-def expert_grid_as(*names: str) -> str:
-    """With the coordinates of the experts' grid in another order: the last one varies fastest."""
-    sizes = f"{{name: layout.grids[1].sizes[name] for name in {names}}}"
-    return f"for grid in (layout.grids[0], layout.grids[1]._replace(sizes={sizes}))\n"
-
-
-EXERCISE = Exercise(
-    __name__,
-    target="mesh:build_axes",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    memory=memory,
-    picture=picture,
-    layout={"dp_size": 2, "tp_size": 2},
-    remember="13 axes of 1 numbering: tensor-parallel ranks are neighbours, on one node. In"
-    " production: `torch.distributed.device_mesh.init_device_mesh`.",
-    wrong=(
-        Wrong(
-            "pp_fastest",
-            "The first coordinate varies fastest: then tensor-parallel ranks, which communicate"
-            " most, are far apart.",
-            PIPELINES,
-            "torch.arange(layout.world_size).view(-1, layout.pp).tolist()",
-            GRIDS,
-            "for grid in (grid._replace(sizes=dict(reversed(grid.sizes.items())))"
-            " for grid in layout.grids)\n",
-        ),
-        Wrong(
-            "neighbours_always",
-            "Every axis gets ranks that are neighbours: those of an outer axis are as far apart as"
-            " the inner sizes multiply to.",
-            ROWS,
-            "torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()",
-        ),
-        Wrong(
-            "a_group_each",
-            "Every axis makes a group of its own, also where another axis has the same ranks.",
-            "if key not in groups:",
-            "if True:",
-        ),
-        Wrong(
-            "one_end",
-            "ends has the first stage only: the gradient of a tied embedding is not summed.",
-            "sorted({ranks[0], ranks[-1]})",
-            "[ranks[0]]",
-            "ranks[1:-1]",
-            "ranks[1:]",
-        ),
-        Wrong(
-            "all_stages",
-            "ends has all stages: those between have no embedding.",
-            "sorted({ranks[0], ranks[-1]})",
-            "ranks",
-            "ranks[1:-1]",
-            "[]",
-        ),
-        Wrong(
-            "between_left_out",
-            "The ranks of the stages between are in no group of ends: all ranks must be in one.",
-            "ends + between",
-            "ends",
-        ),
-        Wrong(
-            "cp_left_out",
-            "dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.",
-            ROWS,
-            'rows_of(grid, ("dp",) if name == "dp_cp" else varying)',
-        ),
-        Wrong(
-            "world_of_a_stage",
-            "world has the ranks of one stage: it must have all, also along pp.",
-            ROWS,
-            'rows_of(grid, varying[1:] if name == "world" else varying)',
-        ),
-        Wrong(
-            "one_grid",
-            "edp is taken from the grid (pp, dp, cp, tp), along dp: experts lie on another one.",
-            ROWS,
-            'rows_of(layout.grids[0], ("dp",)) if name == "edp" else rows_of(grid, varying)',
-        ),
-        Wrong(
-            "ep_and_etp_swapped",
-            "ep and etp are swapped in the grid of experts: etp must vary fastest.",
-            GRIDS,
-            expert_grid_as("pp", "edp", "etp", "ep"),
-        ),
-        Wrong(
-            "edp_fastest",
-            "edp varies fastest in the grid of experts: then those of a layer are far apart.",
-            GRIDS,
-            expert_grid_as("pp", "ep", "etp", "edp"),
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def build_axes(device, layout, timeout_seconds=60.0):
     n, groups = dist.get_world_size(), {}
     places = [tuple(layout.coordinates(rank)) for rank in range(n)]
@@ -232,6 +176,4 @@ def build_axes(device, layout, timeout_seconds=60.0):
     ends = [[row[0], row[-1]][: len(row)] for row in rows([0], places)]
     alone = [[r] for r in range(n) if r not in sum(ends, [])]
     return Axes(**axes, ends=axis("ends", ends + alone))
-""",
-    ),
-)
+"""

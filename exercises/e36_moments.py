@@ -2,29 +2,30 @@
 
 Some steps of AdamW whose moments are stored in bfloat16, with gradients that become small. The
 reference takes one element at a time.
-"""
 
-import random
+target: extensions.optimizers.adamw:NarrowAdamW.step
+train: training.moments="bfloat16"
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 Write the step of AdamW. For each parameter of each group: count the step; m <- b1 m + (1 - b1) g,
 v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both moments, which rounds
 them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
 an average of t steps from the first on. First multiply the parameter by 1 - lr * weight_decay, then
 subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
 Read: extensions/optimizers/adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
+
+? Count, read both moments wide, change them, store them, decay, update.
+? self.param_groups, group["params"], ["lr"], ["betas"], ["weight_decay"]; lerp_, addcmul_, copy_,
+  addcdiv_.
+? moment.to(gradient.dtype) is a wide copy, and moment.copy_(wide) rounds it. The mean's correction,
+  1 - b1^t, divides the rate; the other one, under its root, divides sqrt(v).
+! 4 bytes a parameter for both moments instead of 8; with b2 = 0.999 a stored v would never fall. In
+  production: torchao's `AdamW8bit`.
 """
 
-HINTS = (
-    "Count, read both moments wide, change them, store them, decay, update.",
-    'self.param_groups, group["params"], ["lr"], ["betas"], ["weight_decay"]; lerp_, addcmul_,'
-    " copy_, addcdiv_.",
-    "moment.to(gradient.dtype) is a wide copy, and moment.copy_(wide) rounds it. The mean's"
-    " correction, 1 - b1^t, divides the rate; the other one, under its root, divides sqrt(v).",
-)
+import random
+
+from exercises.exercise import Case, draw
+from exercises.pictures import bars
 
 STEPS = 6
 
@@ -106,151 +107,74 @@ def picture(runs) -> str:
     return f"{about}\n{bars(rows, '{:.4f}')}"
 
 
-MEAN = 'mean = state["exp_avg"].to(gradient.dtype)'
-SQUARE = 'square = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2)'
-SPREAD = "spread = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(1e-8)"
-DECAY = 'parameter.mul_(1 - lr * group["weight_decay"])'
-COUNT = 'state["step"] += 1\n            steps = state["step"].item()'
-COUNTED_LATE = "\n            ".join(reversed(COUNT.split("\n            ")))
-FROM_ZERO = "The step is read before it is counted: the first correction divides by 1 - b^0 = 0."
-UPDATE = "parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))"
+MISTAKES = """
+mean_not_corrected: The mean is not divided by 1 - b1^t: the first updates are far too small.
+    value=-lr / (1 - beta1**steps) => value=-lr
+square_not_corrected: v is not divided by 1 - b2^t: the first updates are too large.
+    .div_(math.sqrt(1 - beta2**steps)) =>
+nothing_corrected: The moments are not divided by 1 - b^t: they begin at 0, and are too small at
+    first.
+    .div_(math.sqrt(1 - beta2**steps)) =>
+    value=-lr / (1 - beta1**steps) => value=-lr
+steps_from_zero: The step is read before it is counted: the first correction divides by 1 - b^0 = 0.
+- state["step"] += 1
+- steps = state["step"].item()
++ steps = state["step"].item()
++ state["step"] += 1
+steps_from_zero_in_tensors: The step is read before it is counted: the first correction divides by 1
+    - b^0 = 0. A tensor divided by 0 raises no error.
+- state["step"] += 1
+- steps = state["step"].item()
++ steps = state["step"].item()
++ state["step"] += 1
+    mean, spread, value=-lr / (1 - beta1**steps) => mean / (1 - beta1**steps), spread, value=-lr
+step_not_stored: state["step"] does not grow: all corrections are those of the first step.
+- state["step"] += 1
+- steps = state["step"].item()
++ steps = state["step"].item() + 1
+decay_in_gradient: The decay is added to the gradient, as in Adam with L2: AdamW takes it off the
+    weight, so that v does not divide it.
+- steps = state["step"].item()
++ steps = state["step"].item()
++ gradient = gradient + group["weight_decay"] * parameter
+    parameter.mul_(1 - lr * group["weight_decay"]) => pass
+decay_without_rate: The weight loses its weight_decay-th part in each step: it must be times lr.
+    lr * group => group
+no_decay: Weights do not decay.
+    parameter.mul_(1 - lr * group["weight_decay"]) => pass
+decay_last: The decay comes after the update, and takes a part of that, too.
+- parameter.mul_(1 - lr * group["weight_decay"])
+- parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))
++ parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))
++ parameter.mul_(1 - lr * group["weight_decay"])
+first_group_for_all: All parameters have the settings of the first group: each group has its own lr
+    and weight_decay.
+    group["lr"] => self.param_groups[0]["lr"]
+    group["weight_decay"] => self.param_groups[0]["weight_decay"]
+not_in_place: The weights do not change: `p = p - ...` makes a new tensor. Change p in place.
+    parameter.mul_(1 => parameter = parameter * (1
+eps_in_root: 1e-8 is added to v, under the root: it counts 10^4 times as much where v is small.
+    sqrt().div_(math.sqrt(1 - beta2**steps)).add_(1e-8) => div_(1 - beta2**steps).add_(1e-8).sqrt()
+rounded_before_use: The update uses the moments as they are stored, in three digits: round only what
+    is kept.
+    spread = square.sqrt() => spread = state["exp_avg_sq"].to(gradient.dtype).sqrt()
+    mean, spread => state["exp_avg"].to(gradient.dtype), spread
+rounded_twice: v is multiplied by b2 in bfloat16, and rounded there, before anything is added.
+- square = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2)
++ square = (state["exp_avg_sq"] * beta2).to(gradient.dtype)
+square_not_stored: v is not stored: each step begins with that of the first, which is 0.
+    state["exp_avg_sq"].copy_(square) => pass
+stored_wide: The moments are stored in the gradient's dtype: they need as much memory as ever.
+    ["exp_avg_sq"].copy_(square) => ["exp_avg"], state["exp_avg_sq"] = mean.clone(), square.clone()
+betas_swapped: The betas are swapped: b1 is for the mean, b2 for the square.
+    (beta1, beta2) => (beta2, beta1)
+not_squared: v is a mean of gradients, not of their squares: its root may be NaN.
+    square.addcmul_(gradient, gradient, value=1 - beta2) => square.add_(gradient, alpha=1 - beta2)
+uphill: The update is added: the loss grows.
+    value=-lr => value=lr
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.optimizers.adamw:NarrowAdamW.step",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    settings={"training": {"moments": "bfloat16"}},
-    remember="4 bytes a parameter for both moments instead of 8; with b2 = 0.999 a stored v would"
-    " never fall. In production: torchao's `AdamW8bit`.",
-    wrong=(
-        Wrong(
-            "mean_not_corrected",
-            "The mean is not divided by 1 - b1^t: the first updates are far too small.",
-            "value=-lr / (1 - beta1**steps)",
-            "value=-lr",
-        ),
-        Wrong(
-            "square_not_corrected",
-            "v is not divided by 1 - b2^t: the first updates are too large.",
-            ".div_(math.sqrt(1 - beta2**steps))",
-            "",
-        ),
-        Wrong(
-            "nothing_corrected",
-            "The moments are not divided by 1 - b^t: they begin at 0, and are too small at first.",
-            "value=-lr / (1 - beta1**steps)",
-            "value=-lr",
-            ".div_(math.sqrt(1 - beta2**steps))",
-            "",
-        ),
-        Wrong("steps_from_zero", FROM_ZERO, COUNT, COUNTED_LATE),
-        Wrong(
-            "steps_from_zero_in_tensors",
-            f"{FROM_ZERO} A tensor divided by 0 raises no error.",
-            COUNT,
-            COUNTED_LATE,
-            UPDATE,
-            "parameter.addcdiv_(mean / (1 - beta1**steps), spread, value=-lr)",
-        ),
-        Wrong(
-            "step_not_stored",
-            'state["step"] does not grow: all corrections are those of the first step.',
-            COUNT,
-            'steps = state["step"].item() + 1',
-        ),
-        Wrong(
-            "decay_in_gradient",
-            "The decay is added to the gradient, as in Adam with L2: AdamW takes it off the weight,"
-            " so that v does not divide it.",
-            MEAN,
-            f'gradient = gradient + group["weight_decay"] * parameter\n            {MEAN}',
-            DECAY,
-            "pass",
-        ),
-        Wrong(
-            "decay_without_rate",
-            "The weight loses its weight_decay-th part in each step: it must be times lr.",
-            'lr * group["weight_decay"]',
-            'group["weight_decay"]',
-        ),
-        Wrong("no_decay", "Weights do not decay.", DECAY, "pass"),
-        Wrong(
-            "decay_last",
-            "The decay comes after the update, and takes a part of that, too.",
-            DECAY,
-            "pass",
-            UPDATE,
-            f"{UPDATE}\n            {DECAY}",
-        ),
-        Wrong(
-            "first_group_for_all",
-            "All parameters have the settings of the first group: each group has its own lr and"
-            " weight_decay.",
-            'group["lr"]',
-            'self.param_groups[0]["lr"]',
-            'group["weight_decay"]',
-            'self.param_groups[0]["weight_decay"]',
-        ),
-        Wrong(
-            "not_in_place",
-            "The weights do not change: `p = p - ...` makes a new tensor. Change p in place.",
-            DECAY,
-            'parameter = parameter * (1 - lr * group["weight_decay"])',
-        ),
-        Wrong(
-            "eps_in_root",
-            "1e-8 is added to v, under the root: it counts 10^4 times as much where v is small.",
-            SPREAD,
-            "spread = square.div_(1 - beta2**steps).add_(1e-8).sqrt()",
-        ),
-        Wrong(
-            "rounded_before_use",
-            "The update uses the moments as they are stored, in three digits: round only what is"
-            " kept.",
-            "spread = square.sqrt()",
-            'spread = state["exp_avg_sq"].to(gradient.dtype).sqrt()',
-            "parameter.addcdiv_(mean,",
-            'parameter.addcdiv_(state["exp_avg"].to(gradient.dtype),',
-        ),
-        Wrong(
-            "rounded_twice",
-            "v is multiplied by b2 in bfloat16, and rounded there, before anything is added.",
-            SQUARE,
-            'square = (state["exp_avg_sq"] * beta2).to(gradient.dtype)',
-        ),
-        Wrong(
-            "square_not_stored",
-            "v is not stored: each step begins with that of the first, which is 0.",
-            'state["exp_avg_sq"].copy_(square)',
-            "pass",
-        ),
-        Wrong(
-            "stored_wide",
-            "The moments are stored in the gradient's dtype: they need as much memory as ever.",
-            'state["exp_avg_sq"].copy_(square)',
-            'state["exp_avg"], state["exp_avg_sq"] = mean.clone(), square.clone()',
-        ),
-        Wrong(
-            "betas_swapped",
-            "The betas are swapped: b1 is for the mean, b2 for the square.",
-            "(beta1, beta2)",
-            "(beta2, beta1)",
-        ),
-        Wrong(
-            "not_squared",
-            "v is a mean of gradients, not of their squares: its root may be NaN.",
-            "square.addcmul_(gradient, gradient, value=1 - beta2)",
-            "square.add_(gradient, alpha=1 - beta2)",
-        ),
-        Wrong("uphill", "The update is added: the loss grows.", "value=-lr", "value=lr"),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 @torch.no_grad()
 def step(self):
     for group in self.param_groups:
@@ -264,6 +188,4 @@ def step(self):
             state["exp_avg"], state["exp_avg_sq"] = m.bfloat16(), v.bfloat16()
             update = m / (1 - b1**t) / ((v / (1 - b2**t)) ** 0.5 + 1e-8)
             p -= group["lr"] * (group["weight_decay"] * p + update)
-""",
-    ),
-)
+"""

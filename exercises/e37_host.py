@@ -2,31 +2,32 @@
 
 A small layer saves an input several times, parts of a buffer, its weights and some small tensors.
 All that is packed leaves for the host, comes back into other memory, and backward must be right.
-"""
 
-import random
-import weakref
+target: extensions.memory.offload:_pack
+train: model.offload=2
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-from exercises.pictures import bars
-
-TASK = """
 autograd saves a tensor: return what it keeps in its place. A tensor whose storage has fewer than
 LEAST_OFFLOAD bytes, or whose storage's address is in `stays`, stays: return it, but detached, since
 what a node keeps must not keep that node alive. All others leave with their whole storage, and each
 storage once: `blocks` has the Block of each address. Return a Saved, with the block, the dtype, and
 the tensor's place in it: offset, size and stride.
 Read: extensions/memory/offload.py.
+
+? Decide by storage whether it stays; else find or make the block of its address.
+? tensor.untyped_storage() with nbytes() and data_ptr(), tensor.detach(), blocks.setdefault,
+  Block(tensor), Saved, storage_offset(), size(), stride().
+? Views of one storage have one address, so a dict by address has each storage once. A view is
+  described by three things: where it begins, its size, and its stride. They are one tuple:
+  Saved(block, dtype, (offset, size, stride)).
+! 1 copy of the input of q, k and v leaves, though each of the 3 saves it. In production:
+  Transformer Engine's `get_cpu_offload_context`.
 """
 
-HINTS = (
-    "Decide by storage whether it stays; else find or make the block of its address.",
-    "tensor.untyped_storage() with nbytes() and data_ptr(), tensor.detach(), blocks.setdefault,"
-    " Block(tensor), Saved, storage_offset(), size(), stride().",
-    "Views of one storage have one address, so a dict by address has each storage once. A view is"
-    " described by three things: where it begins, its size, and its stride. They are one tuple:"
-    " Saved(block, dtype, (offset, size, stride)).",
-)
+import random
+import weakref
+
+from exercises.exercise import Case, draw
+from exercises.pictures import bars
 
 LEAST = 100  # bytes, in place of LEAST_OFFLOAD
 
@@ -139,92 +140,35 @@ def picture(runs) -> str:
     return f"{about}\n{bars({name: values[name] for name in names})}"
 
 
-STAYS = "if storage.nbytes() < LEAST_OFFLOAD or address in stays:"
-BLOCK = "block = blocks.setdefault(address, Block(tensor))"
-PLACE = "(tensor.storage_offset(), tensor.size(), tensor.stride())"
+MISTAKES = """
+each_tensor_by_itself: Each saved tensor gets a block of its own: what is saved several times leaves
+    several times.
+    address, => len(blocks),
+by_address_of_view: Blocks are found by where a tensor begins, not its storage: parts of one storage
+    leave with the whole of it each.
+    address, => tensor.data_ptr(),
+weights_leave: Weights leave, too: they are needed all the time, and that frees nothing.
+    LEAST_OFFLOAD or address in stays => LEAST_OFFLOAD
+small_ones_leave: Small tensors leave, too: to start a copy of them takes longer than to make it.
+    storage.nbytes() < LEAST_OFFLOAD or address => address
+size_of_view: A small view of a large storage stays, and keeps all of that in memory: what counts is
+    the storage.
+    storage.nbytes() < => tensor.nbytes <
+not_detached: A tensor that stays is not detached: it refers to its node, which refers to it, so
+    that both live for ever.
+    return tensor.detach() => return tensor
+never_leaves: The block is not put into blocks: only what is there leaves.
+    setdefault => get
+offset_forgotten: The tensor comes back from the beginning of its storage: a part has an offset.
+    tensor.storage_offset() => 0
+stride_forgotten: The tensor comes back as if it were contiguous: a transposed one, or a part of
+    wider rows, has other strides.
+    tensor.stride => torch.empty(tensor.shape).stride
+one_dtype: The tensor comes back in float64: others are saved, too.
+    tensor.dtype => torch.float64
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.memory.offload:_pack",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    memory=memory,
-    picture=picture,
-    settings={"model": {"offload": 2}},
-    remember="1 copy of the input of q, k and v leaves, though each of the 3 saves it. In"
-    " production: Transformer Engine's `get_cpu_offload_context`.",
-    wrong=(
-        Wrong(
-            "each_tensor_by_itself",
-            "Each saved tensor gets a block of its own: what is saved several times leaves several"
-            " times.",
-            BLOCK,
-            BLOCK.replace("address", "len(blocks)"),
-        ),
-        Wrong(
-            "by_address_of_view",
-            "Blocks are found by where a tensor begins, not its storage: parts of one storage leave"
-            " with the whole of it each.",
-            BLOCK,
-            BLOCK.replace("address", "tensor.data_ptr()"),
-        ),
-        Wrong(
-            "weights_leave",
-            "Weights leave, too: they are needed all the time, and that frees nothing.",
-            STAYS,
-            "if storage.nbytes() < LEAST_OFFLOAD:",
-        ),
-        Wrong(
-            "small_ones_leave",
-            "Small tensors leave, too: to start a copy of them takes longer than to make it.",
-            STAYS,
-            "if address in stays:",
-        ),
-        Wrong(
-            "size_of_view",
-            "A small view of a large storage stays, and keeps all of that in memory: what counts is"
-            " the storage.",
-            "storage.nbytes() <",
-            "tensor.nbytes <",
-        ),
-        Wrong(
-            "not_detached",
-            "A tensor that stays is not detached: it refers to its node, which refers to it, so"
-            " that both live for ever.",
-            "return tensor.detach()",
-            "return tensor",
-        ),
-        Wrong(
-            "never_leaves",
-            "The block is not put into blocks: only what is there leaves.",
-            BLOCK,
-            BLOCK.replace("setdefault", "get"),
-        ),
-        Wrong(
-            "offset_forgotten",
-            "The tensor comes back from the beginning of its storage: a part has an offset.",
-            PLACE,
-            "(0, tensor.size(), tensor.stride())",
-        ),
-        Wrong(
-            "stride_forgotten",
-            "The tensor comes back as if it were contiguous: a transposed one, or a part of wider"
-            " rows, has other strides.",
-            PLACE,
-            "(tensor.storage_offset(), tensor.size(), torch.empty(tensor.shape).stride())",
-        ),
-        Wrong(
-            "one_dtype",
-            "The tensor comes back in float64: others are saved, too.",
-            "tensor.dtype",
-            "torch.float64",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def _pack(blocks, stays, tensor):
     where = tensor.untyped_storage().data_ptr()
     if where in stays or len(tensor.untyped_storage()) < LEAST_OFFLOAD:
@@ -233,6 +177,4 @@ def _pack(blocks, stays, tensor):
         blocks[where] = Block(tensor.detach())
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     return Saved(block=blocks[where], dtype=tensor.dtype, place=place)
-""",
-    ),
-)
+"""

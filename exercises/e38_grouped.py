@@ -2,26 +2,27 @@
 
 Gradients lie in one buffer, or in several, or at uneven distances. Something is added to the one
 tensor, and must reach each of them.
-"""
 
-import random
+target: extensions.experts.grouped:joined_view
+train: model.num_local_experts=4 model.num_experts_per_tok=2
 
-from exercises.exercise import Case, Exercise, Wrong, draw
-
-TASK = """
 Return one tensor [X, ...] that has the memory of X tensors of one shape and one stride, or None
 where there is no such tensor: if one of them is None; if they lie in several storages; if the
 distances from each to the next are not equal, or go backwards; and of a single one, which needs no
 group. Nothing is copied: what is added to the result must arrive in the tensors.
 Read: extensions/experts/grouped.py.
+
+? Return None where it must be None; else a view of the first tensor with one more dim.
+? untyped_storage().data_ptr(), storage_offset(), pairwise, as_strided(size, stride).
+? The new dim comes first; its stride is the distance from one tensor to the next, in elements. All
+  others are as in the first tensor, and so is where it begins.
+! 1 addition for the gradients of all experts, in place of X kernels. In production:
+  `torch.nn.functional.grouped_mm`; Megatron-LM's `GroupedMLP`.
 """
 
-HINTS = (
-    "Return None where it must be None; else a view of the first tensor with one more dim.",
-    "untyped_storage().data_ptr(), storage_offset(), pairwise, as_strided(size, stride).",
-    "The new dim comes first; its stride is the distance from one tensor to the next, in elements."
-    " All others are as in the first tensor, and so is where it begins.",
-)
+import random
+
+from exercises.exercise import Case, draw
 
 # Where each tensor begins in its buffer, in sizes of a tensor; None: it has none.
 PLACES = {
@@ -91,93 +92,39 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-CHECK = "if len(tensors) < 2 or len(buffers) > 1 or None in buffers:"
-DISTANCES = "if len(distances) > 1 or min(distances) < 0:"
-RETURN = "first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))"
+MISTAKES = """
+copied: The tensors are stacked: that is a copy, and what is added to it does not reach them.
+- return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))
++ return torch.stack(tensors)
+side_by_side_always: The next tensor is taken to begin where one ends: others may lie between.
+    *distances => first.numel()
+from_the_beginning: The result begins where the buffer does: it must begin at the first tensor.
+- return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))
++ return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()), 0)
+contiguous_always: Each tensor is taken to be contiguous: it has strides of its own.
+    *first.stride() => first.shape[1], 1
+several_buffers: Tensors of several storages are joined by their offsets: some of what comes out is
+    other memory of the first storage.
+    len(buffers) > 1 or None => None
+uneven_distances: The first distance is taken for all: uneven ones cannot be one stride.
+- if len(distances) > 1 or min(distances) < 0:
++ distances = [places[1] - places[0]]
++ if min(distances) < 0:
+backwards: Tensors that lie backwards are not refused: torch has no negative strides.
+    1 or min(distances) < 0 => 1
+missing_left_out: Missing tensors are left out, and the others joined: the result has too few.
+- buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
++ tensors = [t for t in tensors if t is not None]
++ buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
+missing_not_refused: That all are missing is not noticed: None has no offset.
+    1 or None in buffers => 1
+one_alone: A single tensor is not refused: it has no distance to a next one.
+    (tensors) < 2 or len(buffers) => (buffers)
+never_joined: There never is a joined view: every expert's gradient is added by itself.
+    if len(tensors) < 2 or len(buffers) > 1 or None in buffers: => if True:
+"""
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.experts.grouped:joined_view",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
-    remember="1 addition for the gradients of all experts, in place of X kernels. In production:"
-    " `torch.nn.functional.grouped_mm`; Megatron-LM's `GroupedMLP`.",
-    wrong=(
-        Wrong(
-            "copied",
-            "The tensors are stacked: that is a copy, and what is added to it does not reach them.",
-            RETURN,
-            "torch.stack(tensors)",
-        ),
-        Wrong(
-            "side_by_side_always",
-            "The next tensor is taken to begin where one ends: others may lie between.",
-            RETURN,
-            RETURN.replace("*distances", "first.numel()"),
-        ),
-        Wrong(
-            "from_the_beginning",
-            "The result begins where the buffer does: it must begin at the first tensor.",
-            RETURN,
-            RETURN.removesuffix(")") + ", 0)",
-        ),
-        Wrong(
-            "contiguous_always",
-            "Each tensor is taken to be contiguous: it has strides of its own.",
-            RETURN,
-            "first.as_strided((len(tensors), *first.shape), (*distances, first.shape[1], 1))",
-        ),
-        Wrong(
-            "several_buffers",
-            "Tensors of several storages are joined by their offsets: some of what comes out is"
-            " other memory of the first storage.",
-            " or len(buffers) > 1",
-            "",
-        ),
-        Wrong(
-            "uneven_distances",
-            "The first distance is taken for all: uneven ones cannot be one stride.",
-            DISTANCES,
-            "distances = [places[1] - places[0]]\n    if min(distances) < 0:",
-        ),
-        Wrong(
-            "backwards",
-            "Tensors that lie backwards are not refused: torch has no negative strides.",
-            DISTANCES,
-            "if len(distances) > 1:",
-        ),
-        Wrong(
-            "missing_left_out",
-            "Missing tensors are left out, and the others joined: the result has too few.",
-            "buffers = {",
-            "tensors = [t for t in tensors if t is not None]\n    buffers = {",
-        ),
-        Wrong(
-            "missing_not_refused",
-            "That all are missing is not noticed: None has no offset.",
-            " or None in buffers",
-            "",
-        ),
-        Wrong(
-            "one_alone",
-            "A single tensor is not refused: it has no distance to a next one.",
-            "len(tensors) < 2 or ",
-            "",
-        ),
-        Wrong(
-            "never_joined",
-            "There never is a joined view: every expert's gradient is added by itself.",
-            CHECK,
-            "if True:",
-        ),
-    ),
-    also_right=(
-        """
+ALSO_RIGHT = """
 def joined_view(tensors):
     if len(tensors) < 2 or any(t is None for t in tensors):
         return None
@@ -189,6 +136,4 @@ def joined_view(tensors):
         if step < 0 or tensor.storage_offset() != first.storage_offset() + i * step:
             return None
     return first.as_strided([len(tensors), *first.shape], [step, *first.stride()])
-""",
-    ),
-)
+"""

@@ -3,19 +3,10 @@
 The reference runs backward without weight gradients, and measures what the queue of
 overlap/linear.py then holds: the memory of each tensor once. Of a tensor-parallel rank the model is
 narrower.
-"""
 
-import random
-from functools import cache
-from typing import TYPE_CHECKING
+target: planner.activations:factors_per_token
+no training: the planner calls the function; no step of training does
 
-from exercises.exercise import Case, Exercise, Wrong
-from exercises.pictures import bars
-
-if TYPE_CHECKING:
-    from picotron_min.extensions.settings import ModelConfig
-
-TASK = """
 Return how many bytes a layer keeps per token from B until W: x and dy of each of its linears, where
 linears with the same input keep it once. Norms and routers are not among them. Attention has q, k,
 v and o. An MLP has gate, up and down; in a layer with experts, instead, each of a token's k experts
@@ -25,18 +16,27 @@ divided, and what is around them is whole. The rows of experts: each tp rank has
 E / tp a token, but etp ranks get copies, and F is divided by tp in all.
 A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
 Read: planner/activations.py, extensions/overlap/linear.py, model.py.
+
+? Write down x and dy of each linear, and cross out what is the same tensor.
+? With c the config: c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.hidden_size,
+  c.intermediate_size, c.has_experts(layer), c.num_experts_per_tok, c.moe_intermediate_size,
+  c.n_shared_experts; layout.tp, layout.etp; _factor(dtype, fp8), BYTES[dtype] for experts.
+? Attention: E before q, k, v; their gradients Q D and 2 K D; o's input Q D; E behind o. An MLP of
+  M: E before, gradients of gate and up and down's input, M each, E behind. A row of an expert has
+  the same with F; its two E count etp times, and all of it is divided by tp.
+! 76 KB a token and layer wait for W in Llama-3.2-1B, 65% of what forward has kept. In production:
+  `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """
 
-HINTS = (
-    "Write down x and dy of each linear, and cross out what is the same tensor.",
-    "With c the config: c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.hidden_size,"
-    " c.intermediate_size, c.has_experts(layer), c.num_experts_per_tok, c.moe_intermediate_size,"
-    " c.n_shared_experts; layout.tp, layout.etp; _factor(dtype, fp8), BYTES[dtype] for experts.",
-    "Attention: E before q, k, v; their gradients Q D and 2 K D; o's input Q D; E behind o. An MLP"
-    " of M: E before, gradients of gate and up and down's input, M each, E behind. A row of an"
-    " expert has the same with F; its two E count etp times, and all of it is divided by tp.",
-)
+import random
+from functools import cache
+from typing import TYPE_CHECKING
 
+from exercises.exercise import Case
+from exercises.pictures import bars
+
+if TYPE_CHECKING:
+    from picotron_min.extensions.settings import ModelConfig
 TOKENS = 6
 
 
@@ -135,115 +135,51 @@ def picture(runs) -> str:
     return "bytes of a layer per token\n" + bars(rows)
 
 
-HEADS = "heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads)"
-ROWS = "c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp"
 MLP = "mlp = 2 * E + 3 * inner / tp if inner else 0"
-RETURN = "return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts"
 
-EXERCISE = Exercise(
-    __name__,
-    target="planner.activations:factors_per_token",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    no_training="the planner calls the function; no step of training does",
-    factors=lambda case: {"tp": case.tp, "the bytes of a float64": 8, "two": 2},
-    remember="76 KB a token and layer wait for W in Llama-3.2-1B, 65% of what forward has kept. In"
-    " production: `torch.distributed.pipelining.ScheduleZBVZeroBubble`.",
-    wrong=(
-        Wrong(
-            "input_for_each",
-            "The input of q, k and v is counted three times: it is one tensor.",
-            "(2 * E + heads",
-            "(4 * E + heads",
-        ),
-        Wrong(
-            "outputs_gradients_forgotten",
-            "dy of o and of down is left out: a linear needs x and dy.",
-            "(2 * E + heads",
-            "(E + heads",
-            MLP,
-            "mlp = E + 3 * inner / tp if inner else 0",
-        ),
-        Wrong(
-            "keys_as_queries",
-            "As many key heads as query heads are counted: there may be fewer.",
-            HEADS,
-            "heads = 4 * D * c.num_attention_heads",
-        ),
-        Wrong(
-            "o_forgotten",
-            "The input of o is left out: attention's output is not among the gradients of q, k, v.",
-            HEADS,
-            "heads = D * (c.num_attention_heads + 2 * c.num_key_value_heads)",
-        ),
-        Wrong(
-            "heads_whole",
-            "All heads are counted: with tp a rank has only some.",
-            "heads / tp",
-            "heads",
-        ),
-        Wrong(
-            "all_divided",
-            "All of an MLP is divided by tp: its input and the gradient of its output are whole.",
-            "2 * E + 3 * inner / tp if",
-            "(2 * E + 3 * inner) / tp if",
-        ),
-        Wrong(
-            "as_forward",
-            "Four tensors of M are counted, as forward keeps them: W needs the gradients of gate"
-            " and up, and the input of down.",
-            "3 * inner / tp",
-            "4 * inner / tp",
-        ),
-        Wrong(
-            "one_row",
-            "One row is counted for a token: it has one for each of its k experts.",
-            "c.num_experts_per_tok * (",
-            "(",
-        ),
-        Wrong(
-            "all_experts",
-            "A row is counted for every expert: a token has rows for those it chooses.",
-            "c.num_experts_per_tok",
-            "c.num_local_experts",
-        ),
-        Wrong(
-            "etp_forgotten",
-            "The copies that etp ranks get are left out: their rows are whole.",
-            "2 * layout.etp * E",
-            "2 * E",
-        ),
-        Wrong(
-            "shared_forgotten",
-            "Shared experts are left out: they are an MLP beside the others.",
-            "c.n_shared_experts * c.moe_intermediate_size",
-            "0",
-        ),
-        Wrong(
-            "one_shared",
-            "One shared expert is counted: there are n_shared_experts, as one wider MLP.",
-            "c.n_shared_experts * c.moe_intermediate_size",
-            "bool(c.n_shared_experts) * c.moe_intermediate_size",
-        ),
-        Wrong(
-            "experts_in_8_bits",
-            "The factors of experts are counted in 8 bits: only other linears multiply in them.",
-            "BYTES[dtype] * experts",
-            "_factor(dtype, fp8) * experts",
-        ),
-        Wrong(
-            "always_float32",
-            "Every number has 4 bytes: factors are in the dtype that products are computed in.",
-            RETURN,
-            RETURN.replace("_factor(dtype, fp8)", "4").replace("BYTES[dtype]", "4"),
-        ),
-    ),
-    also_right=(
-        """
+
+def factors(case: Case) -> dict[str, float]:
+    return {"tp": case.tp, "the bytes of a float64": 8, "two": 2}
+
+
+MISTAKES = """
+input_for_each: The input of q, k and v is counted three times: it is one tensor.
+    2 * E + heads => 4 * E + heads
+outputs_gradients_forgotten: dy of o and of down is left out: a linear needs x and dy.
+- mlp = 2 * E + 3 * inner / tp if inner else 0
+- return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
++ mlp = E + 3 * inner / tp if inner else 0
++ return _factor(dtype, fp8) * (E + heads / tp + mlp) + BYTES[dtype] * experts
+keys_as_queries: As many key heads as query heads are counted: there may be fewer.
+    2 * D * (c.num_attention_heads + c.num_key_value_heads) => 4 * D * c.num_attention_heads
+o_forgotten: The input of o is left out: attention's output is not among the gradients of q, k, v.
+    2 * D * (c.num_attention_heads + c => D * (c.num_attention_heads + 2 * c
+heads_whole: All heads are counted: with tp a rank has only some.
+    heads / tp => heads
+all_divided: All of an MLP is divided by tp: its input and the gradient of its output are whole.
+    2 * E + 3 * inner / tp if => (2 * E + 3 * inner) / tp if
+as_forward: Four tensors of M are counted, as forward keeps them: W needs the gradients of gate and
+    up, and the input of down.
+    3 * inner / tp => 4 * inner / tp
+one_row: One row is counted for a token: it has one for each of its k experts.
+    c.num_experts_per_tok * ( => (
+all_experts: A row is counted for every expert: a token has rows for those it chooses.
+    c.num_experts_per_tok => c.num_local_experts
+etp_forgotten: The copies that etp ranks get are left out: their rows are whole.
+    2 * layout.etp * E => 2 * E
+shared_forgotten: Shared experts are left out: they are an MLP beside the others.
+    c.n_shared_experts * c.moe_intermediate_size => 0
+one_shared: One shared expert is counted: there are n_shared_experts, as one wider MLP.
+    c.n_shared_experts => bool(c.n_shared_experts)
+experts_in_8_bits: The factors of experts are counted in 8 bits: only other linears multiply in
+    them.
+    BYTES[dtype] * experts => _factor(dtype, fp8) * experts
+always_float32: Every number has 4 bytes: factors are in the dtype that products are computed in.
+- return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
++ return 4 * (2 * E + heads / tp + mlp) + 4 * experts
+"""
+
+ALSO_RIGHT = """
 def factors_per_token(model_config, dtype, layout, layer, fp8=False):
     c, tp, width = model_config, layout.tp, BYTES[dtype]
     E, D, F = c.hidden_size, c.head_dim, c.moe_intermediate_size
@@ -258,6 +194,4 @@ def factors_per_token(model_config, dtype, layout, layer, fp8=False):
         copies = layout.etp / tp
         total += width * c.num_experts_per_tok * sum([copies * E, *[F / tp] * 3, copies * E])
     return total
-""",
-    ),
-)
+"""

@@ -2,14 +2,10 @@
 
 The parameters of a layer with experts, tried on paper: each rank makes up its part of a gradient,
 which is then summed and put together as the table has it.
-"""
 
-import random
+target: extensions.experts.mixture:_placement
+train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
-from exercises.cut_model import put_together
-from exercises.exercise import Case, Exercise, Wrong, draw
-
-TASK = """
 Return the Placement of one parameter that only layers with experts have; of all others, None. An
 expert lies on one rank of ep, in the order of their numbers, and is cut over etp as other matrices
 are over tp, o and down by columns (dim 1), the others by rows: its copies are along edp. It is a
@@ -17,16 +13,21 @@ hidden matrix. The router and the gate of shared experts are not cut, so all ran
 tp have copies. All ranks of a stage (dp_cp_tp) have different tokens in a router, always; in the
 gate, with sequence parallelism.
 Read: extensions/experts/mixture.py, placement.py.
+
+? Three kinds: experts; routers; the gate of shared experts. Whose tokens differ?
+? Cut(axis, dim, owner), Placement(cuts, copies, sums, is_hidden_matrix), EXPERT.search, ROUTER,
+  ROW_PARALLEL, layout.ep, layout.sequence_parallel.
+? EXPERT finds the number of an expert in a name. Expert i of n is on rank i * ep // n of ep: first
+  a cut with this owner, then one over etp. Ranks with the same part of an expert are along edp, and
+  its gradient is summed over that.
+! 1 / (ep etp) of all experts is on a rank, whatever dp, cp and tp are: their product is edp ep etp.
+  In production: `expert_model_parallel_size` of Megatron-LM.
 """
 
-HINTS = (
-    "Three kinds: experts; routers; the gate of shared experts. Whose tokens differ?",
-    "Cut(axis, dim, owner), Placement(cuts, copies, sums, is_hidden_matrix), EXPERT.search, ROUTER,"
-    " ROW_PARALLEL, layout.ep, layout.sequence_parallel.",
-    "EXPERT finds the number of an expert in a name. Expert i of n is on rank i * ep // n of ep:"
-    " first a cut with this owner, then one over etp. Ranks with the same part of an expert are"
-    " along edp, and its gradient is summed over that.",
-)
+import random
+
+from exercises.cut_model import put_together
+from exercises.exercise import Case, draw
 
 LAYER, ROUTER, GATE = "model.layers.0.", "mlp.gate.weight", "mlp.shared_expert_gate.weight"
 EXPERTS = 4
@@ -105,61 +106,27 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-OWNER = "int(expert[1]) * layout.ep // num_experts"
-SUMS = 'copies=("edp",), sums=("edp",)'
-ROUTERS = 'sums=("dp_cp_tp",))'
+def factors(case: Case) -> dict[str, float]:
+    return {k: n for k, n in case.layout.items() if n > 1}
 
-EXERCISE = Exercise(
-    __name__,
-    target="extensions.experts.mixture:_placement",
-    task=TASK,
-    hints=HINTS,
-    cases=cases,
-    on_rank=on_rank,
-    expected=expected,
-    picture=picture,
-    factors=lambda case: {k: n for k, n in case.layout.items() if n > 1},
-    layout={"ep_size": 2},
-    settings={"model": {"num_local_experts": 4, "num_experts_per_tok": 2}},
-    remember="1 / (ep etp) of all experts is on a rank, whatever dp, cp and tp are: their product"
-    " is edp ep etp. In production: `expert_model_parallel_size` of Megatron-LM.",
-    wrong=(
-        Wrong(
-            "router_not_summed",
-            "The gradient of a router is summed like that of a norm: but routers see different"
-            " tokens on each tensor-parallel rank, always.",
-            ROUTERS,
-            'sums=("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",))',
-        ),
-        Wrong(
-            "experts_dealt_round",
-            "Experts are dealt round the ranks: 0 2 and 1 3. A rank must have consecutive ones,"
-            " because tokens are sorted by expert before they are sent.",
-            OWNER,
-            "int(expert[1]) % layout.ep",
-        ),
-        Wrong(
-            "all_experts_everywhere",
-            "Every rank of ep has every expert: expert parallelism saves nothing.",
-            'cuts = (Cut("ep", 0, owner), Cut("etp", dim))',
-            'cuts = (Cut("etp", dim),)',
-        ),
-        Wrong(
-            "experts_over_tp",
-            "Experts are cut over tp: they lie on a grid of their own, and are cut over etp.",
-            'Cut("etp", dim)',
-            'Cut("tp", dim)',
-        ),
-        Wrong(
-            "experts_summed_over_dp",
-            "The gradients of experts are summed over dp_cp, whose ranks have different experts:"
-            " those with the same ones are along edp.",
-            SUMS,
-            'copies=("edp",), sums=("dp_cp",)',
-        ),
-    ),
-    also_right=(
-        """
+
+MISTAKES = """
+router_not_summed: The gradient of a router is summed like that of a norm: but routers see different
+    tokens on each tensor-parallel rank, always.
+    sums=("dp_cp_tp",)) => sums=("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",))
+experts_dealt_round: Experts are dealt round the ranks: 0 2 and 1 3. A rank must have consecutive
+    ones, because tokens are sorted by expert before they are sent.
+    int(expert[1]) * layout.ep // num_experts => int(expert[1]) % layout.ep
+all_experts_everywhere: Every rank of ep has every expert: expert parallelism saves nothing.
+    cuts = (Cut("ep", 0, owner), Cut("etp", dim)) => cuts = (Cut("etp", dim),)
+experts_over_tp: Experts are cut over tp: they lie on a grid of their own, and are cut over etp.
+    Cut("etp", dim) => Cut("tp", dim)
+experts_summed_over_dp: The gradients of experts are summed over dp_cp, whose ranks have different
+    experts: those with the same ones are along edp.
+    sums=("edp",) => sums=("dp_cp",)
+"""
+
+ALSO_RIGHT = """
 def _placement(name, layout, num_experts):
     *path, module = name.removesuffix(".weight").split(".")
     if "experts" in path:
@@ -171,6 +138,4 @@ def _placement(name, layout, num_experts):
     if module == "shared_expert_gate" and not layout.sequence_parallel:
         return Placement((), ("dp_cp", "tp"), ("dp_cp",))
     return None if module.endswith("_proj") else Placement((), ("dp_cp", "tp"), ("dp_cp_tp",))
-""",
-    ),
-)
+"""

@@ -1,14 +1,17 @@
 """What an exercise is: a function of the course, cases to try it on, gates, and known mistakes.
 
-Each file `e07_overlap.py` in this folder ends with `EXERCISE = Exercise(__name__, ...)`: its number
-and name are those of the file. CONTRIBUTING.md explains how to write one.
+Each file `e07_overlap.py` in this folder is one: its number and name are those of the file. What is
+to be written stands in its docstring, the sheet. CONTRIBUTING.md explains how to write one.
 """
 
+import ast
 import hashlib
 import importlib
+import json
 import random
+import re
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # torch takes seconds to import, and the list of exercises does not need it
     from torch import Tensor
 
-    from exercises.ranks import Rank, Record
-
 FOLDER = Path(__file__).parent
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
+GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
+FUNCTIONS = {"cases", "on_rank", "picture", *GATE_OF}
+Dice = random.Random
 
 
 class Case(SimpleNamespace):
@@ -48,59 +52,93 @@ class Sent(NamedTuple):
     bytes: float  # algorithmic, as in collectives.py
 
 
-class Wrong:
-    """A known mistake: the source with `old`, which it has once, replaced by `new`; and so on."""
+class Mistake(NamedTuple):
+    """A known mistake, as edits of the course's text: (what stands there once, what instead)."""
 
-    def __init__(self, name: str, sentence: str, *edits: str) -> None:
-        assert edits and len(edits) % 2 == 0, f"{name}: old, new, old, new, ..."
-        self.name, self.sentence = name, sentence
-        self.edits = list(zip(edits[::2], edits[1::2], strict=True))
+    name: str
+    sentence: str
+    edits: list[tuple[list[str] | str, list[str] | str]]  # lists of whole lines, or words of one
 
     def apply(self, source: str) -> str:
         for old, new in self.edits:
-            times = source.count(old)
-            assert times == 1, f"{self.name}: the source has {old!r} {times} times, not once"
-            source = source.replace(old, new)
+            found = [*re.finditer(_pattern(old), source, re.M)]
+            assert len(found) == 1, f"{self.name}: the source has {old!r} {len(found)} times"
+            if isinstance(new, list):
+                new = textwrap.indent("\n".join(new), found[0][1])
+            source = source[: found[0].start()] + new + source[found[0].end() :]
         return source
 
 
-@dataclass(frozen=True)
-class Exercise:
-    """One exercise. Gates V, B, M, O are `expected`, `traffic`, `memory`, `order`."""
+def _pattern(old: list[str] | str) -> str:
+    """Lines are found with any indentation, which all of them have, and comments at their ends."""
+    if isinstance(old, str):
+        return re.escape(old)
+    return r"^( *)" + r"\n\1".join(rf"{re.escape(line)}(?:  #.*)?$" for line in old)
 
-    module: str  # __name__ of its file
-    target: str  # "collectives:Shift.__init__"
-    task: str  # what is to be written, in a few lines
-    hints: tuple[str, str, str]  # what is wanted; with which names; how, in words
-    cases: Callable[[random.Random], list[Case]]
+
+def mistakes_in(text: str) -> list[Mistake]:
+    """What stands in MISTAKES: `name: sentence`, then edits: `old => new`, or - and + lines."""
+    found: list[Mistake] = []
+    before = ""
+    for line in text.strip("\n").splitlines():
+        if head := re.match(r"(\w+): (.*)", line):
+            found.append(Mistake(*head.groups(), []))
+        elif line[0] in "-+":
+            if line[0] == "-" != before[0]:
+                found[-1].edits.append(([], []))
+            found[-1].edits[-1]["-+".index(line[0])].append(line[2:])
+        elif edit := re.match(r" +(.*?) =>(?: (.*))?$", line):
+            found[-1].edits.append((edit[1], edit[2] or ""))
+        else:
+            found[-1] = found[-1]._replace(sentence=f"{found[-1].sentence} {line.strip()}")
+        before = line
+    return found
+
+
+class Exercise:
+    """One exercise, by its file, whose functions are imported when one is first used."""
+
     # What each rank does in a case, by name: numbers, tensors, lists. Run in the student's version.
-    on_rank: Callable[["Rank", Case], dict[str, Any]]
+    on_rank: Callable[..., dict[str, Any]]
     # The same names by an obvious slow way, for each rank. Never by the course's own function.
     expected: Callable[[Case], list[dict[str, Any]]]
-    picture: Callable[[list[tuple[Case, list["Record"]]]], str]  # of what the student's version did
-    remember: str  # one sentence with a number, shown when it is passed
-    wrong: tuple[Wrong, ...]
-    traffic: Callable[[Case], list[dict[str, Sent]]] | None = None  # by operation, for each rank
+    picture: Callable[..., str]  # of what the student's version did
+    traffic: Callable[[Case], list[dict[str, Sent]]] | None  # by operation, for each rank
     # What is wrong about memory, or order, in a sentence that names ranks and numbers; else "".
-    memory: Callable[[Case, list["Record"]], str] | None = None
-    order: Callable[[Case, list["Record"]], str] | None = None
-    # Numbers that a result may be too large or too small by, with their names.
-    factors: Callable[[Case], dict[str, float]] = field(
-        default=lambda case: {"the number of ranks": case.ranks}
-    )
-    # What `train` changes in the "distributed" section, so that the function is used.
-    layout: dict[str, int | str | bool] = field(default_factory=dict)
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # and in other sections
-    no_training: str = ""  # why there is nothing to train, where no step calls the function
-    also_right: tuple[str, ...] = ()  # the function written in other ways, which must pass
+    memory: Callable[..., str] | None
+    order: Callable[..., str] | None
 
-    @property
-    def number(self) -> int:
-        return int(self.module.rpartition(".e")[2].partition("_")[0])
+    def __init__(self, path: Path) -> None:
+        self.stem, tree = path.stem, ast.parse(path.read_text())
+        number, _, self.name = path.stem.partition("_")
+        self.number = int(number[1:])
+        about, _, sheet = ast.get_docstring(tree).partition("\n\ntarget: ")
+        self.title = about.partition("\n")[0]
+        head, _, sheet = f"target: {sheet}".partition("\n\n")
+        head = dict(line.split(": ", 1) for line in head.replace("\n  ", " ").splitlines())
+        self.target = head["target"]  # "collectives:Shift.__init__"
+        self.train = head.get("train", "")  # settings with which the real training uses it
+        self.no_training = head.get("no training", "")  # why, where no step calls the function
+        # What is to be written; hints: what is wanted, with which names, how; what to remember.
+        self.task, *marked = re.split(r"\n+(?=[?!] )", sheet)
+        *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]
+        defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+        self.gates = [gate for name, gate in GATE_OF.items() if name in defined]
+        texts = [n for n in tree.body if isinstance(n, ast.Assign)]
+        texts = {n.targets[0].id: n.value for n in texts if isinstance(n.targets[0], ast.Name)}
+        self.mistakes = mistakes_in(texts["MISTAKES"].value)
+        self.also_right = texts["ALSO_RIGHT"].value  # written in another way, which must pass
 
-    @property
-    def name(self) -> str:
-        return self.module.rpartition(".e")[2].partition("_")[2]
+    def __getattr__(self, name: str) -> Any:
+        if name not in FUNCTIONS:
+            raise AttributeError(name)
+        return getattr(importlib.import_module(f"exercises.{self.stem}"), name, None)
+
+    def factors(self, case: Case) -> dict[str, float]:
+        """Numbers that a result may be too large or too small by, with their names."""
+        module = importlib.import_module(f"exercises.{self.stem}")
+        own = getattr(module, "factors", None)
+        return own(case) if own else {"the number of ranks": case.ranks}
 
     @property
     def source_module(self) -> str:  # of the target
@@ -110,18 +148,15 @@ class Exercise:
     def qualified_name(self) -> str:
         return self.target.partition(":")[2]
 
-    @property
-    def gates(self) -> list[str]:
-        optional = {"B": self.traffic, "M": self.memory, "O": self.order}
-        return ["V", *(gate for gate, check in optional.items() if check)]
-
     def changed(self, config: dict[str, dict]) -> dict[str, dict]:
         """A training config with what this exercise needs, so that its function is used."""
-        changes = self.settings | {"distributed": self.layout}
-        return config | {name: config.get(name, {}) | new for name, new in changes.items()}
+        config = {section: dict(keys) for section, keys in config.items()}
+        for section, key, value in re.findall(r"(\w+)\.(\w+)=(\S+)", self.train):
+            config.setdefault(section, {})[key] = json.loads(value)
+        return config
 
     def seeded_cases(self, seed: int) -> list[Case]:
-        cases = self.cases(random.Random(f"{seed} {self.module}"))
+        cases = self.cases(Dice(f"{seed} exercises.{self.stem}"))
         for case in cases:
             case.seed = seed
         return cases
@@ -148,4 +183,4 @@ def load(number: int) -> Exercise:
     if number not in there:
         numbers = ", ".join(f"{n:02}" for n in there)
         raise ValueError(f"there is no exercise {number:02}: use one of {numbers}")
-    return importlib.import_module(f"exercises.{there[number].stem}").EXERCISE
+    return Exercise(there[number])

@@ -75,10 +75,9 @@ def solution(exercise: Exercise) -> str:
 def starter(exercise: Exercise) -> str:
     """What a student begins with: task, imports, signature and docstring, and no body."""
     target = find(exercise)
-    title = ast.get_docstring(ast.parse((FOLDER / f"{file_stem(exercise)}.py").read_text()))
     gates = ", ".join(f"{gate} {GATES[gate]}" for gate in exercise.gates)
     read = target.path.relative_to(COURSE.parent)
-    comment = [title.splitlines()[0], "", *exercise.task.strip().splitlines(), ""]
+    comment = [exercise.title, "", *exercise.task.splitlines(), ""]
     comment += [f"It replaces {exercise.qualified_name} in {read}. Gates: {gates}.", ""]
     comment += [f"    python -m exercises check {exercise.number:02}"]
     header = "\n".join(f"# {line}".rstrip() for line in comment)
@@ -92,10 +91,6 @@ def reading(exercise: Exercise) -> str:
     emptied = textwrap.indent(_emptied(target), " " * target.node.col_offset).splitlines()
     lines[target.first - 1 : target.node.end_lineno] = emptied
     return "\n".join(lines) + "\n"
-
-
-def file_stem(exercise: Exercise) -> str:
-    return exercise.module.rpartition(".")[2]
 
 
 def _emptied(target: Target) -> str:
