@@ -1,16 +1,91 @@
-"""A short run in any layout, with its parts put together: what one rank would have."""
+"""Short runs in any layout, with their parts put together: what one rank would have."""
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.extensions.sharding.rows import shard_of
+from picotron_min.mesh import build_axes
 from picotron_min.placement import part
 from picotron_min.runtime.config import Config
-from tests.core.test_layouts import MODELS, make_training
-from tests.training import Training
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.token_file import TokenFile
+from tests.training import Training, open_data
+
+GLOBAL_BATCH = 24
+
+# 61 ids over 2, 4 or 8 ranks leave the last with fewer: 31 + 30, 16 + 16 + 16 + 13, 8 x 7 + 5.
+MODEL = ModelConfig(61, 32, 48, 8, 8, 8)
+MODELS = {
+    "untied": MODEL,
+    "tied": MODEL.override(tie_word_embeddings=True),
+    "grouped-query": MODEL.override(num_key_value_heads=2),
+}
+
+
+def make_config(
+    dp=1,
+    tp=1,
+    micro_batches=1,
+    pp=1,
+    chunks=1,
+    sequence_parallel=False,
+    tp_overlap=False,
+    overlap=True,
+    engine="1f1b",
+    recompute="none",
+    cp=1,
+    cp_engine="ring",
+    sharding="none",
+    dtype="float64",
+    **training,
+) -> Config:
+    return parse_config(
+        {
+            "distributed": {
+                "dp_size": dp,
+                "tp_size": tp,
+                "pp_size": pp,
+                "pp_chunks": chunks,
+                "cp_size": cp,
+                "cp_engine": cp_engine,
+                "sharding": sharding,
+                "sequence_parallel": sequence_parallel,
+                "overlap": overlap,
+                "tp_overlap": tp_overlap,
+                "pp_engine": engine,
+                "use_cpu": True,
+            },
+            "model": {name: getattr(MODEL, name) for name in SIZES if name != "vocab_size"}
+            # One more layer than stages, so that they are of different sizes.
+            | {"num_hidden_layers": pp * chunks + 1, "dtype": dtype, "recompute": recompute},
+            "training": {
+                "optimizer": "sgd",
+                "learning_rate": 0.5,
+                "weight_decay": 0.01,
+                "grad_clip": 0.5,
+                "seq_length": 24 if cp == 3 else 16,  # 2 cp and cp tp must divide it
+                "micro_batch_size": GLOBAL_BATCH // (dp * micro_batches),
+                "gradient_accumulation_steps": micro_batches,
+                "eval_batches": 1,
+            }
+            | training,
+        }
+    )
+
+
+def make_training(config: Config, model_config: ModelConfig) -> Training:
+    t, device = config.training, torch.device("cpu")
+    axes = build_axes(device, config.layout)
+    tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
+    text = TokenFile(tokens.astype(np.uint16), num_bytes=len(tokens), num_documents=1)
+    data = open_data(config, text, axes.dp.rank, axes.cp.rank)
+    return Training(config, model_config, axes, device, data)
+
 
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there
 
@@ -69,8 +144,13 @@ def whole_run(
     steps: int = 3,
     train=train_briefly,
     timeout: float = 60,
+    atol: float = 0.0,
 ) -> Run:
-    """The run that its ranks made together; they must agree, and hold every element."""
+    """The run that its ranks made together; they must agree, and hold every element.
+
+    `atol` is of copies. Where tp cuts a vocabulary unevenly, buckets have other sizes, the chunks
+    of a ring begin elsewhere, and copies of a norm differ by a last bit between tp ranks.
+    """
     ranks: list[Run] = pool.run(config.world_size, train, config, model, steps, timeout=timeout)
     first = ranks[0]
     for run in ranks:
@@ -80,17 +160,20 @@ def whole_run(
         parts = [getattr(run, kind) for run in ranks]
         of_buffers = (kind == "biases",)
         shapes = {n: s for n, s in first.shapes.items() if n.endswith("_bias") in of_buffers}
-        wholes[kind] = assemble(parts, shapes)
+        wholes[kind] = assemble(parts, shapes, atol)
     return first._replace(**wholes)
 
 
-def assemble(ranks: list[Parts], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def assemble(
+    ranks: list[Parts], shapes: dict[str, tuple[int, ...]], atol: float = 0.0
+) -> dict[str, np.ndarray]:
     wholes = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     for parts in ranks:
         for name, (slices, values) in parts.items():
             there = wholes[name][slices]
             known = ~np.isnan(there)
-            assert np.array_equal(there[known], values[known]), f"copies of {name} differ"
+            equal = np.allclose(there[known], values[known], rtol=0, atol=atol)
+            assert equal, f"copies of {name} differ"
             wholes[name][slices] = values
     missing = [name for name, whole in wholes.items() if np.isnan(whole).any()]
     assert not missing, "no rank has these whole"
@@ -108,3 +191,23 @@ def assert_same(ours: Run, theirs: Run, atol: float = 1e-10) -> None:
             np.testing.assert_allclose(
                 getattr(ours, kind)[name], expected, rtol=0, atol=atol, err_msg=f"{kind} of {name}"
             )
+
+
+def on_one_rank(config: Config) -> Config:
+    """The same training in its plainest form: one rank, one micro-batch."""
+    raw = config.model_dump(by_alias=True)
+    raw["distributed"] = {"use_cpu": True}
+    raw["model"] |= {"recompute": "none", "offload": 0, "compile": False}
+    raw["training"] |= {"micro_batch_size": config.global_batch, "gradient_accumulation_steps": 1}
+    return Config.model_validate(raw)
+
+
+@functools.cache
+def _one_rank(pool, config: str, model: str | ModelConfig, steps: int) -> Run:
+    return whole_run(pool, Config.model_validate_json(config), model, steps)
+
+
+def assert_trains_as_one_rank(pool, config: Config, model: str | ModelConfig, steps=2) -> None:
+    plain = on_one_rank(config).model_dump_json(by_alias=True)
+    ours = whole_run(pool, config, model, steps, atol=1e-10)
+    assert_same(ours, _one_rank(pool, plain, model, steps))

@@ -14,7 +14,7 @@ def case(file: str, number: int, *markers: str) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("kept,of", [(3, 7), (2, 7), (2, 5), (3, 5)], ids=str)
+@pytest.mark.parametrize("kept,of", [(3, 7), (2, 7), (2, 5), (3, 5), (2, 11)], ids=str)
 def test_cases_that_take_turns_meet_all_values_of_their_parameters(kept, of):
     turns = SimpleNamespace(args=(kept, of))
     items = [

@@ -43,7 +43,7 @@ from picotron_min.model import FlashAttention, SoftmaxAttention
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, set_environment
-from tests.core.test_layouts import MODEL, make_config, make_training
+from tests.assembled import MODEL, make_config, make_training
 from tests.training import with_autograd
 from train import Run, train_step
 

@@ -34,7 +34,7 @@ from picotron_min.extensions.kernels.attention import (
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
 from picotron_min.model import FlashAttention, SoftmaxAttention
-from tests.core.test_layouts import MODEL, make_config, make_training
+from tests.assembled import MODEL, make_config, make_training
 
 KERNELS = {"flash": FLASH_CPU, "softmax": SOFTMAX}
 CPU = torch.device("cpu")

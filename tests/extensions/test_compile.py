@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.core.test_layouts import MODELS, make_config, make_training
+from tests.assembled import MODELS, make_config, make_training
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
 

@@ -22,8 +22,7 @@ from picotron_min.optimizer import measure_gradient
 from picotron_min.pipeline_schedule import Kind
 from picotron_min.placement import part, placements
 from picotron_min.runtime.config import Config
-from tests.assembled import assert_same, whole_run
-from tests.core.test_layouts import make_training
+from tests.assembled import assert_same, make_training, whole_run
 from tests.extensions.test_experts import GLOBAL_BATCH, MODELS, make_expert_config
 from tests.extensions.test_moe import Reads
 from tests.training import Training

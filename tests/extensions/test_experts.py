@@ -11,9 +11,8 @@ import torch
 from picotron_min.extensions.experts import router
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
-from tests.assembled import Run, assert_same, train_briefly, whole_run
+from tests.assembled import GLOBAL_BATCH, Run, assert_same, make_config, train_briefly, whole_run
 from tests.conftest import has_turn
-from tests.core.test_layouts import GLOBAL_BATCH, make_config
 
 SHAPE = ModelConfig(
     61, 32, 48, 8, 8, 8, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16

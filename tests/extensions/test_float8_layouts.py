@@ -30,8 +30,7 @@ from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import Config
 from tests import assembled
-from tests.assembled import Run, assert_same, whole_run
-from tests.core.test_layouts import MODELS, make_config, make_training
+from tests.assembled import MODELS, Run, assert_same, make_config, make_training, whole_run
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
 from tests.planner.test_planner_traffic import EXPERTS as EXPERT_SHAPE

@@ -20,7 +20,7 @@ from picotron_min.extensions.overlap.linear import (
 )
 from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.model import Llama
-from tests.core.test_layouts import make_training
+from tests.assembled import make_training
 from tests.extensions.test_experts import MODELS, make_expert_config
 
 CONFIG = ModelConfig(61, 32, 48, 1, 4, 4, num_local_experts=4, moe_intermediate_size=16)

@@ -17,8 +17,9 @@ from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.metadata import read_to_resume
+from tests import assembled
 from tests.assembled import Run, assert_same, whole_run
-from tests.core import test_checkpoint, test_layouts
+from tests.core import test_checkpoint
 from tests.core.test_costs import GQA, planned
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (6, 1)]
@@ -141,15 +142,15 @@ MUON = {"optimizer": "muon", "learning_rate": 0.02, "betas": [0.8, 0.9], "moment
 def make_config(dp=1, pp=1, cp=1, tp=1, **options) -> Config:
     micro_batches = options.pop("micro_batches", 3 if pp > 1 else 1)
     options = {"sequence_parallel": tp > 1, **MUON, **options}
-    return test_layouts.make_config(dp, tp, micro_batches, pp, cp=cp, **options)
+    return assembled.make_config(dp, tp, micro_batches, pp, cp=cp, **options)
 
 
 def distance_to_torch(config: Config, model: str) -> tuple[float, int]:
     """Of the weights after three steps from those that torch's optimizers make of the gradients."""
-    model_config = test_layouts.MODELS[model].override(
+    model_config = assembled.MODELS[model].override(
         num_hidden_layers=config.model.num_hidden_layers
     )
-    training = test_layouts.make_training(config, model_config)
+    training = assembled.make_training(config, model_config)
 
     def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = training.parts_of_whole({n: t.contiguous() for n, t in tensors.items()})

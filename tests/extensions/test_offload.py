@@ -19,8 +19,8 @@ from picotron_min.model import Llama
 from picotron_min.planner import memory
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.runtime.config import Config
+from tests.assembled import MODELS, make_config, make_training
 from tests.core.test_costs import GQA, planned
-from tests.core.test_layouts import MODELS, make_config, make_training
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
 from tests.extensions.test_sharding import sharded

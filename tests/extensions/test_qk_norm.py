@@ -10,8 +10,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.model import Llama
 from picotron_min.placement import placements
 from picotron_min.runtime.public_models import from_hf, to_hf
-from tests.assembled import assert_same, whole_run
-from tests.core.test_layouts import make_config
+from tests.assembled import assert_same, make_config, whole_run
 from tests.core.test_model import batch, norm_in_own_dtype
 
 SHAPE = ModelConfig(61, 32, 48, 8, 8, 4, head_dim=12, qk_norm=True)

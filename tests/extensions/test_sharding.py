@@ -27,8 +27,9 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.tokenizer import BytesTokenizer
+from tests import assembled
 from tests.assembled import Parts, Run, assemble, assert_same, parts_of, whole_run
-from tests.core import test_checkpoint, test_layouts
+from tests.core import test_checkpoint
 from tests.extensions import test_compile, test_muon
 from tests.nccl_like import communicators_opened_at_first_use
 
@@ -43,7 +44,7 @@ def sharded(config: Config, sharding: str) -> Config:
 def make_config(dp=1, pp=1, cp=1, tp=1, sharding="none", micro_batches=None, **options) -> Config:
     options = {"sequence_parallel": tp > 1} | options
     micro_batches = micro_batches or (3 if pp > 1 else 1)
-    return sharded(test_layouts.make_config(dp, tp, micro_batches, pp, cp=cp, **options), sharding)
+    return sharded(assembled.make_config(dp, tp, micro_batches, pp, cp=cp, **options), sharding)
 
 
 # Pure: where a buffer has what.
@@ -146,9 +147,9 @@ def assert_trains_the_same(pool, config: Config, model: str, optimizer: str = "s
 def config_of(layout: tuple, variant: tuple, **options) -> tuple[Config, str]:
     dp, pp, cp, tp = layout
     model, recompute, engine, m = variant
-    if test_layouts.MODELS[model].num_key_value_heads % tp:
+    if assembled.MODELS[model].num_key_value_heads % tp:
         model = "untied"
-    if test_layouts.GLOBAL_BATCH % (dp * m):
+    if assembled.GLOBAL_BATCH % (dp * m):
         m = 3
     chunks = 2 if engine == "interleaved" and pp > 1 else 1
     options |= {"recompute": recompute, "engine": engine, "chunks": chunks}
@@ -214,7 +215,7 @@ def test_layouts_train_the_same_model_as_one_rank(pool, sharding, optimizer, lay
 @pytest.mark.parametrize("sharding,dp", [*((mode, 4) for mode in MODES), ("layerwise", 8)])
 def test_ranks_without_rows_or_matrices_train_the_same_model(pool, sharding, dp):
     """3 rows over 4 ranks; the 7 matrices of a stage of one layer over 8 owners."""
-    model_config = test_layouts.MODEL.override(vocab_size=3)
+    model_config = assembled.MODEL.override(vocab_size=3)
     runs = []
     for n in (1, dp):
         config = make_config(n, sharding=sharding if n > 1 else "none")
@@ -273,8 +274,8 @@ def test_two_ranks_train_to_the_same_bits_as_without_sharding(pool, sharding, dt
 def bytes_sent(config: Config, model: str) -> list[dict[str, float]]:
     """Over dp x cp, by collective: of three steps, with an evaluation before the last, and of it"""
     num_layers = config.model.num_hidden_layers
-    model_config = test_layouts.MODELS[model].override(num_hidden_layers=num_layers)
-    training = test_layouts.make_training(config, model_config)
+    model_config = assembled.MODELS[model].override(num_hidden_layers=num_layers)
+    training = assembled.make_training(config, model_config)
     sent, ledger = [], training.axes.dp_cp.ledger
     for action in (training.step, training.step, training.evaluate, training.step):
         action(*[len(sent)] * (action == training.step))
@@ -297,7 +298,7 @@ def test_what_a_step_sends_is_the_formula(pool, sharding, layout, m, model, reco
     dp, _, cp, tp = layout
     n = dp * cp
     config = make_config(*layout, sharding, m, recompute=recompute)
-    model_config = test_layouts.MODELS[model].override(num_hidden_layers=2)
+    model_config = assembled.MODELS[model].override(num_hidden_layers=2)
     (share,) = shares_of_ranks(model_config, config.layout, 0)
     H = (n - 1) * 8 * sum(window["dp_cp"] for window in share.windows)
     for rank, sent in enumerate(pool.run(config.world_size, bytes_sent, config, model)):
@@ -634,7 +635,7 @@ def test_what_a_rank_holds_is_what_is_planned(pool, sharding, layout):
 
 
 def test_one_rank_is_not_sharded():
-    shapes = test_layouts.MODEL.parameter_shapes()
+    shapes = assembled.MODEL.parameter_shapes()
     layout = Layout(tp=2, pp=2, sharding="optimizer")
     assert not any(shard_of(p) for p in placements(shapes, layout, tied=False).values())
 

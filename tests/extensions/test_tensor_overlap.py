@@ -20,10 +20,10 @@ from picotron_min.mesh import build_axes
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import layout_problems
 from picotron_min.runtime.reporter import take_bytes
-from tests.core.test_layouts import (
+from tests.assembled import (
     MODEL,
     MODELS,
-    assert_trains_the_same,
+    assert_trains_as_one_rank,
     make_config,
     make_training,
 )
@@ -159,7 +159,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("sizes,model", LAYOUTS.values(), ids=LAYOUTS)
 def test_with_overlap_a_layout_trains_the_same_model_as_one_rank(pool, sizes, model):
-    assert_trains_the_same(pool, overlapped(make_config(**sizes)), model)
+    assert_trains_as_one_rank(pool, overlapped(make_config(**sizes)), model)
 
 
 class Run(NamedTuple):

@@ -22,8 +22,7 @@ from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.runtime import draw
 from picotron_min.runtime.public_models import PRESETS, find_preset
 from picotron_min.runtime.trace import Trace
-from tests.assembled import assert_same, whole_run
-from tests.core.test_layouts import MODELS, make_config, make_training
+from tests.assembled import MODELS, assert_same, make_config, make_training, whole_run
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
 from tests.training import Training

@@ -26,7 +26,7 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.public_models import find_preset, to_hf
-from tests.core.test_layouts import make_training
+from tests.assembled import make_training
 
 TINY = Request(find_preset("tiny"), GPUS["H100"], gpus=8, seq_length=256, global_batch=16)
 LLAMA = Request(find_preset("Llama-3.1-8B"), GPUS["H100"], 8, 8192, 64, "Llama-3.1-8B")

@@ -10,7 +10,7 @@ from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.reporter import take_bytes
-from tests.core.test_layouts import make_training
+from tests.assembled import make_training
 
 # 61 ids over 2 or 4 ranks leave the last with fewer; 3 layers over 2 stages are unequal.
 MODEL = ModelConfig(61, 32, 48, 3, 8, 4)

@@ -5,7 +5,7 @@ import torch
 from picotron_min.extensions.build import build_model
 from picotron_min.mesh import build_axes
 from picotron_min.runtime.describe import lines_of_a_step
-from tests.core.test_layouts import MODEL, make_config
+from tests.assembled import MODEL, make_config
 
 
 def described(overlap: bool) -> list[str]:
