@@ -6,6 +6,7 @@ A sublayer is an MLP that also mixes the positions of a sequence, as attention d
 adds up those before it. So it matters which way a tensor is cut.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ NAMES = "gate", "up", "down"
 
 
 class Sublayer(nn.Module):
-    """What `_put_around` of boundary.py expects."""
+    """What `put_around` of boundary.py expects."""
 
     def __init__(self, gate: "Linear", up: "Linear", down: "Linear") -> None:
         super().__init__()
@@ -82,7 +83,9 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
         parts = [part(name, whole[name], rank.number, n).clone() for name in NAMES]
         linears = [course.linear.Linear(nn.Parameter(own)) for own in parts]
         sublayers.append(Sublayer(*linears))
-        course.boundary._put_around(sublayers[-1], linears[:2], linears[2], boundary)
+        enter = partial(course.boundary._Enter.apply, boundary)
+        leave = partial(course.boundary._leave, boundary)
+        course.boundary.put_around(sublayers[-1], ("gate", "up"), "down", enter, leave)
     out = ends.leave(mine)
     for sublayer in sublayers:
         with SavedTensors() as saved:
