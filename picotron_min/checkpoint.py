@@ -13,7 +13,6 @@ is pickled: loading someone else's cannot run code.
 """
 
 import re
-import runpy
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -114,7 +113,3 @@ def load(folder: Path, tensors: dict, group: dist.ProcessGroup | None = None) ->
     except dcp.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
         raise OSError(f"cannot load {folder}: {cause}") from error
-
-
-if __name__ == "__main__":  # python -m picotron_min.checkpoint export CHECKPOINT FOLDER
-    runpy.run_module("picotron_min.runtime.export", run_name="__main__")

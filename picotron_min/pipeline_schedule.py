@@ -12,13 +12,12 @@ through all stages and its gradient runs back; a rank with nothing to compute is
 With one stage 1F1B *is* gradient accumulation, F0 B0 F1 B1 ...: there is only one kind of step.
 F0.1 is micro-batch 0 through a rank's second chunk. pipeline_messages.py adds sends and receives,
 pipeline_parallel.py runs plans, and
-`python -m picotron_min.pipeline_schedule --engine 1f1b --stages 4 --microbatches 8` draws them.
+`python -m picotron_min.runtime.draw --engine 1f1b --stages 4 --microbatches 8` draws them.
 
 Cost: two messages per micro-batch and boundary between stages.
 Standard library only: a plan can be checked and drawn without any process.
 """
 
-import runpy
 from collections.abc import Callable
 from enum import Enum
 from itertools import accumulate, zip_longest
@@ -143,7 +142,3 @@ def stages_of(schedule: Schedule, rank: int, ranks: int, chunks: int) -> list[in
 def ends_share_rank(schedule: Schedule, ranks: int, chunks: int) -> bool:
     """Whether the first and the last stage are on one rank."""
     return schedule.place(0, ranks)[0] == schedule.place(ranks * chunks - 1, ranks)[0]
-
-
-if __name__ == "__main__":  # by its name, since the core does not import the runtime
-    runpy.run_module("picotron_min.runtime.draw", run_name="__main__")

@@ -1,8 +1,8 @@
 """Draw pipeline schedules, planned and measured, as text; the command line for it.
 
-    python -m picotron_min.pipeline_schedule --engine interleaved --stages 4 --microbatches 8
-    python -m picotron_min.pipeline_schedule --svg FILE      all schedules, in a picture
-    python -m picotron_min.pipeline_schedule --trace FILE    what a run measured, under its plan
+    python -m picotron_min.runtime.draw --engine interleaved --stages 4 --microbatches 8
+    python -m picotron_min.runtime.draw --svg FILE      all schedules, in a picture
+    python -m picotron_min.runtime.draw --trace FILE    what a run measured, under its plan
 
 Standard library only, so that it starts at once.
 """
@@ -33,7 +33,7 @@ FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behin
 def main(arguments: list[str] | None = None) -> None:
     abouts = "\n".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items())
     parser = argparse.ArgumentParser(
-        prog="python -m picotron_min.pipeline_schedule",
+        prog="python -m picotron_min.runtime.draw",
         description="Draw a pipeline schedule, with its bubble and its live activations.",
         epilog=f"p ranks, m micro-batches, v chunks a rank.\n{abouts}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

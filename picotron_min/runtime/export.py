@@ -1,4 +1,7 @@
-"""Turn a checkpoint into a Hugging Face folder, in one process that holds the whole model."""
+"""Turn a checkpoint into a Hugging Face folder, in one process that holds the whole model:
+
+python -m picotron_min.runtime.export CHECKPOINT FOLDER
+"""
 
 import argparse
 from pathlib import Path
@@ -15,8 +18,7 @@ from picotron_min.runtime.tokenizer import load_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m picotron_min.checkpoint", description=__doc__)
-    parser.add_argument("command", choices=["export"])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a folder like checkpoints/step-00000200")
     parser.add_argument("folder", type=Path, help="where the model is written; must not exist")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """Traces of a pipeline: when each rank computed what, as Chrome's tracing format.
 
-    python -m picotron_min.pipeline_schedule --trace FILE     draws it under the plan
+    python -m picotron_min.runtime.draw --trace FILE     draws it under the plan
     chrome://tracing or ui.perfetto.dev                       also open it
 
 Actions that compute are timed, without the wait for their input: that is the bubble. On a GPU,

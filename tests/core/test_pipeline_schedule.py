@@ -340,7 +340,7 @@ def test_four_stages_and_eight_micro_batches_fit_into_100_columns_with_all_names
 
 def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
     """The command as a user starts it, or any other program."""
-    program = ["-c", code] if code else ["-m", "picotron_min.pipeline_schedule"]
+    program = ["-c", code] if code else ["-m", "picotron_min.runtime.draw"]
     return subprocess.run(
         [sys.executable, "-X", "importtime", *program, *arguments],
         capture_output=True,
@@ -364,7 +364,7 @@ def test_a_reader_that_stops_early_is_no_error():
     read, write = os.pipe()
     os.close(read)  # as `| head` does, when it has seen enough
     with os.fdopen(write, "wb") as pipe:
-        command = [sys.executable, "-m", "picotron_min.pipeline_schedule"]
+        command = [sys.executable, "-m", "picotron_min.runtime.draw"]
         result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT)
     assert (result.returncode, result.stderr) == (0, b"")
 

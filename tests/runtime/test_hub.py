@@ -86,7 +86,7 @@ def test_without_a_network_an_export_is_refused_at_once(tmp_path):
     away = [*PROXIES, *map(str.upper, PROXIES), "HF_HUB_OFFLINE"]
     environment = {key: value for key, value in os.environ.items() if key not in away}
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # refuses connections
-    command = [sys.executable, "-m", "picotron_min.checkpoint", "export", folder, tmp_path / "hf"]
+    command = [sys.executable, "-m", "picotron_min.runtime.export", folder, tmp_path / "hf"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 2 and "cannot load tokenizer 'owner/nothing': " in done.stderr
     assert "Retrying" not in done.stderr and "Traceback" not in done.stderr

@@ -204,11 +204,11 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
     weights = {}
     for part in pool.run(4, trained_weights, tmp_path / "run", config):
         weights |= part
-    arguments = ["export", str(tmp_path / "run/step-00000003"), str(tmp_path / "hf")]
+    arguments = [str(tmp_path / "run/step-00000003"), str(tmp_path / "hf")]
     if tied:
         export.main(arguments)
     else:
-        command = [sys.executable, "-m", "picotron_min.checkpoint", *arguments]
+        command = [sys.executable, "-m", "picotron_min.runtime.export", *arguments]
         subprocess.run(command, cwd=ROOT, check=True, timeout=60)
     assert "config.json" in names(tmp_path / "hf")
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -221,7 +221,7 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
     for wrong, expected in (
         (arguments, "exists: name another folder"),
-        (["export", "nowhere", "other"], "cannot use the checkpoint nowhere: "),
+        (["nowhere", "other"], "cannot use the checkpoint nowhere: "),
     ):
         with pytest.raises(SystemExit, match="2"):
             export.main(wrong)

@@ -269,7 +269,7 @@ def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, name, dtyp
     write_theirs(tmp_path / "in", name)
     config = config_of(tmp_path / "in", dtype, dp_size=2, tp_size=2, ep_size=2, etp_size=2)
     pool.run(4, train_and_save, tmp_path, config)
-    export.main(["export", str(tmp_path / "step-00000002"), str(tmp_path / "later")])
+    export.main([str(tmp_path / "step-00000002"), str(tmp_path / "later")])
     at_once, later = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "later")
     assert at_once.keys() == later.keys() == tensors_of(tmp_path / "in").keys()
     for key, tensor in at_once.items():

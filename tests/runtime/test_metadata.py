@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_an_export_refuses_an_unknown_dtype_with_exit_code_2(tmp_path, capsys, change):
     folder = write_checkpoint(tmp_path / "step-00000007", lambda state: state | change)
     with pytest.raises(SystemExit) as end:
-        export.main(["export", str(folder), str(tmp_path / "hf")])
+        export.main([str(folder), str(tmp_path / "hf")])
     assert end.value.code == 2 and not (tmp_path / "hf").exists()
     error = capsys.readouterr().err
     dtype = json.dumps(change["config"]["model"]["dtype"])

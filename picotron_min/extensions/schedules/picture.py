@@ -1,6 +1,6 @@
 """Schedules as a picture: a row is a rank, a box an action with the number of its micro-batch.
 
-`python -m picotron_min.pipeline_schedule --svg docs/schedules.svg` writes the README's.
+`python -m picotron_min.runtime.draw --svg docs/schedules.svg` writes the README's.
 """
 
 from collections import defaultdict
