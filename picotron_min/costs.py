@@ -18,14 +18,6 @@ def parameter_count(model_config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in model_config.parameter_shapes().values())
 
 
-def active_parameter_count(model_config: ModelConfig) -> int:
-    """The parameters that a token uses."""
-    shapes = model_config.parameter_shapes().values()
-    norms = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
-    embedding = 0 if model_config.tie_word_embeddings else model_config.vocab_size
-    return matmul_parameters(model_config) + norms + embedding * model_config.hidden_size
-
-
 def layer_flops(model_config: ModelConfig, seq_length: int, layer: int) -> dict[str, int]:
     """Forward FLOPs per token of a layer's parts: 2 for each parameter, and attention's own."""
     c, D, E = model_config, model_config.head_dim, model_config.hidden_size
@@ -57,48 +49,10 @@ def matmul_parameters(model_config: ModelConfig) -> int:
 
 
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
-    """How many layers each pipeline stage has: as given, or so that the slowest is fastest.
-
-    lm_head counts by its FLOPs; the embedding, a lookup, for nothing.
-    """
-    L, stages = model_config.num_hidden_layers, layout.num_stages
-    if layout.pp_layers or stages == 1:
-        return list(layout.pp_layers or [L])
-    # Backward costs twice as much everywhere, so that forward is enough to compare stages.
+    """How many layers each pipeline stage has: as given, or so that the slowest is fastest."""
+    if layout.pp_layers or layout.num_stages == 1:
+        return list(layout.pp_layers or [model_config.num_hidden_layers])
+    # Backward costs twice as much everywhere, so that forward is enough to compare stages. The last
+    # one also has lm_head; the embedding of the first is a lookup.
     layers = [sum(parts.values()) for parts in flops_of_layers(model_config, seq_length)]
-    head = 2 * model_config.vocab_size * model_config.hidden_size
-    if len(set(layers)) > 1:
-        return _split_unequal(layers, head, stages)
-    # Equal layers: those that the last stage leaves are spread evenly.
-    others, head = stages - 1, head / layers[0]
-    choices = range(max(1, L // stages), 0, -1)  # of the last stage
-    last = min(choices, key=lambda n: max(n + head, math.ceil((L - n) / others)))
-    return [(L - last) // others + (s < (L - last) % others) for s in range(others)] + [last]
-
-
-def _split_unequal(layers: list[int], head: int, stages: int) -> list[int]:
-    """The split of layers with these FLOPs, some without experts, whose slowest stage is fastest.
-
-    From the last stage on, each takes what fits below a limit, the lowest with which all layers
-    find a place. The first stage, which keeps the most micro-batches alive, has what is left.
-    """
-
-    def fill(limit: int) -> list[int]:  # empty: it is too low
-        numbers, left = [], len(layers)
-        for stage in reversed(range(stages)):
-            load, first = head * (stage == stages - 1) + layers[left - 1], left - 1
-            while first > stage and load + layers[first - 1] <= limit:  # one is for each before it
-                first -= 1
-                load += layers[first]
-            if load > limit:
-                return []
-            numbers.insert(0, left - first)
-            left = first
-        return numbers if not left else []
-
-    # What fits below a limit also fits below a higher one: halve the range between two of them.
-    low, high = 0, sum(layers) + head  # one that is too low, and one that is enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fill(middle) else (middle, high)
-    return fill(high)
+    return layout.split(layers, head=2 * model_config.vocab_size * model_config.hidden_size)

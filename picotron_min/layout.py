@@ -78,6 +78,14 @@ class Layout:
     def num_stages(self) -> int:
         return self.pp * self.pp_chunks
 
+    def split(self, layers: list[int], head: int) -> list[int]:
+        """Equal layers over the stages, given their FLOPs, and those of the last stage's head."""
+        L, others, head = len(layers), self.num_stages - 1, head / layers[0]
+        choices = range(max(1, L // self.num_stages), 0, -1)  # of the last stage
+        last = min(choices, key=lambda n: max(n + head, math.ceil((L - n) / others)))
+        each, more = divmod(L - last, others)  # what is left is spread evenly
+        return [each + (stage < more) for stage in range(others)] + [last]
+
     @property
     def rules(self) -> list[Callable]:
         """Of placement.Rule: what extensions change in the placement table."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from picotron_min import layout
 from picotron_min.extensions.experts.mixture import Mixture, expert_rows
+from picotron_min.extensions.experts.stages import split_unequal
 from picotron_min.extensions.qk_norm.shape import QWEN3, QkNorms, norm_rows
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.registry import chunks_problem as chunks_problem
@@ -60,6 +61,11 @@ class Layout(layout.Layout):
         sizes = {"pp": self.pp, "edp": edp, "ep": self.ep, "etp": self.etp}
         axes = {name: (name,) for name in ("edp", "ep", "etp")} | {"ep_etp": ("ep", "etp")}
         return [core, Grid(sizes, axes)]
+
+    def split(self, layers: list[int], head: int) -> list[int]:
+        if len(set(layers)) == 1:
+            return super().split(layers, head)
+        return split_unequal(layers, head, self.num_stages)
 
     @property
     def rules(self) -> list[Callable]:

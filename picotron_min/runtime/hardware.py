@@ -9,10 +9,11 @@ matmuls and fused attention reach. They were fitted, for the GPUs that are `vali
 runs (docs/planner.md); other GPUs have those of the nearest one. Standard library only.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 
-from picotron_min.costs import active_parameter_count, flops_of_layers, model_flops_per_token
+from picotron_min.costs import flops_of_layers, matmul_parameters, model_flops_per_token
 from picotron_min.model_config import ModelConfig
 
 
@@ -104,3 +105,11 @@ def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
     """6 N + 12 L Q D S of most projects: the embedding and all pairs count (PaLM, appendix B)."""
     pairs = 2 * sum(parts["attention"] for parts in flops_of_layers(model_config, seq_length))
     return 6 * active_parameter_count(model_config) + 3 * pairs
+
+
+def active_parameter_count(model_config: ModelConfig) -> int:
+    """The parameters that a token uses."""
+    shapes = model_config.parameter_shapes().values()
+    norms = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
+    embedding = 0 if model_config.tie_word_embeddings else model_config.vocab_size
+    return matmul_parameters(model_config) + norms + embedding * model_config.hidden_size

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from picotron_min.costs import active_parameter_count, model_flops_per_token, parameter_count
+from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
 from picotron_min.runtime.console import Console, Output, prompt_for
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import clean_up, set_aside
+from picotron_min.runtime.hardware import active_parameter_count
 from picotron_min.runtime.inputs import Inputs
 from picotron_min.runtime.launch import footer
 from picotron_min.runtime.metadata import resume_warnings

@@ -14,6 +14,7 @@ WITHOUT = {
     "extensions/experts/balance.py": "divides what exercise 25 counts",
     "extensions/memory/recompute.py": "calls torch's checkpoint and compile",
     "extensions/precision/float8_linear.py": "puts together what exercises 10, 12 and 32 write",
+    "extensions/experts/stages.py": "a search; design 1 asks for layers of stages",
     "extensions/qk_norm/shape.py": "rows and shapes, as in exercise 9",
     "extensions/schedules/picture.py": "draws plans",
     "extensions/schedules/registry.py": "lists schedules",

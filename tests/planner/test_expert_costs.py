@@ -17,7 +17,11 @@ from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.hardware import common_flops_per_token, hardware_flops_per_token
+from picotron_min.runtime.hardware import (
+    active_parameter_count,
+    common_flops_per_token,
+    hardware_flops_per_token,
+)
 from tests.core import test_checkpoint
 from tests.extensions.test_sharding import MODES, bytes_held
 
@@ -56,18 +60,18 @@ def test_parameters_are_the_models_and_a_token_uses_k_experts_of_them(model_conf
     k = model_config.num_experts_per_tok
     idle = [p for n, p in parameters.items() if any(f".experts.{e}." in n for e in range(k, 8))]
     active = costs.parameter_count(model_config) - sum(p.numel() for p in idle)
-    assert costs.active_parameter_count(model_config) == active
+    assert active_parameter_count(model_config) == active
 
 
 def test_a_known_mixture_has_its_known_sizes():
     # Jiang et al. 2024, "Mixtral of Experts": 47B parameters, of which a token uses 13B
     assert round(costs.parameter_count(MIXTRAL) / 1e9, 1) == 46.7
-    assert round(costs.active_parameter_count(MIXTRAL) / 1e9, 1) == 12.9
+    assert round(active_parameter_count(MIXTRAL) / 1e9, 1) == 12.9
     lookup_and_norms = 32_000 * 4096 + 65 * 4096
-    matmul = costs.active_parameter_count(MIXTRAL) - lookup_and_norms
+    matmul = active_parameter_count(MIXTRAL) - lookup_and_norms
     assert costs.matmul_parameters(MIXTRAL) == matmul
     attention = 12 * 32 * 32 * 128 * 4096
-    common = 6 * costs.active_parameter_count(MIXTRAL) + attention
+    common = 6 * active_parameter_count(MIXTRAL) + attention
     assert common_flops_per_token(MIXTRAL, 4096) == common
 
 
