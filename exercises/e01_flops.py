@@ -52,7 +52,8 @@ def expected(case: Case) -> list[dict]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from picotron_min.model import Llama, SoftmaxAttention
+    from picotron_min.attention import SoftmaxAttention
+    from picotron_min.model import Llama
 
     model = Llama(model_config(case))
     for layer in model.model.layers.values():

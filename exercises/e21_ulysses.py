@@ -43,7 +43,7 @@ def whole_tensors(case: Case):
 def on_rank(rank, case: Case) -> dict:
     import torch
 
-    whole, softmax, held = whole_tensors(case), rank.course.model.SoftmaxAttention(), []
+    whole, softmax, held = whole_tensors(case), rank.course.attention.SoftmaxAttention(), []
 
     def inner(q, k, v):
         held.append(whose(whole[0], q))

@@ -65,7 +65,7 @@ def on_rank(rank, case: Case) -> dict:
     module = course.model.SelfAttention(config)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):  # as tensor parallelism narrows them
         getattr(module, name).weight = torch.nn.Parameter(tensors[name])
-    softmax, seen = course.model.SoftmaxAttention(), {}
+    softmax, seen = course.attention.SoftmaxAttention(), {}
 
     def core(q, k, v):
         seen.update({name: list(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)})

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from picotron_min.model import attention_scores
+from picotron_min.loss import wide
 
 
 class Kernel(NamedTuple):
@@ -46,6 +46,14 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tens
     return (p @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
 
 
+def attention_scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """q k^T / sqrt(D), [B, K, Q/K, S, S']: a key head and the query heads that share it."""
+    q = q.unflatten(1, (k.shape[1], -1))
+    scores = wide(q @ k[:, :, None].mT) / math.sqrt(q.shape[-1])
+    future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf) if is_causal else scores
+
+
 def attend_block_backward(gradient, q, k, v, out, lse, is_causal) -> tuple[Tensor, Tensor, Tensor]:
     # dv = p^T dout    dp = dout v^T    ds_j = p_j (dp_j - sum_k p_k dp_k), softmax's backward. That
     # sum, over a whole row, is dout . out: so out is the whole row's. Through s = q k / sqrt(D):
@@ -61,3 +69,11 @@ def attend_block_backward(gradient, q, k, v, out, lse, is_causal) -> tuple[Tenso
 
 
 SOFTMAX = Kernel(attend_block, attend_block_backward)
+
+
+class SoftmaxAttention(nn.Module):
+    """Attention written out: for `use_flash_attention: false`, and to test the others with."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = attention_scores(q, k, is_causal=True).softmax(-1).to(v.dtype)
+        return (p @ v[:, :, None]).flatten(1, 2)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide
+from picotron_min.loss import head_loss, linear_dtype, stripe_loss
 from picotron_min.model_config import ModelConfig
 
 
@@ -92,22 +92,6 @@ class FlashAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # stores no [S, S] matrix
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-class SoftmaxAttention(nn.Module):
-    """Attention written out: for `use_flash_attention: false`, and to test the others with."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = attention_scores(q, k, is_causal=True).softmax(-1).to(v.dtype)
-        return (p @ v[:, :, None]).flatten(1, 2)
-
-
-def attention_scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """q k^T / sqrt(D), [B, K, Q/K, S, S']: a key head and the query heads that share it."""
-    q = q.unflatten(1, (k.shape[1], -1))
-    scores = wide(q @ k[:, :, None].mT) / math.sqrt(q.shape[-1])
-    future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, -math.inf) if is_causal else scores
 
 
 class MLP(nn.Module):

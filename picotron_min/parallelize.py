@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from picotron_min.attention import SOFTMAX, Kernel
+from picotron_min.attention import SOFTMAX, Kernel, SoftmaxAttention
 from picotron_min.checkpoint import parts_of_whole
 from picotron_min.context_parallel import POSITIONS, apply_context_parallel
 from picotron_min.costs import layers_of_stages
@@ -26,7 +26,7 @@ from picotron_min.data_parallel import build_buckets
 from picotron_min.extension import Extension, Gradients
 from picotron_min.layout import Layout, Workload
 from picotron_min.mesh import Axes
-from picotron_min.model import Llama, SoftmaxAttention
+from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_messages import build_plans
 from picotron_min.pipeline_parallel import Chunk, Pipeline, keep_stage, my_stages, tie_ends

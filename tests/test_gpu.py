@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
-from picotron_min.attention import merge_blocks
+from picotron_min.attention import SoftmaxAttention, merge_blocks
 from picotron_min.extensions.kernels import attention
 from picotron_min.extensions.kernels.attention import (
     FLASH_CUDA,
@@ -39,7 +39,7 @@ from picotron_min.extensions.precision import extension as precision
 from picotron_min.extensions.settings import Layout
 from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
-from picotron_min.model import FlashAttention, SoftmaxAttention
+from picotron_min.model import FlashAttention
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, set_environment

@@ -14,6 +14,7 @@ from picotron_min import collectives, context_parallel
 from picotron_min.attention import (
     SOFTMAX,
     Kernel,
+    SoftmaxAttention,
     attend_block,
     attend_block_backward,
     merge_blocks,
@@ -33,7 +34,7 @@ from picotron_min.extensions.kernels.attention import (
 )
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.model import FlashAttention, SoftmaxAttention
+from picotron_min.model import FlashAttention
 from tests.assembled import MODEL, make_config, make_training
 
 KERNELS = {"flash": FLASH_CPU, "softmax": SOFTMAX}

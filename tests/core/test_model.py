@@ -3,15 +3,12 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from picotron_min.attention import SoftmaxAttention
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initial_std
 from picotron_min.loss import IGNORE_INDEX
-from picotron_min.model import (
-    FlashAttention,
-    Llama,
-    SoftmaxAttention,
-)
+from picotron_min.model import FlashAttention, Llama
 from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.public_models import to_hf
 

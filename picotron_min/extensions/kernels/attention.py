@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.attention import SOFTMAX, Kernel
+from picotron_min.attention import SOFTMAX, Kernel, SoftmaxAttention
 from picotron_min.loss import wide
-from picotron_min.model import FlashAttention, SoftmaxAttention
+from picotron_min.model import FlashAttention
 
 aten = torch.ops.aten
 
