@@ -11,17 +11,16 @@ self.read(i); other stages take what has arrived, by self._arrived(kind, i, c), 
 needed later. Call model(x, self.positions, targets or None) within self.watch(action). The last
 stage adds its loss and batch.num_targets to self.totals; others put what is to be sent into
 self.leaving. Keep in self.live what backward needs, the input and the end of the graph, not the
-output: get_gradient_edge(out). In evaluation, without gradients, nothing is kept, and a buffer that
-is used up goes to self.free. See _backward and _send for the keys.
+output: get_gradient_edge(out). In evaluation, without gradients, nothing is kept. See _backward and
+_send for the keys.
 Read: pipeline_parallel.py.
 
 ? Four things: where x comes from, the model, where the result goes, what is kept.
 ? Kind.RECEIVE_ACTIVATION, requires_grad_, torch.is_grad_enabled, detach, Kind.SEND_ACTIVATION,
-  get_gradient_edge, self.free.
+  get_gradient_edge.
 ? What has arrived becomes a leaf that requires a gradient, if gradients are enabled. What is to
   leave is detached, under the key (Kind.SEND_ACTIVATION, i, c). live[i, c] is (x, the edge of the
-  output), so that the output's values can be released once they are sent. Without gradients, x goes
-  to self.free instead, unless the stage is the first.
+  output), so that the output's values can be released once they are sent.
 ! 1 output a chunk is alive, that which is being sent, however many micro-batches wait for their
   backward. In production: `deallocate_output_tensor` of Megatron-LM.
 """
@@ -77,7 +76,7 @@ def on_rank(rank, case: Case) -> dict:
 
     course, p, v = rank.course, case.ranks, case.chunks
     axis, parallel = rank.axis("pp"), course.pipeline_parallel
-    outputs, chunks, made = watched.Outputs(), [], []
+    outputs, chunks = watched.Outputs(), []
     seen = {"has a graph": False, "read": set(), "watched": []}
     schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
@@ -86,17 +85,15 @@ def on_rank(rank, case: Case) -> dict:
         model = watched.PartOfModel(mine, stage.is_first, forward, outputs)
         chunks.append(parallel.Chunk(stage, model))
 
-    def new_activation() -> "Tensor":
-        made.append(torch.empty(B, S, E, dtype=torch.float64))
-        return made[-1]
-
     def read(i: int) -> Any:
         seen["read"].add(i)
         return course.data.Batch(*batch_of(case, i))
 
     watched.note_graphs(axis, seen)
     watch = outputs.counted_at_forwards(seen["watched"])
-    pipeline = parallel.Pipeline(chunks, axis, torch.arange(S), new_activation)
+    pipeline = parallel.Pipeline(
+        chunks, axis, torch.arange(S), lambda: torch.empty(B, S, E, dtype=torch.float64)
+    )
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
     plans = course.pipeline_messages.build_plans(
         schedule, p, case.micro_batches, v, training=case.training
@@ -111,7 +108,6 @@ def on_rank(rank, case: Case) -> dict:
         "the totals, and what is sent, have a graph": has_graph,
         "micro-batches read": sorted(seen["read"]),
         "watched": seen["watched"],
-        "buffers": len(made),
         "outputs alive": outputs.counts,
     }
 
@@ -155,9 +151,6 @@ def memory(case: Case, records) -> str:
         if alive > case.chunks:
             what = f"rank {rank} keeps {alive} outputs of earlier forwards alive"
             return f"{what}; at most one a chunk is needed, which is on its way"
-        if not case.training and record.values["buffers"] > 4:
-            what = f"rank {rank} makes {record.values['buffers']} buffers in evaluation"
-            return f"{what}: those that are used up can be used again"
     return ""
 
 
@@ -190,12 +183,10 @@ micro_batches_counted: Micro-batches are counted, not their targets: each has an
     batch.num_targets => 1
 one_place: All micro-batches are kept in one place: each overwrites the one before.
     self.live[i, c] => self.live[0, c]
-freed_too_early: The input goes back to the free buffers before backward has used it: the next
-    receive overwrites it.
-    elif not => if not
-never_freed: In evaluation the inputs are not given back: every micro-batch needs another buffer.
-- elif not stage.is_first:
--     self.free.append(x)
+last_loss: The loss replaces what is in the totals: of all micro-batches only the last one counts.
+    self.totals[0] += out => self.totals[0] = out
+no_positions: The model gets the same position for every token, not self.positions.
+    self.positions, batch => torch.zeros_like(self.positions), batch
 all_read: Every stage reads the batch: those between the ends need neither tokens nor targets.
     if stage.is_first or stage.is_last: => if True:
 not_watched: The model does not run within self.watch(action): nothing can be timed.
@@ -221,6 +212,4 @@ def _forward(self, action):
         self.leaving[Kind.SEND_ACTIVATION, i, c] = y.data
     if learns:
         self.live[i, c] = (x, get_gradient_edge(y))
-    elif not first:
-        self.free += [x]
 """

@@ -23,7 +23,7 @@ Source: Huang et al. 2019, "GPipe". In production: `torch.distributed.pipelining
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -87,7 +87,6 @@ class Pipeline:
     axis: Axis
     positions: Tensor  # [S/cp]: places in the sequence; on the device that computes
     new_activation: Callable[[], Tensor]  # an empty one, of the shape of those that travel
-    free: list[Tensor] = field(default_factory=list)  # buffers whose content is not needed any more
 
     def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
         """Run the plan's actions in order; gradients are added to `p.grad`.
@@ -131,8 +130,6 @@ class Pipeline:
             self.leaving[Kind.SEND_ACTIVATION, i, c] = out.detach()
         if torch.is_grad_enabled():  # backward needs the graph behind `out`, not its values:
             self.live[i, c] = x, get_gradient_edge(out)  # they can go once they are sent
-        elif not stage.is_first:
-            self.free.append(x)
 
     def _backward(self, action: Action) -> None:
         _, i, c, _ = action
@@ -141,16 +138,8 @@ class Pipeline:
         gradient = None if stage.is_last else self._arrived(Kind.RECEIVE_GRADIENT, i, c)
         with self.watch(action):
             torch.autograd.backward(end, gradient)  # the last stage's is that of its loss, 1
-        if gradient is not None:
-            self.free_gradient(i, c, gradient)
         if not stage.is_first:
             self.leaving[Kind.SEND_GRADIENT, i, c] = x.grad
-            x.grad = None  # x is used again: backward would add to its old gradient
-            self.free.append(x.requires_grad_(False))
-
-    def free_gradient(self, i: int, c: int, gradient: Tensor) -> None:
-        """The gradient of a chunk's output is not needed any more, nor is anything made from it."""
-        self.free.append(gradient)
 
     def _send(self, action: Action) -> None:
         kind, i, c, peer = action
@@ -160,19 +149,15 @@ class Pipeline:
 
     def _receive(self, action: Action) -> None:
         kind, i, c, peer = action
-        buffer = self._buffer()
+        buffer = self.new_activation()
         self.arriving[kind, i, c] = buffer, start_receive(buffer, self.axis, peer)
-
-    def _buffer(self) -> Tensor:
-        return self.free.pop() if self.free else self.new_activation()
 
     def _arrived(self, kind: Kind, i: int, c: int) -> Tensor:
         if (kind, i, c) in self.arriving:
             buffer, work = self.arriving.pop((kind, i, c))
             work.wait()  # on a GPU its stream waits, not this process
             return buffer
-        # It comes from another chunk of this rank, and no message brings it. It is copied, so that
-        # `free` gets back as many tensors as are taken from it.
-        ways = {Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, i, c - 1)}
-        ways[Kind.RECEIVE_GRADIENT] = Kind.SEND_GRADIENT, i, c + 1
-        return self._buffer().copy_(self.leaving.pop(ways[kind]))
+        # It comes from another chunk of this rank, and no message brings it.
+        if kind is Kind.RECEIVE_ACTIVATION:
+            return self.leaving.pop((Kind.SEND_ACTIVATION, i, c - 1))
+        return self.leaving.pop((Kind.SEND_GRADIENT, i, c + 1))

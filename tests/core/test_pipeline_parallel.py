@@ -13,7 +13,6 @@ import torch.distributed as dist
 from picotron_min import data_parallel
 from picotron_min.collectives import Axis, start_all_reduce
 from picotron_min.data_parallel import GradientBuckets
-from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.pipeline_parallel import my_stages
 from picotron_min.pipeline_schedule import Action, Kind
 from picotron_min.runtime.launch import open_communicators
@@ -141,22 +140,6 @@ def test_a_boundary_costs_one_activation_and_one_gradient_a_micro_batch(pool, en
     for (calls, sent), expected in zip((first, last), sends, strict=True):
         assert calls["send"] == expected
         assert sent["send"] == expected * activation
-
-
-def buffers(engine: str, micro_batches: int) -> tuple[int, int]:
-    """How many buffers were made in two steps, and how many live inputs there are at once."""
-    training = pipeline(4, micro_batches, engine, model={"num_hidden_layers": 4})
-    new, made = training.model.pipeline.new_activation, []
-    training.model.pipeline.new_activation = lambda: made.append(1) or new()
-    training.step(0)
-    training.step(1)
-    return len(made), peak_live(training.model.plan)
-
-
-def test_buffers_are_used_again(pool):
-    for made, live in pool.run(4, buffers, "1f1b", 8):
-        # Inputs that are alive, and one message of each kind that arrives ahead of its use.
-        assert made <= live + 2
 
 
 def exported(folder, config) -> None:

@@ -256,24 +256,6 @@ def test_gradients_that_a_missing_w_leaves_out_are_named(pool):
     assert "norm" not in message and "embed_tokens" not in message, "B computes those"
 
 
-def buffers_of_a_v() -> list[int]:
-    """How many there are after each of three steps, with an evaluation between."""
-    training = pipeline("zb_v", 2, 6)
-    new, made, counts = training.model.pipeline.new_activation, [], []
-    training.model.pipeline.new_activation = lambda: made.append(1) or new()
-    for step in range(3):
-        training.step(step)
-        training.evaluate()
-        counts.append(len(made))
-    assert len(training.model.pipeline.free) == len(made), "all are free again"
-    return counts
-
-
-def test_what_a_rank_hands_to_itself_does_not_make_the_pool_grow(pool):
-    for first, second, third in pool.run(2, buffers_of_a_v):
-        assert 1 <= first == second == third
-
-
 def arrivals_of_a_tied_embedding(engine: str) -> list[int]:
     """How many gradients this rank expects for it in a step of 3 micro-batches."""
     training = pipeline(engine, 2, 3, "tied")

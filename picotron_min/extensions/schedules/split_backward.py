@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from picotron_min.extensions.overlap.linear import WeightGradients
 from picotron_min.pipeline_parallel import Pipeline
 from picotron_min.pipeline_schedule import Action, Kind
 
@@ -13,24 +12,17 @@ from picotron_min.pipeline_schedule import Action, Kind
 class SplitBackwardPipeline(Pipeline):
     """B leaves a queue of weight gradients (overlap/linear.py), which its W runs."""
 
-    # Of a micro-batch and a chunk between B and W: the queue, and the gradient of the output.
-    pending: dict[tuple, tuple] = field(default_factory=dict)
+    queues: dict[tuple, WeightGradients] = field(default_factory=dict)  # by micro-batch, chunk
 
     def methods(self) -> dict[Kind, Callable[[Action], None]]:
         return super().methods() | {Kind.WEIGHT: self._weight}
 
     def _backward(self, action: Action) -> None:
-        self.gradient = None
         super()._backward(action)
         queue = self.chunks[action.chunk].model.boundary.queue
-        self.pending[action.micro_batch, action.chunk] = queue.detach(), self.gradient
-
-    def free_gradient(self, i: int, c: int, gradient: Tensor) -> None:
-        self.gradient = gradient  # not free yet: it is also dy of the stage's last linear
+        self.queues[action.micro_batch, action.chunk] = queue.detach()
 
     def _weight(self, action: Action) -> None:
-        queue, gradient = self.pending.pop((action.micro_batch, action.chunk))
+        queue = self.queues.pop((action.micro_batch, action.chunk))
         with self.watch(action):
             queue.run()
-        if gradient is not None:
-            self.free.append(gradient)
