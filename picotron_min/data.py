@@ -59,10 +59,10 @@ class Batches:
     num_micro_batches: int
     dp_rank: int
     dp_size: int
-    positions: torch.Tensor | None = None  # columns of a context-parallel rank; None: all
+    positions: torch.Tensor | None = None  # of a context-parallel rank in a sequence; None: all
     eval_batches: int = 0  # global batches to validate on, at most; 0: hold nothing out
-    first_step: int = 0  # the step that this run starts or resumes at, and
-    seen_before: int = 0  # the tokens seen until then, maybe in batches of another size
+    first_step: int = 0  # of this run: not 0 after a resume
+    seen_before: int = 0  # tokens until then, maybe in batches of another size
 
     def __post_init__(self) -> None:
         assert self.dp_rank < self.dp_size, f"dp_rank={self.dp_rank}, dp_size={self.dp_size}"

@@ -55,13 +55,13 @@ class GradientBuckets:
         for name, parameter in reversed(parameters.items()):
             # A sum of bfloat16 gradients over many ranks loses the small ones.
             assert parameter.dtype in (torch.float32, torch.float64), f"{name}: {parameter.dtype}"
-            # Called by autograd; who adds to p.grad without autograd, calls p.arrived().
+            # Autograd calls it. Code that adds to p.grad without autograd must do so, too.
             parameter.arrived = lambda name=name: this.arrived(name)
             parameter.register_post_accumulate_grad_hook(lambda p: p.arrived())
             if sum(p.nbytes for p in [*groups[-1].values(), parameter]) > bucket_bytes:
                 groups.append({})  # a parameter above the limit has a bucket of its own
             groups[-1][name] = parameter
-        # Inside of a bucket in the order of the forward: alike matrices lie at equal distances.
+        # A bucket has the order of the forward: alike matrices lie at equal distances.
         self.buckets = [Bucket(dict(reversed(group.items()))) for group in groups if group]
         self.begin(0)
 

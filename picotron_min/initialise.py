@@ -42,6 +42,6 @@ def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> 
 
 
 def initial_std(name: str, num_hidden_layers: int) -> float:
-    """0.02 as in Hugging Face's Llama; less where 2 a layer add up (Radford et al. 2019)."""
+    """0.02 as in Hugging Face's Llama; less where 2L outputs add up (Radford et al. 2019)."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return 0.02 / math.sqrt(2 * num_hidden_layers) if writes_residual else 0.02

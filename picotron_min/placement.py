@@ -27,8 +27,8 @@ class Cut(NamedTuple):
 class Placement(NamedTuple):
     """Where one parameter lies."""
 
-    cuts: tuple[Cut, ...]  # what a rank computes with; each cuts what the one before has left
-    copies: tuple[str, ...]  # axes whose ranks hold the same part: it counts where rank is 0 on all
+    cuts: tuple[Cut, ...]  # of what a rank computes with; each cuts what is left by the one before
+    copies: tuple[str, ...]  # axes whose ranks hold the same part: the first on each counts it
     sums: tuple[str, ...]  # axes that its gradient is added over, in this order
     is_hidden_matrix: bool = False  # of attention or an MLP
     further: tuple[Cut, ...] = ()  # cuts of what a rank updates and saves, where that is less
