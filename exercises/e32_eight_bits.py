@@ -173,7 +173,7 @@ not_contiguous: The bytes lie in memory as x does, here by columns: products and
 """
 
 ALSO_RIGHT = """
-def quantise(x, kind, maximum=unchanged):
+def quantise(x, kind, maximum=lambda amax: amax):
     amax = maximum(largest(x)).clamp(min=SMALLEST_AMAX)
     _, exponent = torch.frexp(torch.finfo(kind).max / amax)
     scale = torch.ldexp(torch.ones_like(amax), exponent - 1)

@@ -83,7 +83,7 @@ def on_rank(rank, case: Case) -> dict:
 
     with saved_tensors_hooks(pack, unpack):
         loss = layer(x, weights)
-    memory, moved = offload.HostMemory(), list(blocks.values())
+    memory, moved = offload.HostMemory("cpu"), list(blocks.values())
     memory.start_out(moved)
     bytes_moved = sum(block.on_host.nbytes for block in moved)
     for block in moved:

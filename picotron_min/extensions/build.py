@@ -83,10 +83,9 @@ def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:
         return _element_wise(parameters, recipe)
     from picotron_min.extensions.optimizers.muon import Muon, hidden_matrices
 
-    matrices = hidden_matrices(model.parameters, model.placements, model.axes)
-    hidden = {matrix.parameter for matrix in matrices}
-    rest = [parameter for parameter in parameters if parameter not in hidden]
-    return Muon(matrices, _element_wise(rest, recipe), recipe)
+    hidden = hidden_matrices(model.parameters, model.placements, model.axes)
+    rest = _element_wise([p for p in parameters if p not in hidden], recipe)
+    return Muon(hidden, rest, recipe)
 
 
 def _element_wise(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:

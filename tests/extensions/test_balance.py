@@ -74,11 +74,6 @@ def test_a_loss_is_measured_if_it_has_a_coefficient(coefficient):
     assert known.keys() == {name, "load_imbalance", "dropped"}
 
 
-def test_a_dense_model_has_no_such_measures():
-    dense = replace(MODEL, num_local_experts=0)
-    assert measure_balance(RoutingCounts(dense, torch.device("cpu")).table, dense, OFF) == {}
-
-
 def test_measures_are_metrics_of_a_step_like_others(tmp_path):
     log = MetricsLog(tmp_path / "m.jsonl")
     log.write(RECORD)

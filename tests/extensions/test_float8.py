@@ -179,9 +179,9 @@ def build(
     apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
     alone = SimpleNamespace(size=1, share=0.0, ledger=Ledger())
     apply_queue(model, queue)
-    workload = Workload(64, fp8=True, fp8_skip=skip)
-    in_fp8 = partial(workload.in_fp8, num_layers=config.num_hidden_layers)
-    apply_float8(model, Boundary(alone, queue), in_fp8, "cpu", dtype, compiles)
+    model.boundary, options = Boundary(alone, queue), {"fp8_skip": skip, "compile": compiles}
+    name = str(dtype).removeprefix("torch.")
+    apply_float8(model, Workload(64, dtype=name, fp8=True, **options), "cpu")
     apply_copies(model, dtype) if dtype == torch.bfloat16 else model.to(dtype)
     for linear in linears(model).values():
         linear.weight.grad = torch.zeros_like(linear.weight)

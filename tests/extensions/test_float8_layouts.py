@@ -235,7 +235,8 @@ def mlp_of(kind: type[Boundary], axis) -> list[Tensor]:
     """Of an MLP that is not cut: output, gradient of x, and of the weights."""
     torch.manual_seed(0)
     model = Llama(ModelConfig(61, HIDDEN, 48, 1, 4, 4)).double()
-    apply_float8(model, kind(axis, WeightGradients()), lambda _: True, "cpu", torch.float64)
+    model.boundary = kind(axis, WeightGradients())
+    apply_float8(model, Workload(16, dtype="float64", fp8=True), "cpu")
     mlp = model.model.layers["0"].mlp
     for linear in linears(mlp).values():
         linear.refresh()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.optimizers.muon import Matrix, Muon, orthogonalise
+from picotron_min.extensions.optimizers.muon import Muon, orthogonalise
 from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer
@@ -47,7 +47,7 @@ def updated(optimizer_of, weights: list[Tensor], gradients: list[list[Tensor]]) 
 
 
 def ours(parameters: list[nn.Parameter], recipe: Recipe = RECIPE) -> torch.optim.Optimizer:
-    return Muon([Matrix(p, None) for p in parameters], build_optimizer([], recipe), recipe)
+    return Muon(dict.fromkeys(parameters), build_optimizer([], recipe), recipe)
 
 
 def theirs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -113,7 +113,7 @@ def parts_of_tensor_parallel_ranks(dim: int) -> list[tuple[Tensor, Tensor]]:
         return whole.chunk(axis.size, dim)[axis.rank].contiguous()
 
     def in_parts(parameters):
-        matrices = [Matrix(p, (axis, dim)) for p in parameters]
+        matrices = dict.fromkeys(parameters, (axis, dim))
         return Muon(matrices, build_optimizer([], RECIPE), RECIPE)
 
     parts = updated(
@@ -277,7 +277,7 @@ def test_muon_needs_one_state_a_hidden_matrix():
 def test_a_rank_that_has_no_matrix_still_steps():
     norm = nn.Parameter(torch.ones(4))
     norm.grad = torch.ones(4)
-    optimizer = Muon([], build_optimizer([norm], RECIPE), RECIPE)
+    optimizer = Muon({}, build_optimizer([norm], RECIPE), RECIPE)
     for group in optimizer.param_groups:
         group["lr"] = 0.5  # as a step does: all groups are reached
     optimizer.step()

@@ -184,8 +184,6 @@ COPY, EMPTY_LIKE = Tensor.copy_, torch.empty_like
 class FakeStream:
     """A GPU's queue of copies, which are done as late as may be: when another stream waits."""
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
         self.copies, self.pinned, self.has_waited = [], [], False
 
@@ -200,7 +198,7 @@ class FakeStream:
 
 @contextmanager
 def fake_gpu():
-    """What PinnedMemory calls: a stream that computes at once, and one beside it."""
+    """What HostMemory calls: a stream that computes at once, and one beside it."""
     current = [FakeStream()]
 
     @contextmanager
@@ -223,6 +221,7 @@ def fake_gpu():
     def empty(like: Tensor, pin_memory: bool = False, **options) -> Tensor:
         if like.dtype != torch.uint8:  # not for offload
             return EMPTY_LIKE(like, **options)
+        assert options == {"device": "cpu" if pin_memory else "cuda"}
         tensor = EMPTY_LIKE(like).fill_(255)  # four such bytes are a NaN
         if pin_memory:
             tensor.pinned = True

@@ -1,6 +1,5 @@
 """Balance: how evenly a step used the experts, from what the routers have counted."""
 
-from collections.abc import Mapping
 from statistics import fmean
 
 from torch import Tensor
@@ -9,35 +8,23 @@ from picotron_min.extensions.experts.router import LOSSES, RoutingCounts
 from picotron_min.extensions.settings import ModelConfig, Routing
 
 
-def measure_balance(
-    routed: Tensor, model_config: ModelConfig, routing: Routing
-) -> Mapping[str, float | list[float | None] | None]:
+def measure_balance(routed: Tensor, model_config: ModelConfig, routing: Routing) -> dict:
     """Means over the layers with experts, and lists of all layers; see RoutingCounts for `routed`.
 
     Losses are means over tokens, without their coefficient; None if the coefficient is 0. With
     equal scores a balance loss is 1 however uneven the choices are. Hence `load_imbalance`: the
     tokens of the busiest expert, divided by the mean. `dropped` is a share of (token, expert).
     """
-    layers = [
-        _of_layer(row, model_config, routing) if model_config.has_experts(i) else {}
-        for i, row in enumerate(routed.tolist())
-    ]
-    mixtures, measures = [layer for layer in layers if layer], {}
-    for name in mixtures[0] if mixtures else ():
-        values = [layer[name] for layer in mixtures]
-        measures[name] = None if None in values else fmean(values)
-        measures[f"{name}_per_layer"] = [layer.get(name) for layer in layers]
-    return measures
-
-
-def _of_layer(
-    row: list[float], model_config: ModelConfig, routing: Routing
-) -> dict[str, float | None]:
     X, k = model_config.num_local_experts, model_config.num_experts_per_tok
-    counts, rest = row[:X], dict(zip(RoutingCounts.COLUMNS, row[X:], strict=True))
-    measures = {
-        name: rest[name] / rest["tokens"] if getattr(routing, coefficient) else None
-        for name, coefficient in LOSSES.items()
-    }
-    measures["load_imbalance"] = max(counts) / fmean(counts)
-    return measures | {"dropped": rest["dropped"] / (k * rest["tokens"])}
+    counts, columns = routed[:, :X], dict(zip(RoutingCounts.COLUMNS, routed[:, X:].T, strict=True))
+    tokens, measures = columns["tokens"], {}
+    of_layers = {name: columns[name] / tokens for name in LOSSES if getattr(routing, LOSSES[name])}
+    of_layers["load_imbalance"] = counts.amax(1) / counts.mean(1)
+    of_layers["dropped"] = columns["dropped"] / (k * tokens)
+    has_experts = [*map(model_config.has_experts, range(len(routed)))]
+    for name in (*LOSSES, "load_imbalance", "dropped"):
+        values = of_layers[name].tolist() if name in of_layers else [None] * len(routed)
+        values = [value if has else None for value, has in zip(values, has_experts, strict=True)]
+        known = [value for value in values if value is not None]
+        measures |= {name: fmean(known) if known else None, f"{name}_per_layer": values}
+    return measures

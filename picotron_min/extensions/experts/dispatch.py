@@ -4,23 +4,18 @@
     rank 1   experts 2 3                                    | to rank 0 | to rank 1 |
                                  all-to-all, experts compute, all-to-all back, weighted sums
 
-Experts lie on a second grid over the ranks of a stage: not (dp, cp, tp) but (edp, ep, etp), see
-mesh.py. ep ranks have different experts; etp ranks have parts of the same ones, as in tensor
-parallelism: a token goes to all of them, and its sender adds what comes back. edp ranks hold the
-same parts. Each rank brings tokens of its own, so an expert's gradient is the sum over edp.
+The ranks of a stage are on a second grid, not (dp, cp, tp) but (edp, ep, etp): see README.md. etp
+ranks have parts of the same experts, as in tensor parallelism: a token goes to all of them, and its
+sender adds what comes back. Each rank brings tokens of its own, so gradients are summed over edp.
 
 Bytes that all ranks of ep_etp together send for a layer and a micro-batch. A row has b bytes, its
 weight w (4 or 8); r rows leave their rank, of n tokens about n k etp (1 - 1/(ep etp)):
 
     alltoall     forward 2 r b + r w, backward the same; and counts of rows, 8 bytes each
     allgather    forward for each token 2 (ep etp - 1) (b + k w / 2) and its choices,
-                 8 k (ep etp - 1), backward the first again: more, unless k is at least about ep,
-                 but all messages have one size
+                 8 k (ep etp - 1), backward the first again
 
-Recomputation sends the first messages of forward again. Without sequence parallelism each tp rank
-routes its part of the sequence, and sends (tp-1)/tp of the whole's bytes forward, and backward.
 Source: Lepikhin et al. 2020, "GShard"; Liu et al. 2025, "MoE Parallel Folding", for the two grids.
-In production: Megatron-LM's `MoEAlltoAllTokenDispatcher`.
 """
 
 from collections.abc import Callable
@@ -30,15 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron_min.collectives import (
-    Axis,
-    Conjugate,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-)
-from picotron_min.extensions.experts.moe import Dispatch, Limit, Pairs, Run, mixtures, on_device
+from picotron_min import collectives
+from picotron_min.collectives import Axis, Conjugate, all_gather, all_reduce, all_to_all
+from picotron_min.extensions.experts.moe import Dispatch, Limit, Pairs, mixtures, on_device
 from picotron_min.extensions.experts.router import count
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
@@ -60,17 +49,17 @@ def apply_expert_parallel(model: Llama, axes: Axes, engine: str, sequence_parall
             kind = {"alltoall": AllToAllDispatch, "allgather": GatherDispatch}[engine]
             moe.dispatch = kind(moe.limit, axes)
         if axes.tp.size > 1 and not sequence_parallel:  # else each rank has its own tokens already
-            own, whole = partial(_own, axes.tp), partial(all_gather, axis=axes.tp, dim=1)
+            whole = partial(all_gather, axis=axes.tp, dim=1)
+
+            def own(x: Tensor) -> Tensor:  # [B, S, E] -> [B, S/tp, E]
+                return x.chunk(axes.tp.size, dim=1)[axes.tp.rank].contiguous()
+
             # What is whole, and its gradient, are the same on all ranks: so backward sums nothing.
             # torch.compile cannot look into messages.
             moe.split = torch.compiler.disable(partial(Conjugate.apply, own, whole))
             moe.join = torch.compiler.disable(partial(Conjugate.apply, whole, own))
         moe.gate.sum_over_sequences = partial(all_reduce, axis=axes.cp_tp)
         moe.gate.sum_over_batch = partial(all_reduce, axis=axes.dp)
-
-
-def _own(axis: Axis, x: Tensor) -> Tensor:  # [B, S, E] -> [B, S/n, E]
-    return x.chunk(axis.size, dim=1)[axis.rank].contiguous()
 
 
 class AllToAllDispatch(Dispatch):
@@ -81,7 +70,7 @@ class AllToAllDispatch(Dispatch):
         self.axis, self.ep, self.etp = axes.ep_etp, axes.ep.size, axes.etp.size
 
     def __call__(
-        self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
+        self, x: Tensor, weights: Tensor, experts: Tensor, run: Callable, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
         # How many rows of each expert leave for each rank, and arrive from it: [ep etp, X/ep].
         rows_each, shape = self.limit.rows_each(len(x)), (self.ep, 1, self.num_experts // self.ep)
@@ -175,10 +164,10 @@ class GatherDispatch(Dispatch):
         self.first = axes.ep.rank * self.num_experts
 
     def __call__(
-        self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
+        self, x: Tensor, weights: Tensor, experts: Tensor, run: Callable, meanwhile: Callable
     ) -> tuple[Tensor, Tensor | None]:
         gather = partial(all_gather, axis=self.axis, dim=0)  # [n, ..] -> [n ranks, ..]
-        add = partial(reduce_scatter, axis=self.axis, dim=0)  # and back: the sum of all ranks'
+        add = partial(collectives.reduce_scatter, axis=self.axis, dim=0)  # the sum of all ranks'
         x, weights = Conjugate.apply(gather, add, x), Conjugate.apply(gather, add, weights)
         mine = gather(experts) - self.first
         is_here = (mine >= 0) & (mine < self.num_experts)

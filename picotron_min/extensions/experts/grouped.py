@@ -5,10 +5,9 @@
 
 The loop is MoE.run in moe.py, which computes the same. Experts stay parameters of their own: their
 weights are views of the one tensor, and backward adds to each expert's gradient, as in linear.py.
-
-In production: `torch.nn.functional.grouped_mm`, which this is built on; Megatron-LM's `GroupedMLP`.
 """
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from picotron_min.extensions.experts.moe import mixtures, on_device
 from picotron_min.extensions.overlap.linear import Linear, WeightGradients, take_apart
 from picotron_min.loss import wide
-from picotron_min.model import MLP, Llama
+from picotron_min.model import Llama
 
 
 def apply_grouped_experts(
@@ -33,23 +32,18 @@ def apply_grouped_experts(
         return  # torch has no kernel for these: the loop remains
     take_apart(model)
     for moe in mixtures(model):
-        moe.run = GroupedExperts(list(moe.experts.values()), queue)
+        projections = zip(*(expert.children() for expert in moe.experts.values()), strict=True)
+        moe.run = partial(run_together, *(Stack(list(linears), queue) for linears in projections))
 
 
-class GroupedExperts:
-    """In place of MoE.run: three products for all experts of a rank."""
-
-    def __init__(self, experts: list[MLP], queue: WeightGradients) -> None:
-        self.gate = Stack([expert.gate_proj for expert in experts], queue)
-        self.up = Stack([expert.up_proj for expert in experts], queue)
-        self.down = Stack([expert.down_proj for expert in experts], queue)
-
-    def __call__(self, rows: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
-        """rows [r, E], sorted by expert, and their weights [r] -> [r, E]"""
-        ends = on_device(list(accumulate(sizes)), rows.device).int()
-        gate, up = (_Product.apply(stack, ends, rows) for stack in (self.gate, self.up))
-        inner = wide(F.silu(gate) * up) * weights[:, None]
-        return _Product.apply(self.down, ends, inner.to(rows.dtype))
+def run_together(
+    gate: "Stack", up: "Stack", down: "Stack", rows: Tensor, sizes: list[int], weights: Tensor
+) -> Tensor:
+    """In place of MoE.run, rows [r, E] -> [r, E]: three products for all experts of a rank."""
+    ends = on_device(list(accumulate(sizes)), rows.device).int()  # of the rows of each expert
+    inner = F.silu(_Product.apply(gate, ends, rows)) * _Product.apply(up, ends, rows)
+    inner = wide(inner) * weights[:, None]
+    return _Product.apply(down, ends, inner.to(rows.dtype))
 
 
 class Stack:
@@ -72,7 +66,7 @@ class Stack:
 
     def add_weight_gradient(self, x_ends: tuple[Tensor, Tensor], dy: Tensor) -> None:
         """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
-        x, ends = x_ends  # where each expert's rows end; one without rows gets zeros
+        x, ends = x_ends  # an expert without rows gets zeros
         gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]
         joined = joined_view([linear.gradient for linear in self.linears])
         if joined is None:  # sharded, or in several buckets

@@ -48,6 +48,7 @@ class Mixture(ModelConfig):
         """What contradicts itself, or what no published architecture computes."""
         X, k, dense = self.num_local_experts, self.num_experts_per_tok, set(self.mlp_only_layers)
         groups, best, layers = self.n_group, self.topk_group, self.num_hidden_layers
+        each = X // groups
         if k > X:
             yield f"num_experts_per_tok={k} exceeds num_local_experts={X}: use at most {X}"
         if k == 1 and self.norm_topk_prob:
@@ -56,27 +57,23 @@ class Mixture(ModelConfig):
         if dense and not dense < set(range(layers)):
             why = f"must name some, not all, of the layers 0 to {layers - 1}"
             yield f"mlp_only_layers={sorted(dense)}: {why}"
-        if groups > 1 and (X % groups or X // groups < 2):
-            why = f"does not cut num_local_experts={X} into equal groups of two or more"
+        if groups > 1 and (X % groups or each < 2):
             good = [n for n in range(1, X // 2 + 1) if X % n == 0]
+            why = f"does not cut num_local_experts={X} into equal groups of two or more"
             yield f"n_group={groups} {why}: use one of {good}"
-        elif k <= X and (best > groups or best * (X // groups) < k):
-            lowest = -(-k // (X // groups))
-            why = f"num_experts_per_tok={k} of n_group={groups} groups of {X // groups}"
-            yield f"topk_group={best} does not fit {why}: use {lowest} to {groups}"
-        if self.scoring_func == "softmax":
-            if groups > 1 or self.routed_scaling_factor != 1:
-                yield 'n_group and routed_scaling_factor other than 1 need scoring_func="sigmoid"'
-            if self.n_shared_experts and not self.moe_shared_expert_gate:
-                why = 'with scoring_func="softmax" needs moe_shared_expert_gate=true'
-                yield f"n_shared_experts={self.n_shared_experts} {why}, or scoring_func sigmoid"
-        elif self.moe_shared_expert_gate:
-            yield 'moe_shared_expert_gate needs scoring_func="softmax": set it to false'
-        elif dense != set(range(len(dense))):
-            why = 'with scoring_func="sigmoid" only the first layers can be without experts'
-            yield f"mlp_only_layers={sorted(dense)}: {why}, as in {list(range(len(dense)))}"
-        if self.moe_shared_expert_gate and not self.n_shared_experts:
-            yield "moe_shared_expert_gate=true needs n_shared_experts of 1 or more"
+        elif k <= X and not -(-k // each) <= best <= groups:
+            why = f"num_experts_per_tok={k} of n_group={groups} groups of {each}"
+            yield f"topk_group={best} does not fit {why}: use {-(-k // each)} to {groups}"
+        shared, gate, first = self.n_shared_experts, self.moe_shared_expert_gate, len(dense)
+        if self.scoring_func == "sigmoid":
+            fits = not gate and dense == set(range(first))
+            needs = f"moe_shared_expert_gate=false, and of {first} dense layers the first ones"
+        else:
+            fits = groups == self.routed_scaling_factor == 1 and gate == (shared > 0)
+            needs = "n_group=1, routed_scaling_factor=1, and moe_shared_expert_gate=true exactly "
+            needs += f"if n_shared_experts={shared} is above 0"
+        if not fits:
+            yield f'scoring_func="{self.scoring_func}" needs {needs}: change these, or it'
 
     def has_experts(self, layer: int) -> bool:
         return self.num_local_experts > 0 and layer not in self.mlp_only_layers

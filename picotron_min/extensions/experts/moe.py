@@ -4,11 +4,9 @@
     token 1   experts 3, 2  +-> ------------------->  expert 2   tokens 0, 1  -+   for each token
     token 2   experts 0, 3 -+                         expert 3   tokens 1, 2   +
 
-So a model can have many parameters, of which a token costs only a few. router.py chooses the
-experts; this file runs them on one device; dispatch.py spreads them over ranks.
-
-Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; shared experts, Dai et al. 2024,
-"DeepSeekMoE". In production: Hugging Face's `MixtralSparseMoeBlock`, Megatron-LM's `MoELayer`.
+router.py chooses the experts; this file runs them on one device; dispatch.py spreads them over
+ranks. Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; shared experts, Dai et al.
+2024, "DeepSeekMoE". In production: Hugging Face's `MixtralSparseMoeBlock`, Megatron's `MoELayer`.
 """
 
 import math
@@ -25,7 +23,7 @@ from picotron_min.extensions.settings import ModelConfig, Routing
 from picotron_min.loss import wide
 from picotron_min.model import MLP, Llama
 
-Run = Callable[[Tensor, list[int], Tensor], Tensor]  # MoE.run: rows, rows of each expert, weights
+Routed = tuple[Tensor, Tensor | None]  # what routed and shared experts make of tokens
 
 
 def apply_moe(model: Llama, routing: Routing, tally: RoutingCounts) -> None:
@@ -47,13 +45,11 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         E, inner, X = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
+        n, is_gated = config.n_shared_experts, config.moe_shared_expert_gate
         self.gate = Router(config, routing, tally, layer)
         self.experts = nn.ModuleDict({str(e): Expert(E, inner) for e in range(X)})
-        self.shared_experts = self.shared_expert_gate = None
-        if config.n_shared_experts:
-            self.shared_experts = MLP(E, config.n_shared_experts * inner)
-        if config.moe_shared_expert_gate:
-            self.shared_expert_gate = nn.Linear(E, 1, bias=False)
+        self.shared_experts = MLP(E, n * inner) if n else None
+        self.shared_expert_gate = nn.Linear(E, 1, bias=False) if is_gated else None
         self.limit = Limit(X, config.num_experts_per_tok, routing)
         self.dispatch = Dispatch(self.limit)
         self.split = self.join = lambda x: x  # the sequence, over tp: see dispatch.py
@@ -66,9 +62,7 @@ class MoE(nn.Module):
         return routed if shared is None else routed + shared
 
     @torch.compiler.disable  # how many rows an expert has changes in every call
-    def mix(
-        self, x: Tensor, tokens: Tensor, weights: Tensor, experts: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def mix(self, x: Tensor, tokens: Tensor, weights: Tensor, experts: Tensor) -> Routed:
         """Run the experts [B, S, k] chosen for tokens [B, S, E], and shared ones on x."""
         weights, experts = weights.flatten(0, 1), experts.flatten(0, 1)  # [n, k]
         experts = self.limit(weights, experts)
@@ -145,14 +139,16 @@ class Dispatch:
         self.ranks = 1  # whose tokens are here
 
     def __call__(
-        self, x: Tensor, weights: Tensor, experts: Tensor, run: Run, meanwhile: Callable
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [n, E], weights and experts [n, k] -> the weighted sum [n, E], and `meanwhile()`."""
+        self, x: Tensor, weights: Tensor, experts: Tensor, run: Callable, meanwhile: Callable
+    ) -> Routed:
+        """x [n, E], weights and experts [n, k] -> the weighted sum [n, E], and `meanwhile()`.
+
+        `run` is MoE.run, for the experts of this rank.
+        """
         # First, because torch's checkpoint ends a repeated forward at the last tensor that it
         # needs, the experts' last input. Shared experts after it would make all run again.
         shared = meanwhile()
-        rows_each = self.limit.rows_each(len(x) // self.ranks)
-        if rows_each:
+        if rows_each := self.limit.rows_each(len(x) // self.ranks):
             rows_each *= self.ranks
             sizes = [rows_each] * self.num_experts
         else:  # the host waits for a GPU, to learn the numbers of rows

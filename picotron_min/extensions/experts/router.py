@@ -10,18 +10,16 @@ There are two remedies:
     a bias           is added to the scores, but only to choose; it rises where tokens are few
 
 A balance loss is a sum over tokens, as the cross entropy is, and the step divides both by the
-number of target tokens: no rank, micro-batch or pipeline stage needs a factor. It is never added to
-the cross entropy, which is reported; only its gradient is added to the gradient of the scores.
+number of target tokens: no rank, micro-batch or pipeline stage needs a factor. Only its gradient is
+added, to the gradient of the scores; the loss that is reported stays the cross entropy.
 
-Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; the loss, Fedus et al. 2021,
-"Switch Transformers", section 2.2; the bias, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing
-Strategy". In production: Megatron-LM's `TopKRouter`.
+Source: Fedus et al. 2021, "Switch Transformers", section 2.2; the bias, Wang et al. 2024,
+"Auxiliary-Loss-Free Load Balancing Strategy". In production: Megatron-LM's `TopKRouter`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -122,20 +120,19 @@ class _Attach(torch.autograd.Function):
 
 
 def force_balance(routers: Iterable[Router], seq_length: int, positions: Tensor) -> None:
-    """Replace routers' choices by random ones, in place: benchmarks then measure an even routing.
+    """Replace routers' logits by random ones, in place: benchmarks then measure an even routing.
 
-    Logits depend on the layer and the position alone; `positions` [S/cp/tp] are this rank's.
+    They depend on the layer and the position alone; `positions` [S/cp/tp] are this rank's.
     """
     for router in routers:
-        generator = torch.Generator().manual_seed(router.layer)
-        table = torch.randn(seq_length, len(router.weight), generator=generator)[positions.cpu()]
-        router.logits = partial(_forced, router.logits, table.to(positions.device))
+        generator, shape = torch.Generator().manual_seed(router.layer), router.weight.shape
+        table = torch.randn(seq_length, shape[0], generator=generator).to(positions.device)
 
+        def forced(x: Tensor, own=router.logits, table=table[positions]) -> Tensor:
+            logits = own(x)  # they get the gradient: the work of a step stays the same
+            return logits - logits.detach() + table
 
-def _forced(logits: Callable[[Tensor], Tensor], table: Tensor, x: Tensor) -> Tensor:
-    own = logits(x)
-    # The table, exactly, but the gradient goes to `own`: the work of a step stays the same.
-    return own - own.detach() + table
+        router.logits = forced
 
 
 def route(
@@ -166,8 +163,7 @@ def route(
 class RoutingCounts:
     """What the routers of a rank count in a step: a row for each layer of the whole model.
 
-    A row has the tokens of each expert, without dropped ones, then COLUMNS. Forwards that are run
-    again, for backward, are not counted: see memory/recompute.py.
+    A row has the tokens of each expert, without dropped ones, then COLUMNS.
     """
 
     COLUMNS = ("dropped", "tokens", *LOSSES)  # after the experts
@@ -175,7 +171,7 @@ class RoutingCounts:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         X, layers = config.num_local_experts, config.num_hidden_layers
         kind = {"dtype": torch.float64, "device": device}
-        self.num_experts, self.is_paused = X, False
+        self.num_experts, self.is_paused = X, False  # while a forward is run again, for backward
         self.table = torch.zeros(layers, X + len(self.COLUMNS), **kind)
         self.counts_of_step = torch.zeros(layers, X, **kind)  # for the global balance
 

@@ -1,21 +1,18 @@
 """Offload: what layers save for backward waits in the host's memory, which is larger than a GPU's.
 
-A layer's activations are idle from its forward to its backward. Those of the first layers, which
-are idle longest, are copied out while the next layer runs forward, and back in while the next layer
-runs backward. With 4 layers, of which the first 3 are offloaded:
+Those of the first layers are idle longest. They are copied out while the next layer runs forward,
+and back in while it runs backward. With 4 layers, of which the first 3 are offloaded:
 
     compute   F0 | F1    | F2    | F3    | B3   | B2   | B1   | B0
     copies         0 out   1 out   2 out   2 in   1 in   0 in
 
-So at most two offloaded layers are on the GPU at a time. The last layer of a stage stays: its
-backward follows its forward at once, or comes as soon as the next stage allows.
-
-Cost: a layer's saved bytes (see planner/activations.py) out and in, once each a micro-batch. The
-copies are hidden if they take no longer than the layer computes: see README.md.
+So at most two offloaded layers are on the GPU at a time. The last layer of a stage stays, because
+its backward comes first. What it costs, and when the copies are hidden: see README.md.
 Source: Rhu et al. 2016, "vDNN", section 3. In production: Transformer Engine's
 `get_cpu_offload_context`; `torch.autograd.graph.save_on_cpu`, which waits for each copy.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -31,15 +28,14 @@ from picotron_min.model import DecoderLayer, Llama
 def apply_offload(model: Llama, num_layers: int, device_type: str) -> None:
     """Offload what the first layers of a stage save, in place; at least one other must follow.
 
-    To be called after recompute and compile, which decide what is saved, and before Sharding:
-    a layer's weights must be gathered when `run` begins, which must not take them for activations.
+    After recompute and compile, which decide what is saved, and before Sharding: when `run` begins,
+    a layer's weights must be gathered, or they would be taken for activations.
     """
     if not num_layers:
         return
-    memory = PinnedMemory() if device_type == "cuda" else HostMemory()
     # A stage's input stays with the pipeline, which needs its gradient, and then its memory.
     keeps_input = isinstance(model.model.embed_tokens, nn.Identity)
-    offload = Offload(memory, num_layers, keeps_input)
+    offload = Offload(HostMemory(device_type), num_layers, keeps_input)
     # And the next layer, which is not offloaded: while it runs, the last copies leave and return.
     for i, layer in enumerate([*model.model.layers.values()][: num_layers + 1]):
         layer.forward = partial(offload.run, i, layer, layer.forward)
@@ -128,47 +124,38 @@ def _unpack(saved: Tensor | Saved) -> Tensor:
 
 
 class HostMemory:
-    """Copies on a CPU, at once and in the same memory: for tests and for reading; saves nothing."""
+    """Copies between a device and its host, on a stream beside the one that computes.
 
-    def start_out(self, blocks) -> None:
+    A CPU's streams copy at once, and within the same memory: that is for tests, and saves nothing.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type, self.torch = device_type, torch.get_device_module(device_type)
+        self.stream = self.torch.Stream()
+
+    def start_out(self, blocks: Iterable[Block]) -> None:
         """Begin to copy blocks from the device; until `finish` they must stay there."""
-        for block in blocks:
-            block.on_host = block.on_device.clone()
-
-    def start_in(self, blocks) -> None:
-        """Begin to copy blocks to the device; until `finish` they must not be read."""
-        for block in blocks:
-            block.on_device, block.on_host = block.on_host, None
-
-    def finish(self) -> None:
-        """Return, or let the device wait, until all copies are complete."""
-
-
-class PinnedMemory(HostMemory):
-    """Copies between a GPU and its host, on a stream beside the one that computes."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-
-    def start_out(self, blocks) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())  # until the blocks are computed
-        with torch.cuda.stream(self.stream):
+        pins = self.device_type != "cpu"
+        self.stream.wait_stream(self.torch.current_stream())  # until the blocks are computed
+        with self.torch.stream(self.stream):
             for block in blocks:
                 # Pinned: the GPU copies by itself, while the host continues. Such memory is slow
                 # to get, so torch keeps it for the next blocks.
-                block.on_host = torch.empty_like(block.on_device, device="cpu", pin_memory=True)
+                block.on_host = torch.empty_like(block.on_device, device="cpu", pin_memory=pins)
                 block.on_host.copy_(block.on_device, non_blocking=True)
 
-    def start_in(self, blocks) -> None:
+    def start_in(self, blocks: Iterable[Block]) -> None:
+        """Begin to copy blocks to the device; until `finish` they must not be read."""
         for block in blocks:  # allocated on the stream that computes, since it is freed there
-            block.on_device = torch.empty_like(block.on_host, device=self.stream.device)
-        self.stream.wait_stream(torch.cuda.current_stream())  # until earlier uses of it are over
-        with torch.cuda.stream(self.stream):
+            block.on_device = torch.empty_like(block.on_host, device=self.device_type)
+        self.stream.wait_stream(self.torch.current_stream())  # until earlier uses of it are over
+        with self.torch.stream(self.stream):
             for block in blocks:
                 block.on_device.copy_(block.on_host, non_blocking=True)
                 block.on_host = None
 
     def finish(self) -> None:
+        """Let the device wait until all copies are complete."""
         # The GPU waits, not the host. What is freed or used after this needs no `record_stream`,
         # with which a host that is some layers ahead could not use freed memory again yet.
-        torch.cuda.current_stream().wait_stream(self.stream)
+        self.torch.current_stream().wait_stream(self.stream)

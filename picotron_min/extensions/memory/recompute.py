@@ -4,9 +4,9 @@
                            selective    all but those inside attention
                            full         the input of each layer, [B, S, E]
 
-Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4. Selective is
-coarser than Korthikanti et al. 2022, section 5, who keep q, k and v: fused attention has little to
-recompute but them. In production: `torch.utils.checkpoint`, which this is built on.
+Selective is coarser than Korthikanti et al. 2022, section 5, who keep q, k and v: fused attention
+has little to recompute but them. Source: Chen et al. 2016, "Training Deep Nets with Sublinear
+Memory Cost", section 4. In production: `torch.utils.checkpoint`, which this is built on.
 """
 
 from collections.abc import Callable

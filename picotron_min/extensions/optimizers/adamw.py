@@ -4,12 +4,10 @@
     v <- b2 v + (1 - b2) g^2      whose digits are 1/128 apart between 1 and 2
 
 In bfloat16 v can get stuck. When gradients have become small, a step takes the fraction 1 - b2
-of v away; if that is less than half a digit, rounding to nearest restores v. With b2 = 0.999 and
-gradients a tenth as large as before, updates stay 5 times too small if gradients are constant, and
-13 times if they are random. At b2 = 0.99 v follows.
+of v away; if that is less than half a digit, rounding to nearest restores v. At b2 = 0.99 v
+follows; README.md has numbers.
 
-Source: AdamW, Loshchilov and Hutter 2019; rounding, Zamirai et al. 2020, "Revisiting BFloat16
-Training". In production: torchao's `AdamW8bit`, with one scale for each block of numbers.
+Source: Zamirai et al. 2020, "Revisiting BFloat16 Training".
 """
 
 import math

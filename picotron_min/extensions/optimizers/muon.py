@@ -8,21 +8,16 @@ keeps the directions and makes all their lengths equal:
                |  |  +-- directions of the input             S of a gradient: 9, 2, 0.1, 0.01, ...
                +--+----- directions of the output, and how much each matters
 
-A few products of matrices do it, without a decomposition. They need the whole matrix: each tensor-
-parallel rank gathers the others' parts, computes the same, and keeps its own part. AdamW updates
-the embedding, lm_head, norms and routers, with the same learning rate and weight decay: an update
-of Muon is scaled to the usual size of AdamW's.
+A few products of matrices do it, without a decomposition: 5 (4 k^2 l + 2 k^3) FLOPs for a matrix of
+k x l, k <= l. They need the whole matrix: each tensor-parallel rank gathers the others' parts,
+computes the same, and keeps its own part. AdamW updates the embedding, lm_head, norms and routers.
 
-Cost: one state instead of AdamW's two. 5 (4 k^2 l + 2 k^3) FLOPs for a matrix of k x l, k <= l: for
-a model of 8B and a million tokens a step, 1.4% of its FLOPs if no rank repeats another's work.
-With tp a step gathers updates: (tp-1)/tp of the matrices' bytes in the compute dtype.
-Source: Jordan et al. 2024, "Muon"; scaling, Liu et al. 2025, "Muon is Scalable for LLM Training",
-section 2.2. In production: `torch.optim.Muon`, which knows no tensor parallelism.
+Source: Jordan et al. 2024, "Muon"; the size of an update, Liu et al. 2025, "Muon is Scalable for
+LLM Training", section 2.2. In production: `torch.optim.Muon`, which knows no tensor parallelism.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -32,39 +27,31 @@ from picotron_min.extensions.settings import Recipe
 from picotron_min.mesh import Axes
 from picotron_min.placement import Placement
 
-
-class Matrix(NamedTuple):
-    """A hidden matrix, or this rank's part of it."""
-
-    parameter: nn.Parameter
-    cut: tuple[Axis, int] | None  # the axis and dim that it is cut along
+Matrices = dict[nn.Parameter, tuple[Axis, int] | None]  # with the axis and dim that each is cut by
 
 
 def hidden_matrices(
     parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], axes: Axes
-) -> list[Matrix]:
+) -> Matrices:
     """Those of the parameters, by saved name, that Muon updates: of attention and of MLPs."""
-    matrices = []
+    matrices = {}
     for name, parameter in parameters.items():
         if placements[name].is_hidden_matrix:
-            # An expert has an owner in ep, which has all of it: only etp may cut it.
+            # tp cuts it, or etp an expert, of which its owner in ep has all.
             cuts = [(axes[cut.axis], cut.dim) for cut in placements[name].cuts if cut.owner is None]
-            cut, *more = [(axis, dim) for axis, dim in cuts if axis.size > 1] or [None]
-            assert not more, f"{name}: Muon gathers over one axis"
-            matrices.append(Matrix(parameter, cut))
+            matrices[parameter] = next((cut for cut in cuts if cut[0].size > 1), None)
     return matrices
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for matrices; `rest`, an AdamW for all other parameters, steps along with it."""
 
-    def __init__(self, matrices: Sequence[Matrix], rest: torch.optim.AdamW, recipe: Recipe) -> None:
-        group = {"params": [matrix.parameter for matrix in matrices]}  # none on some ranks
+    def __init__(self, matrices: Matrices, rest: torch.optim.AdamW, recipe: Recipe) -> None:
         defaults = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay}
-        super().__init__([group], defaults)
+        super().__init__([{"params": list(matrices)}], defaults)  # none on some ranks
         self.matrices, self.rest, self.momentum = matrices, rest, recipe.momentum
         self.dtype = getattr(torch, recipe.dtype)
-        for parameter in group["params"]:
+        for parameter in matrices:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         # One optimizer to the outside: a learning rate that is set in these groups is that of rest.
         self.param_groups += rest.param_groups
@@ -75,7 +62,7 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         self.rest.step()
         rate, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        for parameter, cut in self.matrices:
+        for parameter, cut in self.matrices.items():
             gradient, average = parameter.grad, self.state[parameter]["momentum_buffer"]
             average.lerp_(gradient, 1 - self.momentum)
             # Nesterov's: the average that the next step would have if its gradient were this one's.

@@ -1,7 +1,5 @@
 """Precision: linears compute in fewer bits than their weights have, in bfloat16 copies or FP8."""
 
-from functools import partial
-
 import torch
 
 from picotron_min.extension import Extension
@@ -21,9 +19,7 @@ class Precision(Extension):
     def connect(self, model: Llama, table: Table) -> None:
         take_apart(model)  # while the weights are in the modules
         if self.workload.fp8:
-            in_fp8 = partial(self.workload.in_fp8, num_layers=model.config.num_hidden_layers)
-            kind = self.device.type, self.dtype, self.workload.compile
-            apply_float8(model, model.boundary, in_fp8, *kind)
+            apply_float8(model, self.workload, self.device.type)
 
     def wrap(self, model: Llama) -> None:
         if self.dtype == torch.bfloat16:  # sharded weights are gathered in it

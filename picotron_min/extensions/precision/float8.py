@@ -6,15 +6,12 @@
     E5M2        5          2          57344     gradients: a wider range
 
 A tensor's numbers may lie outside of both ranges. So it is scaled before it is rounded, by as much
-as its largest number allows, and the product of two tensors is scaled back:
+as its own largest number allows, and the product of two tensors is scaled back:
 
     amax = max |x|      scale = 448 / amax, down to a power of two      bytes = round(scale x)
     x W^T  =  bytes_x bytes_W^T / (scale_x scale_W)
 
-This is current scaling: amax is that of the tensor itself, not of earlier steps.
-
-Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning". In production: `torchao.float8`,
-TransformerEngine.
+Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
 import math
@@ -53,12 +50,8 @@ class Float8(NamedTuple):
         return lambda part: function(self._replace(bytes=part))
 
 
-def unchanged(amax: Tensor) -> Tensor:
-    return amax
-
-
 def quantise(
-    x: Tensor, kind: torch.dtype, maximum: Callable[[Tensor], Tensor] = unchanged
+    x: Tensor, kind: torch.dtype, maximum: Callable[[Tensor], Tensor] = lambda amax: amax
 ) -> Float8:
     """Round x to 8 bits. `maximum` makes amax that of all ranks which have a part of x."""
     amax = maximum(largest(x))
@@ -81,11 +74,10 @@ def largest(x: Tensor) -> Tensor:
     return amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
 
 
-Product = Callable[[Float8, Float8, torch.dtype], Tensor]
+Product = Callable[[Float8, Float8, torch.dtype], Tensor]  # a [.., k], b [n, k] -> a b^T [.., n]
 
 
 def choose_product(device_type: str, dtype: torch.dtype) -> Product:
-    """How to multiply: a [.., k], b [n, k] -> a b^T [.., n] in a dtype."""
     # torch's CPU kernel for 8 bits gives the same bits as a product in float32, and is far slower.
     on_gpu = device_type == "cuda" and dtype == torch.bfloat16
     return scaled_product if on_gpu else widened_product

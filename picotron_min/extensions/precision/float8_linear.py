@@ -4,13 +4,10 @@
     backward    dy of each -> bytes, E5M2 ---> dx, the ranks' sum         dy W
     later       the same bytes ---> dW, added to the gradient in float32  dy^T x
 
-The last linear of a sublayer, o or down, does the reverse: its dy is gathered. Gathers send bytes,
-half of bfloat16's; sums travel in bfloat16, since their scale is not known before they are
-complete. Weights are rounded once a step: every micro-batch, and what runs again, uses the same
-bytes. The weights themselves stay float32, for the optimizer.
-
-Parts that are gathered need one scale, from the maximum of all ranks' amax: a message of 4 bytes,
-and its latency. What a rank multiplies alone has a scale of its own.
+The last linear of a sublayer, o or down, does the reverse: its dy is gathered. Sums travel in the
+compute dtype, since their scale is not known before they are complete. Weights, which stay float32
+for the optimizer, are rounded once a step. Parts that are gathered need one scale, from the maximum
+of all ranks' amax: a message of 4 bytes.
 
 overlap/boundary.py has the same two Functions without rounding, and more comments.
 """
@@ -31,6 +28,7 @@ from picotron_min.extensions.precision.float8 import (
     choose_product,
     quantise,
 )
+from picotron_min.extensions.settings import Workload
 from picotron_min.model import Llama
 
 
@@ -109,31 +107,27 @@ class _Leave(torch.autograd.Function):
         return None, None, None, None, dx
 
 
-def apply_float8(
-    model: Llama,
-    boundary: Boundary,
-    in_fp8: Callable[[int], bool],
-    device_type: str,
-    dtype: torch.dtype,
-    compiles: bool = False,
-) -> None:
-    """Let the linears of those layers that are `in_fp8(number)` multiply in 8 bits, in place.
+def apply_float8(model: Llama, workload: Workload, device_type: str) -> None:
+    """Let the linears of those layers that are in FP8 multiply in 8 bits, in place.
 
     The embedding, lm_head, routers and routed experts stay as they are.
     """
+    boundary, round8, dtype = model.boundary, quantise, getattr(torch, workload.dtype)
     kind = dtype, choose_product(device_type, dtype)
-    # Five passes over a tensor, which torch.compile makes two: amax must be known before the rest.
-    # It cannot look into queues and messages, and compiles what lies between them.
-    round8 = torch.compile(quantise, dynamic=False) if compiles else quantise
-    if compiles:  # once for each shape and format: ten times or more, and by default at most 8
+    if workload.compile:
+        # Five passes over a tensor become two: amax must be known before the rest. The compiler
+        # cannot look into queues and messages, and compiles what lies between them: once for each
+        # shape and format, ten times or more, and by default at most 8.
         torch._dynamo.config.recompile_limit = 64
+        round8 = torch.compile(quantise, dynamic=False)
     for name, layer in model.model.layers.items():  # by its number in the whole model
-        for sublayer, first, last in sublayers(layer) if in_fp8(int(name)) else ():
-            for projection in (*first, last):
-                weight = getattr(sublayer, projection).weight
-                setattr(sublayer, projection, Float8Linear(weight, *kind))
-            enter = partial(_Enter.apply, boundary, round8)
-            put_around(sublayer, first, last, enter, partial(_leave, boundary, round8))
+        if workload.in_fp8(int(name), model.config.num_hidden_layers):
+            for sublayer, first, last in sublayers(layer):
+                for projection in (*first, last):
+                    weight = getattr(sublayer, projection).weight
+                    setattr(sublayer, projection, Float8Linear(weight, *kind))
+                enter = partial(_Enter.apply, boundary, round8)
+                put_around(sublayer, first, last, enter, partial(_leave, boundary, round8))
 
 
 def _leave(boundary: Boundary, round8: Callable, linear: Float8Linear, x: Tensor) -> Tensor:

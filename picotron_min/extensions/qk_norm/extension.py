@@ -2,14 +2,12 @@
 
     q [B, S, Q D] -> [B, S, Q, D] -> norm over D -> [B, S, Q D]
 
-So scores cannot grow with the size of queries and keys, which makes training more stable.
 Source: Henry et al. 2020, "Query-Key Normalization for Transformers"; Qwen3, Yang et al. 2025.
 """
 
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from picotron_min.extension import Extension
@@ -20,10 +18,9 @@ from picotron_min.placement import Table
 class QkNorm(Extension):
     def swap(self, model: Llama) -> None:
         for attention in (layer.self_attn for layer in model.model.layers.values()):
-            with torch.device("meta"):
-                for name in ("q_norm", "k_norm"):
-                    norm = RMSNorm(attention.head_dim, model.config.rms_norm_eps)
-                    setattr(attention, name, norm.to(attention.q_proj.weight.dtype))
+            kind = {"device": "meta", "dtype": attention.q_proj.weight.dtype}
+            sizes = attention.head_dim, model.config.rms_norm_eps
+            attention.q_norm, attention.k_norm = RMSNorm(*sizes, **kind), RMSNorm(*sizes, **kind)
 
     def connect(self, model: Llama, table: Table) -> None:
         for attention in (layer.self_attn for layer in model.model.layers.values()):

@@ -1,9 +1,4 @@
-"""Query and key norms in numbers: their shapes, their rows in the placement table, and Qwen3.
-
-    self_attn.q_norm, self_attn.k_norm    [D], one for all heads of a layer
-
-Standard library only, to plan without torch.
-"""
+"""Query and key norms in numbers: shapes, placement and Qwen3; standard library only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +6,7 @@ from dataclasses import dataclass
 from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Placement, Table
 
-NAMES = ("self_attn.q_norm", "self_attn.k_norm")
+NAMES = ("self_attn.q_norm", "self_attn.k_norm")  # [D], one for all heads of a layer
 
 
 @dataclass(frozen=True)
