@@ -415,6 +415,14 @@ def test_layouts_that_do_not_fit_the_model_name_those_that_do():
 EIGHT = {"num_local_experts": 8, "moe_intermediate_size": 96}
 SIGMOID = {"scoring_func": "sigmoid"}
 NONE = {"num_local_experts": None, "moe_intermediate_size": None}
+SOFTMAX_NEEDS = (
+    'scoring_func="softmax" needs n_group=1, routed_scaling_factor=1, and moe_shared_expert_gate='
+    "true exactly if n_shared_experts={} is above 0: change these, or it"
+)
+SIGMOID_NEEDS = (
+    'scoring_func="sigmoid" needs moe_shared_expert_gate=false, and of {} dense layers the first '
+    "ones: change these, or it"
+)
 
 # fmt: off
 # What is wrong with experts: (layout, model, training, the expected message).
@@ -468,21 +476,15 @@ BAD_EXPERTS = {
         "topk_group=3 does not fit num_experts_per_tok=2 of n_group=2 groups of 4: use 1 to 2"),
     "groups with too few experts": ({}, {"n_group": 4, "num_experts_per_tok": 3} | SIGMOID, {},
         "topk_group=1 does not fit num_experts_per_tok=3 of n_group=4 groups of 2: use 2 to 4"),
-    "groups with softmax": ({}, {"n_group": 2}, {},
-        'n_group and routed_scaling_factor other than 1 need scoring_func="sigmoid"'),
-    "a scale with softmax": ({}, {"routed_scaling_factor": 2.5}, {},
-        'n_group and routed_scaling_factor other than 1 need scoring_func="sigmoid"'),
-    "shared experts with softmax": ({}, {"n_shared_experts": 1}, {},
-        'n_shared_experts=1 with scoring_func="softmax" needs moe_shared_expert_gate=true, or '
-        "scoring_func sigmoid"),
+    "groups with softmax": ({}, {"n_group": 2}, {}, SOFTMAX_NEEDS.format(0)),
+    "a scale with softmax": ({}, {"routed_scaling_factor": 2.5}, {}, SOFTMAX_NEEDS.format(0)),
+    "shared experts with softmax": ({}, {"n_shared_experts": 1}, {}, SOFTMAX_NEEDS.format(1)),
+    "a gate of nothing": ({}, {"moe_shared_expert_gate": True}, {}, SOFTMAX_NEEDS.format(0)),
     "a gate with sigmoid":
         ({}, {"n_shared_experts": 1, "moe_shared_expert_gate": True} | SIGMOID, {},
-        'moe_shared_expert_gate needs scoring_func="softmax": set it to false'),
+        SIGMOID_NEEDS.format(0)),
     "later dense layers with sigmoid": ({}, {"mlp_only_layers": [0, 2]} | SIGMOID, {},
-        'mlp_only_layers=[0, 2]: with scoring_func="sigmoid" only the first layers can be without '
-        "experts, as in [0, 1]"),
-    "a gate of nothing": ({}, {"moe_shared_expert_gate": True}, {},
-        "moe_shared_expert_gate=true needs n_shared_experts of 1 or more"),
+        SIGMOID_NEEDS.format(2)),
 }
 # fmt: on
 
