@@ -158,7 +158,7 @@ def run_ranks(row: str, work: dict, function: Callable[[Place], Any]) -> list[An
         torch.set_num_threads(1)
         seconds = config.distributed.timeout_seconds
         store = launch.open_store(seconds)
-        open_process_group(launch, "gloo", CPU, store, timedelta(seconds=seconds))
+        open_process_group(launch, "gloo", store, timedelta(seconds=seconds))
         place = Place(sections, build_axes(CPU, config.layout), text, folder)
         results.put((launch.rank, function(place)))
         dist.barrier()

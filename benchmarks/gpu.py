@@ -203,7 +203,7 @@ def one_process(device: str) -> Iterator[torch.device]:
     launch = Launch(0, 0, 1, open_store=lambda timeout: dist.HashStore())
     chosen = choose_device(launch, use_cpu=device == "cpu")
     backend = choose_backend(chosen, "auto")
-    open_process_group(launch, backend, chosen, launch.open_store(600), timedelta(seconds=600))
+    open_process_group(launch, backend, launch.open_store(600), timedelta(seconds=600))
     yield chosen
     dist.destroy_process_group()
 

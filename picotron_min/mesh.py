@@ -56,11 +56,14 @@ class Axes:
 
 def build_axes(device: torch.device, layout: Layout, timeout_seconds: float = 60.0) -> Axes:
     """Split the world into the groups of each axis; all ranks must call it with the same layout."""
-    groups: dict[str, dist.ProcessGroup] = {}
+    groups: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
     def axis(name: str, members: list[list[int]]) -> Axis:
-        key, timeout = str(members), timedelta(seconds=timeout_seconds)
-        if key not in groups:  # dp and dp_cp have the same ranks when cp is 1: share a group
+        timeout = timedelta(seconds=timeout_seconds)
+        # dp and dp_cp have the same ranks when cp is 1: they share a group. With NCCL what uses a
+        # group is done in turn. So sums of gradients have others than messages of activations.
+        key = "dp" in name or name == "world", str(members)
+        if key not in groups:
             # Creating a group is collective over all ranks, also those that are not in it.
             groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
         return Axis(name, groups[key], device)

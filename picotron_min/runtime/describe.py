@@ -67,7 +67,7 @@ def describe(config, monitor: RankMonitor) -> None:
     from picotron_min.runtime.launch import choose_backend, choose_device
 
     device = choose_device(monitor.launch, config.distributed.use_cpu)
-    monitor.connect(choose_backend(device, config.distributed.backend), device)
+    monitor.connect(choose_backend(device, config.distributed.backend))
     axes = build_axes(device, config.layout, config.distributed.timeout_seconds)
     model_config = resolve_model(config)
     model = build_model(model_config, config.layout, config.workload, axes, device)

@@ -85,7 +85,7 @@ class RankMonitor:
     def _heartbeats(self) -> list[int]:
         return [self.store.add(f"heartbeats {r}", 0) for r in self.ranks]
 
-    def connect(self, backend: str, device: torch.device) -> None:
+    def connect(self, backend: str) -> None:
         """Wait until every rank is here, then open the process group."""
         self.connecting = True
         self.store.set(f"here {self.rank}", "")
@@ -98,7 +98,7 @@ class RankMonitor:
             except RuntimeError:  # a DistError, but not from every kind of store
                 if any(old == new for old, new in zip(before, self._heartbeats(), strict=True)):
                     raise
-        open_process_group(self.launch, backend, device, self.store, self.timeout)
+        open_process_group(self.launch, backend, self.store, self.timeout)
         # On CPUs, also between GPUs: otherwise every step would wait for the GPU to answer.
         self.group = dist.new_group(backend="gloo", timeout=self.timeout)
         self.long_group = dist.new_group(backend="gloo", timeout=LONG_WAIT)

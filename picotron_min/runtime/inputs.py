@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
 def start_up(config: Config, monitor: RankMonitor) -> tuple[Inputs, Axes]:
     """Read this rank's inputs, connect it to the other ranks, and check that all fit together."""
     inputs, timeout = read_inputs(config, monitor.launch), config.distributed.timeout_seconds
-    monitor.connect(inputs.backend, inputs.device)
+    monitor.connect(inputs.backend)
     check_same(inputs.in_common(), monitor.group)
     check_shared(Path(config.checkpoint.save_dir), monitor.group, timeout / 2)  # by all nodes
     axes = build_axes(inputs.device, config.layout, timeout)

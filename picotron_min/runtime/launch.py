@@ -128,13 +128,11 @@ def choose_backend(device: torch.device, backend: str) -> str:
     return needed
 
 
-def open_process_group(
-    launch: Launch, backend: str, device: torch.device, store: dist.Store, timeout: timedelta
-) -> None:
+def open_process_group(launch: Launch, backend: str, store: dist.Store, timeout: timedelta) -> None:
     """Connect all ranks. Any communication that takes longer than the timeout then raises."""
     options = {"store": dist.PrefixStore("process group", store), "timeout": timeout}
-    # With a GPU named, NCCL connects here, where all ranks are, not in the first collective.
-    options["device_id"] = device if device.type == "cuda" else None
+    # Without a device_id: with one, torch gives all that a group does one stream, on which a
+    # receive that waits for its sender holds up sends to other ranks.
     dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **options)
 
 
@@ -144,12 +142,12 @@ def open_communicators(axes: Axes) -> None:
     NCCL makes a communicator when its group is first used, and blocks the host until all members
     come. Two ranks that first come to different groups would wait for each other forever.
     """
-    for axis in (axis for axis in axes if axis.size > 1):
-        tensor = torch.zeros(1, device=axis.device)
-        dist.all_reduce(tensor, group=axis.group)  # not collectives.all_reduce, which counts bytes
-        # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).
-        for sender in range(axis.size):
-            if axis.rank == sender:
-                dist.isend(tensor, group=axis.group, group_dst=axis.next).wait()
-            elif axis.previous == sender:
-                dist.irecv(tensor, group=axis.group, group_src=sender).wait()
+    tensor, axis = torch.zeros(1, device=axes.pp.device), axes.pp
+    for group in (axis.group for axis in axes if axis.size > 1):
+        dist.all_reduce(tensor, group=group)  # not collectives.all_reduce, which counts bytes
+    # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).
+    for sender in range(axis.size if axis.size > 1 else 0):
+        if axis.rank == sender:
+            dist.isend(tensor, group=axis.group, group_dst=axis.next).wait()
+        elif axis.previous == sender:
+            dist.irecv(tensor, group=axis.group, group_src=sender).wait()

@@ -14,7 +14,7 @@ from picotron_min.collectives import (
 from picotron_min.extensions.settings import Layout
 from picotron_min.extensions.sharding import collectives as in_place
 from picotron_min.mesh import build_axes
-from tests.nccl_like import communicators_opened_at_first_use
+from tests.nccl_like import nccl_like
 from tests.pool import RankFailed
 
 
@@ -153,7 +153,7 @@ COLLECTIVES = {  # with what follows the axis
 
 def one_rank_alone(name: str) -> None:
     axis = build_axes(torch.device("cpu"), Layout(dp=2)).dp
-    with communicators_opened_at_first_use(seconds=0.2):
+    with nccl_like(seconds=0.2):
         if axis.rank == 0:
             function = getattr(collectives, name, None) or getattr(in_place, name)
             function(torch.zeros(2, 2), axis, *COLLECTIVES[name])

@@ -19,7 +19,7 @@ from picotron_min.runtime.launch import open_communicators
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import make_config, make_training
 from tests.core.test_pipeline_schedule import AFAB_IN_A_V, registered
-from tests.nccl_like import communicators_opened_at_first_use
+from tests.nccl_like import nccl_like
 from tests.pool import RankFailed
 from tests.training import Training
 
@@ -192,7 +192,7 @@ def test_gradients_are_reduced_during_the_last_backward_of_a_stage(pool):
 def loss_of_a_tied_step(opens: bool) -> float:
     config = make_config(pp=2, dp=2, tied=True, gradient_accumulation_steps=2)
     training = make_training(config)
-    with communicators_opened_at_first_use(seconds=2.0):
+    with nccl_like(seconds=2.0):
         if opens:
             open_communicators(training.axes)
         return training.step(0).loss

@@ -31,7 +31,6 @@ from tests import assembled
 from tests.assembled import Parts, Run, assemble, assert_same, parts_of, whole_run
 from tests.core import test_checkpoint
 from tests.extensions import test_compile, test_muon
-from tests.nccl_like import communicators_opened_at_first_use
 
 MODES = ["optimizer", "layerwise", "gradients", "parameters"]
 
@@ -224,20 +223,6 @@ def test_ranks_without_rows_or_matrices_train_the_same_model(pool, sharding, dp)
             whole_run(pool, config.model_copy(update={"model": shape}), model_config, STEPS)
         )
     assert_same(*runs)
-
-
-def step_where_first_use_blocks(config: Config) -> float:
-    training = test_checkpoint.make_training(config)
-    with communicators_opened_at_first_use(seconds=5.0):
-        return training.step(0).loss
-
-
-@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2, "tied": True}, {"dp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("sharding", MODES)
-def test_a_step_runs_where_the_first_use_of_a_communicator_blocks(pool, sharding, layout):
-    config = sharded(test_checkpoint.make_config(**layout), sharding)
-    losses = pool.run(4, step_where_first_use_blocks, config)
-    assert losses == [pytest.approx(5.5, abs=0.2)] * 4
 
 
 SMALL = {"model": {"num_hidden_layers": 3}, "optimizer": "adamw"}

@@ -21,14 +21,12 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import layout_problems
 from picotron_min.runtime.reporter import take_bytes
 from tests.assembled import (
-    MODEL,
     MODELS,
     assert_trains_as_one_rank,
     make_config,
     make_training,
 )
 from tests.extensions import test_experts
-from tests.nccl_like import communicators_opened_at_first_use
 
 B, S, F, E = 2, 12, 5, 6
 QUEUE = WeightGradients()
@@ -207,19 +205,6 @@ def test_overlap_changes_neither_a_run_nor_its_bytes(pool, config, model):
             close(on.gradients[name], gradient, err_msg=name)
         assert on.num_bytes == off.num_bytes and on.num_bytes["tp"] > 0
         assert on.num_shifts and not off.num_shifts
-
-
-def loss_where_first_use_blocks(config: Config, model: ModelConfig) -> float:
-    training = make_training(config, model)
-    with communicators_opened_at_first_use(seconds=5.0):
-        return training.step(0).loss
-
-
-def test_the_ring_runs_where_the_first_use_of_a_communicator_blocks(pool):
-    config = overlapped(make_config(tp=2, pp=2, engine="zb_h1", micro_batches=2))
-    model = MODEL.override(num_hidden_layers=3)
-    losses = pool.run(4, loss_where_first_use_blocks, config, model)
-    assert losses == [pytest.approx(np.log(61), abs=0.2)] * 4
 
 
 def test_overlap_without_sequence_parallelism_is_refused():

@@ -347,15 +347,12 @@ def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():
         choose_backend(cpu, "nccl")
 
 
-def test_nccl_learns_its_device_when_the_process_group_is_opened(monkeypatch):
-    seen = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: seen.append(options))
-    for name in ("cpu", "cuda:1"):
-        device = torch.device(name)
-        open_process_group(
-            Launch(1, 1, 2, None), "any", device, dist.HashStore(), failures.LONG_WAIT
-        )
-    assert [options["device_id"] for options in seen] == [None, torch.device("cuda:1")]
+def test_nccl_is_not_connected_eagerly(monkeypatch):
+    """tests/extensions/test_nccl.py shows what would hold up what."""
+    seen = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: seen.update(options))
+    open_process_group(Launch(1, 1, 2, None), "nccl", dist.HashStore(), failures.LONG_WAIT)
+    assert seen and "device_id" not in seen
 
 
 @pytest.mark.parametrize(
