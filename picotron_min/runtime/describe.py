@@ -8,8 +8,7 @@ calls in place of its class's forward. No dataset is read, and nothing is writte
 """
 
 import itertools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -31,21 +30,36 @@ from picotron_min.runtime.processes import start_run
 METHODS = ("forward", "project", "loss")  # that a parallelism or an extension may replace
 
 
-class Log(list[str]):
-    """Lines about the actions of micro-batch 0."""
+class Log:
+    """Lines about the actions of micro-batch 0, each with the number of its layer, or ""."""
 
-    is_on = False
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.layer, self.is_on = "", False
 
     def note(self, line: str) -> None:
         if self.is_on:
-            self.append(line)
+            self.lines.append((self.layer, line))
+
+    def note_module(self, name: str, kind: str) -> None:
+        self.layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+        self.note(f"  {name}: {kind}")
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
-        self.is_on = action.micro_batch == 0
+        self.is_on, self.layer = action.micro_batch == 0, ""
         self.note(str(action))
         yield
         self.is_on = False
+
+    def without_repetition(self) -> Iterator[str]:
+        """A layer that does what the one before it does becomes one line."""
+        before = []
+        for layer, group in itertools.groupby(self.lines, key=lambda pair: pair[0]):
+            block = [line for _, line in group]
+            alike = [line.replace(f"layers.{layer}.", "") for line in block]
+            yield from [f"  model.layers.{layer}: the same"] if layer and alike == before else block
+            before = alike
 
 
 class NotedLedger(Ledger):
@@ -74,11 +88,11 @@ def describe(config, monitor: RankMonitor) -> None:
     initialise(model.parameters, model_config, 0, model.placements, axes)
     model.weights_changed()
     lines = lines_of_a_step(model, axes, config)
-    first_of_stages = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    is_first = all(axis.rank == 0 for axis in (axes.dp, axes.cp, axes.tp))
-    dist.gather_object(lines if is_first else [], first_of_stages, group=monitor.group)
-    for rank, of_rank in enumerate(first_of_stages or []):
-        if of_rank:
+    all_lines = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(lines, all_lines, group=monitor.group)
+    others = config.world_size // config.layout.pp  # ranks of a stage, of which the first is shown
+    for rank, of_rank in enumerate(all_lines or []):
+        if rank % others == 0:
             print("\n".join([f"rank {rank}", *of_rank, ""]))
 
 
@@ -89,13 +103,12 @@ def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
     for chunk in model.pipeline.chunks:
         for name, module in chunk.model.named_modules():
             if name.count(".") in (1, 3) or "forward" in vars(module):
-                line = f"  {name}: {_kind(module)}"
-                module.register_forward_pre_hook(lambda *_, line=line: log.note(line))
-        if head := getattr(chunk.model.lm_head, "loss", None):  # what training calls of it
-            line = f"  lm_head: {_kind(chunk.model.lm_head)}"
-            chunk.model.lm_head.loss = lambda *args, line=line, head=head: (
-                log.note(line) or head(*args)
-            )
+                note = partial(log.note_module, name, _kind(module))
+                module.register_forward_pre_hook(lambda *_, note=note: note())
+        head = chunk.model.lm_head
+        if loss := getattr(head, "loss", None):  # what training calls instead of forward
+            note = partial(log.note_module, "lm_head", _kind(head))
+            head.loss = lambda *args, note=note, loss=loss: note() or loss(*args)
     shape = workload.micro_batch_size, workload.seq_length // config.layout.cp
     tokens = torch.zeros(shape, dtype=torch.int64)
     for gradients in model.gradients:
@@ -104,26 +117,18 @@ def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
         model.pipeline.run(model.plan, lambda _: Batch(tokens, tokens), log.watch)
     for gradients in model.gradients:
         gradients.wait()
-    plan = [str(action) for action in model.plan if action.micro_batch == 0]
     axes_of_gradients = {axis for placement in model.placements.values() for axis in placement.sums}
-    sent = [
-        f"  {collective} over {name}: {size:,.0f} bytes"
-        for name in sorted(axes_of_gradients)
-        for collective, size in sorted(axes[name].ledger.bytes.items())
-        if size
-    ]
-    plan_line = f"plan: {', '.join(plan)}"
     return [
-        plan_line,
-        *_without_repetition(log),
+        f"plan: {', '.join(str(action) for action in model.plan if action.micro_batch == 0)}",
+        *log.without_repetition(),
         "all of the step, of gradients and weights",
-        *sent,
+        *(
+            f"  {collective} over {name}: {size:,.0f} bytes"
+            for name in sorted(axes_of_gradients)
+            for collective, size in sorted(axes[name].ledger.bytes.items())
+            if size
+        ),
     ]
-
-
-def _noted(log: Log, line: str, loss: Callable, *args) -> torch.Tensor:
-    log.note(line)
-    return loss(*args)
 
 
 def _kind(module: nn.Module) -> str:
@@ -139,35 +144,13 @@ def _name(function) -> str:
         inner = [f for f in function.args if callable(f) and not isinstance(f, nn.Module)]
         return " of ".join(map(_name, [function.func, *inner[:1]]))
     owner = getattr(function, "__self__", None)  # a Function's apply is bound to its class
-    name = (
-        owner.__name__ if isinstance(owner, type) else function.__qualname__.split(".<locals>")[0]
-    )
+    owner = owner if isinstance(owner, type) else None
+    name = owner.__name__ if owner else function.__qualname__.split(".<locals>")[0]
     for cell in getattr(function, "__closure__", None) or ():
         inside = cell.cell_contents
         if isinstance(inside, partial | MethodType) or getattr(inside, "__closure__", None):
             return f"{name} of {_name(inside)}"
     return name
-
-
-def _without_repetition(lines: list[str]) -> list[str]:
-    """A layer that does what the one before it does becomes one line."""
-    kept, before = [], []
-    for number, group in itertools.groupby(_with_layers(lines), key=lambda pair: pair[0]):
-        block = [line for _, line in group]
-        alike = [line.replace(f"layers.{number}.", "") for line in block]
-        kept += [f"  model.layers.{number}: the same"] if number and alike == before else block
-        before = alike
-    return kept
-
-
-def _with_layers(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Each line with the number of the layer that it belongs to, or "" for none."""
-    number = ""
-    for line in lines:
-        if not line.startswith("      "):  # else a message of the line before
-            found = re.match(r"  model\.layers\.(\d+)\.", line)
-            number = found[1] if found else ""
-        yield number, line
 
 
 if __name__ == "__main__":

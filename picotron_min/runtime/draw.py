@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -39,14 +38,14 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    plan, size = parser.add_argument_group("a plan"), {"type": _at_least_one}
+    plan = parser.add_argument_group("a plan")
     plan.add_argument("--engine", choices=SCHEDULES, help="default: 1f1b")
-    plan.add_argument("--stages", **size, metavar="P", help="ranks; default: 4")
-    plan.add_argument("--microbatches", **size, metavar="M", help="default: 8")
-    plan.add_argument("--chunks", **size, metavar="V", help="a rank; default: the engine's")
+    plan.add_argument("--stages", type=int, metavar="P", help="ranks; default: 4")
+    plan.add_argument("--microbatches", type=int, metavar="M", help="default: 8")
+    plan.add_argument("--chunks", type=int, metavar="V", help="a rank; default: the engine's")
     parser.add_argument("--svg", metavar="FILE", help="write a picture, of all without --engine")
     parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
-    parser.add_argument("--width", **size, metavar="COLUMNS", help="default: the terminal's")
+    parser.add_argument("--width", type=int, metavar="COLUMNS", help="default: the terminal's")
     given = vars(parser.parse_args(arguments))  # only what stands on the command line
     width = given.pop("width", None) or shutil.get_terminal_size((100, 24)).columns
     try:
@@ -64,18 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))  # exit code 2
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
 def show_plan(width: int, engine="1f1b", stages=4, microbatches=8, chunks=0) -> None:
     """Print a schedule's timeline and its figures beside the textbook's; 0: its usual chunks."""
     schedule = SCHEDULES[engine]
     sizes = p, m, v = stages, microbatches, chunks or schedule.chunks
-    if p * m * v > 20_000:  # it would take minutes
-        raise ValueError(f"{p} ranks x {m} micro-batches x {v} chunks: draw at most 20000 in all")
+    if min(sizes) < 1 or p * m * v > 20_000:  # which would take minutes
+        sizes = f"{p} ranks x {m} micro-batches x {v} chunks"
+        raise ValueError(f"{sizes}: draw at least one of each, and at most 20000 in all")
     plans = build_plans(engine, *sizes)
     timeline = simulate(plans, place=schedule.place)
     print(f"{engine}: ranks p = {p}, micro-batches m = {m}, chunks v = {v}")
@@ -140,9 +134,8 @@ def show_trace(width: int, trace: str) -> None:
         print(f"{name}, {engine}, step {step + 1}: {timeline.makespan / 1000:.2f} ms")
         print(draw(timeline, width, makespan), "\n")
     print_needed_width(planned, width, makespan)
-    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients"}
     means = {span.action.kind: (span.end - span.start) / 1000 for span in planned.spans}
-    parts = [f"{name} {means[kind]:.2f} ms" for kind, name in names.items() if kind in means]
+    parts = [f"{kind.name.lower()} {mean:.2f} ms" for kind, mean in means.items()]
     print(f"mean {', '.join(parts)}\n")
     print("        planned bubble  measured bubble   computes")
     ranks = range(measured.num_ranks)
@@ -163,24 +156,21 @@ def show_trace(width: int, trace: str) -> None:
 
 
 def plan_of_trace(measured: Timeline, engine: str, same: int = 1) -> Timeline:
-    """The measured actions with the times of `mean_times`, and messages that take none."""
-    place, ranks = SCHEDULES[engine].place, range(measured.num_ranks)
-    plans = [[span.action for span in measured.spans if span.rank == rank] for rank in ranks]
-    plans = insert_messages(plans, place)
-    return simulate(plans, mean_times(measured, same), place=place)
+    """The measured actions, with messages that take no time.
 
-
-def mean_times(measured: Timeline, same: int) -> Callable[[int, Action], float]:
-    """For `simulate`: the mean over all actions with the first `same` parts of a key in common."""
+    An action takes the mean time of all that have the first `same` parts of a key in common.
+    """
 
     def key(rank: int, action: Action) -> tuple:
         return (action.kind, rank, action.chunk, action.micro_batch)[:same]
 
-    times = defaultdict(list)
+    times, plans = defaultdict(list), [[] for _ in range(measured.num_ranks)]
     for rank, action, start, end in measured.spans:
         times[key(rank, action)].append(end - start)
-    means = {name: fmean(values) for name, values in times.items()}
-    return lambda rank, action: means[key(rank, action)]
+        plans[rank].append(action)
+    means, place = {name: fmean(values) for name, values in times.items()}, SCHEDULES[engine].place
+    plans = insert_messages(plans, place)
+    return simulate(plans, lambda rank, action: means[key(rank, action)], place=place)
 
 
 class MeasuredStep(NamedTuple):

@@ -390,10 +390,13 @@ def test_a_drawing_that_is_too_narrow_names_the_width_that_it_needs(engine, m, c
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--stages 0", "argument --stages: 0 is not a whole number of at least 1"),
-        ("--stages 99999999999999999999999", "draw at most 20000 in all"),
-        ("--stages 20000 --microbatches 2", "20000 ranks x 2 micro-batches x 1 chunks: draw at"),
-        ("--microbatches few", "few is not a whole number of at least 1"),
+        ("--stages 0", "0 ranks x 8 micro-batches x 1 chunks: draw at least one of each"),
+        ("--stages 99999999999999999999999", "at most 20000 in all"),
+        (
+            "--stages 20000 --microbatches 2",
+            "20000 ranks x 2 micro-batches x 1 chunks: draw at",
+        ),
+        ("--microbatches few", "invalid int value: 'few'"),
         ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or engine afab"),
         ("--engine gpipe", "invalid choice: 'gpipe'"),
         ("--trace nowhere.json", "No such file or directory: 'nowhere.json'"),
