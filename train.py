@@ -49,7 +49,6 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
     monitor.wait_for_all()  # some ranks may have read or initialised their weights faster
     saver = Saver(run, inputs, monitor.long_group)
-    monitor.note_saved(saver.latest)  # to name it if a rank fails
     with Reporter(inputs, axes) as reporter:
         train_steps(run, inputs, reporter, saver, monitor)
 
@@ -67,13 +66,11 @@ def train_steps(
             reporter.evaluation(done, evaluate(run))
         stops = monitor.stop_requested()  # SIGTERM, agreed on by all ranks
         saver.after(done, reporter, is_last=stops or done == inputs.last_step)
-        monitor.note_saved(saver.latest)
         if stops and done < inputs.last_step:
-            reporter.stopped(done, saver.latest)
+            reporter.stopped(done)
             return
-    folder = saver.folder / "hf"
-    saver.export(folder)
-    reporter.finished(folder, saver.latest)
+    saver.export(saver.folder / "hf")
+    reporter.finished()
 
 
 class Run(NamedTuple):

@@ -13,8 +13,18 @@ from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, MetricsLog, SaveRecord, StepRecord
-from picotron_min.runtime.run_log import Rank, Ranks, Sent, Start, append_event
+from picotron_min.runtime.metrics import (
+    RUN_LOG,
+    EvalRecord,
+    MetricsLog,
+    Rank,
+    Ranks,
+    SaveRecord,
+    Sent,
+    Start,
+    StepRecord,
+    append_event,
+)
 from tests.runtime.test_metrics import RECORD
 
 PIPELINE = {"distributed": {"pp_size": 2, "tp_size": 2, "dp_size": 2}}

@@ -16,7 +16,7 @@ import numpy as np
 
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.settings import Layout
-from picotron_min.runtime.run_log import Ranks
+from picotron_min.runtime.metrics import Ranks
 
 # The coordinates that vary along an axis; see mesh.py. Experts have a grid of their own.
 GRID, EXPERT_GRID = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")

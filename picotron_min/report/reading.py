@@ -20,8 +20,15 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.report.rank_traffic import VARY
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.draw import MeasuredStep, read_trace
-from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, SaveRecord, StepRecord
-from picotron_min.runtime.run_log import EVENTS, Ranks, Start
+from picotron_min.runtime.metrics import (
+    EVENTS,
+    RUN_LOG,
+    EvalRecord,
+    Ranks,
+    SaveRecord,
+    Start,
+    StepRecord,
+)
 from picotron_min.runtime.wording import counted
 
 

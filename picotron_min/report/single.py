@@ -16,7 +16,7 @@ from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
 from picotron_min.report.reading import Run
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
 from picotron_min.runtime.hardware import common_flops_per_token
-from picotron_min.runtime.run_log import Rank, Sent
+from picotron_min.runtime.metrics import Rank, Sent
 from picotron_min.runtime.wording import counted, duration
 
 

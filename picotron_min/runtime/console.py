@@ -1,7 +1,7 @@
 """What the user sees of a run, made from the records of metrics.py. One rank prints.
 
 On a terminal a status line and a bar stay at the bottom; everywhere about 20 evenly spaced steps,
-the first and the last among them, and one every five minutes, are printed.
+the first and the last among them, and at least one step a minute are printed.
 """
 
 import math
@@ -70,7 +70,7 @@ class Console:
         )
         status = Text(self._line, no_wrap=True, overflow="ellipsis")
         self._live.update(Group(status, ProgressBar(total=last, completed=step)))
-        is_silent = time.monotonic() - self._printed_at > 300  # looks as if the run hung
+        is_silent = time.monotonic() - self._printed_at > 60  # looks as if the run hung
         if step % self._every == 0 or step == last or record is self._steps[0] or is_silent:
             self._print_step()
 
@@ -94,15 +94,14 @@ class Console:
         self._print_step()  # below the line of the step that it is about
         self._print(f"warning: {text.strip()}", style="yellow")
 
-    def summary(
-        self, model_folder: Path | str, checkpoint: Path | None, prompt: str, save_dir: str
-    ) -> None:
-        """The results of the run, and how to look at it and to use the model in `model_folder`."""
-        rows, work = {}, self._total
+    def summary(self, save_dir: str, checkpoint: Path | None, dataset: str) -> None:
+        """The results of the run, and how to look at it and to use its model."""
+        rows, work, folder = {}, self._total, Path(save_dir, "hf")
         if self._steps:
             first, latest = self._steps[0], self._steps[-1]
-            steps, took = counted(work["steps"], "step"), time.perf_counter() - self._began
-            rows["trained"] = f"{steps}, {human(work['tokens'])} tokens in {duration(took)}"
+            took = duration(time.perf_counter() - self._began)
+            steps = counted(work["steps"], "step")
+            rows["trained"] = f"{steps}, {human(work['tokens'])} tokens in {took}"
             if first.step > 1:  # resumed
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
             rows["speed"] = self._speed(work)
@@ -115,9 +114,10 @@ class Console:
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)
         report = f"python -m picotron_min.report {shlex.quote(save_dir)}"
-        self.header("Done", rows | {"model": str(model_folder), "report": report})
-        self._print("Use the model:", style="bold")
-        self._print(USAGE.format(folder=model_folder, prompt=prompt))
+        self.header("Done", rows | {"model": str(folder), "report": report})
+        # A beginning that fits the text: Python code, or anything else.
+        prompt = "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "
+        self._print(USAGE.format(folder=folder, prompt=prompt))
 
 
 def _balance(record: StepRecord) -> str:
@@ -135,12 +135,8 @@ def _validation(*records: EvalRecord) -> str:
 
 
 USAGE = """\
+Use the model:
   from transformers import pipeline
   write = pipeline("text-generation", model="{folder}")
   text = write({prompt!r}, max_new_tokens=100, do_sample=True)
   print(text[0]["generated_text"])"""
-
-
-def prompt_for(dataset: str) -> str:
-    """A beginning that fits the text: Python code, or anything else."""
-    return "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from picotron_min.runtime.folders import find_start
 from picotron_min.runtime.launch import Launch, exit_on_usage_error, open_process_group, print_end
 
 GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
@@ -40,11 +41,13 @@ OUT_OF_MEMORY = re.compile(r"(?:MemoryError|DefaultCPUAllocator): (.+?)\.?(?: If
 
 
 @contextlib.contextmanager
-def monitored(launch: Launch, timeout_seconds: float) -> Iterator["RankMonitor"]:
+def monitored(
+    launch: Launch, timeout_seconds: float, save_dir: str = ""
+) -> Iterator["RankMonitor"]:
     """The ranks of a run. An exception inside ends this process, and one rank of all reports it."""
     with exit_on_usage_error():
         store = launch.open_store(timeout_seconds)
-    monitor = RankMonitor(store, launch, timeout_seconds)
+    monitor = RankMonitor(store, launch, timeout_seconds, save_dir)
     try:
         yield monitor
         monitor.wait_for_all()  # rank 0 may have to upload to wandb
@@ -58,12 +61,13 @@ def monitored(launch: Launch, timeout_seconds: float) -> Iterator["RankMonitor"]
 class RankMonitor:
     """What every rank notes for the others, and how it waits for them."""
 
-    def __init__(self, store: dist.Store, launch: Launch, timeout_seconds: float) -> None:
-        self.store, self.launch, self.rank = store, launch, launch.rank
+    def __init__(
+        self, store: dist.Store, launch: Launch, timeout_seconds: float, save_dir: str = ""
+    ) -> None:
+        self.store, self.launch, self.rank, self.save_dir = store, launch, launch.rank, save_dir
         self.timeout, self.ranks = timedelta(seconds=timeout_seconds), range(launch.world_size)
         self.store.set_timeout(self.timeout)
         self.connecting = self.got_report = False
-        self.saved: Path | None = None  # the checkpoint to resume from
         self.done, self.sigterm = threading.Event(), threading.Event()
         self.store.add(f"heartbeats {self.rank}", 1)
         self.heartbeat = threading.Thread(target=self._beat, daemon=True)
@@ -76,11 +80,9 @@ class RankMonitor:
             while not self.done.wait(HEARTBEAT):
                 store.add(f"heartbeats {self.rank}", 1)
                 self.got_report = store.check(["reported"])
-                if self.got_report:
-                    store.set(f"informed {self.rank}", "")
-                    # Time to finish what needs no other rank any more, for example a checkpoint.
-                    if not self.done.wait(GRACE):
-                        _leave(1)
+                # Time to finish what needs no other rank any more, for example a checkpoint.
+                if self.got_report and not self.done.wait(GRACE):
+                    _leave(1)
 
     def _heartbeats(self) -> list[int]:
         return [self.store.add(f"heartbeats {r}", 0) for r in self.ranks]
@@ -108,13 +110,8 @@ class RankMonitor:
 
     def note_step(self, step: int) -> None:
         """This rank begins a step, and from now on finishes it after SIGTERM: `stop_requested`."""
-        self.store.set(f"step {self.rank}", str(step))
+        self.store.set(f"step {self.rank}", f"{step}: {self.save_dir}")
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
-
-    def note_saved(self, folder: Path | None) -> None:
-        if folder != self.saved:
-            self.saved = folder
-            self.store.set("saved", str(folder))
 
     def stop_requested(self) -> bool:
         """Whether any rank got SIGTERM: the same answer on all ranks, which must all call this."""
@@ -134,22 +131,18 @@ class RankMonitor:
         except dist.DistError:  # without the notes the reason is not known
             cause = str(error).partition("\n")[0]
             what = f"the ranks' store is gone, and with it its process or node ({cause})"
-            print_end(f"rank {self.rank} stops: {what}: {how_to_resume(self.saved)}")
+            print_end(f"rank {self.rank} stops: {what}: {how_to_resume(self.save_dir)}")
         finally:
             _leave(130 if isinstance(error, KeyboardInterrupt) else 2 if is_usage else 1)
 
     def _report_once(self, error: BaseException, is_usage: bool) -> None:
         self.store.set(f"failed {self.rank}", "")
         is_gloo = isinstance(error, RuntimeError) and GLOO.search(str(error))
-        is_wait = is_gloo or isinstance(error, dist.DistError)
-        if is_wait:
-            what, rank = self._find_missing()
+        if is_wait := is_gloo or isinstance(error, dist.DistError):
+            what, rank = self._find_missing()  # takes a while: an error is reported before it
         else:
-            self.store.set("error", "")  # at once: from here on no failed wait is reported
             what, rank = plain_message(error, self.rank, is_usage), self.rank
-            time.sleep(HEARTBEAT if rank else 0)  # an error of all ranks is reported by rank 0
-        if (is_wait and self.store.check(["error"])) or self.store.add("reports", 1) > 1:
-            self.store.set(f"informed {self.rank}", "")
+        if self.store.add("reports", 1) > 1:
             time.sleep(2 * GRACE)  # the launcher ends all ranks when one exits: the reporter first
             return
         if not what:
@@ -158,10 +151,8 @@ class RankMonitor:
         # A run that has diverged would do so again: its message has the step and the remedy.
         can_resume = not is_usage and not isinstance(error, FloatingPointError)
         report(what, self.store, rank if can_resume else None)
-        if not is_wait:  # The store may end with this process: other nodes must read it before.
-            others = [f"informed {r}" for r in self.ranks if r != self.rank]
-            with contextlib.suppress(RuntimeError):  # a rank may be gone, or busy for long
-                self.store.wait(others, timedelta(seconds=GRACE))
+        if not is_wait and len(self.ranks) > 1:
+            time.sleep(2 * HEARTBEAT)  # the store may end with this process: others read it before
 
     def _find_missing(self) -> tuple[str, int]:
         """A message that names the missing ranks, and the first; "" if all ranks have failed."""
@@ -170,20 +161,16 @@ class RankMonitor:
         after = self._heartbeats()
         silent = [r for r in self.ranks if not self.store.check([f"failed {r}"])]
         dead = [r for r in silent if after[r] == before[r]]
-        absent = [r for r in dead if before[r] == 0]
-        if not (missing := absent or dead or silent):
+        if not (missing := dead or silent):
             return "", self.rank
-        many = len(missing) > 1
-        ranks = f"rank{'s' * many} {', '.join(map(str, missing))}"
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
-        if absent:
-            what = f"{ranks} did not start within {seconds}: look at the output there"
-        elif dead:
-            what = f"lost {ranks}: killed, or hanging"
-        else:
-            what = f"timed out waiting for {'one of ' * many}{ranks}"
-            if self.store.check([f"step {self.rank}"]):  # before, waits may be longer
-                what += f": hanging, or busy for more than {seconds}"
+        if dead:
+            why = "killed, or hanging" if after[dead[0]] else f"not started within {seconds}"
+            return f"lost {ranks}: {why}", dead[0]
+        what = f"timed out waiting for {ranks}"
+        if self.store.check([f"step {self.rank}"]):  # before, waits may be longer
+            what += f": hanging, or busy for more than {seconds}"
         return what, missing[0]
 
 
@@ -199,18 +186,19 @@ def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
 
 def report(what: str, notes: dist.Store, rank: int | None) -> None:
     """Print the one message: what happened and, if to a rank, in which step and how to resume."""
-    keys = (f"step {rank}", "saved")
-    step, saved = (notes.get(key).decode() if notes.check([key]) else "" for key in keys)
-    if rank is not None:
-        when = f"in step {step}" if step else "before the first step"
-        what += f"\nThis was {when}: {how_to_resume(saved)}"
+    if rank is not None and notes.check([f"step {rank}"]):
+        step, _, save_dir = notes.get(f"step {rank}").decode().partition(": ")
+        what += f"\nThis was in step {step}: {how_to_resume(save_dir)}"
+    elif rank is not None:
+        what += "\nThis was before the first step"
     print_end(what)
     notes.set("reported", "")
 
 
-def how_to_resume(saved: Path | str | None) -> str:
-    how = f"resume from {saved} with checkpoint.load_path latest"
-    return how if saved else "this run has saved no checkpoint"
+def how_to_resume(save_dir: str) -> str:
+    newest = find_start("latest", Path(save_dir))
+    how = f"resume from {newest} with checkpoint.load_path latest"
+    return how if newest else "this run has saved no checkpoint"
 
 
 def _leave(code: int) -> None:

@@ -4,7 +4,7 @@
     step-00000020             a complete checkpoint
     .step-00000030.partial    one that is being written; .deleted: being deleted
     hf                        the finished model; .hf.partial and .hf.deleted as above
-    metrics.jsonl, run.jsonl  see metrics.py, run_log.py
+    metrics.jsonl, run.jsonl  see metrics.py
     earlier-1                 an earlier run
 
 save_dir may be the user's working directory, so a run moves and deletes only what has exactly these
@@ -22,23 +22,20 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from picotron_min.runtime.metrics import RUN_LOG
-
 CHECKPOINT = "step-" + 8 * "[0-9]"  # as a pattern of file names
 
 
 def lock_folder(save_dir: Path) -> FileLock:
     """Make the folder, and keep other runs out as long as the result and this process live."""
-    lock, where = FileLock(save_dir / ".lock", blocking=False), f"checkpoint.save_dir={save_dir}"
+    lock = FileLock(save_dir / ".lock", blocking=False)
     try:
         save_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout:  # two runs would move each other's files away
-        problem = f"{where} is in use by another run: wait for its end"
-        raise ValueError(f"{problem}, or name another folder") from None
     except OSError as error:
-        problem = f"{where} cannot be written ({error.strerror})"
-        raise ValueError(f"{problem}: name another folder") from None
+        problem = f"checkpoint.save_dir={save_dir} cannot be written ({error.strerror})"
+        if isinstance(error, Timeout):  # two runs would move each other's files away
+            problem = f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end"
+        raise ValueError(f"{problem}, or name another folder") from None
     own = {*checkpoints(save_dir), *models(save_dir)}
     if others := sorted({*save_dir.glob(CHECKPOINT), *save_dir.glob("hf")} - own):
         problem = f"{others[0]} is not of a run, and a run writes a folder of this name"
@@ -83,32 +80,26 @@ def delete_older(folder: Path, keep: int) -> None:
         delete(path)
 
 
-def clean_up(save_dir: Path) -> list[Path]:
-    """Delete what killed saves have left, and return what that was."""
-    names = [f".{name}.{end}" for name in (CHECKPOINT, "hf") for end in ("partial", "deleted")]
-    leftovers = [path for name in names for path in save_dir.glob(name) if path.is_dir()]
-    for path in leftovers:
-        shutil.rmtree(path)
-    return leftovers
+def make_room(save_dir: Path, start: Path | None) -> None:
+    """Delete what killed saves have left, and move an earlier run to the first free `earlier-N`.
 
-
-def set_aside(save_dir: Path, newer_than: Path | None = None) -> Path | None:
-    """Move an earlier run to the first free `save_dir/earlier-N`; None if there was none.
-
-    A run resumed from `newer_than` moves only the checkpoints after it: otherwise "latest" could
-    one day find a step of the abandoned branch.
+    A run that resumes from `start` here moves only the checkpoints after it: otherwise "latest"
+    could one day find a step of the abandoned branch.
     """
-    records = [save_dir / name for name in ("metrics.jsonl", RUN_LOG)]
+    names = [f".{name}.{end}" for name in (CHECKPOINT, "hf") for end in ("partial", "deleted")]
+    for leftover in [path for name in names for path in save_dir.glob(name) if path.is_dir()]:
+        print(f"deleting what an interrupted save has left: {leftover}")
+        remove(leftover)
+    records = [save_dir / name for name in ("metrics.jsonl", "run.jsonl")]
     earlier = [*checkpoints(save_dir), *models(save_dir), *filter(Path.is_file, records)]
-    if newer_than:
-        earlier = [path for path in checkpoints(save_dir) if path.name > newer_than.name]
-    if not earlier:
-        return None
-    numbered = (save_dir / f"earlier-{number}" for number in itertools.count(1))
-    (aside := next(path for path in numbered if not path.exists())).mkdir()
-    for path in earlier:
-        path.rename(aside / path.name)
-    return aside
+    if start and start.parent.resolve() == save_dir.resolve():  # the checkpoint may be a link
+        earlier = [path for path in checkpoints(save_dir) if path.name > start.name]
+    if earlier:
+        numbered = (save_dir / f"earlier-{number}" for number in itertools.count(1))
+        (aside := next(path for path in numbered if not path.exists())).mkdir()
+        for path in earlier:
+            path.rename(aside / path.name)
+        print(f"{save_dir} held an earlier run: it is now in {aside}")
 
 
 def complete_or_absent(
@@ -125,7 +116,7 @@ def complete_or_absent(
     if dist.get_rank() == 0:
         for path in [*partial.iterdir(), partial]:
             _sync(path)  # before the rename
-        if folder.exists():
+        if os.path.lexists(folder):
             delete(folder)  # a rename replaces no folder that has content
         os.replace(partial, folder)  # atomic: there is no moment with half a checkpoint
         _sync(folder.parent)  # the name, too, is on the disk
@@ -135,8 +126,20 @@ def complete_or_absent(
 def delete(folder: Path) -> None:
     """Rename, then delete: a kill between leaves a folder that a later run deletes."""
     leftover = folder.with_name(f".{folder.name}.deleted")
-    os.replace(folder, leftover)
-    shutil.rmtree(leftover)
+    try:
+        os.replace(folder, leftover)
+    except OSError as error:
+        print(f"warning: cannot delete {folder}: {error}")
+    else:
+        remove(leftover)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, or a link but not what it leads to; a warning if that is not possible."""
+    try:
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    except OSError as error:  # no reason to end a run whose newer checkpoint is complete
+        print(f"warning: cannot delete {path}: {error}")
 
 
 def _sync(path: Path) -> None:

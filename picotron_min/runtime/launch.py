@@ -27,46 +27,35 @@ class Launch(NamedTuple):
 
 def torchrun_launch() -> Launch | None:
     """Read the variables that torchrun sets; None if this process was started without it."""
-    env = os.environ
+    names, env = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), os.environ
     if "RANK" not in env:
         return None
-    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    bad = [f"{name}={env.get(name)}" for name in numbers if not env.get(name, "").isdecimal()]
-    if bad := bad + ["MASTER_ADDR=None"] * ("MASTER_ADDR" not in env):
-        problem = "RANK is set, so a launcher should have set all of its variables, but"
-        raise ValueError(f"{problem} {', '.join(bad)}: start with torchrun, or unset RANK")
-    return Launch(*(int(env[name]) for name in numbers[:3]), _open_tcp_store)
+    try:
+        return Launch(*(int(env[name]) for name in names), _open_tcp_store)
+    except (KeyError, ValueError) as error:
+        problem = f"RANK is set, but not what torchrun sets with it ({error!r})"
+        raise ValueError(f"{problem}: start with torchrun, or unset RANK") from None
 
 
 def _open_tcp_store(timeout_seconds: float) -> dist.Store:  # open_store under a launcher
-    env, seconds = os.environ, f"{timeout_seconds:g} s"
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    options = {"timeout": timedelta(seconds=timeout_seconds), "multi_tenant": is_master}
     try:
-        store = dist.TCPStore(host, port, is_master=is_master, **options)
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     except dist.DistError as error:
-        at, cause = f"{host}:{port}", str(error).partition("\n")[0]
-        what = f"no rank 0 at {at} within {seconds}: see its output, or check the address"
-        if is_master and "EADDRINUSE" in cause:
-            what = f"port {port} is in use, perhaps by another run: choose another MASTER_PORT"
-        elif is_master:
-            what = f"rank 0 cannot reach {at}, its own address: set MASTER_ADDR to where it runs"
-        raise ConnectionError(f"{what} ({cause})") from None
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        what = f"rank {os.environ['RANK']} finds no store of all ranks at {at}"
+        cause = str(error).partition("\n")[0]
+        remedy = "see the output of rank 0, or check MASTER_ADDR and MASTER_PORT"
+        raise ConnectionError(f"{what} within {timeout_seconds:g} s ({cause}): {remedy}") from None
     # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
     # addresses of processes that are gone. So every attempt has its own keys.
-    return dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def footer() -> str:
-    """The last line of a message: announces what torchrun prints below it."""
-    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # other launchers set RANK, too
-    return "\n(What follows is torchrun's own report. The reason is above.)" * is_torchrun
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def print_end(message: str) -> None:
-    """Print a message about the end of the run."""
-    print(f"\n{message}{footer()}\n", file=sys.stderr, flush=True)
+    """Print a message about the end of the run, above torchrun's own, if it will print one."""
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # other launchers set RANK, too
+    footer = "\n(What follows is torchrun's own report. The reason is above.)" * is_torchrun
+    print(f"\n{message}{footer}\n", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -121,10 +110,8 @@ def choose_backend(device: torch.device, backend: str) -> str:
     """ "auto" is NCCL between GPUs and gloo between CPUs. ValueError for one that cannot work."""
     needed = "nccl" if device.type == "cuda" else "gloo"
     if backend not in ("auto", needed):
-        between = {"nccl": "GPUs", "gloo": "CPUs, and no GPU is in use"}[needed]
-        remedy = {"nccl": ", or distributed.use_cpu to true", "gloo": ""}[needed]
-        problem = f"distributed.backend={backend} does not work between {between}"
-        raise ValueError(f"{problem}: set it to auto or {needed}{remedy}")
+        problem = f"distributed.backend={backend} does not work on the device in use, {device}"
+        raise ValueError(f"{problem}: set it to auto or {needed}, or change distributed.use_cpu")
     return needed
 
 

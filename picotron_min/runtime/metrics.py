@@ -1,14 +1,24 @@
-"""Metrics: one record a step, in a file of JSON lines and in wandb.
+"""Metrics: all that a run records, as lines of JSON in two files.
 
-Everything that is shown, plotted or compared comes from these records. Where a step occurs twice,
-after a resume, the later line counts.
+    metrics.jsonl  StepRecord, EvalRecord, SaveRecord: shown, plotted, compared, sent to wandb
+    run.jsonl      Start, Ranks: read by the report
+
+Where a step occurs twice, after a resume, the later line counts. The report reads both files, so
+there is no torch here, which takes seconds to import.
 """
 
 import json
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
-RUN_LOG = "run.jsonl"  # beside the metrics: see run_log.py, which needs pydantic
+from pydantic import BaseModel, NonNegativeInt
+
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.runtime.config import Config
+
+RUN_LOG = "run.jsonl"  # in checkpoint.save_dir
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,62 @@ class SaveRecord:
     save_seconds: float  # in which no step ran
 
 
+class Start(BaseModel, frozen=True):
+    """A run began, or resumed, with these settings on these devices."""
+
+    at: datetime
+    after_step: NonNegativeInt  # 0, or the step of the checkpoint that it resumes from
+    header: dict[str, str]  # what the console shows
+    device: str
+    backend: str
+    versions: dict[str, str]
+    peak_flops: float | None  # of one device and a second; what MFU is a share of
+    model: ModelConfig
+    config: Config
+
+
+class Sent(BaseModel, frozen=True):
+    """What a rank sent over an axis by one collective."""
+
+    calls: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class Rank(BaseModel, frozen=True):
+    memory_gb: float  # peak so far
+    sent: dict[str, dict[str, Sent]]  # axis -> collective
+
+
+class Ranks(BaseModel, frozen=True):
+    """What each rank measured in a step. The records of steps are those of one rank."""
+
+    step: NonNegativeInt
+    ranks: list[Rank]
+
+
+EVENTS = {"start": Start, "ranks": Ranks}  # the only key of a line -> what it holds
+
+
+def append_event(path: Path, event: Start | Ranks) -> None:
+    key = type(event).__name__.lower()
+    with open_lines(path) as file:
+        file.write(json.dumps({key: event.model_dump(mode="json", by_alias=True)}) + "\n")
+
+
+def open_lines(path: Path) -> TextIO:
+    """A file to add lines to; a last one that a kill has torn does not swallow the next."""
+    is_torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+    file = path.open("a", encoding="utf-8", buffering=1)  # by line: a kill loses none
+    file.write("\n" * is_torn)
+    return file
+
+
 class MetricsLog:
     """Appends records to a file of JSON lines, if given one, and, with options for it, to wandb."""
 
     def __init__(self, path: Path | None, wandb_options: dict | None = None) -> None:
-        self._file = self._run = None
-        if path:
-            self._file = path.open("a", encoding="utf-8", buffering=1)  # by line: a kill loses none
-            self._run = wandb_options and start_wandb(**wandb_options)
+        self._file = path and open_lines(path)
+        self._run = path and wandb_options and start_wandb(**wandb_options)
 
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
         # JSON has no NaN and no infinity: every reader takes null for a missing number.

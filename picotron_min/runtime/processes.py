@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection
+from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,7 +63,8 @@ def start_run(
 def _run_rank(train: Callable, config: "Config", launch: Launch) -> None:
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
-    with monitored(launch, config.distributed.timeout_seconds) as monitor:
+    timeout, save_dir = config.distributed.timeout_seconds, config.checkpoint.save_dir
+    with monitored(launch, timeout, save_dir) as monitor:
         train(config, monitor)
 
 
@@ -83,8 +85,8 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
             signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in ranks])
             code, rank = _wait(ranks)
             if code < 0:  # the number of a signal; otherwise the rank has reported its error
-                what = f"rank {rank} was killed by {signal.Signals(-code).name}"
-                what += " (perhaps because memory ran out)" * (-code == signal.SIGKILL)
+                why = " (perhaps because memory ran out)" * (-code == signal.SIGKILL)
+                what = f"rank {rank} was killed by {signal.Signals(-code).name}{why}"
                 report(what, open_store(GRACE), rank)
                 code = 1
         except KeyboardInterrupt:
@@ -92,7 +94,7 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
             code = 130
         finally:
             signal.signal(signal.SIGTERM, before)
-            for process in [p for p in ranks if p.is_alive()]:
+            for process in filter(ForkProcess.is_alive, ranks):
                 process.kill()
                 process.join()
     if code:
@@ -111,12 +113,12 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _wait(ranks: list) -> tuple[int, int]:
+def _wait(ranks: list[ForkProcess]) -> tuple[int, int]:
     """Wait until all ranks are done or one fails: its exit code, otherwise 0, and its number."""
-    running = dict(enumerate(ranks))
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while running:
-        connection.wait([process.sentinel for process in running.values()])
-        for rank in [r for r, process in running.items() if not process.is_alive()]:
-            if code := running.pop(rank).exitcode:
+        for rank in map(running.pop, connection.wait(running)):
+            ranks[rank].join()
+            if code := ranks[rank].exitcode:
                 return code, rank
     return 0, 0

@@ -14,15 +14,24 @@ import torch.distributed as dist
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
-from picotron_min.runtime.console import Console, Output, prompt_for
+from picotron_min.runtime.console import Console, Output
 from picotron_min.runtime.failures import how_to_resume
-from picotron_min.runtime.folders import clean_up, set_aside
+from picotron_min.runtime.folders import find_start, make_room
 from picotron_min.runtime.hardware import active_parameter_count
 from picotron_min.runtime.inputs import Inputs
-from picotron_min.runtime.launch import footer
 from picotron_min.runtime.metadata import resume_warnings
-from picotron_min.runtime.metrics import RUN_LOG, EvalRecord, MetricsLog, SaveRecord, StepRecord
-from picotron_min.runtime.run_log import Rank, Ranks, Sent, Start, append_event
+from picotron_min.runtime.metrics import (
+    RUN_LOG,
+    EvalRecord,
+    MetricsLog,
+    Rank,
+    Ranks,
+    SaveRecord,
+    Sent,
+    Start,
+    StepRecord,
+    append_event,
+)
 from picotron_min.runtime.speed import Speedometer, device_name, memory_gb
 from picotron_min.runtime.trace import Trace
 from picotron_min.runtime.wording import counted, human
@@ -35,24 +44,23 @@ class Reporter(ExitStack):
         super().__init__()
         self.inputs, self.axes, config = inputs, axes, inputs.config
         logging, save_dir, writes = config.logging, config.checkpoint.save_dir, axes.world.rank == 0
+        done, last = inputs.first_step, inputs.last_step
+        self.speedometer = Speedometer(inputs.model_config, config.workload, inputs.device)
+        self.start = start_of(inputs, self.speedometer.peak)
+        self.run_log = Path(save_dir, RUN_LOG) if writes else None
         if writes:
             make_room(Path(save_dir), inputs.start)
+            append_event(self.run_log, self.start)
         wandb = {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
         wandb = wandb | {"config": config.model_dump()} if logging.use_wandb else None
         self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
-        self.speedometer = Speedometer(inputs.model_config, config.workload, inputs.device)
-        done, last = inputs.first_step, inputs.last_step
         traced = range(done + 2, done + 5) if logging.trace_file else ()  # after two that warm up
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
-        self.console = Console(done + 1, last, Output(quiet=not writes))
-        self.start = start_of(inputs, self.speedometer.peak)
-        self.console.header("picotron-min", self.start.header)
-        self.run_log = Path(save_dir) / RUN_LOG if writes else None
-        if writes:
-            append_event(self.run_log, self.start)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
+        self.console = Console(done + 1, last, Output(quiet=not writes))
+        self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
             self.console.warn(warning)
         self.enter_context(self.console)
@@ -88,10 +96,17 @@ class Reporter(ExitStack):
 
     def measure_ranks(self, step: int) -> None:
         """Gather what every rank measured, for the report: records of steps are of one rank."""
-        world = self.axes.world
-        mine = Rank(memory_gb=memory_gb(self.inputs.device), sent=sent_by(self.axes))
-        ranks = [None] * world.size if self.run_log else None
-        dist.gather_object(mine, ranks, group=world.group, group_dst=0)
+        sent = {
+            axis.name: {
+                name: Sent(calls=axis.ledger.calls[name], bytes=round(number))
+                for name, number in axis.ledger.bytes.items()
+            }
+            for axis in self.axes
+            if axis.ledger.bytes.total()
+        }
+        mine = Rank(memory_gb=memory_gb(self.inputs.device), sent=sent)
+        ranks = [None] * self.axes.world.size if self.run_log else None
+        dist.gather_object(mine, ranks, group=self.axes.world.group, group_dst=0)
         if self.run_log:
             append_event(self.run_log, Ranks(step=step, ranks=ranks))
 
@@ -104,16 +119,21 @@ class Reporter(ExitStack):
     def saved(self, step: int, seconds: float) -> None:
         self.log.write(SaveRecord(step, seconds))
 
-    def stopped(self, step: int, checkpoint: Path | None) -> None:
-        how = how_to_resume(checkpoint)
-        self.console.warn(f"stopped by SIGTERM after step {step}: {how}{footer()}")
+    def stopped(self, step: int) -> None:
+        how = how_to_resume(self.inputs.config.checkpoint.save_dir)
+        self.console.warn(f"stopped by SIGTERM after step {step}: {how}")
 
-    def finished(self, model_folder: Path, checkpoint: Path | None) -> None:
-        config = self.inputs.config
+    def finished(self) -> None:
+        config, save_dir = self.inputs.config, self.inputs.config.checkpoint.save_dir
         if config.logging.trace_file and self.axes.dp_cp_tp.rank == 0:  # one of each stage
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
-        prompt = prompt_for(config.dataset.name)
-        self.console.summary(model_folder, checkpoint, prompt, config.checkpoint.save_dir)
+        newest = find_start("latest", Path(save_dir))
+        self.console.summary(save_dir, newest, config.dataset.name)
+
+
+def take_bytes(axes: Axes) -> dict[str, int]:
+    """Bytes that this rank has sent over each axis since the last call, without the silent axes."""
+    return {axis.name: sent for axis in axes if (sent := axis.ledger.take_bytes())}
 
 
 def warnings_of(inputs: Inputs) -> Iterator[str]:
@@ -143,32 +163,6 @@ def start_of(inputs: Inputs, peak: float | None) -> Start:
         model=inputs.model_config,
         config=inputs.config,
     )
-
-
-def sent_by(axes: Axes) -> dict[str, dict[str, Sent]]:
-    """What this rank has sent since the last `take_bytes`, by axis and collective."""
-    return {
-        axis.name: {
-            name: Sent(calls=axis.ledger.calls[name], bytes=round(sent))
-            for name, sent in axis.ledger.bytes.items()
-        }
-        for axis in axes
-        if axis.ledger.bytes.total()
-    }
-
-
-def take_bytes(axes: Axes) -> dict[str, int]:
-    """Bytes that this rank has sent over each axis since the last call, without the silent axes."""
-    return {axis.name: sent for axis in axes if (sent := axis.ledger.take_bytes())}
-
-
-def make_room(save_dir: Path, start: Path | None) -> None:
-    """Move an earlier run aside, except for what this one resumes from."""
-    resumes_here = start is not None and start.resolve().parent == save_dir.resolve()
-    if leftovers := clean_up(save_dir):
-        print(f"deleted what an interrupted save left behind: {', '.join(map(str, leftovers))}")
-    if aside := set_aside(save_dir, newer_than=start if resumes_here else None):
-        print(f"{save_dir} held an earlier run: it is now in {aside}")
 
 
 def describe(inputs: Inputs) -> dict[str, str]:

@@ -27,8 +27,8 @@ class Saver:
 
     def __init__(self, run, inputs: "Inputs", group: dist.ProcessGroup) -> None:
         self.run, self.inputs, self.group, self.device = run, inputs, group, inputs.device
-        self.settings, self.latest = inputs.config.checkpoint, inputs.start  # newest complete one
-        self.folder, self.is_due, self.copies = Path(self.settings.save_dir), False, {}
+        self.settings, self.is_due, self.copies = inputs.config.checkpoint, False, {}
+        self.folder = Path(self.settings.save_dir)
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
 
@@ -75,8 +75,6 @@ class Saver:
     def _write(self, folder: Path, tensors: dict[str, Tensor], metadata: dict) -> None:
         if self.device.type == "cuda":  # a new thread starts with device 0, on every rank
             torch.cuda.set_device(self.device)
-            current = torch.cuda.current_device()
-            assert current == self.device.index, f"writes from GPU {current}, not {self.device}"
 
         def write(partial: Path) -> None:
             # Declared in this thread: that takes as long as to copy the tensors.
@@ -91,7 +89,6 @@ class Saver:
                 delete_older(folder, self.settings.keep)
         except OSError as error:  # save_dir may have been deleted, or the disk be full
             raise OSError(f"cannot save {folder}: {error}") from error
-        self.latest = folder
 
     def wait(self, until_written: bool = True) -> None:
         """Raise what the thread has raised, if anything; by default wait for it to end."""

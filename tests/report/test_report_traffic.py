@@ -6,7 +6,7 @@ import pytest
 
 from picotron_min.extensions.settings import Layout
 from picotron_min.report.rank_traffic import VARY, ranks_of_axis, traffic_between
-from picotron_min.runtime.run_log import Rank, Ranks, Sent
+from picotron_min.runtime.metrics import Rank, Ranks, Sent
 from tests.core.test_collectives import rows_of
 
 

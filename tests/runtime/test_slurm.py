@@ -1,7 +1,6 @@
 """docs/train.sbatch on two "nodes" of this machine, with stand-ins for Slurm and torchrun."""
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -15,8 +14,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import train
+from tests.workplace import ROOT, Workplace
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "train.sbatch"
 
 # Runs its command once for each node. Like Slurm's, it kills its tasks if it gets SIGTERM itself.
@@ -89,37 +88,21 @@ def free_job_id() -> str:
 
 
 class Cluster:
-    """A folder with a config, a text, and the stand-ins."""
+    """A workplace with the stand-ins, and a config that trains until it is stopped."""
 
-    def __init__(self, folder: Path, shared_text: Path, pool) -> None:
-        self.job_id = free_job_id()
-        self.folder, self.pool, self.jobs, self.ranks = folder, pool, [], {}
+    def __init__(self, workplace: Workplace) -> None:
+        self.workplace, self.folder, self.pool = workplace, workplace.folder, workplace.pool
+        self.job_id, self.jobs, self.ranks = free_job_id(), [], {}
         stand_ins = {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL, "torchrun": TORCHRUN}
         for name, text in stand_ins.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        for name in ("text.txt", "cache"):
-            (folder / name).symlink_to(shared_text / name)
-        config = {
-            "distributed": {"dp_size": 2, "use_cpu": True},
-            "model": {
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "vocab_size": 257,
-            },
-            "training": {"seq_length": 32, "micro_batch_size": 1, "total_train_steps": 100_000},
-            "dataset": {"name": "text.txt", "cache_dir": "cache"},
-            "checkpoint": {"save_dir": "run", "save_frequency": 0, "load_path": "latest"},
-            "environment": {"OMP_NUM_THREADS": "1"},
-        }
-        self.write(config)
+            (self.folder / name).write_text(text)
+            (self.folder / name).chmod(0o755)
+        self.configure(total_train_steps=100_000)
 
-    def write(self, config: dict) -> None:
-        self.config = config
-        (self.folder / "config.json").write_text(json.dumps(config))
+    def configure(self, **training) -> None:
+        frequencies = {"eval_frequency": 0, "eval_batches": 0}
+        checkpoint = {"save_dir": "run", "save_frequency": 0, "load_path": "latest"}
+        self.workplace.config("config", training=frequencies | training, checkpoint=checkpoint)
 
     def start_job(self) -> subprocess.Popen:
         """What Slurm does when the job's turn comes, on its first node."""
@@ -192,7 +175,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(pool, shared_text, tmp_path):
-    cluster = Cluster(tmp_path, shared_text, pool)
+    cluster = Cluster(Workplace(tmp_path, shared_text, pool))
     yield cluster
     cluster.end()
 
@@ -207,8 +190,7 @@ def test_a_job_at_its_time_limit_saves_and_is_requeued_and_resumes(cluster):
     (saved,) = cluster.checkpoints()
     assert not (cluster.folder / "run" / "hf").exists()
 
-    cluster.config["training"]["total_train_steps"] = saved + 2
-    cluster.write(cluster.config)
+    cluster.configure(total_train_steps=saved + 2)
     assert cluster.wait(cluster.start_job()) == 0, cluster.output()
     assert f"resumed from run/step-{saved:08}" in cluster.output()
     assert cluster.checkpoints() == [saved, saved + 2]
@@ -226,8 +208,7 @@ def test_a_cancelled_or_preempted_job_saves_and_leaves_requeueing_to_slurm(clust
 
 
 def test_a_job_that_fails_exits_with_an_error_and_is_not_requeued(cluster):
-    cluster.config["training"]["learning_rate"] = "fast"
-    cluster.write(cluster.config)
+    cluster.configure(learning_rate="fast")
     assert cluster.wait(cluster.start_job()) != 0
     assert "learning_rate" in cluster.output()
     assert not (cluster.folder / "requeued").exists()
