@@ -244,7 +244,7 @@ def torch_pipeline(place: Place, schedule: type) -> Step:
 
     def accumulate(index: int) -> Tensor:
         batches = [data.batch(index, i) for i in range(data.num_micro_batches)]
-        tokens, targets = map(torch.cat, zip(*batches, strict=True))
+        tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in range(2))
         inputs, losses = [tokens] if mine[0].is_first else [], []
         runner.step(*inputs, target=targets, losses=losses, return_outputs=False)
         return sum(losses, torch.zeros(())).detach() / data.num_micro_batches

@@ -6,13 +6,13 @@ in memory that reports when it is released, so that those that are alive can be 
 target: pipeline_parallel:Pipeline._forward
 train: distributed.pp_size=2 distributed.tp_size=1
 
-Run one micro-batch forward through a chunk. The first stage reads tokens, the last one targets, by
-self.read(i); other stages take what has arrived, by self._arrived(kind, i, c), whose gradient is
-needed later. Call model(x, self.positions, targets or None) within self.watch(action). The last
-stage adds its loss and batch.num_targets to self.totals; others put what is to be sent into
-self.leaving. Keep in self.live what backward needs, the input and the end of the graph, not the
-output: get_gradient_edge(out). In evaluation, without gradients, nothing is kept. See _backward and
-_send for the keys.
+Run one micro-batch forward through a chunk: batch = self.read(i).to(self.device). The first stage
+begins with its tokens; other stages take what has arrived, by self._arrived(kind, i, c), whose
+gradient is needed later. Call model(x, batch.positions, targets, *batch.extra) within
+self.watch(action), with targets on the last stage and else None. The last stage adds its loss and
+batch.num_targets to self.totals; others put what is to be sent into self.leaving. Keep in self.live
+what backward needs, the input and the end of the graph, not the output: get_gradient_edge(out). In
+evaluation, without gradients, nothing is kept. See _backward and _send for the keys.
 Read: pipeline_parallel.py.
 
 ? Four things: where x comes from, the model, where the result goes, what is kept.
@@ -87,12 +87,12 @@ def on_rank(rank, case: Case) -> dict:
 
     def read(i: int) -> Any:
         seen["read"].add(i)
-        return course.data.Batch(*batch_of(case, i))
+        return course.data.Batch(*batch_of(case, i), torch.arange(S))
 
     watched.note_graphs(axis, seen)
     watch = outputs.counted_at_forwards(seen["watched"])
     pipeline = parallel.Pipeline(
-        chunks, axis, torch.arange(S), lambda: torch.empty(B, S, E, dtype=torch.float64)
+        chunks, axis, torch.device("cpu"), lambda: torch.empty(B, S, E, dtype=torch.float64)
     )
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
     plans = course.pipeline_messages.build_plans(
@@ -137,10 +137,9 @@ def expected(case: Case) -> list[dict]:
         totals = torch.zeros(2, dtype=torch.float64)
         if last in stages:
             totals += torch.stack([total.detach(), torch.tensor(number)])
-        reads = 0 in stages or last in stages
         results.append({"[loss, number of targets]": totals, "gradients": gradients})
         results[-1]["the totals, and what is sent, have a graph"] = (False, False)
-        results[-1]["micro-batches read"] = list(range(case.micro_batches)) if reads else []
+        results[-1]["micro-batches read"] = list(range(case.micro_batches))
         results[-1]["watched"] = sorted(f"F{i}" for i in range(case.micro_batches) for _ in stages)
     return results
 
@@ -185,10 +184,10 @@ one_place: All micro-batches are kept in one place: each overwrites the one befo
     self.live[i, c] => self.live[0, c]
 last_loss: The loss replaces what is in the totals: of all micro-batches only the last one counts.
     self.totals[0] += out => self.totals[0] = out
-no_positions: The model gets the same position for every token, not self.positions.
-    self.positions, batch => torch.zeros_like(self.positions), batch
-all_read: Every stage reads the batch: those between the ends need neither tokens nor targets.
-    if stage.is_first or stage.is_last: => if True:
+no_positions: The model gets the same position for every token, not batch.positions.
+    batch.positions => torch.zeros_like(batch.positions)
+first_batch: Every forward reads micro-batch 0: the others are never seen.
+    self.read(i) => self.read(0)
 not_watched: The model does not run within self.watch(action): nothing can be timed.
     with self.watch(action): => if True:
 """
@@ -198,14 +197,14 @@ def _forward(self, action):
     i, c = action.micro_batch, action.chunk
     chunk, learns = self.chunks[c], torch.is_grad_enabled()
     first, last = chunk.stage.is_first, chunk.stage.is_last
-    batch = self.read(i) if first or last else None
+    batch = self.read(i)
     if first:
         x = batch.tokens
     else:
         x = self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
         x.requires_grad = learns
     with self.watch(action):
-        y = chunk.model(x, self.positions, batch.targets if last else None)
+        y = chunk.model(x, batch.positions, batch.targets if last else None)
     if last:
         self.totals += torch.stack([y.detach().double(), batch.num_targets.double()])
     else:

@@ -5,11 +5,12 @@ submodule that attends is given, and notes which shapes it gets.
 
 target: model:SelfAttention.forward
 
-Write attention around its core. x is [B, S, E]; self.project(x) gives q [B, S, Q D], k and v
-[B, S, K D]. View them as heads of self.head_dim numbers, rotate queries and keys by `rotate`, which
-takes [B, S, heads, D], and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it
-shares key heads among query heads, so do not repeat them. Put its result [B, Q, S, D] back to
-[B, S, Q D], and return self.o_proj of it.
+Write attention around its core. x is [B, S, E]; self.project(x) gives q [B, S, Q D], k and v [B, S,
+K D]. View them as heads of self.head_dim numbers, rotate queries and keys by `rotate`, which takes
+[B, S, heads, D] and cos, sin (`rotary` begins with these; what follows, if anything, is for the
+core after q, k and v), and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it
+shares key heads among query heads, so do not repeat them. Put its result [B, Q, S, D] back to [B,
+S, Q D], and return self.o_proj of it.
 How many heads there are must be read off the tensors: with tensor parallelism a rank has fewer than
 the config has.
 Read: model.py.
@@ -121,25 +122,25 @@ def picture(runs) -> str:
 MISTAKES = """
 values_rotated: Values are rotated, too. Positions belong in the scores, so only in queries and
     keys.
-    v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), *rotary)
+    v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), cos, sin)
 keys_not_rotated: Keys are not rotated: scores depend on the query's position, not on the distance.
-    k = rotate(k.view(B, S, -1, self.head_dim), *rotary) => k = k.view(B, S, -1, self.head_dim)
+    k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
 nothing_rotated: Neither queries nor keys are rotated: attention does not know positions.
-- q = rotate(q.view(B, S, -1, self.head_dim), *rotary)
-- k = rotate(k.view(B, S, -1, self.head_dim), *rotary)
+- q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
+- k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
 + q = q.view(B, S, -1, self.head_dim)
 + k = k.view(B, S, -1, self.head_dim)
 rotated_after_transpose: Queries and keys are rotated after the transpose: the rotation takes heads
     for positions.
-- q = rotate(q.view(B, S, -1, self.head_dim), *rotary)
-- k = rotate(k.view(B, S, -1, self.head_dim), *rotary)
-+ q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)
-+ k = rotate(k.view(B, S, -1, self.head_dim).transpose(1, 2), *rotary).transpose(1, 2)
+- q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
+- k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
++ q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), cos, sin).transpose(1, 2)
++ k = rotate(k.view(B, S, -1, self.head_dim).transpose(1, 2), cos, sin).transpose(1, 2)
 viewed_without_transpose: Heads and positions are mixed: view(B, heads, S, D) takes numbers in their
     order in memory, where the positions come first.
-- out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+- out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extra)
 + q, k, v = (x.reshape(B, -1, S, self.head_dim) for x in (q, k, v))
-+ out = self.core_attention(q, k, v)
++ out = self.core_attention(q, k, v, *extra)
 not_transposed_back: The result is reshaped without being transposed back: heads and positions are
     mixed.
     transpose(1, 2). =>
@@ -162,7 +163,7 @@ heads_and_numbers_swapped: A query is viewed as [D, heads], not [heads, D]: numb
 ALSO_RIGHT = """
 def forward(self, x, rotary):
     q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
-    q, k = (rotate(t, *rotary) for t in (q, k))
-    out = self.core_attention(*(t.movedim(2, 1) for t in (q, k, v)))
+    q, k = (rotate(t, *rotary[:2]) for t in (q, k))
+    out = self.core_attention(*(t.movedim(2, 1) for t in (q, k, v)), *rotary[2:])
     return self.o_proj(torch.cat(out.unbind(1), -1))
 """

@@ -134,12 +134,12 @@ class UlyssesAttention(nn.Module):
         self.axis, self.inner = axis, inner
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *extra) -> Tensor:
         """q [B, Q, S/n, D], k and v [B, K, S/n, D], cut in order -> [B, Q, S/n, D]"""
         repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])  # to lcm(K, n) heads
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
         q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))  # [B, heads/n, S, D]
-        return _all_to_all(self.inner(q, k, v), self.axis, 2, 1)
+        return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
 
 
 def _all_to_all(x: Tensor, axis: Axis, split_dim: int, gather_dim: int) -> Tensor:

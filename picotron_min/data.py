@@ -35,6 +35,8 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, S/cp]
     targets: torch.Tensor  # [B, S/cp], IGNORE_INDEX where there is nothing to predict
+    positions: torch.Tensor  # [S/cp] of every row, or [B, S/cp]
+    extra: tuple = ()  # what attention takes beside q, k and v, where an extension changes it
 
     @property
     def num_targets(self) -> torch.Tensor:
@@ -44,7 +46,8 @@ class Batch(NamedTuple):
         """A GPU copies the tokens from pinned memory by itself, while the host continues."""
         if device.type == "cpu":
             return self
-        return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in self))
+        tensors = (x.pin_memory().to(device, non_blocking=True) for x in self[:3])
+        return Batch(*tensors, self.extra)
 
 
 @dataclass(eq=False)
@@ -124,4 +127,4 @@ class Batches:
     def _read(self, starts: list[int] | np.ndarray) -> Batch:
         rows = np.stack([self.tokens[i : i + self.seq_length + 1] for i in starts], dtype=np.int64)
         rows = torch.from_numpy(rows)  # [B, S + 1]
-        return Batch(rows[:, self.positions], rows[:, self.positions + 1])
+        return Batch(rows[:, self.positions], rows[:, self.positions + 1], self.positions)

@@ -40,9 +40,14 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings and all(hasattr(end, "weight") for end in ends):
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens [B, S] at positions [S] -> logits [B, S, V], or, with targets, the summed loss."""
-        rotary = rotary_table(positions, self.config)
+    def forward(
+        self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None, *extra
+    ) -> Tensor:
+        """tokens [B, S] -> logits [B, S, V], or, with targets, the summed loss; positions [(B,) S].
+
+        `extra` is for every attention, where an extension's takes more than q, k and v.
+        """
+        rotary = *rotary_table(positions, self.config), *extra
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers.values():
             x = layer(x, rotary)
@@ -74,13 +79,14 @@ class SelfAttention(nn.Module):
         self.core_attention = FlashAttention()
         self.head_dim = D
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, ...]) -> Tensor:
         q, k, v = self.project(x)
+        cos, sin, *extra = rotary
         B, S, _ = q.shape  # x may be a part of the sequence
-        q = rotate(q.view(B, S, -1, self.head_dim), *rotary)  # [B, S, Q, D]
-        k = rotate(k.view(B, S, -1, self.head_dim), *rotary)  # [B, S, K, D]
+        q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)  # [B, S, Q, D]
+        k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)  # [B, S, K, D]
         v = v.view(B, S, -1, self.head_dim)  # [B, S, K, D]
-        out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extra)
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -128,7 +134,7 @@ class Head(nn.Linear):
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """positions [S] -> cos and sin, [S, D] in float32: how far each pair of numbers is turned."""
+    """positions [..., S] -> cos and sin, [..., S, D] in float32: how far each pair is turned."""
     D = config.head_dim
     exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
     frequencies = 1.0 / config.rope_theta**exponents
@@ -138,7 +144,7 @@ def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
-    angles = positions.float()[:, None] * frequencies  # no buffer to cut, cast or initialise
+    angles = positions.float()[..., None] * frequencies  # no buffer to cut, cast or initialise
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # both halves; signs for `rotate`
 
@@ -148,4 +154,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
     # (first cos - second sin, second cos + first sin), both halves at once: less memory traffic
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
+    return (x * cos[..., None, :] + swapped * sin[..., None, :]).to(x.dtype)

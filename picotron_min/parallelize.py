@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from picotron_min.attention import SOFTMAX, Kernel, SoftmaxAttention
 from picotron_min.checkpoint import parts_of_whole
-from picotron_min.context_parallel import POSITIONS, apply_context_parallel
+from picotron_min.context_parallel import apply_context_parallel
 from picotron_min.costs import layers_of_stages
 from picotron_min.data_parallel import build_buckets
 from picotron_min.extension import Extension, Gradients
@@ -123,7 +123,6 @@ def parallelize(
     pieces = layout.cp * (layout.tp if layout.sequence_parallel else 1)  # of a sequence
     shape = workload.micro_batch_size, S // pieces, model_config.hidden_size
     activation = partial(torch.empty, shape, dtype=wide, device=device)  # of the residual stream
-    positions = POSITIONS[layout.cp_engine](axes.cp.rank, layout.cp, S).to(device)
     sizes = layout.schedule, layout.pp, workload.num_micro_batches, layout.pp_chunks
     in_bfloat16 = dtype == torch.bfloat16
     return ParallelModel(
@@ -131,7 +130,7 @@ def parallelize(
         placements=table,
         parameters=parameters,
         parts_of_whole=partial(parts_of_whole, shapes=shapes, placements=table, axes=axes),
-        pipeline=parts.pipeline(chunks, axes.pp, positions, activation),
+        pipeline=parts.pipeline(chunks, axes.pp, device, activation),
         plan=build_plans(*sizes)[axes.pp.rank],
         eval_plan=build_plans(*sizes, training=False)[axes.pp.rank],
         gradients=gradients,

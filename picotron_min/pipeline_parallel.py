@@ -85,18 +85,18 @@ class Pipeline:
 
     chunks: list[Chunk]
     axis: Axis
-    positions: Tensor  # [S/cp]: places in the sequence; on the device that computes
+    device: torch.device  # that computes
     new_activation: Callable[[], Tensor]  # an empty one, of the shape of those that travel
 
     def run(self, plan: Plan, read: Callable[[int], Batch], watch: Watch | None = None) -> Tensor:
         """Run the plan's actions in order; gradients are added to `p.grad`.
 
-        read(i) gives micro-batch i, to the first and the last stage. Compute actions run within
+        read(i) gives micro-batch i. Compute actions run within
         `watch(action)`, which excludes waiting for their input. Returns [summed loss, number of
         targets] in float64, on the device, without waiting for it; zeros but on the last stage.
         """
         self.read, self.watch = read, watch or nullcontext
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.positions.device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.live: dict[tuple, tuple] = {}  # micro-batch, chunk -> its input and the graph's end
         self.arriving: dict[tuple, tuple] = {}  # kind, micro-batch, chunk -> buffer, its receive
         self.leaving: dict[tuple, Tensor] = {}  # kind, micro-batch, chunk -> what is to be sent
@@ -116,13 +116,13 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         _, i, c, _ = action
         stage, model = self.chunks[c]
-        if stage.is_first or stage.is_last:
-            batch = self.read(i).to(self.positions.device)
+        batch = self.read(i).to(self.device)
         x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
         if not stage.is_first:
             x.requires_grad_(torch.is_grad_enabled())  # a leaf: the graph of a stage begins here
         with self.watch(action):
-            out = model(x, self.positions, batch.targets if stage.is_last else None)
+            targets = batch.targets if stage.is_last else None
+            out = model(x, batch.positions, targets, *batch.extra)
         if stage.is_last:
             self.totals[0] += out.detach()
             self.totals[1] += batch.num_targets

@@ -478,10 +478,10 @@ def run_of(micro_batch: int, device: torch.device, **options) -> Run:
 def gradients_by_the_book(run: Run) -> dict[str, Tensor]:
     """Of the mean loss of the first step, before clipping, in float64."""
     model = with_autograd(run.model.pipeline.chunks[0].model)
-    positions = run.model.pipeline.positions
-    batch = Work(TINY, positions.device).data(TINY.sequences).batch(0, 0).to(positions.device)
+    device = run.model.pipeline.device
+    batch = Work(TINY, device).data(TINY.sequences).batch(0, 0).to(device)
     tokens, targets = batch.tokens, batch.targets
-    logits = model(tokens, positions)
+    logits = model(tokens, batch.positions)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     names, parameters = zip(*run.model.parameters.items(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))

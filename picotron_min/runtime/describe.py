@@ -111,10 +111,11 @@ def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
             head.loss = lambda *args, note=note, loss=loss: note() or loss(*args)
     shape = workload.micro_batch_size, workload.seq_length // config.layout.cp
     tokens = torch.zeros(shape, dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.arange(shape[1]))
     for gradients in model.gradients:
         gradients.begin(workload.num_micro_batches)
     with model.autocast():
-        model.pipeline.run(model.plan, lambda _: Batch(tokens, tokens), log.watch)
+        model.pipeline.run(model.plan, lambda _: batch, log.watch)
     for gradients in model.gradients:
         gradients.wait()
     axes_of_gradients = {axis for placement in model.placements.values() for axis in placement.sums}

@@ -67,9 +67,9 @@ def reads(pp: int, chunks: int) -> int:
     return len(calls)
 
 
-def test_only_the_stages_at_the_ends_read_tokens(pool):
-    assert pool.run(4, reads, 4, 1) == [4, 0, 0, 4]
-    assert pool.run(4, reads, 4, 2) == [4, 0, 0, 4]
+def test_each_forward_reads_its_batch_without_a_message(pool):
+    assert pool.run(4, reads, 4, 1) == [4] * 4
+    assert pool.run(4, reads, 4, 2) == [8] * 4
 
 
 class Kept:

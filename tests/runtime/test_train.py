@@ -422,11 +422,11 @@ def ignore_most_targets(training: Training) -> set[int]:
     batch, counts = training.data.batch, set()
 
     def masked(step: int, micro_batch: int) -> Batch:
-        tokens, targets = batch(step, micro_batch)
-        ignored = training.data.positions >= tokens[:, :1] % 17
-        targets = targets.masked_fill(ignored, IGNORE_INDEX)
+        whole = batch(step, micro_batch)
+        ignored = whole.positions >= whole.tokens[:, :1] % 17
+        targets = whole.targets.masked_fill(ignored, IGNORE_INDEX)
         counts.add((targets != IGNORE_INDEX).sum().item())
-        return Batch(tokens, targets)
+        return whole._replace(targets=targets)
 
     training.data.batch = masked
     return counts
