@@ -29,13 +29,8 @@ STANDARD_LIBRARY_ONLY = {
     *("extensions/schedules/simulator.py", "runtime/architectures.py", "runtime/draw.py"),
     *("runtime/hardware.py", "runtime/json_file.py", "runtime/public_models.py"),
     *("runtime/wording.py", "planner/activations.py", "planner/layer_time.py"),
-    *(
-        "planner/links.py",
-        "planner/memory.py",
-        "planner/parameter_traffic.py",
-        "planner/parameters.py",
-    ),
-    *("planner/sent.py", "planner/step_time.py", "planner/system.py", "planner/traffic.py"),
+    *("planner/links.py", "planner/memory.py", "planner/parameters.py"),
+    *("planner/step_time.py", "planner/system.py", "planner/traffic.py"),
 }
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub", "matplotlib"}
 DRAWS = ("charts", "pictures")  # of a report, and imported where one is made

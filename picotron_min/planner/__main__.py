@@ -1,7 +1,182 @@
-"""`python -m picotron_min.planner`: see command.py."""
+"""`python -m picotron_min.planner`: which layouts of a model on these GPUs fit, and how fast.
 
+--model Llama-3.1-8B --gpu H100 --gpus 64 --seq_length 8192 --global_batch 512
+                                      the best layouts; --write FILE makes the first a config
+--config FILE --gpu H100              what is predicted for a config, without a search
+--config FILE --metrics FILE          predicted beside measured
+--calibrate CONFIG METRICS ...        what your machine reaches, from runs on it
+--validate tests/published_runs.csv   the time model beside published runs
+"""
+
+import argparse
+import json
+import math
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from picotron_min.planner.command import main
+from picotron_min.planner import calibrate, config_files, machine, show, validate
+from picotron_min.planner.choices import CHOICES, Request
+from picotron_min.planner.measured import read_metrics
+from picotron_min.planner.search import Candidate, nothing_fits, search
+from picotron_min.runtime.config import ConfigError
+from picotron_min.runtime.hardware import GPUS
 
-sys.exit(main())
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 the user's mistakes, or nothing fits."""
+    parser = build_parser()
+    flags = parser.parse_args(arguments)
+    try:
+        run(parser, flags)
+    except (ConfigError, ValueError, OSError) as error:
+        problems = error.problems if isinstance(error, ConfigError) else [error]
+        if isinstance(error, OSError) and error.filename:
+            problems = [f"{error.filename}: {error.strerror}: name another file"]
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    positive, number = above_zero(int), above_zero(float)
+    batch = above_zero(int, 2**20, ": it counts sequences, not tokens")
+    share = above_zero(float, 1, ": it is a share, such as 0.92")
+    parser = argparse.ArgumentParser(
+        prog="python -m picotron_min.planner",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="a preset, or a folder in Hugging Face form")
+    add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
+    add("--gpus", type=positive, metavar="N", help="how many")
+    add("--seq_length", type=positive, metavar="N", help="tokens")
+    add("--global_batch", type=batch, metavar="N", help="sequences a step")
+    add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")
+    add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
+    add("--compile", action="store_true", help="with model.compile")
+    add("--gpus_per_node", type=positive, metavar="N", help="default: 8")
+    about = "Gb/s of a GPU to other nodes, default: 400"
+    add("--network", type=number, metavar="GBIT", help=about)
+    add("--cores", type=positive, metavar="N", help="of a CPU, which its ranks share")
+    add("--fill", type=share, default=0.92, help="share of the memory that may be planned")
+    add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node")
+    add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
+    add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
+    about = "what --calibrate has found, default: %(default)s"
+    add("--hardware", type=Path, default=machine.HARDWARE, metavar="FILE", help=about)
+    add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
+    add("--config", type=Path, metavar="FILE", help="predict this one")
+    add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")
+    add("--calibrate", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
+    add("--validate", type=Path, metavar="FILE", help="published runs")
+    add("--json", action="store_true", help="print numbers, not text")
+    return parser
+
+
+def above_zero(kind: type, most: float = math.inf, why: str = "") -> Callable[[str], float]:
+    """A reader of numbers above 0 and to `most`, for argparse."""
+
+    def read(text: str) -> float:
+        if not 0 < (value := kind(text)) < math.inf or value > most:  # argparse adds the text
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {most}{why}")
+        return value
+
+    read.__name__ = kind.__name__  # in argparse's message for what is no number
+    return read
+
+
+# What each kind of command reads; without --config, --calibrate and --validate it is a search.
+OF_MACHINE = {"gpu", "gpus_per_node", "network", "cores", "hardware"}
+READS = {
+    "validate": set(),
+    "calibrate": OF_MACHINE,
+    "config": OF_MACHINE | {"fill", "metrics", "json"},
+}
+
+
+def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
+    kind = next((kind for kind in READS if getattr(flags, kind)), None)
+    if unused := given - {kind} - READS[kind] if kind else given & {"metrics"}:
+        names, where = ", ".join(f"--{name}" for name in sorted(unused)), "without --config"
+        raise ValueError(f"{names}: not used {f'with --{kind}' if kind else where}; leave it out")
+    if "hardware" in given and kind != "calibrate" and not flags.hardware.is_file():
+        why = f"--hardware {flags.hardware} is no file"
+        raise ValueError(f"{why}: write it with --calibrate, or leave it out")
+    if kind == "validate":
+        print(validate.report(validate.read_runs(flags.validate)))
+    else:
+        {"calibrate": run_calibration, "config": run_config, None: run_search}[kind](flags)
+
+
+def run_search(flags: argparse.Namespace) -> None:
+    request = config_files.request_of(flags)
+    found = search(request, flags.top)
+    if not found:
+        raise ValueError(nothing_fits(request))
+    if flags.json:
+        print(json.dumps([as_numbers(request, candidate) for candidate in found], indent=2))
+    else:
+        print(show.plan_text(request, found))
+    if flags.write:
+        config_files.write(request, found[0], flags.write)
+        print(f"\nwrote {flags.write}", file=sys.stderr)
+
+
+def as_numbers(request: Request, candidate: Candidate) -> dict:
+    """A candidate for other programs."""
+    chosen = vars(candidate.layout) | vars(candidate.workload)
+    traffic = {axis: sent for axis, sent, *_ in show.traffic_rows(request, candidate)}
+    return {
+        "choices": {name: chosen[name] for name in CHOICES},
+        "num_micro_batches": candidate.workload.num_micro_batches,
+        "step_seconds": candidate.prediction.step,
+        "parts": candidate.prediction.parts,
+        "bubble": candidate.prediction.bubble,
+        "memory": candidate.memory._asdict(),
+        "traffic": traffic,
+        **show.measures(request, candidate),
+    }
+
+
+def run_config(flags: argparse.Namespace) -> None:
+    request, candidate = config_files.of_config(flags, flags.config)
+    measured = flags.metrics and read_metrics(flags.metrics, request, candidate)
+    if flags.json:
+        real = measured and measured.model_dump(exclude={"step"})
+        print(json.dumps(as_numbers(request, candidate) | {"measured": real}, indent=2))
+        return
+    print(show.table(request, [candidate]))
+    print(f"\n{show.details(request, candidate, width=100)}\n\n{show.uncertain(request)}")
+    if measured:
+        print(f"\n{show.beside(request, candidate, measured)}")
+
+
+def run_calibration(flags: argparse.Namespace) -> None:
+    files = flags.calibrate
+    if len(files) % 2:
+        raise ValueError(f"--calibrate has {len(files)} files: give pairs, CONFIG METRICS ...")
+    runs = []
+    for config, metrics in zip(files[::2], files[1::2], strict=True):
+        request, candidate = config_files.of_config(flags, config)
+        setting = request.setting(candidate.layout, candidate.workload)
+        measured = read_metrics(metrics, request, candidate)
+        runs.append(calibrate.Observation(setting, measured.step_seconds))
+    found = calibrate.calibrate(runs)
+    gpu = replace(runs[0].setting.gpu, **found)
+    for name in machine.CALIBRATED:
+        how = "found" if name in found else "as it was: these runs do not show it"
+        print(f"{name:<16}{getattr(gpu, name):>10.3g}  {how}")
+    for config, error in zip(files[::2], calibrate.errors_of(runs, found), strict=True):
+        print(f"{config}: predicted {error:+.1%} from measured")
+    machine.write(flags.hardware, gpu)
+    print(f"wrote {flags.hardware}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

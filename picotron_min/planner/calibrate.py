@@ -6,8 +6,7 @@
     more, some with tp, cp or dp        also the share of the links' speed, and a message's latency
 
 The unknowns are those that make predicted steps most like the measured ones: the sum of squared
-logarithms of their ratios is least. A run of its own finds f exactly, by bisection: the step falls
-as f rises.
+logarithms of their ratios is least.
 """
 
 import math
@@ -17,10 +16,9 @@ from typing import NamedTuple
 
 from picotron_min.planner.step_time import predict
 from picotron_min.planner.system import Setting
-from picotron_min.runtime.hardware import Gpu
 
 LIMITS = (1e-3, 1e3)  # times its first value: how far an unknown may be
-ROUNDS = 60
+FINEST = 1 + 1e-7  # factor by which an unknown is changed at last
 
 
 class Observation(NamedTuple):
@@ -28,20 +26,28 @@ class Observation(NamedTuple):
     seconds: float  # of a measured step
 
 
-class Calibration(NamedTuple):
-    found: dict[str, float]  # by the field of Gpu
-    errors: list[float]  # of each run: predicted / measured - 1
+def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
+    """The unknowns that runs can show, by the field of Gpu; as many as there are runs at most.
 
+    Coordinate descent: change one unknown at a time while that helps, by less and less.
+    """
 
-def calibrate(runs: Sequence[Observation]) -> Calibration:
-    """The unknowns that runs can show, as many as there are runs at most."""
-    values = {name: getattr(runs[0].setting.gpu, name) for name in unknowns(runs)}
-    if len(values) == 1:
-        values["matmul_share"] = bisect(runs[0], values["matmul_share"])
-    else:
-        values = descend(runs, values)
-    errors = [predicted(run, values) / run.seconds - 1 for run in runs]
-    return Calibration(values, errors)
+    def loss(values: dict[str, float]) -> float:
+        return sum(math.log(1 + error) ** 2 for error in errors_of(runs, values))
+
+    values = start = {name: getattr(runs[0].setting.gpu, name) for name in unknowns(runs)}
+    best, factor = loss(values), 4.0
+    while factor > FINEST:
+        improved = False
+        for name in values:
+            for change in (factor, 1 / factor):
+                tried = values | {name: values[name] * change}
+                within = LIMITS[0] <= tried[name] / start[name] <= LIMITS[1]
+                if within and (now := loss(tried)) < best:
+                    values, best, improved = tried, now, True
+        if not improved:
+            factor = math.sqrt(factor)
+    return values
 
 
 def unknowns(runs: Sequence[Observation]) -> list[str]:
@@ -54,36 +60,7 @@ def unknowns(runs: Sequence[Observation]) -> list[str]:
     return names[: len(runs)]
 
 
-def predicted(run: Observation, values: dict[str, float]) -> float:
-    gpu: Gpu = replace(run.setting.gpu, **values)
-    return predict(replace(run.setting, gpu=gpu)).step
-
-
-def bisect(run: Observation, share: float) -> float:
-    """The matmul share with which a run takes as long as it did; at the limit if none does."""
-    low, high = (share * limit for limit in LIMITS)
-    for _ in range(ROUNDS):
-        middle = math.sqrt(low * high)
-        is_slow = predicted(run, {"matmul_share": middle}) > run.seconds
-        low, high = (middle, high) if is_slow else (low, middle)
-    return middle
-
-
-def descend(runs: Sequence[Observation], values: dict[str, float]) -> dict[str, float]:
-    """Coordinate descent: change one unknown at a time while that helps, by less and less."""
-
-    def loss(values: dict[str, float]) -> float:
-        return sum(math.log(predicted(run, values) / run.seconds) ** 2 for run in runs)
-
-    start, best, factor = dict(values), loss(values), 4.0
-    while factor > 1.0001:
-        improved = False
-        for name in values:
-            for change in (factor, 1 / factor):
-                tried = values | {name: values[name] * change}
-                within = LIMITS[0] <= tried[name] / start[name] <= LIMITS[1]
-                if within and (now := loss(tried)) < best:
-                    values, best, improved = tried, now, True
-        if not improved:
-            factor = math.sqrt(factor)
-    return values
+def errors_of(runs: Sequence[Observation], values: dict[str, float]) -> list[float]:
+    """Predicted / measured - 1 of each run, if a GPU has these values."""
+    steps = [predict(replace(s, gpu=replace(s.gpu, **values))).step for s, _ in runs]
+    return [step / run.seconds - 1 for step, run in zip(steps, runs, strict=True)]

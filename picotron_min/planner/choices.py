@@ -25,11 +25,11 @@ from picotron_min.runtime.config_checks import layout_problems, model_problems
 from picotron_min.runtime.hardware import Gpu
 
 LIBRARY_BYTES = 1e9  # of CUDA and NCCL, on each GPU
-# What is chosen, by the names of Layout and Workload; each also has a key in config.json.
-CHOICES = (
-    *("tp", "cp", "pp", "dp", "ep", "etp", "sequence_parallel", "pp_engine", "pp_chunks"),
-    *("cp_engine", "ep_engine", "sharding", "recompute", "micro_batch_size"),
-)
+# What is chosen, by the names of Layout and Workload: where config.json has it.
+CHOICES = {axis: f"distributed.{axis}_size" for axis in ("tp", "cp", "pp", "dp", "ep", "etp")}
+_NAMES = ("sequence_parallel", "pp_engine", "pp_chunks", "cp_engine", "ep_engine", "sharding")
+CHOICES |= {name: f"distributed.{name}" for name in _NAMES}
+CHOICES |= {"recompute": "model.recompute", "micro_batch_size": "training.micro_batch_size"}
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,39 @@ class Request:
         prediction = predict(self.setting(layout, workload))
         return Candidate(layout, workload, prediction, self.memory(layout, workload))
 
-    def workload(self, size: int, num_micro_batches: int, recompute: str) -> Workload:
-        kept = {name: getattr(self, name) for name in ("dtype", "optimizer", "compile")}
-        return Workload(self.seq_length, size, num_micro_batches, recompute=recompute, **kept)
-
     def values(self, name: str, layout: Layout) -> Sequence:
-        """Those that a choice may have beside the others of a layout; one, if it is fixed."""
+        """The values that make sense for a choice beside the others of a layout, in order."""
+        gpus, tp, cp, pp = self.gpus, layout.tp, layout.cp, layout.pp
         if name in self.fixed:
             return [self.fixed[name]]
-        return all_values(self, name, layout)
+        match name:
+            case "tp":
+                return [n for n in divisors(gpus) if n <= self.max_tp]
+            case "cp":
+                return divisors(gpus // (tp * pp) or 1)
+            case "pp":
+                return divisors(gpus // (tp * cp) or 1)
+            case "ep":
+                return divisors(self.model_config.num_local_experts or 1)
+            case "micro_batch_size":
+                return divisors(self.global_batch // layout.dp)
+            case "sequence_parallel":
+                return [False, True] if tp > 1 else [False]
+            case "cp_engine":
+                return ["ring", "ulysses"] if cp > 1 else ["ring"]
+            case "pp_engine":
+                return list(SCHEDULES) if pp > 1 else ["1f1b"]
+            case "pp_chunks":
+                schedule = layout.schedule
+                most = self.model_config.num_hidden_layers // pp  # else stages outnumber layers
+                few = schedule.fixed_chunks or schedule.chunks == 1
+                return range(schedule.chunks, min(schedule.chunks if few else most, most) + 1)
+            case "recompute":
+                return KEYS["model.recompute"]["enum"]
+            case "sharding":
+                kinds = KEYS["distributed.sharding"]["enum"] if layout.dp * cp > 1 else ["none"]
+                # Whole matrices are as fast as rows and pad more: only Muon needs them.
+                return [kind for kind in kinds if kind != "layerwise" or self.optimizer == "muon"]
 
 
 class Candidate(NamedTuple):
@@ -93,49 +117,18 @@ class Candidate(NamedTuple):
         return sum(size > 1 for size in self.layout.sizes)
 
 
-def all_values(request: Request, name: str, layout: Layout) -> Sequence:
-    """The values that make sense for a choice beside the others of a layout, in order."""
-    gpus, tp, cp, pp = request.gpus, layout.tp, layout.cp, layout.pp
-    schedule = layout.schedule
-    match name:
-        case "tp":
-            return [n for n in divisors(gpus) if n <= request.max_tp]
-        case "cp":
-            return divisors(gpus // (tp * pp) or 1)
-        case "pp":
-            return divisors(gpus // (tp * cp) or 1)
-        case "ep":
-            return divisors(request.model_config.num_local_experts or 1)
-        case "micro_batch_size":
-            return divisors(request.global_batch // layout.dp)
-        case "sequence_parallel":
-            return [False, True] if tp > 1 else [False]
-        case "cp_engine":
-            return ["ring", "ulysses"] if cp > 1 else ["ring"]
-        case "pp_engine":
-            return list(SCHEDULES) if pp > 1 else ["1f1b"]
-        case "pp_chunks":
-            most = request.model_config.num_hidden_layers // pp  # else stages outnumber layers
-            few = schedule.fixed_chunks or schedule.chunks == 1
-            return range(schedule.chunks, min(schedule.chunks if few else most, most) + 1)
-        case "recompute":
-            return choices_of("model.recompute")
-        case "sharding":
-            kinds = choices_of("distributed.sharding") if layout.dp * cp > 1 else ["none"]
-            # Whole matrices are as fast as rows and pad more: only Muon needs them.
-            return [kind for kind in kinds if kind != "layerwise" or request.optimizer == "muon"]
-
-
 def groups(request: Request) -> Iterator[tuple[Layout, Workload]]:
     """All choices but those of the pipeline's schedule and of sharding."""
     for grid in grids(request):
         sequences, ranks = request.global_batch // grid.dp, grid.dp * grid.cp * grid.tp
         kept = {n: request.fixed[n] for n in ("etp", "ep_engine") if n in request.fixed}
+        asked = {n: getattr(request, n) for n in ("dtype", "optimizer", "compile")}
         names = ("sequence_parallel", "cp_engine", "ep", "micro_batch_size", "recompute")
         for cut, engine, ep, size, recompute in product(*(request.values(n, grid) for n in names)):
             if sequences % size == 0 and ("ep" in request.fixed or ranks % ep == 0):
                 layout = replace(grid, sequence_parallel=cut, cp_engine=engine, ep=ep, **kept)
-                yield layout, request.workload(size, sequences // size, recompute)
+                sizes = request.seq_length, size, sequences // size
+                yield layout, Workload(*sizes, recompute=recompute, **asked)
 
 
 def grids(request: Request) -> Iterator[Layout]:
@@ -171,11 +164,6 @@ def rule_problems(request: Request, layout: Layout) -> list[str]:
     )
     problems = list(layout_problems(config))
     return problems or list(model_problems(config, request.model_config))
-
-
-def choices_of(key: str) -> list[str]:
-    """The values that a key of config.json can have."""
-    return KEYS[key]["enum"]
 
 
 @lru_cache

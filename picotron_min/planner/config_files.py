@@ -2,19 +2,20 @@
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.machine import HARDWARE, machine
+from picotron_min.planner.machine import machine
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import Gpu
-from picotron_min.runtime.json_file import read_json
-from picotron_min.runtime.wording import choice
+from picotron_min.runtime.json_file import parse_json, read_json
+from picotron_min.runtime.wording import choice, expected
 
 ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
 ALIASES |= {"mbs": "micro_batch_size"}
@@ -28,31 +29,32 @@ def request_of(flags: argparse.Namespace) -> Request:
         raise ValueError(f"{' '.join(missing)} missing: see --help")
     gpu = gpu_of(flags, flags.gpu or "H100", flags.gpus)
     dtype = flags.dtype or ("float32" if gpu.name == "cpu" else "bfloat16")
-    check_dtype(gpu, dtype)
-    model = {"name": flags.model, "dtype": dtype}
-    asked = {"model": model, "training": {"seq_length": flags.seq_length}}
+    asked = {"model": {"name": flags.model, "dtype": dtype, "compile": flags.compile}}
+    asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     if not flags.write:
         asked["dataset"] = {"tokenizer": "any/tokenizer"}  # the model's folder need not hold one
     config = parse_config(asked)
-    return Request(
-        model_of(config),
-        gpu,
-        flags.gpus,
-        flags.seq_length,
-        flags.global_batch,
-        model_name=flags.model,
-        dtype=dtype,
-        compile=flags.compile,
-        optimizer=flags.optimizer,
-        fill=flags.fill,
-        max_tp=flags.max_tp or flags.gpus_per_node or GPUS_PER_NODE,
-        fixed=fixed_choices(flags.fix),
-    )
+    max_tp = flags.max_tp or flags.gpus_per_node or GPUS_PER_NODE
+    options = {"fill": flags.fill, "max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
+    sizes = flags.gpus, flags.global_batch
+    return _request(config, model_of(config), gpu, *sizes, **options)
+
+
+def _request(
+    config: Config, model_config: ModelConfig, gpu: Gpu, gpus: int, global_batch: int, **options
+) -> Request:
+    work = config.workload
+    if work.dtype not in gpu.peaks:
+        why = f"--gpu {gpu.name} has no peak for {work.dtype}"
+        raise ValueError(f"{why}: use {choice(gpu.peaks)}")
+    options |= {name: getattr(work, name) for name in ("dtype", "compile", "optimizer")}
+    sizes = gpus, work.seq_length, global_batch
+    return Request(model_config, gpu, *sizes, model_name=config.model.name, **options)
 
 
 def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     """The device of a name, with what the flags state; ValueError for those of another kind."""
-    gpu = machine(name, flags.hardware or HARDWARE, ranks, flags.cores)
+    gpu = machine(name, flags.hardware, ranks, flags.cores)
     unused = ("network", "gpus_per_node") if name == "cpu" else ("cores",)
     if given := [f"--{flag}" for flag in unused if getattr(flags, flag)]:
         kind = "a CPU" if name == "cpu" else name
@@ -76,31 +78,23 @@ def fixed_choices(text: str) -> dict[str, object]:
     for pair in filter(None, text.split(",")):
         name, _, value = (part.strip() for part in pair.partition("="))
         name = ALIASES.get(name, name)
-        if name not in CHOICES:
+        if name not in CHOICES or name in fixed:
             near = get_close_matches(name, CHOICES, 1) or [choice(CHOICES)]
-            raise ValueError(f"--fix {pair}: {name} is not a choice: use {near[0]}")
-        if name in fixed:
-            raise ValueError(f"--fix {text}: {name} is given twice: keep one")
-        schema = KEYS[key_of(name)]
+            raise ValueError(
+                f"--fix {text}: {pair} is not known or there twice: use {near[0]} once"
+            )
+        schema = KEYS[CHOICES[name]]
         if "enum" in schema:
-            good, fixed[name], what = value in schema["enum"], value, choice(schema["enum"])
-        elif schema["type"] == "boolean":
-            good, fixed[name], what = value in ("true", "false"), value == "true", "true or false"
+            good = value in schema["enum"]
         else:
-            good, what = value.isdecimal() and int(value) > 0, "a number"
-            fixed[name] = int(value) if good else None
+            with suppress(ValueError):
+                value = parse_json(value)
+            is_switch = schema["type"] == "boolean"
+            good = type(value) is bool if is_switch else type(value) is int and value > 0
         if not good:
-            raise ValueError(f"--fix {pair}: use {what}")
+            raise ValueError(f"--fix {pair}: must be {expected(schema)}")
+        fixed[name] = value
     return fixed
-
-
-def key_of(name: str) -> str:
-    """Where config.json has a choice: distributed.tp_size"""
-    options = (f"{section}.{name}{size}" for section in SECTIONS for size in ("", "_size"))
-    return next(key for key in options if key in KEYS)
-
-
-SECTIONS = ("distributed", "model", "training")
 
 
 def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate]:
@@ -117,27 +111,11 @@ def predicted(
 ) -> tuple[Request, Candidate]:
     """A config on a GPU; ValueError if the GPU has no peak for its dtype."""
     layout, workload = config.layout, config.workload
-    check_dtype(gpu, workload.dtype)
     if workload.fp8:
         raise ValueError("model.fp8=true: how fast that is, is not modelled; set it to false")
-    request = Request(
-        model_config,
-        gpu,
-        layout.world_size,
-        workload.seq_length,
-        config.global_batch,
-        model_name=config.model.name,
-        dtype=workload.dtype,
-        compile=workload.compile,
-        optimizer=workload.optimizer,
-        fill=fill,
-    )
+    sizes = layout.world_size, config.global_batch
+    request = _request(config, model_config, gpu, *sizes, fill=fill)
     return request, request.candidate(layout, workload)
-
-
-def check_dtype(gpu: Gpu, dtype: str) -> None:
-    if dtype not in gpu.peaks:
-        raise ValueError(f"--gpu {gpu.name} has no peak for {dtype}: use {choice(gpu.peaks)}")
 
 
 def config_of(request: Request, candidate: Candidate) -> dict:
@@ -153,7 +131,7 @@ def config_of(request: Request, candidate: Candidate) -> dict:
         },
     }
     for name in CHOICES:
-        section, key = key_of(name).split(".")
+        section, key = CHOICES[name].split(".")
         raw[section][key] = chosen[name]
     if request.compile:
         raw["model"]["compile"] = True

@@ -4,11 +4,12 @@
 """
 
 import json
-import math
 import os
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from picotron_min.runtime.hardware import GPUS, Gpu
 
@@ -41,15 +42,16 @@ def _cpu(cores: int, ranks: int) -> Gpu:
     return Gpu("cpu", peaks, memory, *speeds, 0.8, 0.4, **shares)
 
 
+Found = TypeAdapter(dict[str, dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]])
+
+
 def read(hardware: Path) -> dict[str, dict[str, float]]:
     """What was found, by device; nothing if there is no file. ValueError if it is damaged."""
-    if not hardware.exists():
-        return {}
-    with suppress(ValueError, AttributeError, TypeError):
-        found = json.loads(hardware.read_text(encoding="utf-8"))
-        if all(0 < number < math.inf for of in found.values() for number in of.values()):
-            return found
-    raise ValueError(f"{hardware} is not what --calibrate writes: delete it, calibrate again")
+    try:
+        return Found.validate_json(hardware.read_bytes()) if hardware.exists() else {}
+    except ValidationError:
+        why = f"{hardware} is not what --calibrate writes"
+        raise ValueError(f"{why}: delete it, calibrate again") from None
 
 
 def write(hardware: Path, gpu: Gpu) -> None:

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
-from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.layout import STRIPE_ROWS
 from picotron_min.planner.activations import BYTES, WIDE, factors_per_token, saved_per_token
-from picotron_min.planner.parameters import parameters_of_rank
+from picotron_min.planner.parameters import Share, share_of_rank
 
 
 class RankMemory(NamedTuple):
@@ -38,6 +37,14 @@ class RankMemory(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self)
+
+
+def gb(number: float) -> str:
+    return f"{gigabytes(number)} GB"
+
+
+def gigabytes(number: float) -> str:  # 72.3, and 0.0428 of a tiny model
+    return f"{number / 1e9:.1f}" if number >= 1e9 else f"{number / 1e9:.3g}"
 
 
 def memory_per_rank(
@@ -68,37 +75,12 @@ def of_parameters_alone(layout: Layout) -> Layout:
     return replace(layout, sequence_parallel=False, tp_overlap=False, cp_engine="ring")
 
 
-class Share(NamedTuple):
-    """What a pipeline rank has of the model, where it is the first rank along all other axes."""
-
-    stages: list[range]  # of layers
-    has_head: bool
-    windows: list[dict[str, float]]  # R of what is sharded of each window of layers, by axis
-    ends: list[dict[str, float]]  # and of the embedding, the last norm and lm_head
-    # Elements that it computes with: of parameters that its optimizer has whole, or a part of.
-    hidden: float = 0
-    others: float = 0
-    sharded_hidden: float = 0
-    sharded_others: float = 0
-
-    @property
-    def layers(self) -> list[int]:
-        return list(chain(*self.stages))
-
-
 @lru_cache(maxsize=1024)
 def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[Share]:
-    """The share of each pipeline rank."""
-    shares, first = [], dict.fromkeys(layout.axis_sizes, 0)
-    for rank in range(layout.pp):
-        mine = parameters_of_rank(model_config, layout, seq_length, first | {"pp": rank})
-        elements = Counter()
-        for part in chain(*(unit.parts for unit in mine.units)):
-            kind = "hidden" if part.placement.is_hidden_matrix else "others"
-            elements[f"sharded_{kind}" if shard_of(part.placement) else kind] += part.elements
-        windows, ends = ([u.rows for u in mine.units if u.is_end is end] for end in (False, True))
-        shares.append(Share(mine.stages, mine.has_head, windows, ends, **elements))
-    return shares
+    """What each pipeline rank has, where it is the first rank along all other axes."""
+    first = dict.fromkeys(layout.axis_sizes, 0)
+    places = (first | {"pp": rank} for rank in range(layout.pp))
+    return [share_of_rank(model_config, layout, seq_length, place) for place in places]
 
 
 def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[str, float]:
@@ -107,43 +89,29 @@ def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[st
     moments = 2 * (BYTES["bfloat16"] if workload.moments == "bfloat16" else wide)
     states = {"adamw": (moments, moments), "muon": (wide, moments), "sgd": (0, 0)}
     of_hidden, of_others = states[workload.optimizer]  # bytes an element
-    copies = narrow * share.hidden if narrow < wide else 0  # to compute with
-    # What the optimizer has: all of what is whole, and of each sharded unit a row of its buffer.
-    hidden = share.hidden + sum(R for rows in share.windows for R in rows.values())
-    others = share.others + sum(R for rows in share.ends for R in rows.values())
-    return {
-        "weights": wide * (hidden + others) + copies + _gathered_weights(share, layout, workload),
-        "gradients": wide * (share.hidden + share.others + _sharded_gradients(share, layout)),
-        "optimizer_state": of_hidden * hidden + of_others * others,
-    }
-
-
-def _gathered_weights(share: Share, layout: Layout, workload: Workload) -> float:
-    """Sharding: bytes of the whole matrices that a rank computes with."""
-    wide, narrow = WIDE[workload.dtype], BYTES[workload.dtype]
-    if layout.sharding != "parameters":
-        return narrow * share.sharded_hidden + wide * share.sharded_others
-    layer, end = (
-        max((sum(buffers) for buffers in _buffers(units, layout)), default=0)
-        for units in (share.windows, share.ends)
-    )
-    return narrow * layer + max(narrow * layer, wide * end)  # a layer, and the next one or an end
-
-
-def _sharded_gradients(share: Share, layout: Layout) -> float:
-    """Sharding: elements of the gradients that are reduced to the rank's own rows, and of these."""
-    units = *share.windows, *share.ends
-    buffers = list(chain(*_buffers(units, layout)))
-    if layout.sharding not in ("gradients", "parameters"):
-        return sum(buffers)
-    owned = sum(R for rows in units for R in rows.values())
-    return owned + 2 * max(buffers, default=0)  # one buffer travels while another fills
-
-
-def _buffers(units: Iterable[dict[str, float]], layout: Layout) -> list[list[float]]:
-    """Elements of the buffers [n, R] of each unit."""
+    elements, owned, buffers = Counter(), Counter(), {False: [[]], True: [[]]}
     sizes = layout.axis_sizes
-    return [[sizes[axis] * R for axis, R in rows.items()] for rows in units]
+    for unit in share.units:
+        elements.update(unit.elements)
+        owned[unit.is_end] += sum(unit.rows.values())
+        buffers[unit.is_end].append([sizes[axis] * R for axis, R in unit.rows.items()])  # [n, R]
+    # What the optimizer has: all of what is whole, and of each sharded unit a row of its buffer.
+    hidden, others = elements["hidden"] + owned[False], elements["others"] + owned[True]
+    weights = wide * (hidden + others)
+    weights += narrow * elements["hidden"] if narrow < wide else 0  # copies to compute with
+    if layout.sharding == "parameters":  # those of a layer, and of the next one or an end
+        layer, end = (max(map(sum, buffers[is_end])) for is_end in (False, True))
+        weights += narrow * layer + max(narrow * layer, wide * end)
+    else:
+        weights += narrow * elements["sharded_hidden"] + wide * elements["sharded_others"]
+    of_units = list(chain(*buffers[False], *buffers[True]))
+    gradients = elements["hidden"] + elements["others"]
+    if layout.sharding in ("gradients", "parameters"):  # one buffer travels while another fills
+        gradients += owned.total() + 2 * max(of_units, default=0)
+    else:
+        gradients += sum(of_units)
+    states = of_hidden * hidden + of_others * others
+    return {"weights": weights, "gradients": wide * gradients, "optimizer_state": states}
 
 
 def _memory_of(

@@ -8,10 +8,10 @@ Standard library only.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
@@ -38,21 +38,31 @@ class Unit(NamedTuple):
     """Parameters that are used together."""
 
     parts: list[Part]  # without those of which the rank has nothing, such as other ranks' experts
-    rows: dict[str, int]
-    is_end: bool  # not of layers
+    rows: dict[str, float]
+    elements: Counter[str]  # of parts, by kind: "hidden", "others", and "sharded_" of both
+    is_end: bool = False  # not of layers
 
 
-class Parameters(NamedTuple):
+class Share(NamedTuple):
     """What a rank has of the model."""
 
     stages: list[range]  # of layers
     has_head: bool
     units: list[Unit]
 
+    @property
+    def layers(self) -> list[int]:
+        return list(chain(*self.stages))
 
-def parameters_of_rank(
+    @property
+    def windows(self) -> list[dict[str, float]]:
+        """The rows of each window of layers."""
+        return [unit.rows for unit in self.units if not unit.is_end]
+
+
+def share_of_rank(
     model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
-) -> Parameters:
+) -> Share:
     """Of the rank that is at these places along the axes that cut parameters."""
     num_layers = tuple(layers_of_stages(model_config, layout, seq_length))
     shapes, table, names = _table(model_config, layout, num_layers)
@@ -67,7 +77,7 @@ def parameters_of_rank(
         head = [saved_name(HEAD, model_config.tie_word_embeddings)]
         groups += [[NORM]] if head in groups else [[NORM], head]  # a tied matrix counts once
     units = [_unit(group, shapes, table, places, layout.axis_sizes) for group in groups]
-    return Parameters(stages, has_head, units)
+    return Share(stages, has_head, units)
 
 
 def _unit(
@@ -77,18 +87,20 @@ def _unit(
     places: Mapping[str, int],
     sizes: Mapping[str, int],
 ) -> Unit:
-    parts, sharded, rows = [], defaultdict(dict), {}
+    parts, sharded, rows, elements = [], defaultdict(dict), {}, Counter()
     for name in names:
         slices = part(shapes[name], table[name].cuts, places, sizes)
         mine = Part([s.stop - s.start for s in slices], table[name])
         if mine.elements:
             parts.append(mine)
+            kind = "hidden" if table[name].is_hidden_matrix else "others"
+            elements[f"sharded_{kind}" if shard_of(table[name]) else kind] += mine.elements
             if shard := shard_of(table[name]):  # of experts: over fewer ranks
                 sharded[shard.axis][name] = mine.shape
     for axis, matrices in sharded.items():
         shards = {name: shard_of(table[name]) for name in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]
-    return Unit(parts, rows, is_end=names[0] in (EMBEDDING, NORM, HEAD))
+    return Unit(parts, rows, elements, is_end=names[0] in (EMBEDDING, NORM, HEAD))
 
 
 @lru_cache(maxsize=16)

@@ -1,17 +1,16 @@
 """A plan as text: the best layouts, then all about the first of them."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from picotron_min import costs
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.planner.choices import Request
-from picotron_min.planner.explain import gb, gigabytes, lines_of, why
+from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
-from picotron_min.planner.memory import RankMemory
+from picotron_min.planner.memory import RankMemory, gb, gigabytes
 from picotron_min.planner.search import Candidate
-from picotron_min.planner.traffic import planned_ledger, planned_traffic
+from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffic
 from picotron_min.runtime.draw import draw
 from picotron_min.runtime.hardware import hardware_flops_per_token
 
@@ -122,15 +121,13 @@ PARTS = {"tp": "tp", "cp": "cp", "ep_etp": "ep", "dp_cp": "dp"}  # of a step's t
 
 def traffic_rows(request: Request, best: Candidate) -> Iterator[tuple[str, float, float, Link]]:
     """Axis, bytes, calls and link of all that rank 0 sends."""
-    layout, calls = best.layout, Counter()
+    layout, tp, cp = best.layout, best.layout.tp, best.layout.cp
     sent = planned_ledger(request.model_config, layout, best.workload)
-    for (axis, _), number in sent.calls.items():
-        calls[axis] += number
-    tp, cp = layout.tp, layout.cp
+    calls = by_axis(sent.calls)
     strides = {"cp": tp, "dp": tp * cp, "dp_cp": tp, "pp": tp * cp * layout.dp}
     strides |= {"ep": layout.etp, "edp": layout.ep * layout.etp}
     strides["ends"] = (layout.pp - 1) * strides["pp"]
-    for axis, total in sent.by_axis().items():
+    for axis, total in by_axis(sent).items():
         if total:
             over = link(request.gpu, sent.sizes[axis], strides.get(axis, 1))
             yield axis, total, calls[axis], over

@@ -14,46 +14,70 @@ those of the residual stream, of statistics and of gradients. Standard library o
 """
 
 import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import partialmethod
 from itertools import accumulate, pairwise
 
 from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.extensions.sharding.rows import shard_of
+from picotron_min.pipeline_schedule import ends_share_rank
 from picotron_min.planner.activations import BYTES, WIDE
-from picotron_min.planner.parameter_traffic import add_parameters
-from picotron_min.planner.sent import Sent
+from picotron_min.planner.parameters import Unit, share_of_rank
+
+
+class Sent(Counter):
+    """A ledger on paper: bytes by (axis, collective); `calls` counts messages likewise."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.sizes, self.calls = sizes, Counter()
+
+    def add(self, axis: str, collective: str, sent: float, times: float = 1) -> None:
+        if self.sizes[axis] > 1 and times:
+            self[axis, collective] += times * sent
+            self.calls[axis, collective] += times
+
+    def _ring(self, name: str, rounds: int, axis: str, whole: float, times: float = 1) -> None:
+        n = self.sizes[axis]
+        self.add(axis, name, rounds * ((n - 1) / n) * whole, times)
+
+    all_reduce = partialmethod(_ring, "all_reduce", 2)
+    all_gather = partialmethod(_ring, "all_gather", 1)
+    reduce_scatter = partialmethod(_ring, "reduce_scatter", 1)
+    all_to_all = partialmethod(_ring, "all_to_all", 1)  # `whole`: of one rank
 
 
 def planned_traffic(
     model_config: ModelConfig, layout: Layout, workload: Workload, rank: int = 0
 ) -> dict[str, int]:
     """Bytes that a rank sends in a step, by axis, without silent ones."""
-    total = planned_ledger(model_config, layout, workload, rank).by_axis()
+    total = by_axis(planned_ledger(model_config, layout, workload, rank))
     return {axis: round(sent) for axis, sent in total.items() if round(sent)}
+
+
+def by_axis(of: Counter[tuple[str, str]]) -> Counter[str]:
+    """The sum over all collectives of an axis, of a ledger's bytes or calls."""
+    total = Counter()
+    for (axis, _), number in of.items():
+        total[axis] += number
+    return total
 
 
 def planned_ledger(
     model_config: ModelConfig, layout: Layout, workload: Workload, rank: int = 0
 ) -> Sent:
     """The bytes by axis and collective, and how often a rank calls each."""
-    sent = Sent(axis_sizes(layout, rank))
-    _Activations(sent, model_config, layout, workload).of_rank(layout.coordinates(rank).pp)
-    add_parameters(sent, model_config, layout, workload, rank)
+    stage = layout.coordinates(rank).pp
+    ends = min(2, layout.pp) if stage in (0, layout.pp - 1) else 1  # ranks, as this one sees them
+    sent = Sent(layout.axis_sizes | {"ends": ends})
+    _Activations(sent, model_config, layout, workload).of_rank(stage)
+    _add_parameters(sent, model_config, layout, workload, rank)
     X, L = model_config.num_local_experts, model_config.num_hidden_layers
     numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; RoutingCounts
     sent.all_reduce("world", BYTES["float64"] * numbers)
     return sent
-
-
-def axis_sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Of all axes that mesh.Axes has, as a rank sees them."""
-    is_end = layout.coordinates(rank).pp in (0, layout.pp - 1)
-    return layout.axis_sizes | {
-        "dp_cp_tp": layout.dp * layout.cp * layout.tp,
-        "cp_tp": layout.cp * layout.tp,
-        "ep_etp": layout.ep * layout.etp,
-        "ends": min(2, layout.pp) if is_end else 1,
-        "world": layout.world_size,
-    }
 
 
 class _Activations:
@@ -186,3 +210,59 @@ class _Activations:
         self.sent.reduce_scatter("ep_etp", tokens * (row + weights), m)  # backward of both
         self.sent.reduce_scatter("ep_etp", tokens * row, m)  # the sum for each token
         self.sent.all_gather("ep_etp", tokens * row, m)
+
+
+def _add_parameters(
+    sent: Sent, model_config: ModelConfig, layout: Layout, workload: Workload, rank: int
+) -> None:
+    """Add to `sent` what a rank sends for its parameters in a step."""
+    places, wide = _places_of(rank, layout), WIDE[workload.dtype]
+    pipeline = layout.schedule, layout.pp, layout.pp_chunks
+    is_tied = model_config.tie_word_embeddings and ends_share_rank(*pipeline)
+    for unit in share_of_rank(model_config, layout, workload.seq_length, places).units:
+        for part in unit.parts:
+            for axis in () if shard_of(part.placement) else part.placement.sums:
+                sent.all_reduce(axis, wide * part.elements)
+        # A layer's weights are needed for forward and backward, a tied embedding at both ends. A V
+        # has the ends in two chunks, which reduce their gradients one by one.
+        gathers = 1 if unit.is_end and not is_tied else 2
+        reductions = 2 if unit.is_end and is_tied and layout.pp > 1 else 1
+        _add_sharded(sent, unit, layout, workload, gathers, reductions)
+        if workload.optimizer == "muon":
+            _add_updates(sent, unit, places, BYTES[workload.dtype])
+
+
+def _places_of(rank: int, layout: Layout) -> dict[str, int]:
+    """Where a rank is along the axes that cut parameters: see mesh.py."""
+    places = layout.coordinates(rank)._asdict()
+    within = rank % (layout.dp * layout.cp * layout.tp)  # its stage, a grid (edp, ep, etp)
+    places["dp_cp"] = within // layout.tp
+    places["edp"], rest = divmod(within, layout.ep * layout.etp)
+    places["ep"], places["etp"] = divmod(rest, layout.etp)
+    return places
+
+
+def _add_sharded(
+    sent: Sent, unit: Unit, layout: Layout, workload: Workload, gathers: int, reductions: int
+) -> None:
+    """Gradients, and the weights that are gathered; both are numbers of times a micro-batch."""
+    wide, m, kind = WIDE[workload.dtype], workload.num_micro_batches, layout.sharding
+    width = wide if unit.is_end else BYTES[workload.dtype]  # of gathered weights
+    gathers = m * gathers if kind == "parameters" else 1
+    reductions = m * reductions if kind in ("gradients", "parameters") else 1
+    for axis, R in unit.rows.items():
+        buffer = layout.axis_sizes[axis] * R
+        sent.reduce_scatter(axis, wide * buffer, reductions)
+        sent.all_gather(axis, width * buffer, gathers)
+        for part in unit.parts:
+            for other in part.placement.sums[1:]:  # a tied embedding: the ends of the pipeline
+                sent.all_reduce(other, wide * R)
+
+
+def _add_updates(sent: Sent, unit: Unit, places: Mapping[str, int], narrow: int) -> None:
+    """Muon makes the matrices whole that this rank updates: see optimizers/muon.py."""
+    for part in unit.parts:
+        shard = shard_of(part.placement)
+        if part.placement.is_hidden_matrix and (not shard or shard.owner == places[shard.axis]):
+            for axis in (cut.axis for cut in part.placement.cuts if cut.owner is None):
+                sent.all_gather(axis, narrow * part.elements * sent.sizes[axis])

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.step_time import Prediction, predict
+from picotron_min.planner.step_time import predict
 from picotron_min.planner.system import Setting, System
 from picotron_min.runtime.hardware import GPUS
 
@@ -26,7 +26,6 @@ class Run(NamedTuple):
     use: str
     measured: float
     predicted: float
-    prediction: Prediction
 
     @property
     def error(self) -> float:
@@ -36,23 +35,16 @@ class Run(NamedTuple):
 
 def read_runs(path: Path) -> list[Run]:
     runs = []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            try:
-                runs.append(_run(row))
-            except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
-                why = f"line {line} is not a run as in tests/published_runs.csv"
-                raise ValueError(f"{path}: {why} ({type(error).__name__}: {error})") from None
-    if not runs:
-        raise ValueError(f"{path} has no run: it needs the columns of tests/published_runs.csv")
+    try:
+        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+            tokens = int(row["global_batch"]) * int(row["seq"]) / int(row["gpus"])  # of a GPU
+            measured = float(row["tokens_per_second_per_gpu"])
+            seconds = predict(setting_of(row)).step
+            runs.append(Run(row["id"], row["use"], measured, tokens / seconds))
+    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        why = f"row {len(runs) + 1} is not a run as in tests/published_runs.csv"
+        raise ValueError(f"{path}: {why} ({type(error).__name__}: {error})") from None
     return runs
-
-
-def _run(row: dict[str, str]) -> Run:
-    prediction = predict(setting_of(row))
-    tokens = int(row["global_batch"]) * int(row["seq"]) / int(row["gpus"])  # of a GPU
-    measured = float(row["tokens_per_second_per_gpu"])
-    return Run(row["id"], row["use"], measured, tokens / prediction.step, prediction)
 
 
 def setting_of(row: dict[str, str]) -> Setting:
@@ -65,7 +57,7 @@ def setting_of(row: dict[str, str]) -> Setting:
     shape = (number[key] for key in ("vocab", "hidden", "intermediate", "layers", "heads"))
     model_config = ModelConfig(*shape, number["kv_heads"], tie_word_embeddings=row["tied"] == "1")
     layout = Layout(
-        **{key: number[key] for key in ("pp", "dp", "cp", "tp")},
+        *(number[key] for key in ("pp", "dp", "cp", "tp")),
         pp_engine=row["engine"],
         pp_chunks=number["chunks"],
         sequence_parallel=row["sp"] == "1",
@@ -106,8 +98,8 @@ def errors_of(runs: list[Run]) -> Errors:
 
 def sweep(runs: list[Run]) -> list[Run]:
     """The runs to be put in order: those of "rank", and counted ones of the same sweep."""
-    prefixes = {run.name.split("-mbs")[0] for run in runs if run.use == "rank"}
-    return [run for run in runs if run.name.split("-mbs")[0] in prefixes]
+    sweeps = {run.name.split("-mbs")[0] for run in runs if run.use == "rank"}
+    return [run for run in runs if run.name.split("-mbs")[0] in sweeps]
 
 
 def spearman(a: list[float], b: list[float]) -> float:

@@ -1,5 +1,6 @@
 """One run's page, section by section: what it was, how it went, where its ranks were."""
 
+from collections import Counter
 from itertools import zip_longest
 
 from picotron_min.costs import model_flops_per_token
@@ -7,7 +8,6 @@ from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.extensions.settings import Layout
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
-from picotron_min.planner.sent import Sent as Ledger
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.report import pictures
 from picotron_min.report.charts import curve_pictures
@@ -134,7 +134,7 @@ def traffic_tables(run: Run, layout: Layout) -> str:
     return tables
 
 
-def _by_collective(ranks: list[Rank], planned: Ledger) -> list[tuple[str, ...]]:
+def _by_collective(ranks: list[Rank], planned: Counter) -> list[tuple[str, ...]]:
     measured = {(axis, name) for rank in ranks for axis in rank.sent for name in rank.sent[axis]}
     rows, nothing = [], Sent(calls=0, bytes=0)
     for axis, name in sorted(measured | planned.keys()):
