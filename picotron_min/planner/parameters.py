@@ -3,7 +3,7 @@
     unit    a window of layers, the embedding, the last norm, or lm_head
     rows    R of the buffers [n, R] in which the sharded matrices of a unit travel, by axis
 
-What a rank holds (memory.py) and what it sends for them (parameter_traffic.py) follow from these.
+What a rank holds (memory.py) and what it sends for them (traffic.py) follow from these.
 Standard library only.
 """
 

@@ -31,6 +31,7 @@ CSS |= {ON_COLOUR: "var(--on-colour)"}
 
 STYLE = {
     "svg.fonttype": "none",  # text as text, not as outlines
+    "path.simplify_threshold": 0.4,  # points: a page of 100,000 steps has some 50 kB a picture
     "svg.hashsalt": "picotron-min",  # the same report from the same run
     "font.size": 9,
     "axes.titlesize": 10,
@@ -165,29 +166,14 @@ def curves(lines: Sequence[Line], title: str, unit: str, x_unit="step", about=""
 
 
 def plot_line(axes: Axes, line: Line) -> None:
-    x, y = thin_out(line.x, [math.nan if value is None else value for value in line.y])
+    y = [math.nan if value is None else value for value in line.y]
     dash, colour = divmod(line.colour, len(COLOURS))
     style = {"color": COLOURS[colour], "linestyle": [*DASHES.values()][dash]}
     if line.is_faint:
         style |= {"alpha": 0.35, "linewidth": 1.0}
-    if line.has_points or len(x) == 1:  # one point makes no line
+    if line.has_points or len(y) == 1:  # one point makes no line
         style |= {"marker": "o"}
-    axes.plot(x, y, **style, markersize=3, label=line.label)
-
-
-MOST_POINTS = 1500
-
-
-def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most MOST_POINTS of a line that look the same: of each stretch its least and greatest."""
-    if len(x) <= MOST_POINTS:
-        return list(x), list(y)
-    stretch, kept = math.ceil(2 * len(x) / MOST_POINTS), []
-    for start in range(0, len(x), stretch):
-        known = [i for i in range(start, min(start + stretch, len(x))) if not math.isnan(y[i])]
-        known = known or [start]  # the gap
-        kept += sorted({min(known, key=y.__getitem__), max(known, key=y.__getitem__)})
-    return [x[i] for i in kept], [y[i] for i in kept]
+    axes.plot(line.x, y, **style, markersize=3, label=line.label)
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:

@@ -18,19 +18,16 @@ from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.settings import Layout
 from picotron_min.runtime.metrics import Ranks
 
-# The coordinates that vary along an axis; see mesh.py. Experts have a grid of their own.
-GRID, EXPERT_GRID = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
-VARY = {axis: (axis,) for axis in (*GRID, *EXPERT_GRID)}
-VARY |= {"dp_cp": ("dp", "cp"), "dp_cp_tp": ("dp", "cp", "tp"), "world": GRID}
-VARY |= {"ep_etp": ("ep", "etp"), "cp_tp": ("cp", "tp"), "ends": ("pp",)}
+AXES = {*Layout().axis_sizes, "ends"}
 
 
 def ranks_of_axis(layout: Layout, axis: str, rank: int) -> list[int]:
     """The row of ranks along an axis that has this rank in it, as in mesh.build_axes."""
-    names = GRID if set(VARY[axis]) <= set(GRID) else EXPERT_GRID
-    grid = np.arange(layout.world_size).reshape([layout.axis_sizes[name] for name in names])
-    place = zip(names, np.unravel_index(rank, grid.shape), strict=True)
-    row = grid[tuple(slice(None) if name in VARY[axis] else i for name, i in place)]
+    grid = next(g for g in layout.grids if axis in g.axes or axis == "ends")
+    ranks = np.arange(layout.world_size).reshape(*grid.sizes.values())
+    place = zip(grid.sizes, np.unravel_index(rank, ranks.shape), strict=True)
+    varying = grid.axes.get(axis, ("pp",))
+    row = ranks[tuple(slice(None) if name in varying else i for name, i in place)]
     row = row.flatten().tolist()
     if axis != "ends":
         return row

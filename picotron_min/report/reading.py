@@ -14,10 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ValidationError
-
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.report.rank_traffic import VARY
+from picotron_min.report.rank_traffic import AXES
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.draw import MeasuredStep, read_trace
 from picotron_min.runtime.metrics import (
@@ -41,11 +39,18 @@ class Run(NamedTuple):
     saves: list[SaveRecord]  # these, and all_steps, with what a resume has repeated
     all_steps: list[StepRecord]
     starts: list[Start]  # one more for each resume
-    config: Config | None
-    model: ModelConfig | None
     ranks: Ranks | None
     trace: MeasuredStep | None
     notes: list[str]
+
+    @property
+    def config(self) -> Config | None:
+        """The settings of the latest start."""
+        return self.starts[-1].config if self.starts else None
+
+    @property
+    def model(self) -> ModelConfig | None:
+        return self.starts[-1].model if self.starts else None
 
     @property
     def seconds(self) -> float:
@@ -68,9 +73,10 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: name the checkpoint.save_dir of a run")
     starts, ranks = _read_run_log(folder / RUN_LOG, notes)
-    # Older runs have no run.jsonl: their newest checkpoint knows the settings.
-    settings = starts[-1] if starts else _read_state(folder, notes)
-    config, model = (settings.config, settings.model) if settings else (None, None)
+    if not starts:
+        missing = f"{folder / RUN_LOG} has no settings of the run"
+        notes.append(f"{missing}: only what metrics.jsonl has is shown")
+    config = starts[-1].config if starts else None
     steps, all_steps, evaluations, saves = [], [], [], []
     path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
     if not path.is_file():
@@ -103,7 +109,7 @@ def read_run(folder: Path) -> Run:
     except (ValueError, OSError) as error:
         notes.append(str(error))
     records = steps, evaluations, saves, all_steps
-    return Run(folder, *records, starts, config, model, ranks, trace, notes)
+    return Run(folder, *records, starts, ranks, trace, notes)
 
 
 def _find(name: str | None, folder: Path) -> Path | None:
@@ -144,7 +150,7 @@ def _record(values: dict) -> StepRecord | EvalRecord | SaveRecord:
     values["loss"]  # a KeyError: of another kind
     numbers = {name: _number(values.pop(name, None)) for name in NUMBERS}  # older ones lack some
     sent = {axis: int(number) for axis, number in values.pop("comm_bytes", {}).items()}
-    if sent.keys() - VARY.keys():
+    if sent.keys() - AXES:
         raise ValueError("axes")
     balance = {name: value for name, value in values.items() if isinstance(value, float)}
     return StepRecord(**numbers, step=step, comm_bytes=sent, balance=balance)
@@ -165,28 +171,9 @@ def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], Ranks | No
 def _event(values: dict) -> Start | Ranks:
     (key,) = values  # ValueError unless there is exactly one
     event = EVENTS[key].model_validate(values[key])
-    if isinstance(event, Ranks) and {a for r in event.ranks for a in r.sent} - VARY.keys():
+    if isinstance(event, Ranks) and {a for r in event.ranks for a in r.sent} - AXES:
         raise ValueError("axes")
     return event
-
-
-class State(BaseModel):
-    """What the report needs of a checkpoint's state.json; metadata.py has the rest."""
-
-    model: ModelConfig
-    config: Config
-
-
-def _read_state(folder: Path, notes: list[str]) -> State | None:
-    missing = f"{folder / RUN_LOG} has no settings of the run"
-    newest = max(folder.glob("step-*/state.json"), default=None)
-    try:
-        state = newest and State.model_validate_json(newest.read_bytes())
-    except ValidationError:
-        state, missing = None, f"{missing}, and {newest} cannot be read"
-    which = f"those of {newest} are shown" if state else "only what metrics.jsonl has is shown"
-    notes.append(f"{missing}: {which}")
-    return state
 
 
 def _read_trace(folder: Path, config: Config, starts: list[Start]) -> MeasuredStep | None:

@@ -39,11 +39,6 @@ def header(run: Run) -> str:
         rows["started"] = f"{run.starts[0].at:%Y-%m-%d %H:%M} UTC"
         if resumes := run.starts[1:]:
             rows["resumed"] = f"after step {', '.join(str(start.after_step) for start in resumes)}"
-    elif run.config:
-        sizes = run.config.layout.sizes._asdict()
-        rows["model"] = f"{run.config.model.name} in {run.config.model.dtype}"
-        rows["layout"] = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        rows |= {"data": run.config.dataset.name, "tokenizer": run.config.tokenizer}
     rows["steps"] = f"{len(run.steps):,}, from {run.steps[0].step:,} to {run.steps[-1].step:,}"
     if repeated := len(run.all_steps) - len(run.steps):
         rows["steps"] += f"; {counted(repeated, 'step')} more, after which it resumed from before"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from picotron_min.report.__main__ import NO_MATPLOTLIB, main
-from picotron_min.report.charts import MOST_POINTS, smooth, thin_out
+from picotron_min.report.charts import smooth
 from picotron_min.report.pictures import ranges
 from picotron_min.report.reading import read_run
 from picotron_min.report.single import header, measured_peaks
@@ -20,7 +20,6 @@ from picotron_min.runtime.draw import plan_of_trace
 from picotron_min.runtime.wording import shown
 from tests import recorded_runs
 from tests.recorded_runs import write_records, write_run, write_start
-from tests.runtime.test_folders import make
 
 
 class Page(HTMLParser):
@@ -271,22 +270,6 @@ def test_what_some_runs_record_is_drawn_for_them(tmp_path):
     assert "only what metrics.jsonl has" in page.text
 
 
-def test_an_older_run_without_run_jsonl_takes_its_settings_from_a_checkpoint(tmp_path):
-    config = write_run(tmp_path)
-    start = read_run(tmp_path).starts[0]
-    (tmp_path / "run.jsonl").unlink()
-    assert "only what metrics.jsonl has is shown" in read_run(tmp_path).notes[0]
-    state = start.model_dump_json(include={"model", "config"}, by_alias=True)
-    make(tmp_path / "step-00000009", "{}")
-    make(tmp_path / "step-00000010", state)
-    run = read_run(tmp_path)
-    assert run.config == config and run.trace
-    assert "step-00000010/state.json are shown" in run.notes[0]
-    assert Page(header(run)).facts()["layout"] == "pp 2 x dp 2 x cp 1 x tp 2"
-    (tmp_path / "step-00000010/state.json").write_text("{}")
-    assert "cannot be read: only what metrics.jsonl has" in read_run(tmp_path).notes[0]
-
-
 def test_a_trace_of_another_run_is_left_out(tmp_path):
     other = recorded_runs.config_of(tmp_path, {"distributed": {"pp_size": 4}})
     config = write_run(tmp_path)
@@ -379,20 +362,6 @@ def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         main([*map(str, folders), "--out", str(tmp_path / "out.html")])
     assert error.value.code == 2 and "name at most 18" in capsys.readouterr().err
-
-
-def test_a_thinned_line_keeps_its_extremes_and_its_gaps():
-    x = list(range(100_000))
-    y = [math.sin(i / 1000) for i in x]
-    y[77_777], y[33_333] = 9.0, -9.0
-    y[50_000:60_000] = [math.nan] * 10_000
-    few_x, few_y = thin_out(x, y)
-    assert len(few_x) == len(few_y) <= MOST_POINTS + 1
-    assert few_x == sorted(few_x) and all(y[i] is v for i, v in zip(few_x, few_y, strict=True))
-    assert {33_333, 77_777} <= set(few_x)
-    gap = [i for i, v in zip(few_x, few_y, strict=True) if math.isnan(v)]
-    assert gap and all(50_000 <= i < 60_000 for i in gap)
-    assert thin_out(x[:10], y[:10]) == (x[:10], y[:10])
 
 
 def test_layers_of_several_chunks_are_several_ranges():

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from picotron_min.extensions.settings import Layout
-from picotron_min.report.rank_traffic import VARY, ranks_of_axis, traffic_between
+from picotron_min.report.rank_traffic import AXES, ranks_of_axis, traffic_between
 from picotron_min.runtime.metrics import Rank, Ranks, Sent
 from tests.core.test_collectives import rows_of
 
@@ -15,7 +15,7 @@ def test_rows_of_ranks_are_the_groups_of_the_mesh(pool, sizes):
     names = ("pp", "dp", "cp", "tp", "ep", "etp")
     layout = Layout(**dict(zip(names, sizes, strict=False)))
     for rank, rows in enumerate(pool.run(8, rows_of, *sizes)):
-        assert rows.keys() == VARY.keys()
+        assert rows.keys() == AXES
         for axis, (_, members) in rows.items():
             assert ranks_of_axis(layout, axis, rank) == members
 
