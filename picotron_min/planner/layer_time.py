@@ -83,11 +83,8 @@ class LayerTimes:
         """The forward of a layer's linears, by the parts of costs.layer_flops."""
         c, tp, N = self.config, self.layout.tp, self.tokens
         E, M, D = c.hidden_size, c.intermediate_size / tp, c.head_dim / tp
-        Q, K, ups = (
-            c.num_attention_heads * D,
-            c.num_key_value_heads * D,
-            self.system.mlp_matrices - 1,
-        )
+        Q, K = c.num_attention_heads * D, c.num_key_value_heads * D
+        ups = self.system.mlp_matrices - 1
         if self.system.joins_linears:
             qkv, up = self.matmul(N, E, Q + 2 * K), self.matmul(N, E, ups * M)
         else:

@@ -100,16 +100,13 @@ def layer_parameters(
     return E * (heads / layout.tp + mlp)
 
 
-class StepTime:
+class StepTime(LayerTimes):
     """The parts of a step, of one of the pipeline's ranks each."""
 
     def __init__(self, setting: Setting) -> None:
-        self.times = LayerTimes(setting)
-        self.config, self.gpu, self.layout = setting.model_config, setting.gpu, setting.layout
-        self.work, self.system = setting.workload, setting.system
-        self.memory_speed = self.times.memory_speed
+        super().__init__(setting)
         # By whether a layer has experts.
-        self.layers = {kind: self.times.layer(kind) for kind in layers_by_kind(self.config)}
+        self.layers = {kind: self.layer(kind) for kind in layers_by_kind(self.config)}
         self.layer_parts = {k: layer.parts() | {"dp": 0.0} for k, layer in self.layers.items()}
         self.dp_link = self._dp_link()
 
@@ -128,12 +125,8 @@ class StepTime:
 
     def prediction(self) -> Prediction:
         m, layout = self.work.num_micro_batches, self.layout
-        stages = Layout(
-            layout.pp,
-            pp_engine=layout.pp_engine,
-            pp_chunks=layout.pp_chunks,
-            pp_layers=layout.pp_layers,
-        )
+        names = ("pp", "pp_engine", "pp_chunks", "pp_layers")
+        stages = Layout(**{name: getattr(layout, name) for name in names})
         sizes = stages, self.work.seq_length, self.system.is_balanced
         ranks = Counter(ranks_of(self.config, *sizes))  # many have the same
         times = {rank: self.micro_batch(rank) for rank in ranks}
@@ -162,7 +155,7 @@ class StepTime:
                 seconds["dp"] += number * self.gathers(has_experts, *alone)
         if rank.head:
             seconds["head"] = rank.head * self.head
-            seconds["tp"] += rank.head * 2 * self.times.tp_message
+            seconds["tp"] += rank.head * 2 * self.tp_message
         seconds["passes"] += self.accumulation(rank)
         seconds["dp"] += self.each_reduction(rank)
         return seconds
@@ -170,9 +163,9 @@ class StepTime:
     @cached_property
     def head(self) -> float:
         """lm_head and the loss: three products, and passes over the logits."""
-        c, N, tp, times = self.config, self.times.tokens, self.layout.tp, self.times
-        rows, V = min(N, self.system.stripe_rows or N), c.vocab_size / tp
-        products = 3 * N / rows * times.matmul(rows, c.hidden_size, V)  # of each stripe
+        c, N = self.config, self.tokens
+        rows, V = min(N, self.system.stripe_rows or N), c.vocab_size / self.layout.tp
+        products = 3 * N / rows * self.matmul(rows, c.hidden_size, V)  # of each stripe
         moved = self.system.logit_bytes * N * V
         if self.system.stripe_rows:  # the gradient of lm_head is read and written for each
             moved += 8 * V * c.hidden_size * N / rows
@@ -193,8 +186,8 @@ class StepTime:
         """Adding a micro-batch's gradients to those of the ones before, for one of them."""
         if self.layout.sharding == "parameters":
             return 0.0
-        g, w = self.system.gradient_bytes, self.times.width
-        bytes_each = w + 2 * g if self.work.num_micro_batches > 1 else 6
+        g = self.system.gradient_bytes
+        bytes_each = self.width + 2 * g if self.work.num_micro_batches > 1 else 6
         return bytes_each * self.parameters(rank) / self.memory_speed
 
     def optimizer(self, rank: Rank) -> float:

@@ -6,16 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from create_config import main
-from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.planner import memory
 from picotron_min.runtime import config as schema
 from picotron_min.runtime.config_file import MOST_PROCESSES, load_config
-from picotron_min.runtime.public_models import PRESETS
 
 PICOTRON = (
     "--tp 1 --cp 1 --dp 4 --pp 1 --pp_engine afab --model_name HuggingFaceTB/SmolLM-360M-Instruct"
@@ -146,29 +142,16 @@ def test_the_rank_grid_has_tp_innermost_and_stays_short(create):
     assert "processes        32 = pp 2 x dp 4 x cp 2 x tp 2" in out
     assert "  pp 0  dp 0  cp 1   ranks 2 to 3 (tp)\n" in out
     assert "  pp 0  dp 3  cp 1   ranks 14 to 15 (tp)\n  and 8 more rows\n" in out
+    _, out, _ = create("--mbs 1 --grad_acc_steps 1 --dp 9", exp_name="nine")
+    assert "tokens per step  2,304 = 9 dp x 1 sequence x 1 micro-batch x 256\n" in out
+    assert "  and 1 more row\n" in out
+    assert "\ntokenizer        bytes, the model's own\n" in out
 
 
-def test_memory_is_planned_from_the_whole_config(create, monkeypatch):
-    asked = mock.Mock(wraps=memory.memory_per_rank)
-    monkeypatch.setattr("create_config.memory_per_rank", asked)
-    layout = "--pp 4 --cp 1 --tp 2 --sequence_parallel --pp_engine afab --mbs 3 --grad_acc_steps 5"
-    create(layout + " --seq_len 128 --dtype bfloat16 --optimizer sgd --recompute full")
-    asked.assert_called_once_with(
-        PRESETS["tiny"],
-        Layout(pp=4, tp=2, pp_engine="afab", sequence_parallel=True),
-        Workload(128, 3, 5, "bfloat16", recompute="full", optimizer="sgd"),
-        "cuda",
-    )
-
-
-def test_the_same_config_again_is_accepted(create):
+def test_a_file_is_kept_unless_forced_and_nothing_is_deleted(create):
     create("--dp 2")
     code, out, _ = create("--dp 2")
     assert code == 0 and out.startswith("runs/exp/config.json is already there with the same")
-
-
-def test_a_different_file_is_kept_unless_forced_and_nothing_is_deleted(create):
-    create("--dp 2")
     beside = PATH.with_name("metrics.jsonl")
     beside.write_text("precious")
     before = PATH.read_text()
@@ -190,11 +173,6 @@ def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create):
     assert "warmup_steps=500: must be below total_train_steps=200" in err
 
 
-def test_an_abbreviated_flag_is_not_guessed(create):
-    code, _, err = create("--learning 1e-3")
-    assert code == 2 and "did you mean --learning_rate?" in err
-
-
 def test_a_folder_that_cannot_be_made_is_reported(create):
     Path("runs").write_text("a file")
     code, _, err = create("--save_dir elsewhere")
@@ -205,6 +183,7 @@ def test_an_unknown_flag_suggests_the_nearest(create):
     for flag, remedy in {
         "--SCHEDULE=wsd": "did you mean --schedule?",
         "--frobnicate": "see --help",
+        "--learning=1": "did you mean --learning_rate?",  # an abbreviation is not guessed
         "--dpp": "did you mean --dp?",  # not --pp, which is as near
         "--cpu": "did you mean --use_cpu?",  # not --cp
         "--num_layers": "did you mean --num_hidden_layers?",  # not --pp_layers
@@ -212,18 +191,6 @@ def test_an_unknown_flag_suggests_the_nearest(create):
     }.items():
         code, _, err = create(flag)
         assert (code, err) == (2, f"error: {flag.split('=')[0]} is not known: {remedy}\n")
-
-
-def test_one_of_a_kind_is_not_a_plural(create):
-    _, out, _ = create("--mbs 1 --grad_acc_steps 1 --dp 9")
-    assert "tokens per step  2,304 = 9 dp x 1 sequence x 1 micro-batch x 256\n" in out
-    assert "  and 1 more row\n" in out
-
-
-def test_the_tokenizer_is_named(create):
-    assert "\ntokenizer        bytes, the model's own\n" in create("--tokenizer bytes")[1]
-    _, out, _ = create("--model_name SmolLM-135M", exp_name="smol")
-    assert "\ntokenizer        HuggingFaceTB/SmolLM-135M, the model's own\n" in out
 
 
 def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(create):
@@ -270,23 +237,15 @@ def test_it_runs_as_a_script_without_torch(tmp_path):
     script = Path(__file__).parents[2] / "create_config.py"
     code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:];"
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    flags = ["--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, script, *flags],
-        capture_output=True,
-        text=True,
-        cwd=script.parent,
-    )
+
+    def run(*flags):
+        command = [sys.executable, "-c", code, script, *flags]
+        return subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+
+    done = run("--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"--config '{tmp_path}/a b/config.json'\n")
     assert (tmp_path / "a b" / "config.json").is_file()
-
-
-def test_missing_flags_exit_with_2():
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parents[2] / "create_config.py"],
-        capture_output=True,
-        text=True,
-    )
+    done = run()
     assert done.returncode == 2 and "--out_dir, --exp_name" in done.stderr
     assert "Traceback" not in done.stderr

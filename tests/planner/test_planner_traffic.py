@@ -1,5 +1,7 @@
 """The planner's traffic against the ledgers of real steps: equal to the byte, on every rank."""
 
+import json
+from contextlib import suppress
 from dataclasses import fields
 
 import pytest
@@ -47,105 +49,67 @@ TIED, EXPERTS = {"tie_word_embeddings": True}, {"num_local_experts": 4, "moe_int
 # Each expert gets the same number of rows: else how many leave a rank is up to the router.
 PADDED = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
 SHARED = {"n_shared_experts": 1, "scoring_func": "sigmoid", "mlp_only_layers": (0,)}
-THREE, FOUR = {"gradient_accumulation_steps": 3}, {"gradient_accumulation_steps": 4}
+MODELS = {
+    "tied": TIED,
+    "five": TIED | {"num_hidden_layers": 5},
+    "repeated": {"num_key_value_heads": 2},
+}
+MODELS |= {
+    "experts": EXPERTS,
+    "shared": EXPERTS | SHARED,
+    "all": EXPERTS | {"num_experts_per_tok": 4},
+}
 
-LAYOUTS = {
-    "dp": dict(dp=3, **THREE),
-    "tp, full": {"tp": 2, "recompute": "full"},
-    "tp, sequence, overlap, selective": {
-        "tp": 4,
-        "sequence_parallel": True,
-        "tp_overlap": True,
-        "recompute": "selective",
-    },
-    "tp, sequence, full, bfloat16": {
-        "dp": 2,
-        "tp": 2,
-        "sequence_parallel": True,
-        "recompute": "full",
-        "dtype": "bfloat16",
-    },
-    "cp ring, selective": {"cp": 2, "recompute": "selective", "dtype": "bfloat16"},
-    "cp ring, tp": {"cp": 4, "tp": 2, "sequence_parallel": True, "dtype": "float64"},
-    "cp ulysses, repeated heads, full": {
-        "cp": 4,
-        "cp_engine": "ulysses",
-        "recompute": "full",
-        "model": {"num_key_value_heads": 2},
-    },
-    "optimizer, tied": dict(dp=2, tp=2, sharding="optimizer", model=TIED, **THREE),
-    "gradients": dict(dp=2, cp=2, sharding="gradients", dtype="bfloat16", **THREE),
-    "parameters, tied": {
-        "dp": 2,
-        "tp": 2,
-        "sequence_parallel": True,
-        "sharding": "parameters",
-        "model": TIED,
-        "dtype": "bfloat16",
-    },
-    "parameters, tied apart, full": dict(
-        dp=2, pp=2, sharding="parameters", model=TIED, recompute="full", **THREE
-    ),
-    "muon": {"dp": 2, "tp": 2, "optimizer": "muon"},
-    "layerwise, muon": {
-        "dp": 3,
-        "tp": 2,
-        "sharding": "layerwise",
-        "optimizer": "muon",
-        "dtype": "bfloat16",
-    },
-    "experts, padded": dict(dp=2, ep=2, model=EXPERTS, **PADDED, moe_global_aux_loss_coeff=0.1),
-    "experts, padded, tp": dict(
-        tp=2, dp=2, ep=2, etp=2, model=EXPERTS | SHARED, recompute="full", **PADDED
-    ),
-    "experts, padded, tp, sequence": dict(
-        tp=2, cp=2, ep=4, model=EXPERTS, sequence_parallel=True, recompute="full", **PADDED
-    ),
-    "experts, all chosen": {"dp": 2, "ep": 2, "model": EXPERTS | {"num_experts_per_tok": 4}},
-    "experts, all-gather, sharded": {
-        "dp": 4,
-        "tp": 2,
-        "ep": 2,
-        "etp": 2,
-        "ep_engine": "allgather",
-        "sharding": "parameters",
-        "model": EXPERTS | SHARED,
-        "recompute": "full",
-    },
-    "all at once": dict(dp=2, pp=2, cp=2, sharding="optimizer", model=TIED, **THREE),
-}
-LAYOUTS |= {  # a V has both ends on one rank
-    f"V, {sharding}, tied": dict(
-        dp=2,
-        pp=2,
-        pp_engine="zb_v",
-        pp_chunks=2,
-        sharding=sharding,
-        model=TIED | {"num_hidden_layers": 5},
-        **FOUR,
-    )
-    for sharding in ("none", "optimizer", "gradients", "parameters")
-}
-LAYOUTS |= {
-    f"pp, {engine}": dict(
-        pp=2,
-        tp=2,
-        pp_engine=engine,
-        pp_chunks=schedule.chunks,
-        sequence_parallel=True,
-        recompute="full",
-        model=TIED | {"num_hidden_layers": 5},
-        **FOUR,
-    )
-    for engine, schedule in SCHEDULES.items()
-}
+LAYOUTS = """\
+dp=3 m=3
+tp=2 recompute=full
+tp=4 sp=true tp_overlap=true recompute=selective
+dp=2 tp=2 sp=true recompute=full dtype=bfloat16
+cp=2 recompute=selective dtype=bfloat16
+cp=4 tp=2 sp=true dtype=float64
+cp=4 cp_engine=ulysses recompute=full model=repeated
+dp=2 tp=2 sharding=optimizer m=3 model=tied
+dp=2 cp=2 sharding=gradients m=3 dtype=bfloat16
+dp=2 tp=2 sp=true sharding=parameters dtype=bfloat16 model=tied
+dp=2 pp=2 sharding=parameters recompute=full m=3 model=tied
+dp=2 tp=2 optimizer=muon
+dp=3 tp=2 sharding=layerwise optimizer=muon dtype=bfloat16
+dp=2 ep=2 padded moe_global_aux_loss_coeff=0.1 model=experts
+tp=2 dp=2 ep=2 etp=2 padded recompute=full model=shared
+tp=2 cp=2 ep=4 sp=true padded recompute=full model=experts
+dp=2 ep=2 model=all
+dp=4 tp=2 ep=2 etp=2 ep_engine=allgather sharding=parameters recompute=full model=shared
+dp=2 pp=2 cp=2 sharding=optimizer m=3 model=tied
+""".splitlines()
+KINDS = "none", "optimizer", "gradients", "parameters"
+# A V has both ends on one rank.
+LAYOUTS += [f"dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding={k} model=five" for k in KINDS]
+LAYOUTS += [
+    f"pp=2 tp=2 sp=true pp_engine={name} pp_chunks={s.chunks} m=4 recompute=full model=five"
+    for name, s in SCHEDULES.items()
+]
+KEYS_OF = {"sp": "sequence_parallel", "m": "gradient_accumulation_steps"}
+
+
+def options_of(text: str) -> tuple[ModelConfig, Config]:
+    """What a line above stands for."""
+    options, model = {}, MODEL
+    for name, _, value in (word.partition("=") for word in text.split()):
+        if name == "model":
+            model = MODEL.override(**MODELS[value])
+        elif name == "padded":
+            options |= PADDED
+        else:
+            with suppress(ValueError):  # else it is text
+                value = json.loads(value)
+            options[KEYS_OF.get(name, name)] = value
+    return model, config_of(model, **options)
 
 
 @pytest.mark.turns(3, 7)
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-def test_planned_traffic_is_what_a_step_sends(pool, options):
-    model = MODEL.override(**options.get("model", {}))
-    config = config_of(model, **{key: o for key, o in options.items() if key != "model"})
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_planned_traffic_is_what_a_step_sends(pool, text):
+    model, config = options_of(text)
     sizes = model, config.layout, config.workload
     for rank, (sent, by) in enumerate(pool.run(config.world_size, sent_in_a_step, config, model)):
         assert planned_traffic(*sizes, rank) == sent, rank
