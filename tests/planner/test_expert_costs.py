@@ -197,7 +197,7 @@ def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
             first // of_stage
         ]
         if sharding in ("gradients", "parameters"):
-            units = [unit for window in share.windows + share.ends for unit in window.items()]
+            units = [rows for unit in share.units for rows in unit.rows.items()]
             buffers = gradients - held[1]
             assert buffers == 2 * 4 * max(
                 (layout.axis_sizes[axis] * R for axis, R in units), default=0
