@@ -22,7 +22,6 @@ from picotron_min.runtime.config_checks import layout_problems
 from picotron_min.runtime.reporter import take_bytes
 from tests.assembled import (
     MODELS,
-    assert_trains_as_one_rank,
     make_config,
     make_training,
 )
@@ -145,43 +144,21 @@ def overlapped(config: Config, **distributed) -> Config:
 
 
 # More are in test_layouts.py, where it takes turns with other choices, and in test_compile.py.
-LAYOUTS = {
-    "tp 4": ({"tp": 4}, "untied"),
-    "zb_h1": ({"tp": 2, "pp": 2, "engine": "zb_h1", "micro_batches": 3}, "grouped-query"),
-    "zb_v, full": (
-        {"tp": 2, "pp": 2, "engine": "zb_v", "chunks": 2, "micro_batches": 3, "recompute": "full"},
-        "tied",
-    ),
-}
 
 
-@pytest.mark.parametrize("sizes,model", LAYOUTS.values(), ids=LAYOUTS)
-def test_with_overlap_a_layout_trains_the_same_model_as_one_rank(pool, sizes, model):
-    assert_trains_as_one_rank(pool, overlapped(make_config(**sizes)), model)
+def off_and_on(config: Config, model: ModelConfig) -> list[tuple]:
+    return [run(overlapped(config, tp_overlap=on), model) for on in (False, True)]
 
 
-class Run(NamedTuple):
-    """Two steps of a rank, and what it sends in the first."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, np.ndarray]
-    num_shifts: int
-    num_bytes: dict[str, int]  # over each axis
-
-
-def off_and_on(config: Config, model: ModelConfig) -> tuple[Run, Run]:
-    return tuple(run(overlapped(config, tp_overlap=on), model) for on in (False, True))
-
-
-def run(config: Config, model: ModelConfig) -> Run:
+def run(config: Config, model: ModelConfig) -> tuple[dict, int, dict[str, int]]:
+    """Numbers of two steps of a rank; its shifts, and the bytes that it sends, in the first."""
     training = make_training(config, model)
-    first = training.step(0)
-    calls = training.axes.tp.ledger.calls["shift"]
-    sent, second = take_bytes(training.axes), training.step(1)
-    gradients = {name: p.grad.numpy() for name, p in training.parameters.items()}
-    steps = first, second
-    return Run([s.loss for s in steps], [s.grad_norm for s in steps], gradients, calls, sent)
+    steps, shifts = [training.step(0)], training.axes.tp.ledger.calls["shift"]
+    sent = take_bytes(training.axes)
+    steps.append(training.step(1))
+    numbers = {name: p.grad.numpy() for name, p in training.parameters.items()}
+    numbers |= {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps]}
+    return numbers, shifts, sent
 
 
 EXPERTS = test_experts.MODELS["gated"]  # with shared ones; layer 1 has a dense MLP
@@ -198,13 +175,11 @@ PAIRS = {
 def test_overlap_changes_neither_a_run_nor_its_bytes(pool, config, model):
     model = model.override(num_hidden_layers=2)
     for off, on in pool.run(config.world_size, off_and_on, config, model):
-        close = partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
-        close(on.losses, off.losses)
-        close(on.norms, off.norms)
-        for name, gradient in off.gradients.items():
-            close(on.gradients[name], gradient, err_msg=name)
-        assert on.num_bytes == off.num_bytes and on.num_bytes["tp"] > 0
-        assert on.num_shifts and not off.num_shifts
+        (expected, no_shifts, bytes_off), (numbers, shifts, bytes_on) = off, on
+        for name, values in expected.items():
+            np.testing.assert_allclose(numbers[name], values, rtol=0, atol=1e-10, err_msg=name)
+        assert bytes_on == bytes_off and bytes_on["tp"] > 0
+        assert shifts and not no_shifts
 
 
 def test_overlap_without_sequence_parallelism_is_refused():
