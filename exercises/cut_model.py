@@ -3,31 +3,24 @@
 Where there is no model, gradients are made up: the table sums them and puts them together.
 """
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor, nn
 
 from exercises.exercise import Case, draw
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from exercises.ranks import Rank
-    from picotron_min.mesh import Axes
-    from picotron_min.model_config import ModelConfig
+from exercises.ranks import Rank
+from picotron_min.mesh import Axes
+from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
 
 
-def model_config(case: Case) -> "ModelConfig":
-    from picotron_min.model_config import ModelConfig
-
+def model_config(case: Case) -> ModelConfig:
     return ModelConfig(case.vocab, 2 * case.heads, case.inner, 1, case.heads, case.heads // 2)
 
 
 def run_cut(
-    rank: "Rank", case: Case, axes: "Axes", parts: dict[str, tuple[slice, ...]]
-) -> tuple["Tensor", dict[str, "Tensor"]]:
+    rank: Rank, case: Case, axes: Axes, parts: dict[str, tuple[slice, ...]]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of this rank's part of the model, and the gradients of its parameters."""
-    import torch
-    from torch import nn
-
     course = rank.course
     model = course.model.Llama(model_config(case))
     for name, parameter in list(model.named_parameters()):
@@ -41,12 +34,8 @@ def run_cut(
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def run_whole(case: Case) -> tuple["Tensor", dict[str, "Tensor"]]:
+def run_whole(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the whole model in one process, and its gradients."""
-    import torch
-
-    from picotron_min.model import Llama
-
     model = Llama(model_config(case)).double()
     for name, parameter in model.named_parameters():
         parameter.data = draw(case, name, shape=parameter.shape)
@@ -57,8 +46,8 @@ def run_whole(case: Case) -> tuple["Tensor", dict[str, "Tensor"]]:
 
 
 def put_together(
-    rank: "Rank", axes: "Axes", table: dict, shapes: dict, gradients: dict[str, "Tensor"]
-) -> dict[str, "Tensor"]:
+    rank: Rank, axes: Axes, table: dict, shapes: dict, gradients: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Whole gradients: each part is summed over ranks, and counts once, as the table has it."""
     course, results = rank.course, {}
     for name, gradient in gradients.items():
@@ -72,6 +61,6 @@ def put_together(
     return results
 
 
-def tokens(case: Case) -> tuple["Tensor", "Tensor"]:
+def tokens(case: Case) -> tuple[Tensor, Tensor]:
     ids = draw(case, "tokens", shape=(2, 2, 6)).abs() * 100 % case.vocab
     return ids.long().unbind()

@@ -19,13 +19,17 @@ Read: costs.py, model_config.py.
   12 L Q D S of most projects (docs/mfu.md).
 """
 
-import random
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 from exercises.pictures import bars
+from picotron_min.attention import SoftmaxAttention
+from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
     sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3)}
     return [
@@ -34,8 +38,6 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def model_config(case: Case):
-    from picotron_min.model_config import ModelConfig
-
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
     return config.override(tie_word_embeddings=case.tied)
 
@@ -49,12 +51,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from picotron_min.attention import SoftmaxAttention
-    from picotron_min.model import Llama
-
     model = Llama(model_config(case))
     for layer in model.model.layers.values():
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()

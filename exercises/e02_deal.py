@@ -19,19 +19,17 @@ Read: data.py.
 ! 0 bytes are sent to agree on a batch. In production: `torch.utils.data.DistributedSampler`.
 """
 
-import random
+import numpy as np
 
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = [(1, 3), (2, 1), (2, 3), (3, 2), (4, 2)]
     return [Case(1, dp=dp, micro_batches=m, rows=dice.randint(2, 4)) for dp, m in sizes]
 
 
 def on_rank(rank, case: Case) -> dict:
-    import numpy as np
-
     def places(dp_rank: int) -> list[list[int]]:
         batches = rank.course.data.Batches(
             np.zeros(1000, dtype=np.uint16),

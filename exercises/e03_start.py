@@ -22,23 +22,23 @@ Read: initialise.py, mesh.py, `part` in placement.py.
   gradients. In production: `torch.distributed.tensor` draws so, from an offset.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
+from picotron_min.initialise import initial_std, initial_weight
+from picotron_min.model_config import ModelConfig
 
 DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     vocab = dice.randint(20, 40)
     sizes = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
     return [Case(tp * pp, tp=tp, pp=pp, vocab=vocab) for tp, pp in sizes]
 
 
 def shape_of(case: Case):
-    from picotron_min.model_config import ModelConfig
-
     return ModelConfig(case.vocab, 16, 24, 2, 4, 4)
 
 
@@ -56,8 +56,6 @@ def part_of(name: str, whole, rank: int, tp: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     layout, config = rank.course.layout.Layout(tp=case.tp, pp=case.pp), shape_of(case)
     shapes, axes = config.parameter_shapes(), rank.axes(layout)
     table = rank.course.placement.placements(shapes, layout, tied=False, num_layers=[1, 1])
@@ -70,8 +68,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    from picotron_min.initialise import initial_std, initial_weight
-
     shapes = shape_of(case).parameter_shapes()
     whole = {n: initial_weight(n, s, case.seed, initial_std(n, 2)) for n, s in shapes.items()}
     ranks = [divmod(rank, case.tp) for rank in range(case.ranks)]
@@ -82,8 +78,6 @@ def expected(case: Case) -> list[dict]:
 
 
 def picture(runs) -> str:
-    import torch
-
     _, records = runs[1]
     name = "model.layers.0.self_attn.q_proj.weight"
     parts = [record.values[name] for record in records]

@@ -23,13 +23,11 @@ Read: collectives.py.
   `torch.distributed.batch_isend_irecv`.
 """
 
-import random
-
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import messages
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = (2, 1), (3, 1), (4, 1), (4, 3)
     some = [Case(n, dp=1, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
     # Two axes, of ranks 0 and 1 and of ranks 2 and 3: places on an axis are not ranks of the world.

@@ -19,13 +19,11 @@ Read: collectives.py.
   `torch.distributed.tensor.experimental.context_parallel`.
 """
 
-import random
-
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import timeline
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     return [Case(ranks, numbers=dice.randint(3, 6)) for ranks in (1, 2, 3, 4)]
 
 

@@ -20,12 +20,16 @@ Read: data_parallel.py.
   `gradient_as_bucket_view`.
 """
 
-import random
+import math
 
-from exercises.exercise import Case, draw
+import torch
+
+from exercises.compare import SumOf
+from exercises.exercise import Case, Dice, draw
+from exercises.memory import storage_bytes
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     def shape() -> tuple[int, ...]:
         return tuple(dice.randint(2, 4) for _ in range(dice.randint(1, 2)))
 
@@ -42,10 +46,6 @@ def gradient(case: Case, rank: int, i: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
-    from exercises.memory import storage_bytes
-
     parameters = {
         f"p{i}": torch.nn.Parameter(draw(case, i, shape=shape))
         for i, shape in enumerate(case.shapes)
@@ -61,10 +61,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
-    from exercises.compare import SumOf
-
     parts = [[gradient(case, r, i) for r in range(case.ranks)] for i in range(len(case.shapes))]
     right = {f"p{i}.grad": SumOf(part) for i, part in enumerate(parts)}
     right["self.names"] = [f"p{i}" for i in range(len(case.shapes))]
@@ -73,8 +69,6 @@ def expected(case: Case) -> list[dict]:
 
 
 def memory(case: Case, records) -> str:
-    import math
-
     needed = 8 * sum(math.prod(shape) for shape in case.shapes)
     if (found := records[0].values["bytes"]) != needed:
         return f"buffer and gradients take {found} bytes, and not {needed}: they must share memory"
@@ -82,8 +76,6 @@ def memory(case: Case, records) -> str:
 
 
 def picture(runs) -> str:
-    import math
-
     case, _ = runs[-1]
     sizes = [math.prod(shape) for shape in case.shapes]
     strip = "".join(letter * n for letter, n in zip("ABCDEF", sizes, strict=False))

@@ -21,15 +21,16 @@ Read: data_parallel.py.
   `torch.nn.parallel.DistributedDataParallel`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, Sent, draw
+from exercises.compare import SumOf
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import timeline
 
 BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     n = dice.randint(8, 12)  # so that three of the smallest exceed the limit of a bucket
     unequal = [n, n + 1, n + 3, n + 2]
     return [
@@ -54,8 +55,6 @@ def gradient(case: Case, rank: int, micro_batch: int, name: str):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]  # in forward order
     parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in names}
     limit = 8 * OF_BUCKET * max(case.sizes)
@@ -76,8 +75,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    from exercises.compare import SumOf
-
     parts = [(rank, i) for rank in range(case.ranks) for i in range(MICRO_BATCHES)]
     names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]
     right = {f"{n}.grad": SumOf(gradient(case, *part, n) for part in parts) for n in names}

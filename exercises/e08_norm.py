@@ -21,14 +21,12 @@ Read: optimizer.py, placement.py.
   `torch.nn.utils.get_total_norm` of DTensors.
 """
 
-import random
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor, empty, nn
 
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
-if TYPE_CHECKING:
-    from torch import Tensor
 LAYOUTS = (
     {"pp": 2, "tp": 2},
     {"dp": 2, "tp": 2},
@@ -37,7 +35,7 @@ LAYOUTS = (
 )
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": 4 * dice.randint(2, 4) + 1, "hidden": 4 * dice.randint(1, 3)}
     some = [
         Case(4 if "sharding" not in layout else 3, layout=layout, zeros=i != 1, **sizes, spike=0)
@@ -61,7 +59,7 @@ def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def gradient(case: Case, name: str) -> "Tensor":
+def gradient(case: Case, name: str) -> Tensor:
     """Of the whole parameter, with some zeros; a spike: float32 with one number on each rank."""
     if case.spike:
         numbers = draw(case, name, shape=shapes(case)[name]).float().zero_()
@@ -73,8 +71,6 @@ def gradient(case: Case, name: str) -> "Tensor":
 
 
 def on_rank(rank, case: Case) -> dict:
-    from torch import empty, nn
-
     course, layout = rank.course, rank.course.settings.Layout(**case.layout)
     axes = rank.axes(layout)
     table = course.placement.placements(shapes(case), layout, tied=True)
@@ -90,8 +86,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     whole = torch.cat([gradient(case, name).flatten().double() for name in shapes(case)])
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()

@@ -24,16 +24,14 @@ Read: placement.py, tensor_parallel.py.
   the `parallelize_plan` of `torch.distributed.tensor.parallel`.
 """
 
-import random
-
 from exercises.cut_model import model_config, put_together, run_cut, run_whole
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 
 EMBEDDING = "model.embed_tokens.weight"
 PLAIN = ("embed_tokens", "lm_head", "norm")  # in a name: no hidden matrix
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(9, 15), "inner": dice.choice((12, 18))}
     return [
         Case(2, heads=4, **sizes, layout={"tp": 2}),

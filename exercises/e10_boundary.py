@@ -24,38 +24,29 @@ Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/lin
   production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
-import random
-
-from exercises.exercise import Case, Sent
+from exercises.exercise import Case, Dice, Sent
 from exercises.pictures import timeline
+from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"length": dice.randint(2, 4), "hidden": dice.randint(3, 6), "inner": 12}
     return [Case(ranks, batch=2, **sizes) for ranks in (2, 3)]
 
 
 def on_rank(rank, case: Case) -> dict:
-    from exercises.sublayers import run_cut
-
     return run_cut(rank, case, "Boundary")
 
 
 def expected(case: Case) -> list[dict]:
-    from exercises.sublayers import run_whole
-
     return run_whole(case)
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    from exercises.sublayers import traffic_of
-
     return traffic_of(case, all_reduce=5)  # of the input; of 2 sublayers, each forward and backward
 
 
 def order(case: Case, records) -> str:
-    from exercises.sublayers import overlap_problem
-
     return overlap_problem(case, records, "all_reduce")
 
 

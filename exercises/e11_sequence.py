@@ -21,38 +21,29 @@ Read: extensions/overlap/boundary.py, collectives.py.
   `torch.distributed.tensor.parallel.SequenceParallel`.
 """
 
-import random
-
-from exercises.exercise import Case, Sent
+from exercises.exercise import Case, Dice, Sent
 from exercises.pictures import bars
+from exercises.sublayers import bytes_of_norms, overlap_problem, run_cut, run_whole, traffic_of
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"batch": dice.randint(2, 3), "hidden": dice.randint(3, 6), "inner": 12}
     return [Case(ranks, length=12, **sizes) for ranks in (2, 4)]
 
 
 def on_rank(rank, case: Case) -> dict:
-    from exercises.sublayers import run_cut
-
     return run_cut(rank, case, "SequenceBoundary")
 
 
 def expected(case: Case) -> list[dict]:
-    from exercises.sublayers import run_whole
-
     return run_whole(case, cuts_sequence=True)
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    from exercises.sublayers import traffic_of
-
     return traffic_of(case, all_gather=5, reduce_scatter=5)  # instead of 5 all-reduces
 
 
 def memory(case: Case, records) -> str:
-    from exercises.sublayers import bytes_of_norms
-
     right = bytes_of_norms(case) / case.ranks
     for rank, record in enumerate(records):
         if (kept := record.values["kept by norms"]) != right:
@@ -62,14 +53,10 @@ def memory(case: Case, records) -> str:
 
 
 def order(case: Case, records) -> str:
-    from exercises.sublayers import overlap_problem
-
     return overlap_problem(case, records, "reduce_scatter")
 
 
 def picture(runs) -> str:
-    from exercises.sublayers import bytes_of_norms
-
     rows = {"without": bytes_of_norms(runs[0][0])}
     rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs}
     return "bytes kept of two norms, with sequence parallelism\n" + bars(rows, "{:5.0f}")

@@ -22,41 +22,32 @@ Read: extensions/overlap/boundary.py, extensions/overlap/linear.py.
   `LinearWithGradAccumulationAndAsyncCommunication`.
 """
 
-import random
-
-from exercises.exercise import Case, Sent
+from exercises.exercise import Case, Dice, Sent
 from exercises.pictures import timeline
+from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"batch": 2, "length": 6, "hidden": dice.randint(3, 6), "inner": 12}
     kinds = ((2, "Boundary", False), (2, "SequenceBoundary", False), (2, "Boundary", True))
     return [Case(ranks, kind=kind, plan_has_w=w, **sizes) for ranks, kind, w in kinds]
 
 
 def on_rank(rank, case: Case) -> dict:
-    from exercises.sublayers import run_cut
-
     return run_cut(rank, case, case.kind, case.plan_has_w)
 
 
 def expected(case: Case) -> list[dict]:
-    from exercises.sublayers import run_whole
-
     return run_whole(case, case.kind == "SequenceBoundary")
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    from exercises.sublayers import traffic_of
-
     if case.kind == "Boundary":
         return traffic_of(case, all_reduce=5)
     return traffic_of(case, all_gather=5, reduce_scatter=5)
 
 
 def order(case: Case, records) -> str:
-    from exercises.sublayers import overlap_problem
-
     if case.plan_has_w:
         for rank, record in enumerate(records):
             if record.count("mark", "weight gradients"):

@@ -25,17 +25,16 @@ Read: loss.py, tensor_parallel.py (the head).
   than to gather them. In production: `torch.distributed.tensor.parallel`'s loss_parallel.
 """
 
-import random
-from typing import TYPE_CHECKING
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ReduceOp
 
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     rest = dice.randint(1, 3)  # of the last slice, the others have more
     vocab = {1: 5, 2: 4 + rest, 3: 10 + dice.randint(0, 1), 4: 13}
     some = [
@@ -45,9 +44,7 @@ def cases(dice: random.Random) -> list[Case]:
     return [*some, large, Case(2, vocab=6, tokens=5, scores_around=1, dtype="bfloat16")]
 
 
-def data(case: Case) -> tuple["Tensor", "Tensor", "Tensor"]:
-    import torch
-
+def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     x = draw(case, "x", shape=(case.tokens, 3))
     weight = draw(case, "weight", shape=(case.vocab, 3))
     # All logits are around this number.
@@ -66,8 +63,6 @@ def slice_of(case: Case, rank: int) -> slice:
 
 
 def on_rank(rank, case: Case) -> dict:
-    from torch.distributed import ReduceOp
-
     axis, loss = rank.axis("tp"), rank.course.loss
     mine = slice_of(case, rank.number)
 
@@ -83,8 +78,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch.nn.functional as F
-
     if hasattr(case, "dtype"):
         return [{"dtype of losses and gradient": "torch.float32, torch.bfloat16"}] * case.ranks
     x, weight, targets = data(case)

@@ -19,13 +19,11 @@ Read: pipeline_schedule.py.
   production: `torch.distributed.pipelining.Schedule1F1B`.
 """
 
-import random
-
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 from exercises.plans import played
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 5, 8, 12, dice.randint(13, 20))]
     return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
 

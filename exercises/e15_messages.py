@@ -26,17 +26,16 @@ Read: pipeline_schedule.py, pipeline_messages.py.
   `_PipelineScheduleRuntime` of `torch.distributed.pipelining`.
 """
 
-import random
-from typing import TYPE_CHECKING
+from exercises.exercise import Case, Dice
+from exercises.paper import play, run_messages, time_of
+from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.pipeline_schedule import Plan
 
-from exercises.exercise import Case
-
-if TYPE_CHECKING:
-    from picotron_min.pipeline_schedule import Plan
 SEND_TIME = 0.5  # F takes 1
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = [(p, dice.choice((m, m + 1))) for p, m in ((2, 3), (3, 4), (5, 5))]
     engines = ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)
     found = [
@@ -48,10 +47,8 @@ def cases(dice: random.Random) -> list[Case]:
     return [*found, Case(3, engine="interleaved", stages=3, micro_batches=3, chunks=2)]
 
 
-def plans_of(case: Case) -> tuple[list["Plan"], dict[tuple[int, int], int]]:
+def plans_of(case: Case) -> tuple[list[Plan], dict[tuple[int, int], int]]:
     """What each rank computes, and the stage of each rank and chunk."""
-    from picotron_min.extensions.schedules.registry import SCHEDULES
-
     p, m, v = case.stages, case.micro_batches, case.chunks
     schedule = SCHEDULES[case.engine]
     stages = {schedule.place(stage, p): stage for stage in range(p * v)}
@@ -59,8 +56,6 @@ def plans_of(case: Case) -> tuple[list["Plan"], dict[tuple[int, int], int]]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    from exercises.paper import play, run_messages, time_of
-
     p, m, v = case.stages, case.micro_batches, case.chunks
     schedule = rank.course.registry.SCHEDULES[case.engine]
     plans = [schedule.plan(r, p, m, v) for r in range(p)]
@@ -76,7 +71,7 @@ def on_rank(rank, case: Case) -> dict:
     return results
 
 
-def texts(plans: list["Plan"]) -> list[list[str]]:
+def texts(plans: list[Plan]) -> list[list[str]]:
     return [[str(action) for action in plan] for plan in plans]
 
 
@@ -108,9 +103,6 @@ def expected(case: Case) -> list[dict]:
 
 
 def order(case: Case, records) -> str:
-    from picotron_min.extensions.schedules.registry import SCHEDULES
-    from picotron_min.extensions.schedules.simulator import simulate
-
     plans, _ = plans_of(case)
     best = simulate(plans, send_time=SEND_TIME, place=SCHEDULES[case.engine].place).makespan
     takes = records[0].values["time"]

@@ -25,18 +25,21 @@ Read: pipeline_parallel.py.
   backward. In production: `deallocate_output_tensor` of Megatron-LM.
 """
 
-import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from exercises.exercise import Case, draw
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exercises import watched
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
+from picotron_min.extensions.schedules.registry import SCHEDULES
 
-if TYPE_CHECKING:
-    from torch import Tensor
 B, S, E, V = 2, 3, 4, 11
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     return [
         Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
         Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True),
@@ -45,23 +48,19 @@ def cases(dice: random.Random) -> list[Case]:
     ]
 
 
-def weight(case: Case, stage: int, last: int) -> list["Tensor"]:
+def weight(case: Case, stage: int, last: int) -> list[Tensor]:
     """Of a stage: its matrix, the embedding of the first one, the head of the last one."""
     shapes = [(E, E), *([(V, E)] if stage in (0, last) else [])]
     return [draw(case, "weight", stage, i, shape=shape) for i, shape in enumerate(shapes)]
 
 
-def batch_of(case: Case, i: int) -> tuple["Tensor", "Tensor"]:
+def batch_of(case: Case, i: int) -> tuple[Tensor, Tensor]:
     tokens, targets = (draw(case, "tokens", i, shape=(2, B, S)) * 1000).long() % V
     targets[0, : i % S] = -100  # another number of targets in each micro-batch
     return tokens, targets
 
 
-def forward(
-    weights: list["Tensor"], x: "Tensor", first: bool, positions: "Tensor", targets
-) -> "Tensor":
-    import torch.nn.functional as F
-
+def forward(weights: list[Tensor], x: Tensor, first: bool, positions: Tensor, targets) -> Tensor:
     x = F.embedding(x, weights[1]) if first else x
     x = (x @ weights[0] + positions[:, None] / 10).tanh()
     if targets is None:
@@ -70,10 +69,6 @@ def forward(
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
-    from exercises import watched
-
     course, p, v = rank.course, case.ranks, case.chunks
     axis, parallel = rank.axis("pp"), course.pipeline_parallel
     outputs, chunks = watched.Outputs(), []
@@ -113,10 +108,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
-    from picotron_min.extensions.schedules.registry import SCHEDULES
-
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
     weights = [
         [w.requires_grad_(case.training) for w in weight(case, stage, last)]

@@ -23,9 +23,7 @@ Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
   In production: `torch.distributed.pipelining.ScheduleInterleaved1F1B`.
 """
 
-import random
-
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 from exercises.plans import played
 
 SIZES = ((1, 3, 2), (2, 2, 2), (2, 5, 2), (2, 4, 3), (3, 2, 2), (3, 6, 2), (3, 8, 2))
@@ -33,7 +31,7 @@ SIZES += ((4, 4, 2), (4, 8, 2), (4, 8, 1))
 SEND_TIME = 0.2  # a chunk's forward takes 1
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = [*SIZES, (3, dice.randint(9, 14), dice.randint(2, 3))]
     return [Case(1, stages=p, micro_batches=m, chunks=v) for p, m, v in sizes]
 

@@ -20,15 +20,14 @@ Read: attention.py.
 """
 
 import math
-import random
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 SHAPE = 1, 2, 3, 4  # B, Q, S, D
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     lengths = [[dice.randint(1, 6) for _ in range(n)] for n in (1, 2, 3, 5)]
     some = [Case(1, keys=keys, scores_around=0) for keys in lengths]
     return [*some, Case(1, keys=lengths[2], scores_around=1000)]

@@ -21,12 +21,12 @@ Read: context_parallel.py.
   production: `context_parallel` of torch.distributed.tensor.experimental.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     some = [Case(1, cp=n, length=2 * n * dice.randint(2, 4)) for n in (2, 3, 4)]
     return [*some, Case(1, cp=4, length=16), Case(1, cp=1, length=7)]
 
@@ -43,8 +43,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     # Deal the positions one by one: each looks up which piece it is in, and whose that is.
     ranks, length = [[] for _ in range(case.cp)], case.length
     for position in range(length):

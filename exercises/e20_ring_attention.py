@@ -25,14 +25,15 @@ Read: context_parallel.py, attention.py.
   In production: `ring_flash_attn_func` of ring-flash-attention.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, Sent, draw
+from exercises.attention import full_attention, merge_of_rounded
+from exercises.exercise import Case, Dice, Sent, draw
 
 D = 4
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     heads = dice.randint(1, 2)
     sizes = {"query_heads": 2 * heads, "key_heads": heads}
     plain = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4, 1)]
@@ -48,8 +49,6 @@ def positions(case: Case, rank: int) -> list[int]:
 
 def whole_tensors(case: Case):
     """q, k, v of the whole sequence, and the gradient of out: values of the case's dtype."""
-    import torch
-
     S = 2 * case.half * case.ranks
     names = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
     names["d_out"] = case.query_heads
@@ -58,10 +57,6 @@ def whole_tensors(case: Case):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
-    from exercises.attention import merge_of_rounded
-
     attention, kernels = rank.course.context_parallel, rank.course.attention
     dtype = getattr(torch, case.dtype)
 
@@ -89,10 +84,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
-    from exercises.attention import full_attention
-
     parts = [positions(case, rank) for rank in range(case.ranks)]
     if case.dtype == "bfloat16":
         dtype = "torch.bfloat16, saved as torch.bfloat16"

@@ -22,14 +22,15 @@ Read: context_parallel.py, collectives.py.
   (n-1) k. In production: DeepSpeed's `DistributedAttention`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, Sent, draw
+from exercises.attention import full_attention
+from exercises.exercise import Case, Dice, Sent, draw
 
 D = 2
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (3, 6, 3), (1, 2, 1), (2, 6, 1)]
     return [Case(n, query_heads=q, key_heads=k, length=n * dice.randint(1, 3)) for n, q, k in sizes]
 
@@ -41,8 +42,6 @@ def whole_tensors(case: Case):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     whole, softmax, held = whole_tensors(case), rank.course.attention.SoftmaxAttention(), []
 
     def inner(q, k, v):
@@ -69,10 +68,6 @@ def whose(whole, part) -> list[tuple[int, int]]:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
-    from exercises.attention import full_attention
-
     *qkv, d_out = whole_tensors(case)
     qkv = [tensor.requires_grad_() for tensor in qkv]
     out = full_attention(*qkv)  # on one rank

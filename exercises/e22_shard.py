@@ -30,15 +30,16 @@ Read: extensions/sharding/units.py (`begin`, `_finish_reductions`, `wait`) and i
   `torch.distributed.fsdp.fully_shard`.
 """
 
-import random
 from dataclasses import replace
 
-from exercises.exercise import Case, Sent
+from exercises.compare import SumOf
+from exercises.exercise import Case, Dice, Sent
+from exercises.memory import storage_bytes
 from exercises.pictures import timeline
 from exercises.sharded_units import COLUMNS, NAMES, NAMES_OF_UNITS, STEPS, build, gradient_of
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     rows = [dice.randint(4, 7) for _ in range(3)]
     rows.append(5)  # two ranks have 3 and 2, three have 2, 2 and 1
     sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
@@ -47,8 +48,6 @@ def cases(dice: random.Random) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    from exercises.memory import storage_bytes
-
     units, results, peak = build(rank, case), {}, 0
     for step in range(STEPS):
         for unit in units:
@@ -75,8 +74,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    from exercises.compare import SumOf
-
     results = [{"weights that still have a gradient": []} for _ in range(case.ranks)]
     for step in range(STEPS):
         for name in NAMES:

@@ -22,15 +22,17 @@ Read: extensions/optimizers/muon.py.
 """
 
 import math
-import random
 
-from exercises.exercise import Case, draw
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     k = dice.randint(2, 4)
     shapes = [(k, k + dice.randint(2, 4)), (k + dice.randint(2, 4), k), (5, 5)]
     some = [Case(1, shape=shape, scale=scale) for shape in shapes for scale in (1, 1e-3)]
@@ -39,17 +41,12 @@ def cases(dice: random.Random) -> list[Case]:
 
 def update_of(case: Case):
     """Some directions matter much more than others, as in a gradient."""
-    import torch
-
     u, _, v = torch.linalg.svd(draw(case, "update", shape=case.shape), full_matrices=False)
     sizes = 4.0 ** -torch.arange(u.shape[1], dtype=torch.float64)
     return case.scale * (u * sizes) @ v
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     orthogonalise, update = rank.course.muon.orthogonalise, update_of(case)
     given = update.clone()
     with FlopCounterMode(display=False) as counter:
@@ -67,8 +64,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     update = update_of(case)
     u, sizes, v = torch.linalg.svd(update, full_matrices=False)
     length, changed = max(math.hypot(*sizes), 1e-7), []
@@ -88,8 +83,6 @@ def expected(case: Case) -> list[dict]:
 
 
 def picture(runs) -> str:
-    import torch
-
     case, records = runs[-2]
     before = torch.linalg.svdvals(update_of(case))
     shown = {"before": (before / before.norm()).tolist()}

@@ -26,12 +26,14 @@ Read: extensions/experts/router.py.
   production: Megatron-LM's `TopKRouter`.
 """
 
-import random
+from types import SimpleNamespace
 
-from exercises.exercise import Case, draw
+import torch
+
+from exercises.exercise import Case, Dice, draw
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     plain = {"experts": 8, "k": 3, "groups": 1, "bias": False, "scaling": 1.0}
     variants = [
         {"scoring": "softmax", "norm": False},
@@ -51,8 +53,6 @@ def inputs(case: Case):
 
 
 def config_of(case: Case):
-    from types import SimpleNamespace
-
     return SimpleNamespace(
         num_local_experts=case.experts,
         num_experts_per_tok=case.k,
@@ -65,8 +65,6 @@ def config_of(case: Case):
 
 
 def results_of(route, case: Case) -> dict:
-    import torch
-
     logits, bias, d_weights = inputs(case)
     logits.requires_grad_()
     weights, experts, shares = route(logits, config_of(case), bias)
@@ -90,8 +88,6 @@ def expected(case: Case) -> list[dict]:
 
 def slow_route(logits, config, bias):
     """Chooses token by token, and expert by expert."""
-    import torch
-
     if config.scoring_func == "softmax":
         scores = logits.exp() / logits.exp().sum(-1, keepdim=True)
     else:

@@ -31,9 +31,12 @@ Read: extensions/experts/router.py.
   In production: Megatron-LM's `TopKRouter`.
 """
 
-import random
+from functools import partial
+from types import SimpleNamespace
 
-from exercises.exercise import Case, Sent, draw
+import torch
+
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
 COEFFICIENTS = {"seq": 0.3, "batch": 0.05, "global": 0.7}
@@ -42,7 +45,7 @@ NAMES |= {"global": "global_load_balancing_loss"}
 MICRO_BATCHES = 2
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     some = [(1, 1, "seq"), (1, 1, "batch"), (1, 1, "global"), (1, 2, "seq batch")]
     some += [(2, 1, "batch global"), (2, 2, "seq batch global")]
     sizes = {"experts": dice.randint(4, 6), "k": 2, "sequences": 2}
@@ -58,11 +61,6 @@ def shares_of(case: Case, dp: int, cp: int, micro_batch: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    from functools import partial
-    from types import SimpleNamespace
-
-    import torch
-
     course, used = rank.course, case.losses.split()
     axes = rank.axes(course.settings.Layout(dp=case.dp, cp=case.cp))
     config = SimpleNamespace(
@@ -89,8 +87,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     def counts_of(dp: int, sequence: int, micro_batch: int) -> list[int]:
         counts = [0] * case.experts
         for cp in range(case.cp):

@@ -32,15 +32,15 @@ Read: extensions/experts/dispatch.py, extensions/experts/moe.py.
   Megatron-LM's `MoEAlltoAllTokenDispatcher`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import squares
 
 E, INNER = 3, 4
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     tokens = {ranks: [dice.randint(3, 6) for _ in range(ranks)] for ranks in (2, 3, 4)}
     return [
         Case(2, ep=2, etp=1, experts=4, k=2, tokens=tokens[2], capacity=None),
@@ -68,8 +68,6 @@ def expert(case: Case, number: int, x, part: slice = slice(None)):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     course = rank.course
     axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
@@ -103,8 +101,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     results = []
     for rank in range(case.ranks):
         x, weights, experts, d_out = inputs(case, rank)

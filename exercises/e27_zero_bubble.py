@@ -21,13 +21,11 @@ Read: pipeline_schedule.py, extensions/schedules/zero_bubble.py.
   `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """
 
-import random
-
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 from exercises.plans import played
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = [(p, m) for p in (1, 2, 3, 4, 5) for m in (1, 2, 3, 4, 6, 8, dice.randint(9, 14))]
     return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
 

@@ -25,15 +25,15 @@ Read: model.py.
   bytes. In production: Hugging Face's `LlamaAttention`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 B = 2
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"head_dim": 4, "config_heads": 4}
     heads = [(4, 4), (4, 2), (4, 1), (2, 1)]  # the last is what a rank of two has
     some = [Case(1, query=q, key=k, length=dice.randint(5, 7), **sizes) for q, k in heads]
@@ -50,16 +50,12 @@ def inputs(case: Case) -> dict:
 
 def angles(case: Case):
     """[S, D/2]: how far each pair of numbers is turned."""
-    import torch
-
     positions = torch.arange(case.length, dtype=torch.float64) + 3
     exponents = torch.arange(case.head_dim // 2, dtype=torch.float64) / (case.head_dim // 2)
     return positions[:, None] / 100**exponents
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     course, tensors = rank.course, inputs(case)
     E, heads = case.config_heads * case.head_dim, case.config_heads
     config = course.model_config.ModelConfig(7, E, 8, 1, heads, min(heads, case.key))
@@ -84,8 +80,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     tensors, D, S = inputs(case), case.head_dim, case.length
     names = "q_proj", "k_proj", "v_proj", "o_proj"
     q_proj, k_proj, v_proj, o_proj = (tensors[name].requires_grad_() for name in names)

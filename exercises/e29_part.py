@@ -23,10 +23,11 @@ Read: placement.py (`Cut` and the examples at the top), checkpoint.py.
   `torch.distributed.tensor.Shard`, by which a checkpoint is loaded in any layout.
 """
 
-import random
 from itertools import product
 
-from exercises.exercise import Case
+import torch
+
+from exercises.exercise import Case, Dice
 
 CUTS = {  # axis, dim, owner
     "whole": (),
@@ -40,7 +41,7 @@ CUTS = {  # axis, dim, owner
 }
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     shapes = [(8, 8), (10, 7), (dice.randint(11, 14), dice.randint(8, 10)), (5, 3), (2, 9)]
     sizes = [(2, 2), (4, 2), (3, 4), (4, 3), (3, 2)]
     return [
@@ -70,8 +71,6 @@ def shown(start: int, stop: int) -> str:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     rows, columns = (torch.arange(n) for n in case.shape)
     results = {}
     for name, cuts in CUTS.items():

@@ -24,9 +24,9 @@ Read: checkpoint.py.
   production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 SHAPES = {"lm_head.weight": (3, 4), "norm.weight": (4,)}
@@ -34,7 +34,7 @@ BUFFER = "mlp.gate.e_score_correction_bias"
 OPTIMIZERS = "adamw", "momentum", "sgd"  # the second stands for Muon
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     steps = dice.randint(2, 4)
     return [Case(1, optimizer=name, steps=n) for name in OPTIMIZERS for n in (0, steps)]
 
@@ -43,8 +43,6 @@ class Training:
     """A few parameters, an optimizer and a buffer, which a step changes, too."""
 
     def __init__(self, case: Case, start: str) -> None:
-        import torch
-
         tensors = {name: draw(case, start, name, shape=shape) for name, shape in SHAPES.items()}
         self.case = case
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}

@@ -25,15 +25,15 @@ Read: extensions/overlap/linear.py.
   optimizer's step. In production: Megatron-LM's `WeightGradStore`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import timeline
 
 BATCHES = 2
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     kinds = ((False, False), (True, False), (False, True), (True, True))
     rows, width = dice.randint(2, 5), dice.randint(3, 6)
     return [Case(1, hold=hold, split=split, rows=rows, width=width) for hold, split in kinds]
@@ -48,8 +48,6 @@ def weight(case: Case, name: str):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     linear = rank.course.linear
     layers = {name: linear.Linear(torch.nn.Parameter(weight(case, name))) for name in "ab"}
     queue, taken, dxs = linear.WeightGradients(), [], []

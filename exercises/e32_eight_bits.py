@@ -24,9 +24,10 @@ Read: extensions/precision/float8.py.
   largest one. In production: `torchao.float8`.
 """
 
-import random
+import torch
+import torch.distributed as dist
 
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
 # The largest number of x, in units of the format's; just above 2^-20 the scale is below 2^20.
@@ -34,7 +35,7 @@ RANGES = {"small": 1e-9, "large": 1e9, "edge": 2.0**-20 * (1 + 2**-23)}
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # of each format
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     e4, e5 = LARGEST
     kinds = [(1, e4, "small"), (1, e5, "large"), (1, e4, "zeros"), (2, e4, "small")]
     kinds += [(2, e5, "infinite"), (1, e4, "edge")]
@@ -44,8 +45,6 @@ def cases(dice: random.Random) -> list[Case]:
 
 def part(case: Case, rank: int):
     """x of a rank, transposed in memory. Its largest number is negative, and that of the last."""
-    import torch
-
     x = draw(case, "x", rank, shape=(case.columns, case.rows)).float()
     x *= 100.0 ** -torch.arange(case.rows) / 4  # rows of smaller and smaller numbers
     x[0, 0] = -x.abs().max() * (1 + rank)
@@ -61,9 +60,6 @@ def part(case: Case, rank: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-    import torch.distributed as dist
-
     course, axis = rank.course, rank.axis("tp")
 
     def maximum(amax):
@@ -87,8 +83,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     kind = getattr(torch, case.kind)
     table = torch.arange(256, dtype=torch.uint8).view(kind).double()  # all numbers of the format
     parts = [part(case, rank).double() for rank in range(case.ranks)]

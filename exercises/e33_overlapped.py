@@ -25,15 +25,15 @@ Read: extensions/overlap/ring.py, collectives.py.
   production: `torch.ops.symm_mem.fused_matmul_reduce_scatter`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, Sent, draw
+from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import timeline
 
 B, E, LENGTH = 2, 3, 2  # LENGTH: of each rank's rows
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     kinds = ((1, "float64"), (2, "float64"), (3, "float64"), (4, "float64"), (3, "bfloat16"))
     some = [Case(ranks, inputs=dice.randint(2, 3), dtype=dtype) for ranks, dtype in kinds]
     return [*some, Case(3, inputs=2, dtype="float64", cancels=True)]
@@ -41,8 +41,6 @@ def cases(dice: random.Random) -> list[Case]:
 
 def parts(case: Case, rank: int):
     """What a rank contributes to all rows, a tensor for each input, and these inputs."""
-    import torch
-
     dtype, shape = getattr(torch, case.dtype), (B, case.ranks * LENGTH, E)
     xs = [draw(case, "x", rank, i, shape=shape).to(dtype) for i in range(case.inputs)]
     weights = [draw(case, "w", rank, i, shape=(E,)).to(dtype) for i in range(case.inputs)]
@@ -73,8 +71,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     wholes, dtype = [], getattr(torch, case.dtype)
     for rank in range(case.ranks):
         xs, weights = parts(case, rank)

@@ -28,14 +28,14 @@ Read: extensions/experts/moe.py.
   repeat. In production: Megatron-LM's `permute` and `unpermute`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 
 E, X = 3, 4
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     def sizes() -> dict[str, int]:
         return {"tokens": dice.randint(5, 7)}
 
@@ -71,8 +71,6 @@ def run(case: Case, e: int, x):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     x, weights, experts, gradient = inputs(case)
     x.requires_grad_(), weights.requires_grad_()
     sizes = sizes_of(case)
@@ -88,8 +86,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     x, weights, experts, gradient = inputs(case)
     x.requires_grad_(), weights.requires_grad_()
     rows, sorted_weights = [], []

@@ -24,9 +24,7 @@ Read: mesh.py, layout.py, extensions/settings.py (`grids`).
   `torch.distributed.device_mesh.init_device_mesh`.
 """
 
-import random
-
-from exercises.exercise import Case
+from exercises.exercise import Case, Dice
 
 SHAPES = ((4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "cp": 2}))
 SHAPES += ((8, {"pp": 2, "dp": 2, "tp": 2, "ep": 2}), (8, {"dp": 2, "cp": 2, "tp": 2, "etp": 2}))
@@ -37,7 +35,7 @@ VARY |= {"dp_cp_tp": GRID[1:], "world": GRID}
 EXPERTS_VARY = {name: (name,) for name in EXPERT_GRID[1:]} | {"ep_etp": ("ep", "etp")}
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     pp = dice.choice((3, 4))
     return [Case(ranks, sizes=sizes) for ranks, sizes in (*SHAPES, (pp, {"pp": pp}))]
 

@@ -22,15 +22,15 @@ Read: extensions/optimizers/adamw.py (self.state[parameter] has "step", "exp_avg
   production: torchao's `AdamW8bit`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 STEPS = 6
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     def sizes() -> dict:
         return {"rows": dice.randint(2, 3), "lr": dice.randint(2, 9) / 100}
 
@@ -49,8 +49,6 @@ def gradient(case: Case, group: int, step: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    import torch
-
     weights = [torch.nn.Parameter(draw(case, "w", g, shape=(case.rows, 2))) for g in (0, 1)]
     groups = [{"params": [w], "weight_decay": d} for w, d in zip(weights, DECAYS, strict=True)]
     optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
@@ -70,14 +68,10 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def narrow(number: float) -> float:
-    import torch
-
     return float(torch.tensor(number, dtype=torch.float64).bfloat16())
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     beta1, beta2 = case.betas
     weights = [draw(case, "w", g, shape=(case.rows, 2)) for g in (0, 1)]
     moments = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]

@@ -23,16 +23,17 @@ Read: extensions/memory/offload.py.
   Transformer Engine's `get_cpu_offload_context`.
 """
 
-import random
 import weakref
 
-from exercises.exercise import Case, draw
+from torch.autograd.graph import saved_tensors_hooks
+
+from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 LEAST = 100  # bytes, in place of LEAST_OFFLOAD
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     return [Case(1, rows=dice.randint(6, 9), width=2 * dice.randint(3, 5)) for _ in range(2)]
 
 
@@ -60,8 +61,6 @@ def leaves_of(x, weights):
 
 
 def on_rank(rank, case: Case) -> dict:
-    from torch.autograd.graph import saved_tensors_hooks
-
     offload = rank.course.offload
     offload.LEAST_OFFLOAD = LEAST
     x, weights = inputs(case)
@@ -101,8 +100,6 @@ def on_rank(rank, case: Case) -> dict:
 
 def alive(pack, case: Case) -> bool:
     """Whether a forward without a backward leaves its tensors behind when nobody has them."""
-    from torch.autograd.graph import saved_tensors_hooks
-
     x, weights = inputs(case)
     x, w = x[:2].clone().requires_grad_(), weights[1][:, :2]  # so few bytes that all stay
     with saved_tensors_hooks(pack, lambda packed: packed):

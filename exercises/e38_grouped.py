@@ -20,9 +20,9 @@ Read: extensions/experts/grouped.py.
   `torch.nn.functional.grouped_mm`; Megatron-LM's `GroupedMLP`.
 """
 
-import random
+import torch
 
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 
 # Where each tensor begins in its buffer, in sizes of a tensor; None: it has none.
 PLACES = {
@@ -38,7 +38,7 @@ PLACES = {
 }
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     rows, columns = dice.randint(2, 3), dice.randint(4, 5)
     return [Case(1, lies=lies, rows=rows, columns=columns) for lies in PLACES]
 
@@ -70,8 +70,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    import torch
-
     tensors, before = tensors_of(case), None
     if case.lies in ("side by side", "with gaps", "transposed"):
         before = torch.stack(tensors)

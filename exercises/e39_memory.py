@@ -28,19 +28,23 @@ Read: planner/activations.py, extensions/overlap/linear.py, model.py.
   `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """
 
-import random
 from functools import cache
-from typing import TYPE_CHECKING
 
-from exercises.exercise import Case
+import torch
+
+from exercises.exercise import Case, Dice
 from exercises.pictures import bars
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import RoutingCounts
+from picotron_min.extensions.overlap.linear import WeightGradients, apply_queue, take_apart
+from picotron_min.extensions.settings import ModelConfig, Routing
+from picotron_min.model import Llama
+from picotron_min.planner.activations import BYTES
 
-if TYPE_CHECKING:
-    from picotron_min.extensions.settings import ModelConfig
 TOKENS = 6
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((12, 20)), "inner": 2 * dice.randint(5, 9), "k": 2}
     common = sizes | {"shared": 0, "tp": 1, "etp": 1, "fp8": False, "experts": 0}
     return [
@@ -59,10 +63,8 @@ def sizes_of(case: Case) -> tuple[int, ...]:
 
 def config_of(
     hidden: int, inner: int, k: int, experts: int, shared: int, tp: int = 1, etp: int = 1
-) -> "ModelConfig":
+) -> ModelConfig:
     """The model, or what a rank has of it."""
-    from picotron_min.extensions.settings import ModelConfig
-
     options = {"head_dim": 4, "scoring_func": "sigmoid"}
     if experts:
         options |= {"num_local_experts": experts, "num_experts_per_tok": k}
@@ -80,8 +82,6 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    from picotron_min.planner.activations import BYTES
-
     experts, others = elements_per_token(*sizes_of(case), case.tp, case.etp)
     width = BYTES[case.dtype]
     each_rank = case.etp / case.tp  # of the tokens whose rows a rank gets
@@ -92,14 +92,6 @@ def expected(case: Case) -> list[dict]:
 @cache  # a check compares each case with all known mistakes
 def elements_per_token(*sizes: int) -> tuple[float, float]:
     """The factors of experts, and of all other linears of the layer, as backward leaves them."""
-    import torch
-
-    from picotron_min.extensions.experts.moe import apply_moe
-    from picotron_min.extensions.experts.router import RoutingCounts
-    from picotron_min.extensions.overlap.linear import WeightGradients, apply_queue, take_apart
-    from picotron_min.extensions.settings import Routing
-    from picotron_min.model import Llama
-
     config = config_of(*sizes)
     model, queue = Llama(config), WeightGradients()
     apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))

@@ -24,16 +24,14 @@ Read: extensions/experts/mixture.py, placement.py.
   In production: `expert_model_parallel_size` of Megatron-LM.
 """
 
-import random
-
 from exercises.cut_model import put_together
-from exercises.exercise import Case, draw
+from exercises.exercise import Case, Dice, draw
 
 LAYER, ROUTER, GATE = "model.layers.0.", "mlp.gate.weight", "mlp.shared_expert_gate.weight"
 EXPERTS = 4
 
 
-def cases(dice: random.Random) -> list[Case]:
+def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((4, 6)), "inner": dice.choice((8, 10))}
     return [
         Case(4, **sizes, layout={"dp": 2, "tp": 2, "ep": 4}),

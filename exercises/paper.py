@@ -4,19 +4,17 @@
 lets messages travel once both ends are posted.
 """
 
-from typing import TYPE_CHECKING
+import torch
 
+from exercises.ranks import Rank
 from exercises.world import Deadlock
-
-if TYPE_CHECKING:
-    from exercises.ranks import Rank
-    from picotron_min.pipeline_schedule import Action, Plan
+from picotron_min.pipeline_schedule import Action, Plan
 
 Stages = dict[tuple[int, int], int]  # rank, chunk -> stage
 Item = tuple[str, int, int]  # F or B, micro-batch, stage: what is computed there
 
 
-def made(action: "Action", rank: int, stages: Stages) -> Item | None:
+def made(action: Action, rank: int, stages: Stages) -> Item | None:
     """What an action computes; what a send sends; None for receives and W."""
     kind = action.kind.value
     if kind == "W" or kind.startswith("receive"):
@@ -24,7 +22,7 @@ def made(action: "Action", rank: int, stages: Stages) -> Item | None:
     return kind[-1], action.micro_batch, stages[rank, action.chunk]
 
 
-def needed(action: "Action", rank: int, stages: Stages) -> Item | None:
+def needed(action: Action, rank: int, stages: Stages) -> Item | None:
     """What must be on the rank before an action: of the stage before, on the way of F or of B."""
     kind, i, stage = action.kind.value, action.micro_batch, stages[rank, action.chunk]
     if kind == "W":
@@ -37,11 +35,11 @@ def needed(action: "Action", rank: int, stages: Stages) -> Item | None:
     return ("F", i, stage) if is_last else ("B", i, stage + 1)
 
 
-def play(plans: list["Plan"], stages: Stages) -> str:
+def play(plans: list[Plan], stages: Stages) -> str:
     """What is wrong with the plans; Deadlock where ranks wait for each other in a circle."""
     heads, here = [0] * len(plans), [set() for _ in plans]
 
-    def head(rank: int) -> "Action | None":
+    def head(rank: int) -> Action | None:
         return plans[rank][heads[rank]] if heads[rank] < len(plans[rank]) else None
 
     moved = True
@@ -68,11 +66,11 @@ def play(plans: list["Plan"], stages: Stages) -> str:
     raise Deadlock(_circle([head(rank) for rank in range(len(plans))]))
 
 
-def _item_of(message: "Action", rank: int, stages: Stages) -> Item | None:
+def _item_of(message: Action, rank: int, stages: Stages) -> Item | None:
     return needed(message, rank, stages)  # of a send, what it sends; of a receive, what it brings
 
 
-def _fit(action: "Action", rank: int, other: "Action", stages: Stages) -> bool:
+def _fit(action: Action, rank: int, other: Action, stages: Stages) -> bool:
     """Whether both are ends of one message."""
     kinds = {action.kind.value.split()[0], other.kind.value.split()[0]}
     if other.peer != rank or kinds != {"send", "receive"}:
@@ -80,7 +78,7 @@ def _fit(action: "Action", rank: int, other: "Action", stages: Stages) -> bool:
     return _item_of(action, rank, stages) == _item_of(other, action.peer, stages)
 
 
-def _circle(heads: list["Action | None"]) -> str:
+def _circle(heads: list[Action | None]) -> str:
     path = [next(rank for rank, action in enumerate(heads) if action)]
     while heads[path[-1]] and path[-1] not in path[:-1]:
         path.append(heads[path[-1]].peer)
@@ -92,7 +90,7 @@ def _circle(heads: list["Action | None"]) -> str:
     return f"rank {path[start]} " + ", which ".join(texts)
 
 
-def time_of(plans: list["Plan"], stages: Stages, send_time: float) -> float:
+def time_of(plans: list[Plan], stages: Stages, send_time: float) -> float:
     """The makespan, where a message travels once both its ends are posted: F 1, B 2 or B 1, W 1."""
     splits = any(action.kind.value == "W" for plan in plans for action in plan)
     times = {"F": 1.0, "B": 1.0 if splits else 2.0, "W": 1.0}
@@ -122,14 +120,12 @@ def time_of(plans: list["Plan"], stages: Stages, send_time: float) -> float:
     return max(clock)
 
 
-def run_messages(rank: "Rank", plan: "Plan", stages: Stages) -> dict[str, float]:
+def run_messages(rank: Rank, plan: Plan, stages: Stages) -> dict[str, float]:
     """Run a rank's plan on the simulated network, where both ends of a message wait.
 
     Each action adds 1 to what it gets, and returns it by its name: that of F0 begins at 0, of F1 at
     1000, ...
     """
-    import torch
-
     collectives, axis = rank.course.collectives, rank.axis("pp")
     values, numbers = {}, {}
     for action in plan:

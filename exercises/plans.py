@@ -1,16 +1,12 @@
 """Plans of a student's schedule, played by the course's simulator: for exercises 14, 17, 27."""
 
-from typing import TYPE_CHECKING
-
+from exercises.ranks import Rank
 from exercises.world import Deadlock
-
-if TYPE_CHECKING:
-    from exercises.ranks import Rank
-    from picotron_min.extensions.schedules.simulator import Timeline
-    from picotron_min.pipeline_schedule import Plan
+from picotron_min.extensions.schedules.simulator import Timeline
+from picotron_min.pipeline_schedule import Plan
 
 
-def played(rank: "Rank", plans: list["Plan"]) -> tuple["Timeline | None", str]:
+def played(rank: Rank, plans: list[Plan]) -> tuple[Timeline | None, str]:
     """The timeline, or None and what is wrong with the plans; Deadlock has the circle of ranks."""
     try:
         return rank.course.simulator.simulate(plans), ""

@@ -1,5 +1,8 @@
 """The sharded units of exercise 22: four matrices in one unit, or in two, and their gradients."""
 
+import torch
+from torch import nn
+
 from exercises.exercise import Case, draw
 
 COLUMNS, STEPS = 2, 2
@@ -13,9 +16,6 @@ def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
 
 
 def build(rank, case: Case) -> list:
-    import torch
-    from torch import nn
-
     course, travelling, units = rank.course, [], []
     shard = course.placement.Cut("dp_cp", 0)
     placement = course.placement.Placement((), copies=(), sums=("dp_cp",), further=(shard,))
