@@ -7,6 +7,7 @@ measures any layout of up to 4 ranks; `hunt N --answer picotron_min/FILE.py:LINE
 import ast
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,8 +148,8 @@ def measure(number: int | None, text: str, steps: int = STEPS) -> Symptoms:
         return _train(rank, run, steps)
 
     hunt = HUNTS.get(number)
-    changes = {hunt.file: (hunt.old, hunt.new)} if hunt else {}
-    with simulated(), fresh_modules(), edited(changes):
+    change = edited(ROOT / hunt.file, hunt.old, hunt.new) if hunt else nullcontext()
+    with simulated(), fresh_modules(), change:
         records = run_case(Course(), Case(size), on_rank, Path("none"))
     first = records[0].values
     return Symptoms(first["losses"], first["norm"], first["sent"], _apart(records))

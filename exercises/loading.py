@@ -1,11 +1,10 @@
-"""Put a student's definition into the real package, in place of the course's own.
+"""Put changed code into the course while it is imported: a student's definition, or an edit.
 
     def ring(...):              ring = _replacement("ring")     runs the student's code, which sees
         ...                ->                                   the names of the module around it
 
-The module is changed as a syntax tree while it is imported. So classes that contain the target,
-tables that list it, and modules that import it all get the student's version, and a traceback has
-the lines of the student's file.
+The module is changed as a syntax tree. So classes that contain the target, tables that list it, and
+modules that import it all get the student's version, and a traceback has the lines of its file.
 """
 
 import ast
@@ -76,92 +75,82 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module of the course by a function that fills it; all others as usual."""
+
+    def __init__(self, file: Path, fill: Callable[[ModuleType], None]) -> None:
+        self.file, self.exec_module = file, fill
+        self.name = ".".join(file.relative_to(source.COURSE.parent).with_suffix("").parts)
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        # A module that is run as a script (python -m) is not found by this way, and has no target.
+        if name == self.name:
+            return importlib.util.spec_from_file_location(name, self.file, loader=self)
+        return None
+
+
 @contextlib.contextmanager
-def asked_first(finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
-    """Within, imports ask this finder before all others."""
-    sys.meta_path.insert(0, finder)
+def imported_by(file: Path, fill: Callable[[ModuleType], None]) -> Iterator[None]:
+    importer = Importer(file, fill)
+    sys.meta_path.insert(0, importer)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path.remove(importer)
+
+
+def edited(file: Path, old: str, new: str) -> contextlib.AbstractContextManager[None]:
+    """Within, a file is imported with a text, which it has once, replaced."""
+    text = file.read_text()
+    assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times, not once"
+    code = compile(text.replace(old, new), str(file), "exec")
+    return imported_by(file, lambda module: exec(code, module.__dict__))
 
 
 def imported_with(
     exercise: Exercise, tree: ast.Module, path: Path, watch: Watch = lambda definition: definition
 ) -> contextlib.AbstractContextManager[None]:
     """Within, an import of the target's module gets the definition in the student's tree."""
-    return asked_first(Finder(exercise, tree, path, watch))
+
+    def fill(module: ModuleType) -> None:
+        names = module.__dict__
+        names[FUNCTION] = lambda name: watch(_defined(name, tree, path, names, exercise))
+        changed = _with_call(*source.find(exercise)[1:3])
+        exec(compile(changed, module.__file__, "exec"), names)
+        _add_helpers(tree, path, names, exercise)
+
+    return imported_by(source.course_file(exercise), fill)
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module that is to be changed; all others are found as usual."""
-
-    def __init__(self, exercise: Exercise, tree: ast.Module, path: Path, watch: Watch) -> None:
-        self.exercise, self.student = exercise, (tree, path, watch)
-
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        # A module that is run as a script (python -m) is not found by this way, and has no target.
-        if name != self.exercise.source_module:
-            return None
-        changed = Loader(self.exercise, *self.student)
-        return importlib.util.spec_from_file_location(
-            name, source.course_file(self.exercise), loader=changed
-        )
+def _with_call(tree: ast.Module, target: source.Definition) -> ast.Module:
+    """The module, with its definition replaced by what the student's version is called for."""
+    call = ast.parse(f"{target.name} = {FUNCTION}({target.name!r})").body[0]
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.Module | ast.ClassDef) and target in parent.body:
+            place = parent.body.index(target)
+            parent.body[place] = ast.fix_missing_locations(ast.copy_location(call, target))
+    return tree
 
 
-class Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, exercise: Exercise, tree: ast.Module, path: Path, watch: Watch) -> None:
-        super().__init__(exercise.source_module, str(source.course_file(exercise)))
-        self.exercise, self.tree, self.student, self.watch = exercise, tree, path, watch
-
-    def get_code(self, fullname: str) -> Any:  # not from a cache of bytecode, and not into one
-        tree = ast.parse(self.get_data(self.path))
-        target = source.lookup(tree, self.exercise.qualified_name)
-        call = ast.parse(f"{target.name} = {FUNCTION}({target.name!r})").body[0]
-        for parent in ast.walk(tree):
-            if isinstance(parent, ast.Module | ast.ClassDef) and target in parent.body:
-                place = parent.body.index(target)
-                parent.body[place] = ast.fix_missing_locations(ast.copy_location(call, target))
-        return compile(tree, self.path, "exec")
-
-    def exec_module(self, module: ModuleType) -> None:
-        define = _definer(module, self.tree, self.student, self.exercise)
-        module.__dict__[FUNCTION] = lambda name: self.watch(define(name))
-        super().exec_module(module)
-        _add_helpers(module, self.tree, self.student, self.exercise)
+def _defined(name: str, tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> Any:
+    """Run the student's imports and definition among the names of the module."""
+    for key, value in _run(filter(_is_foreign_import, tree.body), path, names).items():
+        if names.setdefault(key, value) is not value:  # not over what the course calls by this name
+            where = exercise.source_module
+            raise source.BadFile(f"{key} is another thing in {where}: import it by another name")
+    found = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name]
+    return _run(found[-1:], path, names)[name]
 
 
-def _definer(
-    module: ModuleType, tree: ast.Module, path: Path, exercise: Exercise
-) -> Callable[[str], Any]:
-    """A function that runs the student's imports, and the definition with a name, in a module."""
-
-    def define(name: str) -> Any:
-        imports = [node for node in tree.body if _is_foreign_import(node)]
-        _run(imports, path, module.__dict__, found := {})
-        for key, value in found.items():  # not over what the course calls by this name
-            if module.__dict__.setdefault(key, value) is not value:
-                where = exercise.source_module
-                raise source.BadFile(
-                    f"{key} is another thing in {where}: import it by another name"
-                )
-        definitions = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name]
-        _run(definitions[-1:], path, module.__dict__, found)
-        return found[name]
-
-    return define
-
-
-def _add_helpers(module: ModuleType, tree: ast.Module, path: Path, exercise: Exercise) -> None:
+def _add_helpers(tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> None:
     """Put all else that the student's file defines among the names of the module."""
     own = exercise.qualified_name.rpartition(".")[2]
     rest = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
-    rest = [n for n in rest if getattr(n, "name", None) != own]
-    _run(rest, path, module.__dict__, helpers := {})
-    if taken := sorted(helpers.keys() & module.__dict__.keys()):
+    helpers = _run([n for n in rest if getattr(n, "name", None) != own], path, names)
+    if taken := sorted(helpers.keys() & names.keys()):
         where = f"{exercise.source_module} has its own {taken[0]}"
         raise source.BadFile(f"{where}: give the helper another name")
-    module.__dict__.update(helpers)
+    names.update(helpers)
 
 
 def _is_foreign_import(node: ast.AST) -> bool:
@@ -171,35 +160,7 @@ def _is_foreign_import(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and not node.module.startswith("picotron_min")
 
 
-def _run(nodes: list[ast.stmt], path: Path, names: dict, into: dict) -> None:
-    module = ast.Module(nodes, type_ignores=[])
-    exec(compile(module, str(path), "exec"), names, into)
-
-
-def edited(changes: dict[str, tuple[str, str]]) -> contextlib.AbstractContextManager[None]:
-    """Within, files are imported with a text, which each has once, replaced: {file: (old, new)}."""
-    return asked_first(EditedFinder(changes))
-
-
-class EditedFinder(importlib.abc.MetaPathFinder):
-    def __init__(self, changes: dict[str, tuple[str, str]]) -> None:
-        self.changes = {f.removesuffix(".py").replace("/", "."): (f, c) for f, c in changes.items()}
-
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.changes:
-            return None
-        file, change = self.changes[name]
-        path = source.COURSE.parent / file
-        loader = EditedLoader(name, str(path), change)
-        return importlib.util.spec_from_file_location(name, path, loader=loader)
-
-
-class EditedLoader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, change: tuple[str, str]) -> None:
-        super().__init__(name, path)
-        self.change = change
-
-    def get_code(self, fullname: str) -> Any:  # not from a cache of bytecode, and not into one
-        text, (old, new) = self.get_data(self.path).decode(), self.change
-        assert text.count(old) == 1, f"{fullname} has {old!r} {text.count(old)} times, not once"
-        return compile(text.replace(old, new), self.path, "exec")
+def _run(nodes: Iterator[ast.stmt], path: Path, names: dict) -> dict[str, Any]:
+    """What the statements define, each of which sees the names and what was defined before."""
+    exec(compile(ast.Module([*nodes], type_ignores=[]), str(path), "exec"), names, found := {})
+    return found

@@ -123,7 +123,8 @@ def _imports(exercise: Exercise, target: Target) -> str:
     lines, own = [], []
     for node in target.tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            lines += _import_lines(node, used)
+            node.names = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
+            lines += [ast.unparse(node)] if node.names else []
         elif isinstance(node, Definition):
             own += [node.name] * (node.name in used)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -133,16 +134,6 @@ def _imports(exercise: Exercise, target: Target) -> str:
     if own:
         lines.append(f"from {exercise.source_module} import {', '.join(own)}")
     return "\n".join(lines)
-
-
-def _import_lines(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
-    def written(alias: ast.alias) -> str:
-        return alias.name + (f" as {alias.asname}" if alias.asname else "")
-
-    names = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
-    if isinstance(node, ast.Import):
-        return [f"import {written(alias)}" for alias in names]
-    return [f"from {node.module} import {', '.join(map(written, names))}"] if names else []
 
 
 def parse(exercise: Exercise, text: str) -> ast.Module:
