@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.compare import equal, first_difference, pattern
-from exercises.exercise import Case, Exercise, Mistake, Sent
+from exercises.compare import equal, first_difference, patterns
+from exercises.exercise import Case, Exercise, Sent
 from exercises.forms import Call, Calls, form_problem
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     text: str  # for the student
 
 
-@dataclass
+@dataclass(eq=False)
 class CaseResult:
     case: Case
     records: list[Record] = field(default_factory=list)
@@ -166,20 +166,6 @@ def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:
     return [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
 
 
-def known_mistake(
-    exercise: Exercise, outcome: Outcome, seed: int, others: dict[str, Outcome]
-) -> Mistake | None:
-    """The known mistake that does the same in all cases; `others` keeps what has been run."""
-    for wrong in exercise.mistakes:
-        if wrong.name not in others:
-            text = wrong.apply(solution(exercise))
-            others[wrong.name] = outcome_of(exercise, text, Path(f"<{wrong.name}>"), seed)
-        pairs = zip(outcome, others[wrong.name], strict=True)
-        if all(mine.same_as(theirs) for mine, theirs in pairs):
-            return wrong
-    return None
-
-
 def check(
     exercise: Exercise, text: str, path: Path, seed: int = 0, others: dict | None = None
 ) -> Verdict:
@@ -194,69 +180,53 @@ def verdict_on(
     gates = dict.fromkeys(exercise.gates, "")
     failed = [result for result in outcome if result.failure or result.problems]
     for result in reversed(failed):  # what remains is of the first case
-        where = f"{result.case}: "
         if result.failure:
             gates = dict.fromkeys(gates, "not checked")
-        gates |= {gate: where + problem for gate, problem in result.problems.items()}
+        gates |= {gate: f"{result.case}: {text}" for gate, text in result.problems.items()}
     if not failed:
         runs = [(result.case, result.records) for result in outcome]
         return Verdict(True, gates, "", exercise.remember, exercise.picture(runs))
-    failure = next((result.failure for result in failed if result.failure), None)
-    if failure and failure.kind in ("not written", "file"):
-        return Verdict(False, gates, failure.kind.replace(" ", "_"), failure.text, "")
+    crash = next((result for result in failed if result.failure), None)
+    if crash and crash.failure.kind in ("not written", "file"):
+        kind = crash.failure.kind.replace(" ", "_")
+        return Verdict(False, gates, kind, crash.failure.text, "")
     others = {} if others is None else others
-    crash = next((f"With {r.case}:\n{r.failure.text}" for r in failed if r.failure), "")
-    if wrong := known_mistake(exercise, outcome, seed, others):
-        return Verdict(False, gates, wrong.name, f"{crash}\n{wrong.sentence}".lstrip(), "")
-    mistake, sentence = _explanation(exercise, outcome, seed, others)
-    return Verdict(False, gates, mistake, f"{sentence}\n{crash}".strip(), "")
+    texts = [f"With {crash.case}:\n{crash.failure.text}"] if crash else []
+    for mistake in exercise.mistakes:
+        if mistake.name not in others:
+            text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
+            others[mistake.name] = outcome_of(exercise, text, path, seed)
+        pairs = zip(outcome, others[mistake.name], strict=True)
+        if all(mine.same_as(its) for mine, its in pairs):
+            return Verdict(False, gates, mistake.name, "\n".join([*texts, mistake.sentence]), "")
+    name, sentence = _explanation(exercise, outcome, failed, seed, others)
+    return Verdict(False, gates, name, "\n".join([sentence, *texts] if sentence else texts), "")
 
 
 def _explanation(
-    exercise: Exercise, outcome: Outcome, seed: int, others: dict[str, Outcome]
+    exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
 ) -> tuple[str, str]:
-    """What explains the first case that fails: a mistake's name, and its sentence, if any."""
-    first = next(i for i, result in enumerate(outcome) if result.failure or result.problems)
-    failure = outcome[first].failure
-    if not failure:  # versions may crash in the same way for different reasons
-        if wrong := _partly_known(exercise, outcome, first, others):
-            return wrong.name, f"With {outcome[first].case}: {wrong.sentence}"
-        if sentence := _common_pattern(exercise, outcome):
-            return "pattern", sentence
-    explains = not failure or failure.kind == "exception"
-    if explains and (sentence := _wrong_type(exercise, outcome, seed)):
-        return "wrong_type", sentence
-    return (failure.kind, "") if failure else ("unknown", UNKNOWN)
-
-
-def _wrong_type(exercise: Exercise, outcome: Outcome, seed: int) -> str:
-    """Where the function returned what has another type or shape, in a sentence; or ""."""
+    """The first explanation that fits: a name for it, and a sentence, if any."""
+    first = failed[0]
+    if not first.failure:  # versions may crash in the same way for different reasons
+        # A version may be wrong twice, or a known mistake in more cases.
+        i = outcome.index(first)
+        same = [m for m in exercise.mistakes if first.same_as(others[m.name][i])]
+        if len({mistake.sentence for mistake in same}) == 1:
+            return same[0].name, f"With {first.case}: {same[0].sentence}"
+        found, *more = [
+            dict(patterns(exercise.factors(r.case), [x.values for x in r.records], r.expected))
+            for r in failed
+            if r.problems
+        ]
+        for kind in found:
+            if all(kind in of_another for of_another in more):
+                return "pattern", found[kind]
+    elif first.failure.kind != "exception":
+        return first.failure.kind, ""
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     for mine, right in zip(outcome, rights, strict=True):
-        is_wrong = mine.failure or mine.problems
-        if is_wrong and (sentence := form_problem(mine.calls, right.calls)):
+        if mine in failed and (sentence := form_problem(mine.calls, right.calls)):
             # The text of a crash begins with its case.
-            return sentence if mine.failure else f"With {mine.case}: {sentence}"
-    return ""
-
-
-def _partly_known(
-    exercise: Exercise, outcome: Outcome, first: int, others: dict[str, Outcome]
-) -> Mistake | None:
-    """The known mistake that does the same in the first case that fails, but not in all others.
-
-    Only if there is one such sentence. A version may be wrong twice, or the mistake in more cases.
-    """
-    same = [w for w in exercise.mistakes if outcome[first].same_as(others[w.name][first])]
-    return same[0] if len({wrong.sentence for wrong in same}) == 1 else None
-
-
-def _common_pattern(exercise: Exercise, outcome: Outcome) -> str:
-    """What the wrong values of all cases have in common that fail without a crash."""
-    patterns = []
-    for result in outcome:
-        if result.problems:
-            got = [record.values for record in result.records]
-            patterns.append(pattern(exercise, result.case, got, result.expected))
-    is_common = all(patterns) and len({found.kind for found in patterns}) == 1
-    return patterns[0].sentence if is_common else ""
+            return "wrong_type", sentence if mine.failure else f"With {mine.case}: {sentence}"
+    return ("exception", "") if first.failure else ("unknown", UNKNOWN)

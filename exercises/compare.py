@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from exercises.exercise import Case, Exercise
-
 TOLERANCE = 1e-10  # of float64 numbers around 1
 
 
@@ -84,40 +82,33 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-class Pattern(NamedTuple):
-    """What all wrong values of a case have in common."""
-
-    kind: str  # the same for the same mistake in another case
-    sentence: str
-
-
-def pattern(
-    exercise: Exercise, case: Case, got: list[dict], expected: list[dict]
-) -> Pattern | None:
-    """What kind of difference the wrong values have in common; None if no known one."""
-    wrong = []  # rank, result, right result, whose type may be SumOf
-    for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
-        for name, value in right.items():
-            if not equal(mine.get(name), _total(value)):
-                wrong.append((rank, mine.get(name), value))
+def patterns(
+    factors: dict[str, float], got: list[dict], expected: list[dict]
+) -> Iterator[tuple[str, str]]:
+    """What all wrong values of a case have in common: its kind, and a sentence with numbers."""
+    wrong = [
+        (rank, mine.get(name), value)
+        for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
+        for name, value in right.items()
+        if not equal(mine.get(name), _total(value))
+    ]
     if not wrong or not all(_is_tensor(a) for _, a, _ in wrong):
-        return None
+        return
     totals = [(a, _total(b)) for _, a, b in wrong]
-    for name, factor in exercise.factors(case).items():
+    for name, factor in factors.items():
         for times, how in ((factor, "large"), (1 / factor, "small")):
             if factor != 1 and all(equal(a, times * b) for a, b in totals):
-                sentence = f"Every wrong number is too {how} by a factor of {factor:g}: {name}."
-                return Pattern(f"too {how}: {name}", sentence)
+                what = f"too {how} by a factor of {factor:g}: {name}."
+                yield f"{how}: {name}", f"Every wrong number is {what}"
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in totals):
-        return Pattern("transposed", "Every wrong matrix is the transpose of the right one.")
+        yield "transposed", "Every wrong matrix is the transpose of the right one."
     if all(isinstance(b, SumOf) and _is_part(a, b) for _, a, b in wrong):
-        return Pattern("part", "It is a part of the right sum: some of its terms are missing.")
-    if case.ranks > 1 and {rank for rank, _, _ in wrong} == set(range(1, case.ranks)):
-        return Pattern("rank 0", "It is right on rank 0 only.")
+        yield "part", "It is a part of the right sum: some of its terms are missing."
+    if len(got) > 1 and {rank for rank, _, _ in wrong} == set(range(1, len(got))):
+        yield "rank 0", "It is right on rank 0 only."
     is_same = all(equal(one, got[0]) for one in got)
-    if case.ranks > 1 and is_same and not equal(expected[0], expected[-1]):
-        return Pattern("same", "It is the same on all ranks, and should differ.")
-    return None
+    if len(got) > 1 and is_same and not equal(expected[0], expected[-1]):
+        yield "same", "It is the same on all ranks, and should differ."
 
 
 def _total(value: Any) -> Any:

@@ -76,12 +76,11 @@ class Calls:
 
     def __init__(self) -> None:
         self.noted: dict[int | None, list[Call]] = defaultdict(list)
-        self.is_within: dict[int | None, bool] = defaultdict(bool)
+        self.within: set[int | None] = set()
 
     def take(self) -> dict[int | None, list[Call]]:
         """All calls since it was last asked."""
-        taken, self.noted = self.noted, defaultdict(list)
-        self.is_within.clear()
+        taken, self.noted, self.within = self.noted, defaultdict(list), set()
         return dict(taken)
 
     def watch(self, definition: Any) -> Any:
@@ -92,36 +91,29 @@ class Calls:
                     setattr(definition, name, watched)
         elif isinstance(definition, staticmethod | classmethod):
             return type(definition)(self.watch(definition.__func__))
-        elif isinstance(definition, FunctionType):
-            return self._watched(definition)
-        return definition
+        return self._watched(definition) if isinstance(definition, FunctionType) else definition
 
     def _watched(self, function: FunctionType) -> FunctionType:
         @functools.wraps(function)
         def watched(*args: Any, **options: Any) -> Any:
             rank = getattr(threading.current_thread(), "rank", None)
-            if self.is_within[rank]:
+            if rank in self.within:
                 return function(*args, **options)
-            arguments = form_of((*args, *options.values()))
-            self.is_within[rank] = True
+            call = function.__qualname__, form_of((*args, *options.values()))
+            self.within.add(rank)
             try:
                 result = function(*args, **options)
             finally:
-                self.is_within[rank] = False
-            name = function.__qualname__
-            self.noted[rank].append(Call(name, arguments, "returned", form_of(result)))
-            if isinstance(result, GeneratorType):
-                return self._noted_yields(rank, name, arguments, result)
-            return result
+                self.within.discard(rank)
+            self.noted[rank].append(Call(*call, "returned", form_of(result)))
+            return yields(rank, call, result) if isinstance(result, GeneratorType) else result
+
+        def yields(rank: int | None, call: tuple[str, Form], results: Iterator) -> Iterator[Any]:
+            for result in results:
+                self.noted[rank].append(Call(*call, "yielded", form_of(result)))
+                yield result
 
         return watched
-
-    def _noted_yields(
-        self, rank: int | None, name: str, arguments: Form, results: GeneratorType
-    ) -> Iterator[Any]:
-        for result in results:
-            self.noted[rank].append(Call(name, arguments, "yielded", form_of(result)))
-            yield result
 
 
 def form_problem(found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]) -> str:
