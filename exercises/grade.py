@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from exercises.exercise import GATES, files
-from exercises.sandbox import WARNING, Sandbox
+from exercises.sandbox import WARNING, Sandbox, is_plain
 
 COLUMNS = ["student", "exercise", "passed", *GATES, "mistake", "seconds"]
 
@@ -53,6 +53,8 @@ def line_of(sandbox: Sandbox, student: Path, number: int, seed: int) -> dict:
     found = sorted(student.glob(f"{number:02}_*.py"))
     if len(found) != 1:
         return row | {"mistake": "two_files" if found else "missing"}
+    if not is_plain(found[0]):
+        return row | {"mistake": "no_plain_file"}
     verdict = sandbox.check(number, found[0].resolve(), seed)
     row |= {gate: _mark(problem) for gate, problem in verdict["gates"].items()}
     mistake = re.sub(r"\W", "", verdict["mistake"])[:40]  # from a process with a student's code

@@ -19,7 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from exercises.exercise import FOLDER, GATES
 
@@ -42,15 +42,23 @@ def adopt_orphans() -> None:
     A Sandbox then ends all children that it has not started: to be called by a command, not by a
     process that has children of its own. Only Linux can do this.
     """
-    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _adopts_orphans() -> bool:
-    prctl, answer = getattr(ctypes.CDLL(None), "prctl", None), ctypes.c_int(0)
-    if prctl:
-        prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
+    answer = ctypes.c_int(0)
+    _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer))
     return bool(answer.value)
+
+
+def _prctl(option: int, value: Any) -> None:
+    if function := getattr(ctypes.CDLL(None), "prctl", None):
+        function(option, value, 0, 0, 0)
+
+
+def is_plain(path: Path) -> bool:
+    """A file itself: no link to that of another, and no pipe, which blocks whoever reads it."""
+    return path.is_file() and not path.is_symlink()
 
 
 class Sandbox:
@@ -131,7 +139,7 @@ def _children() -> set[int]:
 def _read(path: Path) -> dict | None:
     """The verdict, if it is of the right form: a process with strangers' code has written it."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        if path.stat().st_size > LARGEST_VERDICT:
+        if not is_plain(path) or path.stat().st_size > LARGEST_VERDICT:
             return None
         found = json.loads(path.read_text())
         texts = [found[key] for key in ("mistake", "message", "picture", "printed")]
@@ -143,9 +151,8 @@ def _read(path: Path) -> dict | None:
 
 def _no_verdict(code: int, errors: Path) -> dict:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    lines = []
-    with suppress(OSError):  # a student's code may have deleted it
-        lines = errors.read_text(errors="replace").splitlines()[-5:]
+    # A student's code may have deleted or replaced it.
+    lines = errors.read_text(errors="replace").splitlines()[-5:] if is_plain(errors) else []
     message = "\n    ".join([f"The check's process {how} and left no verdict.", *lines])
     return _failed("crash", message)
 

@@ -3,6 +3,7 @@
 import ast
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -477,6 +478,20 @@ def test_a_verdict_is_read_only_if_it_is_of_the_right_form_and_size(tmp_path, mo
     assert sandbox._read(path) is None
 
 
+def test_a_verdict_that_is_no_plain_file_is_none_and_blocks_nobody(tmp_path):
+    verdict = dict.fromkeys(("mistake", "message", "picture", "printed"), "")
+    (tmp_path / "forged").write_text(json.dumps(verdict | {"passed": True, "gates": {}}))
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to(tmp_path / "forged")
+    # Whoever reads the pipe gets a verdict, and does not wait for ever.
+    text = (tmp_path / "forged").read_text()
+    threading.Thread(target=lambda: fifo.write_text(text), daemon=True).start()
+    assert sandbox._read(tmp_path / "forged")
+    assert sandbox._read(fifo) is None and sandbox._read(link) is None
+    assert sandbox._no_verdict(1, fifo)["message"].endswith("left no verdict.")
+
+
 @pytest.mark.parametrize(
     ("cpu_seconds", "seconds", "message"),
     [(-1, 99, "Stopped after -1 s of computing: "), (99, -1, "Stopped after -1 s of sleep: ")],
@@ -517,6 +532,9 @@ def test_a_line_of_the_table_says_which_files_there_are_and_trusts_no_text(tmp_p
     assert (row["V"], row["B"], row["O"], row["passed"]) == ("0", "1", "", 0)
     (tmp_path / "04_other.py").touch()
     assert line_of(checks, tmp_path, 4, 0)["mistake"] == "two_files"
+    (tmp_path / "05_ring.py").symlink_to(tmp_path / "04_shift.py")  # perhaps another student's
+    os.mkfifo(tmp_path / "06_buffer.py")
+    assert [line_of(checks, tmp_path, n, 0)["mistake"] for n in (5, 6)] == ["no_plain_file"] * 2
 
 
 def test_a_folder_without_students_is_refused(tmp_path, capsys):
