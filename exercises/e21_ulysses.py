@@ -8,9 +8,10 @@ train: distributed.cp_size=2 distributed.tp_size=1 distributed.cp_engine="ulysse
 
 Write the forward of Ulysses attention. A rank has q [B, Q, S/n, D], k and v [B, K, S/n, D]: all
 heads of its part of the sequence. Exchange them, so that it has all of the sequence for Q/n query
-heads, with the key and value heads that these use; call self.inner(q, k, v); and turn the result
-back. Where n does not divide K, repeat keys and values first, no more than needed: to lcm(K, n)
-heads. It must be differentiable: `_all_to_all` is, and the `all_to_all` of collectives.py is not.
+heads, with the key and value heads that these use; call self.inner(q, k, v, *extra); and turn the
+result back. Where n does not divide K, repeat keys and values first, no more than needed: to
+lcm(K, n) heads. It must be differentiable: `_all_to_all` is, the `all_to_all` of collectives.py is
+not.
 Read: context_parallel.py, collectives.py.
 
 ? Repeat key heads if need be; exchange three tensors; attend; exchange one tensor back.
@@ -122,7 +123,8 @@ keys_not_exchanged: Queries are exchanged, but keys and values are not: a rank h
 + q = _all_to_all(q, self.axis, 1, 2)
 not_turned_back: The result is not turned back: it has some heads of all positions, and the layer
     needs all heads of some.
-    return _all_to_all(self.inner(q, k, v), self.axis, 2, 1) => return self.inner(q, k, v)
+- return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
++ return self.inner(q, k, v, *extra)
 turned_the_same_way: The result is exchanged as on the way in, which does not undo it.
     axis, 2, 1 => axis, 1, 2
 keys_not_differentiable: The all_to_all of collectives.py has no backward: the projections before it
@@ -130,14 +132,14 @@ keys_not_differentiable: The all_to_all of collectives.py has no backward: the p
     _all_to_all(x, self.axis, 1, 2) => all_to_all(x, self.axis, 1, 2)
 nothing_exchanged: Every rank attends to its own part alone: nothing is exchanged.
 - q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
-- return _all_to_all(self.inner(q, k, v), self.axis, 2, 1)
+- return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
 + pass
-+ return self.inner(q, k, v)
++ return self.inner(q, k, v, *extra)
 """
 
 ALSO_RIGHT = """
 @torch.compiler.disable
-def forward(self, q, k, v):
+def forward(self, q, k, v, *extra):
     n = self.axis.size
     if k.shape[1] % n:
         repeats = math.lcm(k.shape[1], n) // k.shape[1]
@@ -145,6 +147,6 @@ def forward(self, q, k, v):
     swapped = []
     for x in (q, k, v):
         swapped.append(_all_to_all(x, self.axis, split_dim=1, gather_dim=2))
-    out = self.inner(*swapped)
+    out = self.inner(*swapped, *extra)
     return _all_to_all(out, self.axis, split_dim=2, gather_dim=1)
 """

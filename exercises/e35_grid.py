@@ -11,12 +11,13 @@ by row over (pp, dp, cp, tp), tp varies fastest; experts lie on another grid ove
 axis has the ranks that differ in its coordinate only, a joint axis those that differ in some, and
 `ends` the first and the last stage; what lies between needs a group, too. All ranks must make all
 groups in the same order: dist.new_subgroups_by_enumeration(lists of ranks) gives back the group
-that this rank is in. Where two axes have the same ranks, they share a group.
+that this rank is in. Where two axes have the same ranks, they share a group; but those over which
+gradients are summed (dp in the name, and world) share none with the others, which send activations.
 Read: mesh.py, layout.py, extensions/settings.py (`grids`).
 
 ? Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.
-? layout.grids, grid.axes.items(), rows_of(grid, varying), a dict of groups by str(lists),
-  Axis(name, group, device), Axes, timedelta(seconds=timeout_seconds).
+? layout.grids, grid.axes.items(), rows_of(grid, varying), a dict of groups by what for
+  and str(lists), Axis(name, group, device), Axes, timedelta(seconds=timeout_seconds).
 ? For each axis of each grid, rows_of moves the dims that vary to the end and reshapes: each row is
   a group. ends: of each row along pp the first and the last rank, which are one rank if pp is 1;
   and a group of its own for each rank between.
@@ -81,11 +82,15 @@ def memory(case: Case, records) -> str:
     # Axes along which all ranks have the same members.
     of_ranks = [record.values["members"] for record in records]
     names = of_ranks[0].keys()
-    fewest = len({str([members[name] for members in of_ranks]) for name in names})
+    for_gradients = {name: "dp" in name or name == "world" for name in names}
+    groups = {(for_gradients[name], str([m[name] for m in of_ranks])) for name in names}
     for rank, record in enumerate(records):
-        if (groups := record.values["groups"]) > fewest:
-            what = f"rank {rank} is in {groups} groups; {fewest} are enough for {len(names)} axes"
-            return f"{what}, and each needs memory of its own with NCCL"
+        found, what = record.values["groups"], f"rank {rank} is in {record.values['groups']} groups"
+        if found > len(groups):
+            enough = f"{len(groups)} are enough for {len(names)} axes"
+            return f"{what}; {enough}, and each needs memory of its own with NCCL"
+        if found < len(groups):
+            return f"{what}; sums of gradients need others than activations, {len(groups)} in all"
     return ""
 
 
@@ -110,6 +115,9 @@ neighbours_always: Every axis gets ranks that are neighbours: those of an outer 
     rows_of(grid, varying) => torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()
 a_group_each: Every axis makes a group of its own, also where another axis has the same ranks.
     if key not in groups: => if True:
+shared_with_activations: Sums of gradients share groups with messages of activations: with NCCL all
+    that uses a group is done in turn, and a layer's message waits for a sum of gradients.
+    key = "dp" in name or name == "world", str(members) => key = str(members)
 one_end: ends has the first stage only: the gradient of a tied embedding is not summed.
 - ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
 - between = [[rank] for ranks in pipelines for rank in ranks[1:-1]]
@@ -161,7 +169,8 @@ def build_axes(device, layout, timeout_seconds=60.0):
         return list(found.values())
 
     def axis(name, members):
-        key = tuple(map(tuple, sorted(members)))
+        for_gradients = name in ("dp", "dp_cp", "dp_cp_tp", "edp", "world")
+        key = for_gradients, tuple(map(tuple, sorted(members)))
         if key not in groups:
             groups[key] = dist.new_subgroups_by_enumeration(members)[0]
         return Axis(name, groups[key], device)
