@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from picotron_min.extensions.settings import SIZES, ModelConfig
-from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.mesh import build_axes
 from picotron_min.placement import part
 from picotron_min.runtime.config import Config
@@ -104,16 +103,19 @@ class Run(NamedTuple):
 
 
 def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
-    num_layers = config.model.num_hidden_layers
     model_config = model if isinstance(model, ModelConfig) else MODELS[model]
-    model_config = model_config.override(num_hidden_layers=num_layers)
-    training = make_training(config, model_config)
+    model_config = model_config.override(num_hidden_layers=config.model.num_hidden_layers)
+    return run_of(make_training(config, model_config), range(steps))
+
+
+def run_of(training: Training, steps: range) -> Run:
     results, routed = [], []
-    for step in range(steps):
-        if step == steps - 1:
+    for step in steps:
+        if step == steps[-1]:
             val_loss = training.evaluate()  # leaves nothing behind that the last step would see
         results.append(training.step(step))
         routed += [experts.routed.numpy() for experts in training.experts]
+    model_config = training.model_config
     return Run(
         [result.loss for result in results],
         [result.grad_norm for result in results],
@@ -132,8 +134,8 @@ def parts_of(training: Training, tensors: dict[str, Tensor]) -> Parts:
     parts, shapes = {}, training.model_config.parameter_shapes()
     shapes |= training.model_config.buffer_shapes()
     for name, tensor in tensors.items():
-        cuts = [cut for cut in (*table[name].cuts, shard_of(table[name])) if cut]
-        parts[name] = part(shapes[name], cuts, axes.ranks, axes.sizes), tensor.clone().numpy()
+        where = part(shapes[name], table[name].owned, axes.ranks, axes.sizes)
+        parts[name] = where, tensor.clone().numpy()
     return parts
 
 

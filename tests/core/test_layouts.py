@@ -5,6 +5,7 @@ other choices come from where they are declared: a new one is compared without a
 """
 
 import itertools
+import random
 from typing import get_args
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, Workload
+from tests import fuzz
 from tests.assembled import (
     GLOBAL_BATCH,
     MODEL,
@@ -171,6 +173,11 @@ def test_every_model_and_every_choice_trains_as_on_one_rank(pool, model, options
     config = make_config(**options)
     layers = config.model.num_hidden_layers
     assert_trains_as_one_rank(pool, config, KINDS[model].override(num_hidden_layers=layers))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_random_pair_trains_and_resumes_as_one_rank(pool, seed):
+    fuzz.check(pool, **fuzz.draw(random.Random(seed)))
 
 
 # dp, tp, pp, cp, sequence parallelism: the forms that the core has, without the extension.
