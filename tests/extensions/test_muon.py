@@ -253,7 +253,7 @@ def run_unbroken(config: Config) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("saved,resumed", [("dp2", "tp2"), ("tp4", "pp2-afab"), ("pp4", "one")])
 def test_any_layout_resumes_from_any_other_with_muon(pool, tmp_path, saved, resumed):
     def config_of(name: str) -> Config:
-        config = test_checkpoint.of_layout(name, tied=False)
+        config = test_checkpoint.of_layout(name)
         training = config.training.model_copy(update={"optimizer": "muon"})
         return config.model_copy(update={"training": training})
 
