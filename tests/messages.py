@@ -29,7 +29,8 @@ def simulate_messages(
                 known.setdefault((rank, action), clocks[rank])  # posted once
         missing = {e: [need for need in needs[e] if need not in known] for e in reached.items()}
         if all(missing.values()):
-            raise ValueError(_describe_circle(missing))  # no rank can continue
+            waiting = [f"rank {rank} waits in '{action}'" for rank, action in missing]
+            raise ValueError(f"deadlock: {'; '.join(waiting)}")
         for rank, action in (event for event in missing if not missing[event]):
             todo[rank].popleft()
             arrivals = [known[e] + send_time * (e[1].peer is not None) for e in needs[rank, action]]
@@ -77,14 +78,3 @@ def _ways(plans: list[Plan], place: Place) -> list[list[Event]]:
         back = [event for way in ways for event in way if event[1].kind is Kind.BACKWARD]
         ways += [[(rank, b), (rank, b._replace(kind=Kind.WEIGHT))] for rank, b in back]
     return ways
-
-
-def _describe_circle(missing: dict[Event, list[Event]]) -> str:
-    """Follow who waits for whom until a rank recurs: from there on it is the circle."""
-    waits = {rank: (action, *needs[0]) for (rank, action), needs in missing.items()}
-    path = [min(waits)]  # it may lead to the circle without being part of it
-    while (other := waits[path[-1]][1]) not in path:
-        path.append(other)
-    circle = [(rank, *waits[rank]) for rank in path[path.index(other) :]]
-    parts = [f"rank {r} waits in '{a}' for '{need}' of rank {peer}" for r, a, peer, need in circle]
-    return "deadlock: " + "; ".join(parts)

@@ -81,25 +81,28 @@ def test_the_table_shows_medians_ratios_and_memory():
     ]  # fmt: skip
 
 
-def memory_of_some(measure, row: str, name: str, work: dict, steps: int) -> tuple[float, float]:
-    """Memory needs processes for each contender, so only the two rows with most are measured."""
-    return measure(row, name, work, steps) if row in ("dp2", "checkpoint") else (100, 150)
+def memory_of_one(measure, row: str, name: str, work: dict, steps: int) -> tuple[float, float]:
+    """Memory needs processes for each contender."""
+    return measure(row, name, work, steps) if row == "dp2" else (100, 150)
 
 
-def test_every_row_runs_and_its_contenders_do_the_same_work(tmp_path, capsys, monkeypatch):
+def test_rows_run_and_their_contenders_do_the_same_work(tmp_path, capsys, monkeypatch, request):
+    """By default one row of each set of contenders."""
+    every = request.config.getoption("--all-layouts")
+    chosen = {name if every else id(row.contenders): name for name, row in compare.ROWS.items()}
     assert LlamaForCausalLM  # imported here once, not in each process of the row that compares it
     monkeypatch.setattr(compare, "QUICK", Effort(1, 2, 2))
     monkeypatch.setitem(rows.LONG, "seq_length", 32)
     monkeypatch.setitem(rows.MANY, "num_local_experts", 8)
-    monkeypatch.setattr(compare, "measure_memory", partial(memory_of_some, compare.measure_memory))
+    monkeypatch.setattr(compare, "measure_memory", partial(memory_of_one, compare.measure_memory))
     file = tmp_path / "numbers.json"
-    compare.main(["--quick", "--json", str(file)], work=TINY)
+    compare.main(["--quick", "--json", str(file), "--rows", *chosen.values()], work=TINY)
     written = json.loads(file.read_text())
     assert {"date", "cpu", "torch", "threads", "load", "model", "step"} <= written.keys()
     shown = capsys.readouterr().out
-    for name, row in compare.ROWS.items():
+    for name in chosen.values():
         results = [r for r in written["results"] if r["row"] == name]
-        assert [r["contender"] for r in results] == list(row.contenders)
+        assert [r["contender"] for r in results] == list(compare.ROWS[name].contenders)
         for r in results:
             assert len(r["step_seconds"]) == compare.QUICK.rounds and r["memory_mb"] > 0
             assert f"\n{r['contender']} " in shown
