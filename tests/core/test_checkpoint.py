@@ -503,13 +503,10 @@ def saves(folder: Path, keep: int, steps: int, config: Config | None = None) -> 
         training.save(folder, step)
 
 
-@pytest.mark.parametrize(
-    "keep,kept", [(0, (1, 2, 3, 4)), (1, (4,)), (2, (3, 4)), (9, (1, 2, 3, 4))]
-)
-def test_the_newest_checkpoints_are_kept(pool, tmp_path, keep, kept):
+def test_the_newest_checkpoints_are_kept(pool, tmp_path):
     (tmp_path / "step-final").mkdir()  # the user's own
-    pool.run(1, saves, tmp_path, keep, 4)
-    assert names(tmp_path) == [*(f"step-{step:08d}" for step in kept), "step-final"]
+    pool.run(1, saves, tmp_path, 2, 4)
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-final"]
 
 
 def load_what_is_gone(folder: Path) -> str:

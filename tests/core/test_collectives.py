@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,75 +20,53 @@ from tests.nccl_like import nccl_like
 from tests.pool import RankFailed
 
 
-def rows_of(
-    pp: int, dp: int, cp: int, tp: int, ep: int = 1, etp: int = 1
-) -> dict[str, tuple[int, list[int]]]:
-    axes = build_axes(torch.device("cpu"), Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp))
+def rows_of(layout: Layout) -> dict[str, tuple[int, list[int]]]:
+    axes = build_axes(torch.device("cpu"), layout)
     return {axis.name: (axis.rank, dist.get_process_group_ranks(axis.group)) for axis in axes}
 
 
-def test_every_axis_is_the_right_row_of_the_grid(pool):
-    rows = pool.run(8, rows_of, 2, 1, 2, 2)
-    assert rows[0] == {
-        "pp": (0, [0, 4]),
-        "dp": (0, [0]),
-        "cp": (0, [0, 2]),
-        "tp": (0, [0, 1]),
-        "dp_cp": (0, [0, 2]),
-        "dp_cp_tp": (0, [0, 1, 2, 3]),
-        "ends": (0, [0, 4]),
-        "world": (0, [0, 1, 2, 3, 4, 5, 6, 7]),
-        "ep": (0, [0]),
-        "etp": (0, [0]),
-        "edp": (0, [0, 1, 2, 3]),
-        "ep_etp": (0, [0]),
-        "cp_tp": (0, [0, 1, 2, 3]),
-    }
-    assert rows[7] == {
-        "pp": (1, [3, 7]),
-        "dp": (0, [7]),
-        "cp": (1, [5, 7]),
-        "tp": (1, [6, 7]),
-        "dp_cp": (1, [5, 7]),
-        "dp_cp_tp": (3, [4, 5, 6, 7]),
-        "ends": (1, [3, 7]),
-        "world": (7, [0, 1, 2, 3, 4, 5, 6, 7]),
-        "ep": (0, [7]),
-        "etp": (0, [7]),
-        "edp": (3, [4, 5, 6, 7]),
-        "ep_etp": (0, [7]),
-        "cp_tp": (3, [4, 5, 6, 7]),
-    }
-    rows = pool.run(8, rows_of, 1, 2, 2, 2)
-    assert rows[6]["dp_cp"] == (3, [0, 2, 4, 6])
-    assert rows[5]["dp_cp"] == (2, [1, 3, 5, 7])
-    assert rows[5]["ends"] == (0, [5])
-    rows = pool.run(8, rows_of, 4, 2, 1, 1)
-    ends = [row["ends"][1] for row in rows]
-    assert ends == [[0, 6], [1, 7], [2], [3], [4], [5], [0, 6], [1, 7]]
+JOINT = {"dp_cp": ("dp", "cp"), "dp_cp_tp": ("dp", "cp", "tp"), "cp_tp": ("cp", "tp")}
 
 
-def groups_of(rows: list[dict], axis: str) -> list[list[int]]:
-    return sorted({tuple(row[axis][1]): row[axis][1] for row in rows}.values())
+def expected_rows(sizes: dict[str, int], axes: dict[str, tuple[str, ...]]) -> dict[str, list]:
+    """By axis the row of each rank: those that differ from it in these coordinates alone."""
+    ranks, rows = list(itertools.product(*map(range, sizes.values()))), {}
+    for axis, varying in axes.items():
+        same = [i for i, name in enumerate(sizes) if name not in varying]
+        rows[axis] = [
+            [i for i, other in enumerate(ranks) if all(other[j] == rank[j] for j in same)]
+            for rank in ranks
+        ]
+    return rows
 
 
-def test_experts_lie_on_a_grid_of_their_own(pool):
-    rows = pool.run(8, rows_of, 1, 8, 1, 1, 4)
-    assert groups_of(rows, "ep") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert groups_of(rows, "edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    rows = pool.run(8, rows_of, 2, 2, 1, 2, 2)
-    assert groups_of(rows, "ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups_of(rows, "edp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    rows = pool.run(8, rows_of, 1, 2, 2, 2, 4, 2)
-    assert groups_of(rows, "etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups_of(rows, "ep") == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert groups_of(rows, "edp") == [[rank] for rank in range(8)]
-    assert groups_of(rows, "ep_etp") == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert groups_of(rows, "cp_tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    rows = pool.run(4, rows_of, 1, 4, 1, 1, 2)
-    assert groups_of(rows, "edp") == [[0, 2], [1, 3]]
-    rows = pool.run(4, rows_of, 1, 1, 1, 4, 2, 2)
-    assert groups_of(rows, "ep") == [[0, 2], [1, 3]]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, cp=2, tp=2),
+        Layout(dp=2, cp=2, tp=2, ep=4, etp=2),
+        Layout(dp=8, ep=4),
+        Layout(pp=2, dp=2, tp=2, ep=2),
+        Layout(pp=4, dp=2),
+    ],
+    ids=lambda layout: f"{layout.sizes} {layout.ep} {layout.etp}",
+)
+def test_every_axis_is_the_right_row_of_its_grid(pool, layout):
+    core = layout.sizes._asdict()
+    expected = expected_rows(
+        core, {name: (name,) for name in core} | JOINT | {"world": tuple(core)}
+    )
+    edp = layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp)
+    experts = {"pp": layout.pp, "edp": edp, "ep": layout.ep, "etp": layout.etp}
+    expected |= expected_rows(experts, {n: (n,) for n in experts} | {"ep_etp": ("ep", "etp")})
+    of_ranks = pool.run(8, rows_of, layout)
+    for rank, rows in enumerate(of_ranks):
+        of_pp = expected["pp"][rank]
+        at_end = (
+            [of_pp[0], of_pp[-1]] if layout.pp > 1 and rank in (of_pp[0], of_pp[-1]) else [rank]
+        )
+        here = {axis: rows[rank] for axis, rows in expected.items()} | {"ends": at_end}
+        assert rows == {axis: (row.index(rank), row) for axis, row in here.items()}
 
 
 def summed() -> tuple[float, float, dict, dict]:

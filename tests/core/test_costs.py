@@ -179,21 +179,6 @@ def test_the_fullest_moment_of_a_step_is_as_full_as_planned(vocab_size, recomput
     assert memory.total == pytest.approx(peak, rel=0.08)  # gradients on their way are not planned
 
 
-def test_recomputation_needs_less_and_full_the_least():
-    model_config = find_preset("Llama-3.2-1B")
-    none, selective, full = (
-        planned(model_config, seq_length=4096, recompute=recompute).activations
-        for recompute in ("none", "selective", "full")
-    )
-    assert full < selective < none
-    boundaries = (16 * 4 + 2 * 4) * 2048 * 4096
-    assert full == boundaries  # a layer that is brought back is smaller than the logits before it
-    assert (
-        saved_per_token(model_config, "float32", "none", Layout(), 0) * 4096
-        < 4 * model_config.vocab_size * STRIPE_ROWS["cuda"]
-    )
-
-
 def test_layouts_divide_what_they_should():
     model_config = find_preset("Llama-2-7B")
     one = planned(model_config, seq_length=4096)

@@ -125,15 +125,6 @@ def test_every_layout_trains_on_the_same_sequences_in_a_step():
         assert all(sequences == seen[0] for sequences in seen)
 
 
-def test_a_batch_depends_on_the_step_alone():
-    ran = make_batches(num_tokens=50)
-    for step in range(40):
-        ran.batch(step, 0)
-    resumed = make_batches(num_tokens=50)
-    for step in (40, 3):
-        assert torch.equal(ran.batch(step, 1).tokens, resumed.batch(step, 1).tokens)
-
-
 def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
     batches = make_batches(num_tokens=201, B=5, M=1)  # 50 sequences, 5 a step
     drawn = []

@@ -87,17 +87,13 @@ def ddp_gradients(dtype: torch.dtype) -> tuple[dict, dict]:
     )
 
 
-def test_two_ranks_equal_torch_ddp_bit_for_bit_in_float32(pool):
-    for ours, theirs in pool.run(2, ddp_gradients, torch.float32):
+@pytest.mark.parametrize(
+    "world_size,dtype,atol", [(2, torch.float32, 0.0), (4, torch.float64, 1e-10)], ids=str
+)
+def test_buckets_equal_torch_ddp(pool, world_size, dtype, atol):
+    for ours, theirs in pool.run(world_size, ddp_gradients, dtype):
         for name in ours:
-            assert torch.equal(ours[name], theirs[name]), name
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_buckets_equal_torch_ddp_in_float64(pool, world_size):
-    for ours, theirs in pool.run(world_size, ddp_gradients, torch.float64):
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-10, msg=name)
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=name)
 
 
 def ledger_of_a_step(num_micro_batches: int, bucket_bytes: int) -> tuple[int, float, int, int]:
@@ -153,62 +149,24 @@ def test_buckets_are_sent_while_backward_still_runs(pool):
         assert missing_when_started[-1] == []
 
 
-def step_without_a_gradient() -> str:
-    model = make_model(torch.float32)
+def missing_gradients() -> list[str]:
+    model, messages = make_model(torch.float32), []
     model.unused = nn.Linear(3, 3)
     buckets = make_buckets(model, dp_axis())
-    buckets.begin(2)
-    backward(model, 0)
-    backward(model, 1)
-    with pytest.raises(RuntimeError) as error:
-        buckets.wait()
-    return str(error.value)
+    for backwards in (1, 2):  # of two
+        buckets.begin(2)
+        for micro_batch in range(backwards):
+            backward(model, micro_batch)
+        with pytest.raises(RuntimeError) as error:
+            buckets.wait()
+        messages.append(str(error.value))
+    return messages
 
 
-def test_a_parameter_without_a_gradient_is_named(pool):
-    for message in pool.run(2, step_without_a_gradient):
-        assert "unused.bias (2), unused.weight (2): every parameter" in message
-
-
-def wait_for_a_backward_that_is_missing() -> None:
-    model = make_model(torch.float32)
-    buckets = make_buckets(model, dp_axis())
-    buckets.begin(2)
-    backward(model, 0)
-    with pytest.raises(RuntimeError, match=r"lm_head.weight \(1\)"):
-        buckets.wait()
-
-
-def test_waiting_before_the_last_backward_is_refused(pool):
-    pool.run(2, wait_for_a_backward_that_is_missing)
-
-
-def sums_over_two_axes() -> tuple[float, int]:
-    axes = build_axes(torch.device("cpu"), Layout(pp=2, dp=2))
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    buckets = GradientBuckets({"embedding": parameter}, axes.dp_cp, [axes.ends])
-    buckets.begin(1)
-    (parameter * 10.0 ** dist.get_rank()).sum().backward()
-    assert axes.ends.ledger.calls["all_reduce"] == 0, "summed over the ends during backward"
-    buckets.wait()
-    return parameter.grad[0].item(), axes.ends.ledger.calls["all_reduce"]
-
-
-def test_gradients_can_be_summed_over_a_second_axis_after_backward(pool):
-    assert pool.run(4, sums_over_two_axes) == [(1111.0, 1)] * 4
-
-
-def gradients_are_views() -> bool:
-    model = make_model(torch.float32)
-    buckets = make_buckets(model, dp_axis())
-    buckets.begin(1)
-    backward(model, 0)
-    storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets.buckets}
-    return all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters())
-
-
-def test_gradients_stay_views_of_the_buckets(pool):
-    assert pool.run(1, gradients_are_views) == [True]
+def test_missing_gradients_are_named(pool):
+    for early, late in pool.run(2, missing_gradients):
+        assert "lm_head.weight (1)" in early
+        assert "for unused.bias (2), unused.weight (2): every parameter" in late
 
 
 def test_bfloat16_parameters_are_refused(pool):

@@ -6,7 +6,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from picotron_min.attention import SoftmaxAttention
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.initialise import initial_std
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
 from picotron_min.model_config import RopeScaling
@@ -123,9 +122,3 @@ def test_bfloat16_autocast_keeps_the_loss_in_float32():
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
     assert loss.item() != exact.item()
-
-
-def test_projections_into_the_residual_stream_start_smaller_with_depth():
-    assert initial_std("model.layers.3.mlp.up_proj.weight", 8) == 0.02
-    assert initial_std("model.layers.3.mlp.down_proj.weight", 8) == 0.02 / 4
-    assert initial_std("model.layers.3.self_attn.o_proj.weight", 8) == 0.02 / 4
