@@ -1,10 +1,8 @@
 """Build: the extensions that a run needs, in their order; each is imported only if it is used."""
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import nn
 
 from picotron_min.extension import Extension
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
@@ -78,20 +76,17 @@ def extensions_of(
 
 def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:
     """Muon for hidden matrices, and AdamW for the rest; or one optimizer for all parameters."""
-    parameters = model.parameters.values()
-    if recipe.optimizer != "muon":
-        return _element_wise(parameters, recipe)
-    from picotron_min.extensions.optimizers.muon import Muon, hidden_matrices
+    parameters, hidden = model.parameters.values(), {}
+    if recipe.optimizer == "muon":
+        from picotron_min.extensions.optimizers.muon import Muon, hidden_matrices
 
-    hidden = hidden_matrices(model.parameters, model.placements, model.axes)
-    rest = _element_wise([p for p in parameters if p not in hidden], recipe)
-    return Muon(hidden, rest, recipe)
-
-
-def _element_wise(parameters: Iterable[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+        hidden = hidden_matrices(model.parameters, model.placements, model.axes)
+        parameters = [parameter for parameter in parameters if parameter not in hidden]
     if recipe.moments == "float32" or recipe.optimizer == "sgd":
-        return build_optimizer(parameters, recipe)  # AdamW unless it is SGD
-    from picotron_min.extensions.optimizers.adamw import NarrowAdamW
+        rest = build_optimizer(parameters, recipe)  # AdamW unless it is SGD
+    else:
+        from picotron_min.extensions.optimizers.adamw import NarrowAdamW
 
-    groups = parameter_groups(parameters, recipe)
-    return NarrowAdamW(groups, recipe.learning_rate, recipe.betas)
+        groups = parameter_groups(parameters, recipe)
+        rest = NarrowAdamW(groups, recipe.learning_rate, recipe.betas)
+    return Muon(hidden, rest, recipe) if recipe.optimizer == "muon" else rest

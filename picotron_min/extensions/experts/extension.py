@@ -41,12 +41,12 @@ class Experts(Extension):
         apply_expert_parallel(model, self.axes, engine, sequence_parallel)
 
     def wrap(self, model: Llama) -> None:
-        for bias in model.buffers():
-            bias.zero_()
         dtype = getattr(torch, self.workload.dtype)
         apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
         routers = [moe.gate for moe in mixtures(model)]
         self.routers += routers
+        for bias in model.buffers():  # of routers
+            bias.zero_()
         if self.workload.routing.moe_router_force_load_balancing:
             S, cp, tp = self.workload.seq_length, self.axes.cp, self.axes.tp
             positions = POSITIONS[self.layout.cp_engine](cp.rank, cp.size, S).to(self.device)

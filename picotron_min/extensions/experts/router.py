@@ -48,8 +48,7 @@ class Router(nn.Module):
         bias = torch.empty(config.num_local_experts) if config.scoring_func == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", bias)  # updated after a step
         self.config, self.routing, self.tally, self.layer = config, routing, tally, layer
-        # Over ranks with other tokens of the same sequences, and with other sequences: replaced by
-        # apply_expert_parallel.
+        # Over ranks with other tokens of the same sequences, with other sequences: see dispatch.py.
         self.sum_over_sequences = self.sum_over_batch = lambda counts: counts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +72,9 @@ class Router(nn.Module):
             z = logits.logsumexp(-1)
             self.tally.add(self.layer, "z_loss", z.detach().square().sum())
             weights = _Attach.apply(weights, z, 2 * routing.moe_z_loss_coeff * z.detach())
-        balances = routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff
         # A forward that is run again, for backward, only restores tensors, and its graph is thrown
         # away: nothing to attach, to count or to send.
+        balances = routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff
         if any((*balances, routing.moe_global_aux_loss_coeff)) and not self.tally.is_paused:
             weights = _Attach.apply(weights, shares, self._balance(shares).expand_as(shares))
         return weights
@@ -138,15 +137,11 @@ def force_balance(routers: Iterable[Router], seq_length: int, positions: Tensor)
 def route(
     logits: Tensor, config: ModelConfig, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [..., X] -> weights and experts [..., k], and shares of the scores [..., X].
-
-    With groups, experts are chosen from the best topk_group groups; a group is as good as its two
-    best experts (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
-    """
+    """logits [..., X] -> weights and experts [..., k], and shares of the scores [..., X]."""
     scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
     with torch.no_grad():
         ranked = scores if bias is None else scores + bias  # the bias chooses, but has no weight
-        if config.n_group > 1:
+        if config.n_group > 1:  # a group is as good as its two best experts, as in DeepSeek-V3
             groups = ranked.unflatten(-1, (config.n_group, -1))
             best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
             is_best = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, True)

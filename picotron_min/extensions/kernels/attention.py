@@ -1,9 +1,6 @@
 """Attention kernels: torch's fused ones, for whole sequences and for the blocks of a ring.
 
-They equal the written-out forms of attention.py, and store no [S, S] matrix. Which one is used is
-chosen once, when the model is built, by device and dtype.
-
-In production: `torch.nn.functional.scaled_dot_product_attention`, FlashAttention 3.
+They equal the written-out forms of attention.py, and store no [S, S] matrix.
 """
 
 import torch
@@ -60,7 +57,7 @@ def choose_attention(
 ) -> tuple[type[nn.Module], Kernel]:
     """The fastest that works for q of `dtype`: attention to a whole sequence, and a ring's kernel.
 
-    Beside q, k, v and out, flash stores lse, SOFTMAX a block's scores [B, Q, S, S'] several times.
+    See README.md for what each stores.
     """
     if device_type == "cpu":
         return FlashAttention, FLASH_CPU
