@@ -41,8 +41,11 @@ def make_config(
     cp_engine="ring",
     sharding="none",
     dtype="float64",
+    layers=None,
+    model=(),
     **training,
 ) -> Config:
+    """A config of MODEL; `layers`: one more than stages, so that they are of different sizes."""
     return parse_config(
         {
             "distributed": {
@@ -60,8 +63,8 @@ def make_config(
                 "use_cpu": True,
             },
             "model": {name: getattr(MODEL, name) for name in SIZES if name != "vocab_size"}
-            # One more layer than stages, so that they are of different sizes.
-            | {"num_hidden_layers": pp * chunks + 1, "dtype": dtype, "recompute": recompute},
+            | {"num_hidden_layers": layers or pp * chunks + 1, "dtype": dtype}
+            | {"recompute": recompute, **dict(model)},
             "training": {
                 "optimizer": "sgd",
                 "learning_rate": 0.5,

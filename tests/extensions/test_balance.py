@@ -30,48 +30,28 @@ def table(*rows: tuple) -> torch.Tensor:
     return tally.table
 
 
-ROUTED = table(
-    ((10, 6, 2, 2), {"tokens": 10, "seq_load_balancing_loss": 15, "z_loss": 40}),
-    ((0, 0, 0, 0), {}),  # without experts
-    ((3, 3, 3, 3), {"tokens": 10, "seq_load_balancing_loss": 10, "z_loss": 20, "dropped": 8}),
-)
+LOSSES = {
+    "seq_aux": "seq_load_balancing_loss",
+    "aux": "load_balancing_loss",
+    "global_aux": "global_load_balancing_loss",
+    "z": "z_loss",
+}
 
 
-def means(routed: torch.Tensor, config: ModelConfig, routing: Routing) -> dict:
-    measures = measure_balance(routed, config, routing)
-    return {name: value for name, value in measures.items() if "per_layer" not in name}
-
-
-def test_measures_are_means_over_tokens_and_over_layers_with_experts():
-    routing = Routing(moe_seq_aux_loss_coeff=0.01, moe_z_loss_coeff=0.1)
-    assert means(ROUTED, MODEL, routing) == {
-        "load_balancing_loss": None,
-        "seq_load_balancing_loss": 1.25,
-        "global_load_balancing_loss": None,
-        "z_loss": 3.0,
-        "load_imbalance": (2 + 1) / 2,
-        "dropped": (0 + 8 / 20) / 2,
-    }
-
-
-def test_layers_are_measured_each_where_that_is_wanted():
-    routing = Routing(moe_seq_aux_loss_coeff=0.01)
-    measures = measure_balance(ROUTED, MODEL, routing)
-    assert measures["load_imbalance_per_layer"] == [2, None, 1]
-    assert measures["dropped_per_layer"] == [0, None, 0.4]
-    assert measures["seq_load_balancing_loss_per_layer"] == [1.5, None, 1]
-    assert measures["z_loss_per_layer"] == [None] * 3
-    without = means(ROUTED, MODEL, routing)
-    assert without.items() <= measures.items() and len(measures) == 2 * len(without)
-
-
-@pytest.mark.parametrize("coefficient", ["seq_aux", "aux", "global_aux", "z"])
-def test_a_loss_is_measured_if_it_has_a_coefficient(coefficient):
+@pytest.mark.parametrize("coefficient", LOSSES)
+def test_measures_are_means_over_tokens_and_over_layers_with_experts(coefficient):
+    routed = table(
+        ((10, 6, 2, 2), {"tokens": 10} | dict.fromkeys(LOSSES.values(), 15)),
+        ((0, 0, 0, 0), {}),  # without experts
+        ((3, 3, 3, 3), {"tokens": 10, "dropped": 8} | dict.fromkeys(LOSSES.values(), 10)),
+    )
+    expected = {name: [None] * 3 for name in LOSSES.values()}
+    expected[LOSSES[coefficient]] = [1.5, None, 1]  # the others have no coefficient
+    expected |= {"load_imbalance": [2, None, 1], "dropped": [0, None, 0.4]}
+    per_layer = {f"{name}_per_layer": values for name, values in expected.items()}
+    means = {n: None if v == [None] * 3 else (v[0] + v[2]) / 2 for n, v in expected.items()}
     routing = replace(OFF, **{f"moe_{coefficient}_loss_coeff": 0.1})
-    known = {n: v for n, v in means(ROUTED, MODEL, routing).items() if v is not None}
-    kind = coefficient.removesuffix("aux").replace("z", "z_")
-    name = "z_loss" if coefficient == "z" else f"{kind}load_balancing_loss"
-    assert known.keys() == {name, "load_imbalance", "dropped"}
+    assert measure_balance(routed, MODEL, routing) == per_layer | means
 
 
 def test_measures_are_metrics_of_a_step_like_others(tmp_path):

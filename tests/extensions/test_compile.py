@@ -20,7 +20,7 @@ LAYERS = 3  # all run the same graphs
 
 def steps(config, compiles: bool, model: str = "grouped-query") -> list[tuple]:
     model_config = (MODELS | EXPERTS)[model].override(num_hidden_layers=LAYERS)
-    model = config.model.model_copy(update={"compile": compiles, "num_hidden_layers": LAYERS})
+    model = config.model.model_copy(update={"compile": compiles})
     training = make_training(config.model_copy(update={"model": model}), model_config)
     return [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
 

@@ -1,8 +1,7 @@
 """Experts on several ranks: dispatch, bytes, reads, the order of messages, and who sums what."""
 
-import functools
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
 from picotron_min.extensions.experts.moe import MoE
@@ -18,11 +17,10 @@ from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.mesh import build_axes
-from picotron_min.optimizer import measure_gradient
 from picotron_min.pipeline_schedule import Kind
 from picotron_min.placement import part, placements
 from picotron_min.runtime.config import Config
-from tests.assembled import assert_same, make_training, whole_run
+from tests.assembled import assert_trains_as_one_rank, make_training, whole_run
 from tests.extensions.test_experts import GLOBAL_BATCH, MODELS, make_expert_config
 from tests.extensions.test_moe import Reads
 from tests.training import Training
@@ -125,21 +123,6 @@ def dispatch_together(ep: int, etp: int, engine: str) -> None:
 @pytest.mark.parametrize("ep,etp", [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)])
 def test_ranks_compute_what_one_rank_does_with_all_tokens(pool, ep, etp, engine):
     pool.run(ep * etp, dispatch_together, ep, etp, engine)
-
-
-def test_the_choices_are_what_their_names_say():
-    for ranks, ep in ((2, 2), (4, 4), (4, 2)):
-        each = 8 // ep
-        counts = {
-            kind: torch.bincount(choices(kind, ranks, ep).flatten(), minlength=9).tolist()
-            for kind in KINDS
-        }
-        assert len(set(counts["even"][:8])) == 1
-        assert len(set(counts["uneven"][:8])) > 3
-        assert counts["an expert without tokens"][3] == 0
-        assert (choices("a rank that sends nothing", ranks, ep)[-1] == 8).all()
-        assert sum(counts["a rank that gets nothing"][8 - each : 8]) == 0
-        assert sum(counts["nothing at all"][:8]) == 0
 
 
 # A step of a whole model: its bytes, its reads, and the order of what it does.
@@ -304,19 +287,10 @@ def test_pipelines_with_stages_without_experts_train_as_one_rank(
     model = MODELS["softmax"].override(mlp_only_layers=dense)
     pp = len(stages) // chunks
     layout = {"dp": 2, "pp": pp, "engine": engine, "chunks": chunks, "micro_batches": 3}
-    raw = make_expert_config("sequence", 2, **layout).model_dump(by_alias=True)
-    raw["distributed"]["pp_layers"] = list(stages)
-    raw["model"]["num_hidden_layers"] = sum(stages)
-    config, theirs = Config.model_validate(raw), one_hybrid(pool, dense, sum(stages))
-    assert_same(whole_run(pool, config, model, timeout=30), theirs)
-
-
-@functools.cache
-def one_hybrid(pool, dense: tuple[int, ...], layers: int):
-    raw = make_expert_config("sequence").model_dump(by_alias=True)
-    raw["model"]["num_hidden_layers"] = layers
-    model = MODELS["softmax"].override(mlp_only_layers=dense)
-    return whole_run(pool, Config.model_validate(raw), model)
+    config = make_expert_config("sequence", 2, layers=sum(stages), **layout)
+    given = config.distributed.model_copy(update={"pp_layers": stages})
+    config = config.model_copy(update={"distributed": given})
+    assert_trains_as_one_rank(pool, config, model, steps=3)
 
 
 # Counts and biases.
@@ -340,7 +314,10 @@ def counts_of(config: Config) -> tuple[list, bool]:
     before = state()
     assert before[0].any() and before[1].any() and before[2].any()
     training.evaluate()
-    return routed, all(map(torch.equal, before, state()))
+    unchanged = all(map(torch.equal, before, state()))
+    tally.begin()
+    assert not any(counts.any() for counts in state()[:2]), "of the step before"
+    return routed, unchanged
 
 
 def test_each_token_counts_once_in_every_schedule_with_and_without_recomputation(pool):
@@ -348,12 +325,9 @@ def test_each_token_counts_once_in_every_schedule_with_and_without_recomputation
     cases = [*itertools.product(("afab", "1f1b", "interleaved"), ("none", "full"))]
     for engine, recompute in [*cases, ("zb_v", "full")]:
         chunks = 1 if engine == "afab" else SCHEDULES[engine].chunks
-        config = make_expert_config(
-            "global", pp=2, engine=engine, micro_batches=3, recompute=recompute, chunks=chunks
-        )
-        raw = config.model_dump(by_alias=True)
-        raw["model"]["num_hidden_layers"] = 4
-        for routed, unchanged in pool.run(2, counts_of, Config.model_validate(raw)):
+        layout = {"pp": 2, "engine": engine, "chunks": chunks, "layers": 4}
+        config = make_expert_config("global", micro_batches=3, recompute=recompute, **layout)
+        for routed, unchanged in pool.run(2, counts_of, config):
             assert unchanged, "an evaluation was counted"
             first = first or routed
             np.testing.assert_allclose(routed, first, rtol=0, atol=1e-10)
@@ -419,50 +393,6 @@ def test_a_skipped_step_leaves_the_biases_as_they_were(pool):
 # Who holds what, and whose gradients are summed.
 
 
-def sums_of(config: Config) -> dict[str, float]:
-    """Each gradient, after every rank has put in 2^rank: which ranks were summed."""
-    training = make_training(config, MODELS["gated"].override(num_hidden_layers=2))
-    for buckets in training.model.gradients:
-        buckets.begin(1)
-    for parameter in training.parameters.values():
-        parameter.grad.fill_(2.0 ** dist.get_rank())
-    for buckets in training.model.gradients:
-        for name in list(buckets.missing):
-            buckets.arrived(name)
-        buckets.wait()
-    results = {}
-    for name, parameter in training.parameters.items():
-        (results[name],) = set(parameter.grad.flatten().tolist())
-    return results
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-@pytest.mark.parametrize(
-    "dp,tp,ep,etp", [(2, 2, 1, 1), (2, 2, 2, 1), (4, 1, 1, 2), (4, 1, 2, 2), (2, 2, 2, 2)]
-)
-def test_gradients_of_two_to_the_rank_show_who_was_summed(pool, dp, tp, ep, etp, sequence):
-    config = make_expert_config("sequence", ep, etp, dp=dp, tp=tp, sequence_parallel=sequence)
-    ranks = range(dp * tp)
-    everyone = sum(2**r for r in ranks)
-    for rank, results in enumerate(pool.run(dp * tp, sums_of, config)):
-        same_tp = sum(2**r for r in ranks if r % tp == rank % tp)
-        same_experts = sum(2**r for r in ranks if (r - rank) % (ep * etp) == 0)
-        kinds = Counter()
-        for name, result in results.items():
-            if ".experts." in name:
-                kind, expected = "expert", same_experts
-            elif name.endswith("mlp.gate.weight"):
-                kind, expected = "router", everyone
-            elif name.endswith(("norm.weight", "shared_expert_gate.weight")):
-                kind, expected = "uncut", everyone if sequence else same_tp
-            else:
-                kind, expected = "cut", same_tp
-            kinds[kind] += 1
-            assert result == expected, (rank, name)
-        # Layer 0 has experts, layer 1 an MLP: attention, shared experts, both embeddings.
-        assert kinds == {"expert": 24 // ep, "router": 1, "uncut": 6, "cut": 8 + 3 + 3 + 2}
-
-
 def ranks_of_a_stage(layout: Layout) -> list[dict[str, int]]:
     """The place of each rank on every axis, by arithmetic: (dp, cp, tp) and (edp, ep, etp)."""
     places = itertools.product(*map(range, (layout.dp, layout.cp, layout.tp)))
@@ -498,23 +428,3 @@ def test_every_number_counts_at_one_rank_of_a_stage(sharding):
                 if all(rank[axis] == 0 for axis in placement.copies):
                     holders[part(shapes[name], placement.owned, rank, sizes)] += 1
             assert (holders == 1).all(), (name, layout, placement)
-
-
-@pytest.mark.parametrize("value,measured", [(1.0, [3, 0]), (0.0, [0, 3])])
-def test_what_is_replicated_and_each_expert_are_measured_once(value, measured):
-    """tp 2, ep 2: a scalar that both ranks hold, and one of each rank: 3 squares, or 3 zeros."""
-    layout = Layout(tp=2, ep=2)
-    names = ["model.layers.0.mlp.experts.0.up_proj.weight", "model.norm.weight"]
-    names.append(names[0].replace("experts.0", "experts.1"))
-    shapes = {name: (1,) if "norm" in name else (1, 1) for name in names}
-    table, total = placements(shapes, layout, tied=False), torch.zeros(2, dtype=torch.float64)
-    for rank in ranks_of_a_stage(layout):
-        mine = {}
-        for name, shape in shapes.items():
-            slices = part(shape, table[name].cuts, rank, layout.axis_sizes)
-            if all(s.stop > s.start for s in slices):
-                mine[name] = nn.Parameter(torch.ones(shape, dtype=torch.float64))
-                mine[name].grad = torch.full_like(mine[name], value)
-        assert len(mine) == 2
-        total += measure_gradient(mine, table, rank, count_zeros=True)
-    assert total.tolist() == pytest.approx(measured, abs=1e-14)

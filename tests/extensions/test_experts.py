@@ -53,10 +53,8 @@ CAPACITIES |= {
 def make_expert_config(
     scope: str = "sequence", ep=1, etp=1, ep_engine="alltoall", capacity=None, **layout
 ) -> Config:
-    sharding = layout.pop("sharding", "none")
     raw = make_config(**layout).model_dump(by_alias=True)
     raw["distributed"] |= {"ep_size": ep, "etp_size": etp, "ep_engine": ep_engine}
-    raw["distributed"]["sharding"] = sharding
     raw["training"] |= SCOPES[scope] | {"moe_router_bias_update_rate": 0.01}
     raw["training"] |= (CAPACITIES | {"forced": FORCED})[capacity] if capacity else {}
     return Config.model_validate(raw)  # the model is given apart: here it has no experts
@@ -67,11 +65,9 @@ def reference(pool, model, scope, layers, seq_length, dp, m, capacity=None):
     """One rank's run: with all micro-batches of all dp ranks, with the micro-batches of one rank
     joined over dp, or, as a balance within sequences allows, with a single micro-batch."""
     micro_batches = {"sequence": 1, "micro-batch": dp * m, "global": m}[scope]
-    config = make_expert_config(
-        scope, capacity=capacity, seq_length=seq_length, micro_batches=micro_batches
-    )
-    update = {"model": config.model.model_copy(update={"num_hidden_layers": layers})}
-    return whole_run(pool, config.model_copy(update=update), MODELS[model], 2, train_watched)
+    sizes = {"seq_length": seq_length, "micro_batches": micro_batches, "layers": layers}
+    config = make_expert_config(scope, capacity=capacity, **sizes)
+    return whole_run(pool, config, MODELS[model], 2, train_watched)
 
 
 def train_watched(config: Config, model: ModelConfig, steps: int) -> Run:
@@ -185,6 +181,12 @@ def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
     assert_trains_as_one_rank(pool, config, model, scope)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_gate_of_shared_experts_is_summed_where_ranks_see_other_tokens(pool, sequence_parallel):
+    config = make_expert_config(ep=2, tp=2, sequence_parallel=sequence_parallel)
+    assert_trains_as_one_rank(pool, config, "gated", "sequence")
+
+
 @pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize(
@@ -207,9 +209,8 @@ def test_layouts_drop_the_same_tokens(pool, dp, pp, ep, etp, ep_engine, capacity
 
 @functools.cache
 def forced_run(pool, **layout):
-    config = make_expert_config("sequence", capacity="forced", **layout)
-    layers = {"model": config.model.model_copy(update={"num_hidden_layers": 2})}
-    return whole_run(pool, config.model_copy(update=layers), MODELS["softmax"])
+    config = make_expert_config("sequence", capacity="forced", layers=2, **layout)
+    return whole_run(pool, config, MODELS["softmax"])
 
 
 @pytest.mark.parametrize(

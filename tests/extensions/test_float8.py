@@ -294,34 +294,20 @@ def test_offloaded_bytes_come_back_as_they_were():
     assert sum(moved) == pytest.approx(planned, rel=0.02), "activations, and no weight"
 
 
-def test_rounding_is_compiled_where_layers_are():
-    compiled = torch.compile(quantise, backend="aot_eager", dynamic=False)
-    x = spread(3, 16)
-    assert torch.equal(compiled(x, E4M3).bytes, quantise(x, E4M3).bytes)
-    with mock.patch.object(torch, "compile", return_value=compiled) as compile:
-        for compiles in (False, True):
-            build(MODEL, torch.float64, compiles=compiles)
-            assert compile.call_count == compiles
-
-
 def test_rounding_is_compiled_for_every_shape():
     """Of each linear's input and gradient, in training and evaluation; here they are ten."""
     torch._dynamo.reset()
     shape = MODEL.override(num_hidden_layers=1, num_attention_heads=8, head_dim=8)
+    eager = partial(torch.compile, backend="eager")
     with (
-        mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")),
+        mock.patch.object(torch, "compile", side_effect=eager) as compile,
         torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True),
     ):
         model = build(shape, torch.float32, compiles=True)
         run(model, torch.float32)
         with torch.no_grad():
             model(TOKENS, POSITIONS, TOKENS)
-
-
-def test_a_gradient_of_zero_stays_zero():
-    model = build(MODEL, torch.float32)
-    model(TOKENS, POSITIONS, torch.full_like(TOKENS, -100)).backward()  # no target counts
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert compile.call_count == 1
 
 
 # Checks.

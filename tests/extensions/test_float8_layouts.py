@@ -27,7 +27,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.traffic import planned_ledger, planned_traffic
+from picotron_min.planner.traffic import planned_traffic
 from picotron_min.runtime.config import Config
 from tests import assembled
 from tests.assembled import MODELS, Run, assert_same, make_config, make_training, whole_run
@@ -41,42 +41,28 @@ STEPS, LAYERS = 2, 3
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def in_fp8(config: Config, sharding: str = "none", **options) -> Config:
-    model = {"fp8": True, "num_hidden_layers": LAYERS} | options
-    distributed = config.distributed.model_copy(update={"sharding": sharding})
-    model = config.model.model_copy(update=model)
-    return config.model_copy(update={"distributed": distributed, "model": model})
+FP8 = {"layers": LAYERS, "model": {"fp8": True}}
+PLAIN = {"layers": LAYERS}
+MIDDLE = {"layers": 4, "model": {"fp8": True, "fp8_skip": 1}}
 
-
-@functools.cache
-def one_process(pool, micro_batches: int, skip: int, layers: int) -> Run:
-    config = in_fp8(
-        make_config(micro_batches=micro_batches), fp8_skip=skip, num_hidden_layers=layers
-    )
-    return whole_run(pool, config, "grouped-query", STEPS)
-
-
-SAME_BLOCKS = {  # with the number of micro-batches that one process needs for the same
-    "data": (in_fp8(make_config(dp=2)), 2),
-    "pipeline, the middle": (
-        in_fp8(make_config(pp=2, micro_batches=2), num_hidden_layers=4, fp8_skip=1),
-        2,
-    ),
-    "zero bubble": (in_fp8(make_config(pp=2, micro_batches=3, engine="zb_h1")), 3),
-    "selective": (in_fp8(make_config(recompute="selective")), 1),
-    "parameters, full": (
-        in_fp8(make_config(dp=2, recompute="full"), sharding="parameters"),
-        2,
-    ),
-    "optimizer": (in_fp8(make_config(dp=2, micro_batches=2), sharding="optimizer"), 4),
+SAME_BLOCKS = {
+    "data": {"dp": 2},
+    "pipeline, the middle": {"pp": 2, "micro_batches": 2, **MIDDLE},
+    "zero bubble": {"pp": 2, "micro_batches": 3, "engine": "zb_h1"},
+    "selective": {"recompute": "selective"},
+    "parameters, full": {"dp": 2, "recompute": "full", "sharding": "parameters"},
+    "optimizer": {"dp": 2, "micro_batches": 2, "sharding": "optimizer"},
 }
 
 
 @pytest.mark.parametrize("name", SAME_BLOCKS)
 def test_layouts_with_the_same_blocks_train_the_same_model(pool, name):
-    config, micro_batches = SAME_BLOCKS[name]
-    sizes = micro_batches, config.model.fp8_skip, config.model.num_hidden_layers
-    assert_same(whole_run(pool, config, "grouped-query", STEPS), one_process(pool, *sizes))
+    layout = FP8 | SAME_BLOCKS[name]
+    # One process needs as many micro-batches as all ranks together have.
+    one = {"micro_batches": layout.get("dp", 1) * layout.get("micro_batches", 1)}
+    one |= {key: layout[key] for key in FP8}
+    runs = [whole_run(pool, make_config(**c), "grouped-query", STEPS) for c in (layout, one)]
+    assert_same(*runs)
 
 
 # The reference.
@@ -164,21 +150,20 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_layouts_train_what_one_process_does_in_their_blocks(pool, name):
     layout, model = BLOCKS[name], "untied"
-    ours = whole_run(pool, in_fp8(make_config(**layout)), model, STEPS)
+    ours = whole_run(pool, make_config(**FP8, **layout), model, STEPS)
     assert_same(ours, reference(pool, layout.get("tp", 1), layout.get("cp", 1)))
 
 
 @functools.cache
 def reference(pool, tp: int, cp: int) -> Run:
-    config = in_fp8(make_config(), fp8=False)
     train = partial(train_reference, tp=tp, cp=cp)
-    return whole_run(pool, config, "untied", STEPS, train)
+    return whole_run(pool, make_config(**PLAIN), "untied", STEPS, train)
 
 
 def test_shared_experts_train_what_one_process_does_in_their_blocks(pool):
     model = EXPERTS["gated"].override(num_hidden_layers=LAYERS)
-    ours = in_fp8(make_expert_config(tp=2, ep=2, sequence_parallel=True))
-    theirs = in_fp8(make_expert_config(), fp8=False)
+    ours = make_expert_config(tp=2, ep=2, sequence_parallel=True, **FP8)
+    theirs = make_expert_config(**PLAIN)
     train = partial(train_reference, tp=2, cp=1)
     assert_same(whole_run(pool, ours, model, STEPS), whole_run(pool, theirs, model, STEPS, train))
 
@@ -283,18 +268,6 @@ def test_the_ledger_is_exact(pool, name):
         assert sent == planned_traffic(model, config.layout, config.workload, rank)
 
 
-def test_what_layers_gather_has_half_the_bytes_of_bfloat16():
-    def gathered(fp8: bool, layers: int) -> float:
-        workload = Workload(16, 2, 3, dtype="bfloat16", fp8=fp8)
-        layout = Layout(tp=4, sequence_parallel=True)
-        return planned_ledger(PLANNED.override(num_hidden_layers=layers), layout, workload)[
-            "tp", "all_gather"
-        ]
-
-    one_more = [gathered(fp8, 4) - gathered(fp8, 3) for fp8 in (False, True)]
-    assert one_more[1] == one_more[0] / 2 == 4 * 3 * (2 * 16 * PLANNED.hidden_size) * 3 / 4
-
-
 # What is not finite.
 
 
@@ -315,7 +288,7 @@ def skipped_step(config: Config, rank: int) -> tuple[list[bool], bool]:
 
 
 def test_a_weight_that_is_not_finite_skips_the_step(pool):
-    config = in_fp8(make_config(tp=2, sequence_parallel=True))
+    config = make_config(tp=2, sequence_parallel=True, **FP8)
     assert pool.run(2, skipped_step, config, 1) == [([True, False], True)] * 2
 
 
@@ -335,20 +308,29 @@ def bytes_to_multiply_with(config: Config) -> int:
     return total
 
 
+def planned_weights(config: Config) -> int:
+    model = MODELS["untied"].override(num_hidden_layers=LAYERS)
+    return memory_per_rank(model, config.layout, config.workload, "cpu").weights
+
+
 @pytest.mark.parametrize(
     "dtype,dp,sharding",
     [("bfloat16", 1, "none"), ("float64", 1, "none"), ("float64", 2, "optimizer")],
 )
 def test_weights_in_8_bits_need_as_much_memory_as_planned(pool, dtype, dp, sharding):
-    config = in_fp8(make_config(dp=dp, dtype=dtype), sharding=sharding, fp8_skip=1)
-    plain, model = in_fp8(config, sharding, fp8=False, fp8_skip=0), MODELS["untied"]
-    model = model.override(num_hidden_layers=LAYERS)
-    fp8, other = (
-        memory_per_rank(model, c.layout, c.workload, "cpu").weights for c in (config, plain)
-    )
-    held = pool.run(dp, bytes_to_multiply_with, config)[0]
-    copies = pool.run(dp, bytes_to_multiply_with, plain)[0]
-    assert held and fp8 - other == held - copies
+    options = {"dp": dp, "dtype": dtype, "sharding": sharding, "layers": LAYERS}
+    fp8 = make_config(model={"fp8": True, "fp8_skip": 1}, **options)
+    plain = make_config(**options)
+    held, copies = (pool.run(dp, bytes_to_multiply_with, c)[0] for c in (fp8, plain))
+    assert held and planned_weights(fp8) - planned_weights(plain) == held - copies
+
+
+def test_with_sharded_parameters_the_bytes_are_freed_with_the_weights(pool):
+    options = {"dp": 2, "sharding": "parameters"}
+    fp8, plain = make_config(**FP8, **options), make_config(**PLAIN, **options)
+    assert pool.run(2, bytes_to_multiply_with, fp8) == [0, 0]
+    of_one_layer = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    assert planned_weights(fp8) - planned_weights(plain) == of_one_layer
 
 
 def losses_and_norms(config: Config) -> tuple[list[float], list[float]]:
@@ -360,18 +342,7 @@ def losses_and_norms(config: Config) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
 def test_sharded_weights_in_bfloat16_train_as_whole_ones(pool, sharding):
     """Their gradients are float32, as those of all linears in FP8."""
-    config = make_config(dp=2, dtype="bfloat16", micro_batches=2)
-    losses, norms = pool.run(2, losses_and_norms, in_fp8(config))[0]
-    our_losses, our_norms = pool.run(2, losses_and_norms, in_fp8(config, sharding))[0]
-    assert our_losses == losses and our_norms == pytest.approx(norms, rel=1e-6)
-
-
-def test_with_sharded_parameters_the_bytes_are_freed_with_the_weights(pool):
-    config = in_fp8(make_config(dp=2), sharding="parameters")
-    assert pool.run(2, bytes_to_multiply_with, config) == [0, 0]
-    model = MODELS["untied"].override(num_hidden_layers=LAYERS)
-    plain = in_fp8(config, "parameters", fp8=False)
-    fp8, other = (
-        memory_per_rank(model, c.layout, c.workload, "cpu").weights for c in (config, plain)
-    )
-    assert fp8 - other == 2 * (4 * 32 * 32 + 3 * 32 * 48), "of one layer"
+    options = {"dp": 2, "dtype": "bfloat16", "micro_batches": 2, **FP8}
+    configs = make_config(**options), make_config(sharding=sharding, **options)
+    (losses, norms), ours = (pool.run(2, losses_and_norms, config)[0] for config in configs)
+    assert ours[0] == losses and ours[1] == pytest.approx(norms, rel=1e-6)

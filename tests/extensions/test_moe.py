@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from picotron_min.extensions.experts.moe import Limit, MoE, apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import ModelConfig, Routing
-from picotron_min.model import MLP, Llama
+from picotron_min.model import Llama
 
 SHAPE = ModelConfig(
     61, 8, 16, 3, 2, 2, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=12
@@ -149,25 +149,6 @@ def test_a_full_expert_drops_what_a_loop_drops(factor, policy):
             assert (ours == X).any() and torch.bincount(ours.flatten())[:X].max() == capacity
 
 
-def test_the_policies_drop_different_tokens():
-    weights = torch.tensor([[0.1], [0.9], [0.5], [0.5], [0.2]])
-    experts = torch.zeros(5, 1, dtype=torch.int64)
-    routing = {"moe_expert_capacity_factor": 1.2}  # of 5 tokens and 2 experts: 3 each
-    assert Limit(2, 1, Routing(**routing))(weights, experts).flatten().tolist() == [2, 0, 0, 0, 2]
-    routing["moe_token_drop_policy"] = "position"
-    assert Limit(2, 1, Routing(**routing))(weights, experts).flatten().tolist() == [0, 0, 0, 2, 2]
-
-
-def test_room_for_all_tokens_drops_nothing():
-    for n, k, X in itertools.product((1, 5, 24), (1, 2, 3), (4, 6, 7)):
-        weights, experts = some_choices(n, k, X, seed=n)
-        experts[:, 0] = 0  # all tokens use this one
-        limit = Limit(X, k, Routing(moe_expert_capacity_factor=X / k))
-        assert limit.capacity(n) == n
-        assert torch.equal(limit(weights, experts), experts)
-        assert torch.equal(Limit(X, k, Routing())(weights, experts), experts)
-
-
 @pytest.mark.parametrize("pads", [False, True], ids=["uneven", "padded"])
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("model", MODELS)
@@ -187,14 +168,6 @@ def test_dropped_pairs_vanish_and_the_others_keep_their_weights(model, policy, p
     counts = torch.bincount(kept.flatten(), minlength=X + 1)
     assert moe.gate.tally.table[1, : X + 2].tolist() == [*counts.tolist(), 30]
     assert moe.gate.tally.table[1, X].item() == dropped
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_padding_with_room_for_all_tokens_changes_nothing(model):
-    config = MODELS[model]
-    room = config.num_local_experts / config.num_experts_per_tok
-    padding = {"moe_expert_capacity_factor": room, "moe_pad_expert_input_to_capacity": True}
-    assert_equals_every_expert(make_moe(config, **padding), config, drawn(2, 15, 8, seed=7))
 
 
 class Reads(TorchDispatchMode):
@@ -264,24 +237,15 @@ def test_the_host_reads_once_in_a_forward_and_not_in_backward(model, factor, pad
     assert reads.count == 0
 
 
-def test_layers_named_as_dense_keep_their_mlp():
-    config = MODELS["softmax"].override(mlp_only_layers=(1,), tie_word_embeddings=True)
-    with torch.device("meta"):
-        model = Llama(config)
-        apply_moe(model, Routing(), RoutingCounts(config, torch.device("meta")))
-    mlps = [layer.mlp for layer in model.model.layers.values()]
-    assert [type(mlp) for mlp in mlps] == [MoE, MLP, MoE]
-    assert [mlps[i].gate.layer for i in (0, 2)] == [0, 2]
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert shapes == config.parameter_shapes()
+DENSE = SHAPE.override(mlp_only_layers=(1,), tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_names_and_shapes_are_those_of_the_config(model):
+@pytest.mark.parametrize("config", [*MODELS.values(), DENSE], ids=[*MODELS, "a dense layer"])
+def test_names_and_shapes_are_those_of_the_config(config):
     with torch.device("meta"):
-        llama = Llama(MODELS[model])
-        apply_moe(llama, Routing(), RoutingCounts(MODELS[model], torch.device("meta")))
+        llama = Llama(config)
+        apply_moe(llama, Routing(), RoutingCounts(config, torch.device("meta")))
     shapes = {name: tuple(p.shape) for name, p in llama.named_parameters()}
-    assert shapes == MODELS[model].parameter_shapes()
+    assert shapes == config.parameter_shapes()
     buffers = {name: tuple(b.shape) for name, b in llama.named_buffers()}
-    assert buffers == MODELS[model].buffer_shapes()
+    assert buffers == config.buffer_shapes()

@@ -23,7 +23,6 @@ from tests.assembled import MODELS, make_config, make_training
 from tests.core.test_costs import GQA, planned
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
-from tests.extensions.test_sharding import sharded
 
 everything = mock.patch.object(offload, "LEAST_OFFLOAD", 1)  # also what is small
 
@@ -253,10 +252,6 @@ def test_copies_beside_what_computes_are_waited_for(recompute):
 # The same run with and without, on N ranks.
 
 
-def changed(config: Config, **model) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update=model)})
-
-
 def steps(config: Config, model_config: ModelConfig) -> tuple:
     training = make_training(config, model_config)
     results = [training.step(step)[:2] for step in range(2)]
@@ -268,8 +263,10 @@ def steps(config: Config, model_config: ModelConfig) -> tuple:
 def with_and_without(config: Config, model_config: ModelConfig, offload: int) -> list:
     log = Log()
     *expected, gradients, weights = steps(config, model_config)
+    model = config.model.model_copy(update={"offload": offload})
+    config = config.model_copy(update={"model": model})
     with everything, log.recording():
-        *ours, our_gradients, our_weights = steps(changed(config, offload=offload), model_config)
+        *ours, our_gradients, our_weights = steps(config, model_config)
     assert ours == expected
     for name, gradient in gradients.items():
         assert torch.equal(our_gradients[name], gradient), f"gradient of {name}"
@@ -277,10 +274,10 @@ def with_and_without(config: Config, model_config: ModelConfig, offload: int) ->
     return list(log)
 
 
-def compare(pool, config: Config, offload: int, layers: int, model: str = "untied"):
+def compare(pool, config: Config, offload: int, model: str = "untied"):
     """The log of each rank in two steps, after a check that no bit differs."""
+    layers = config.model.num_hidden_layers
     model_config = (MODELS | EXPERTS)[model].override(num_hidden_layers=layers)
-    config = changed(config, num_hidden_layers=layers)
     logs = pool.run(config.world_size, with_and_without, config, model_config, offload)
     return [Log(log) for log in logs]
 
@@ -298,8 +295,8 @@ def layer_bytes(config: Config) -> float:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_one_process_trains_the_same_and_moves_what_layers_save(pool, recompute):
-    config = make_config(recompute=recompute, micro_batches=2)
-    (log,) = compare(pool, config, 3, layers=4)
+    config = make_config(recompute=recompute, micro_batches=2, layers=4)
+    (log,) = compare(pool, config, 3)
     each = layer_bytes(config)
     assert log == 4 * [*3 * [("out", each)], *3 * [("in", each)]], "two steps of two micro-batches"
 
@@ -315,28 +312,29 @@ PIPELINES = [
 
 @pytest.mark.parametrize("engine,chunks,recompute", PIPELINES)
 def test_pipelines_train_the_same(pool, engine, chunks, recompute):
-    config = make_config(pp=2, micro_batches=3, engine=engine, chunks=chunks, recompute=recompute)
+    layout = {"pp": 2, "engine": engine, "chunks": chunks, "layers": 4 * chunks}
+    config = make_config(micro_batches=3, recompute=recompute, **layout)
     layer_input = 24 * 16 // 3 * 8 * MODELS["untied"].hidden_size
-    for rank, log in enumerate(compare(pool, config, 1, layers=4 * chunks)):
+    for rank, log in enumerate(compare(pool, config, 1)):
         # That of a stage stays with the pipeline, but tokens are looked up in the first one.
         each = chunks * layer_bytes(config) - (chunks - (rank == 0)) * layer_input
         assert log.total("out") == log.total("in") == 2 * 3 * each
 
 
 def test_tensor_parallel_ranks_train_the_same(pool):
-    config = make_config(tp=2, sequence_parallel=True)
-    for log in compare(pool, config, 2, layers=3):
+    config = make_config(tp=2, sequence_parallel=True, layers=3)
+    for log in compare(pool, config, 2):
         assert log.total("out") == log.total("in") == 2 * 2 * layer_bytes(config)
 
 
 def test_no_sharded_weight_is_offloaded(pool):
     """Gathered weights have another address in each use."""
-    plain = make_config(dp=2, micro_batches=2, dtype="bfloat16")
-    of_one = compare(pool, plain, 2, layers=3)
-    assert compare(pool, sharded(plain, "parameters"), 2, layers=3) == of_one
+    options = {"dp": 2, "micro_batches": 2, "dtype": "bfloat16", "layers": 3}
+    plain, sharded = make_config(**options), make_config(sharding="parameters", **options)
+    assert compare(pool, sharded, 2) == compare(pool, plain, 2)
 
 
 def test_experts_train_the_same(pool):
-    config = make_expert_config("global", ep=2, dp=2, micro_batches=2)
-    for log in compare(pool, config, 2, layers=3, model="gated"):
+    config = make_expert_config("global", ep=2, dp=2, micro_batches=2, layers=3)
+    for log in compare(pool, config, 2, model="gated"):
         assert log.total("out") == log.total("in") > 0

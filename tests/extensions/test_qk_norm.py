@@ -10,7 +10,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.model import Llama
 from picotron_min.placement import placements
 from picotron_min.runtime.public_models import from_hf, to_hf
-from tests.assembled import assert_same, make_config, whole_run
+from tests.assembled import assert_trains_as_one_rank, make_config
 from tests.core.test_model import batch, norm_in_own_dtype
 
 SHAPE = ModelConfig(61, 32, 48, 8, 8, 4, head_dim=12, qk_norm=True)
@@ -55,13 +55,6 @@ def test_a_config_goes_out_and_comes_in_the_same():
     assert hf["model_type"] == "qwen3" and from_hf(hf) == SHAPE
 
 
-def make_normed(pp=1, sharding="none", **layout):
-    config = make_config(pp=pp, **layout)
-    distributed = config.distributed.model_copy(update={"sharding": sharding})
-    model = config.model.model_copy(update={"num_hidden_layers": 3})
-    return config.model_copy(update={"distributed": distributed, "model": model})
-
-
 LAYOUTS = {
     "tp": {"tp": 2},
     "tp, simple": {"tp": 4, "overlap": False},
@@ -76,14 +69,10 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_rank(pool):
-    return whole_run(pool, make_normed(), SHAPE)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_the_same_model(pool, one_rank, layout):
-    assert_same(whole_run(pool, make_normed(**LAYOUTS[layout]), SHAPE), one_rank)
+def test_every_layout_trains_the_same_model(pool, layout):
+    config = make_config(layers=3, **LAYOUTS[layout])
+    assert_trains_as_one_rank(pool, config, SHAPE, steps=3)
 
 
 def test_a_parameter_that_no_rule_knows_is_refused():

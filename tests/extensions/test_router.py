@@ -66,43 +66,6 @@ def test_route_equals_a_loop_over_tokens(model):
         np.testing.assert_allclose(shares[b, s], expected[2], rtol=1e-13)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_of_route_are_those_of_its_function(model):
-    config, bias = MODELS[model], None
-    if config.scoring_func == "sigmoid":
-        bias = drawn(8, seed=1, scale=0.2)
-
-    def weights_and_shares(logits: Tensor) -> tuple[Tensor, Tensor]:
-        weights, _, shares = route(logits, config, bias)
-        return weights, shares
-
-    logits = drawn(5, 8).requires_grad_()
-    assert torch.autograd.gradcheck(weights_and_shares, logits)
-
-
-def test_experts_are_of_few_groups():
-    for n_group, topk_group in ((4, 2), (2, 1)):
-        config = SIGMOID.override(n_group=n_group, topk_group=topk_group)
-        _, experts, _ = route(drawn(500, 8), config, drawn(8, seed=1))
-        groups = one_hot(experts // (8 // n_group), n_group).amax(1).sum(1)  # used by each token
-        assert groups.max() <= topk_group
-        _, experts, _ = route(drawn(500, 8), SIGMOID, drawn(8, seed=1))
-        groups = one_hot(experts // (8 // n_group), n_group).amax(1).sum(1)
-        assert groups.max() > topk_group, "without groups the bound would hold, too"
-
-
-def test_a_bias_changes_choices_and_never_weights():
-    logits, bias = drawn(200, 8), drawn(8, seed=1, scale=0.3)
-    plain = SIGMOID.override(norm_topk_prob=False)
-    _, without, _ = route(logits, plain)
-    weights, experts, shares = route(logits, plain, bias)
-    assert (experts != without).any(-1).sum() > 50
-    assert torch.equal(weights, logits.sigmoid().gather(-1, experts))
-    assert torch.equal(shares, logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True))
-    by_one, *_ = route(logits, plain, torch.ones(8))  # all alike: nothing changes
-    assert torch.equal(by_one, route(logits, plain)[0])
-
-
 def test_scores_that_vanish_leave_the_weights_finite():
     logits = torch.full((1, 8), -200.0, requires_grad=True)  # sigmoid: 0 in float32
     weights, _, shares = route(logits, SIGMOID)
@@ -245,34 +208,6 @@ def test_gradients_are_those_of_the_objective_written_out(model, scopes, recompu
     assert not table[0].any(), "the other layer has no router"
 
 
-def balance_of(logits: Tensor, config: ModelConfig = SHAPE) -> dict[str, float]:
-    """The losses of a token on average, given all logits [B, S, X]."""
-    routing = Routing(**EACH)
-    router, tally = make_router(config, routing, torch.eye(8, **DOUBLE), None)
-    router(logits)
-    names, tokens = list(LOSSES)[:3], logits.shape[0] * logits.shape[1]
-    return {n: tally.table[1, 8 + RoutingCounts.COLUMNS.index(n)].item() / tokens for n in names}
-
-
-def test_a_balance_loss_is_1_on_uniform_scores_and_most_on_collapse():
-    assert list(balance_of(torch.zeros(2, 8, 8, **DOUBLE)).values()) == pytest.approx([1, 1, 1])
-    collapsed = torch.zeros(2, 8, 8, **DOUBLE)
-    collapsed[..., [1, 4, 6]] = 100.0  # all tokens use these three alike
-    assert list(balance_of(collapsed).values()) == pytest.approx([8 / 3] * 3)
-
-
-def test_balance_within_sequences_is_more_than_balance_among_them():
-    """Each sequence uses three experts of its own kind: only the first loss objects."""
-    logits = torch.zeros(8, 8, 8, **DOUBLE)
-    for b, i in itertools.product(range(8), range(3)):
-        logits[b, :, (b + i) % 8] = 100.0
-    losses = balance_of(logits)
-    assert losses["seq_load_balancing_loss"] == pytest.approx(8 / 3)
-    assert losses["load_balancing_loss"] == pytest.approx(1)
-    logits = logits.transpose(0, 1)  # now each sequence has all kinds
-    assert balance_of(logits)["seq_load_balancing_loss"] == pytest.approx(1)
-
-
 def test_counts_are_summed_only_for_losses_that_are_on():
     calls = []
     for scopes in COEFFICIENTS:
@@ -288,20 +223,6 @@ def test_counts_are_summed_only_for_losses_that_are_on():
         calls.clear()
 
 
-def test_without_gradients_nothing_is_counted():
-    router, tally = make_router(SHAPE, Routing(**COEFFICIENTS["all"]), drawn(8, E), None)
-    x = drawn(2, 4, E, seed=1)
-    with torch.no_grad():
-        weights, experts = router(x)
-        tally.count(1, experts.flatten(0, 1))
-    assert not tally.table.any() and not tally.counts_of_step.any()
-    with_gradients, same = router(x)
-    assert torch.equal(with_gradients, weights) and torch.equal(same, experts)
-    assert tally.table.any() and tally.counts_of_step.any()
-    tally.begin()
-    assert not tally.table.any() and not tally.counts_of_step.any()
-
-
 def test_a_router_chooses_by_float32_scores_under_autocast():
     tally = RoutingCounts(SHAPE, CPU)
     router = Router(SHAPE, Routing(), tally, layer=0)
@@ -314,64 +235,3 @@ def test_a_router_chooses_by_float32_scores_under_autocast():
     assert torch.equal(experts, route(logits, SHAPE)[1])
     rounded = x @ router.weight.T.bfloat16()
     assert not torch.equal(experts, route(rounded, SHAPE)[1]), "rounding would change no choice"
-
-
-def test_a_tally_counts_each_expert_and_what_is_dropped():
-    tally = RoutingCounts(SHAPE, CPU)
-    tally.count(1, torch.tensor([[0, 3, 8], [3, 8, 8]]))  # expert 8 does not exist: dropped
-    tally.count(1, torch.tensor([[7, 3, 0]]))
-    with tally.paused():
-        tally.count(1, torch.tensor([[7, 3, 0]]))
-    expected = {0: 2, 3: 3, 7: 1, 8: 3, 9: 3}  # 8: dropped pairs, 9: tokens
-    assert tally.table[1].tolist() == [float(expected.get(i, 0)) for i in range(14)]
-    assert RoutingCounts.COLUMNS[:2] == ("dropped", "tokens") and len(RoutingCounts.COLUMNS) == 6
-
-
-def test_biases_follow_the_rule_written_in_numpy():
-    routers, rate = [], 0.013
-    routing, tally = Routing(moe_router_bias_update_rate=rate), RoutingCounts(SIGMOID, CPU)
-    for layer in range(2):
-        routers.append(Router(SIGMOID, routing, tally, layer))
-        routers[-1].e_score_correction_bias.zero_()
-    biases = np.zeros((2, 8), np.float32)
-    for step in range(3):
-        counts = np.random.default_rng(step).integers(0, 9, size=(2, 8))
-        counts[:, 0] = 2 * counts[:, 1:].sum(1)  # one is busy
-        counts[1, 1:] = counts[1, 1:].sum() // 7  # some have exactly as many as the mean
-        counts[1, 0] = counts[1, 1]
-        table = torch.zeros(2, 14, **DOUBLE)
-        table[:, :8] = torch.from_numpy(counts)
-        table[:, 8:] = 1e6  # other columns do not matter
-        tally.update_biases(routers, table)
-        biases += (rate * np.sign(counts.mean(1, keepdims=True) - counts)).astype(np.float32)
-        for layer, router in enumerate(routers):
-            assert np.array_equal(router.e_score_correction_bias.numpy(), biases[layer])
-    assert biases[0].any() and not biases[1].any()
-
-
-def test_softmax_routers_have_no_bias_to_update():
-    tally = RoutingCounts(SHAPE, CPU)
-    router = Router(SHAPE, Routing(), tally, 0)
-    assert router.e_score_correction_bias is None and not dict(router.named_buffers())
-    tally.update_biases([router], torch.ones(2, 14, **DOUBLE))
-
-
-def imbalance(counts: Tensor) -> float:
-    return (counts.max() / counts.mean()).item()
-
-
-def test_biases_balance_a_skewed_router():
-    config = SIGMOID.override(num_experts_per_tok=2)
-    x = torch.cat([drawn(8, 64, E - 1), torch.ones(8, 64, 1, **DOUBLE)], -1)
-    weight = drawn(8, E, seed=1, scale=0.3)
-    weight[:, -1] = torch.linspace(-1.5, 1.5, 8)  # the last experts are better for all tokens
-    routing = Routing(moe_router_bias_update_rate=0.01)
-    router, tally = make_router(config, routing, weight, torch.zeros(8, **DOUBLE))
-    seen = []
-    for _ in range(120):
-        tally.begin()
-        _, experts = router(x)
-        tally.count(1, experts.flatten(0, 1))
-        seen.append(imbalance(tally.table[1, :8]))
-        tally.update_biases([router], tally.table)
-    assert seen[0] > 3 and max(seen[-20:]) < 1.2
