@@ -69,7 +69,7 @@ def test_the_console_shows_the_imbalance_and_what_is_dropped():
     for step, imbalance, dropped in ((1, 2.5, 0.0), (2, 1.75, 0.0415), (3, 1.255, 0.0)):
         balance = {"load_imbalance": imbalance, "dropped": dropped}
         console.step(replace(RECORD, step=step, loss=3.0, balance=balance))
-    console.summary("hf", None, "The ", "a folder")
+    console.summary("a folder", None, "some text")
     first, second, third, *summary = (line for line in out.getvalue().splitlines() if line)
     assert "loss 3.0000  imbalance 2.50  1.23M tok/s" in first
     assert "loss 3.0000  imbalance 1.75  4.2% dropped  1.23M tok/s" in second
