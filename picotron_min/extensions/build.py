@@ -25,12 +25,12 @@ def parts_of(
 ) -> Parts:
     parts, splits = simple_parts(layout), layout.schedule.splits_backward
     if layout.overlap or workload.fp8 or model_config.num_local_experts or splits:
-        from picotron_min.extensions.overlap.boundary import apply_overlap
-        from picotron_min.extensions.overlap.ring import choose_boundary
+        from picotron_min.extensions.overlap import boundary, ring
 
-        kind = choose_boundary(layout)
-        overlap = partial(apply_overlap, kind=kind, splits=splits, compiles=workload.compile)
-        parts = parts._replace(tensor_parallel=overlap)
+        kind = ring.RingBoundary if layout.tp_overlap else boundary.SequenceBoundary
+        kind = kind if layout.sequence_parallel and layout.tp > 1 else boundary.Boundary
+        options = {"kind": kind, "splits": splits, "compiles": workload.compile}
+        parts = parts._replace(tensor_parallel=partial(boundary.apply_overlap, **options))
     if workload.flash_attention:
         from picotron_min.extensions.kernels.attention import choose_attention
 

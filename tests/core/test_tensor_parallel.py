@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from picotron_min import collectives
 from picotron_min.extensions.memory.recompute import apply_recompute
-from picotron_min.extensions.overlap.boundary import apply_overlap
+from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary, apply_overlap
 from picotron_min.extensions.overlap.linear import Linear, apply_copies
-from picotron_min.extensions.overlap.ring import choose_boundary
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
@@ -38,7 +37,8 @@ def split_model(config: ModelConfig, sequence_parallel: bool, whole: Llama, over
     table = placements(config.parameter_shapes(), layout, config.tie_word_embeddings)
     narrow(model, table, axes)
     if overlap:
-        apply_overlap(model, axes, choose_boundary(layout), splits=False, compiles=False)
+        kind = SequenceBoundary if sequence_parallel else Boundary
+        apply_overlap(model, axes, kind, splits=False, compiles=False)
     else:
         apply_tensor_parallel(model, axis, sequence_parallel)
     weights = dict(whole.named_parameters())

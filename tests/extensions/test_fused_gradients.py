@@ -10,7 +10,6 @@ from picotron_min.extensions.experts.grouped import Stack
 from picotron_min.extensions.overlap.linear import (
     Linear,
     WeightGradients,
-    adds_to_float32,
     apply_copies,
     apply_queue,
 )
@@ -74,33 +73,6 @@ def test_experts_without_tokens_add_nothing_and_arrive(dtype):
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(buffer.double(), expected, rtol=0, atol=tolerance * 60)
     assert torch.equal(buffer[-5:].double(), expected[-5:])
-
-
-@pytest.mark.parametrize("result", ["right", "wrong", "no such operator"])
-def test_a_gpu_adds_in_place_only_where_torch_can(monkeypatch, result):
-    """An emulation of the operator, which a CPU does not have."""
-    calls = []
-
-    def addmm(sums: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
-        assert sums is out and a.dtype == b.dtype == torch.bfloat16 and out_dtype == out.dtype
-        calls.append(a.shape)
-        if result == "no such operator":
-            raise NotImplementedError("Could not run 'aten::addmm.dtype_out'")
-        return out.add_(a.float() @ b.float(), alpha=1 if result == "right" else 2)
-
-    monkeypatch.setattr(torch, "addmm", addmm)
-    adds_to_float32.cache_clear()
-    torch.manual_seed(0)
-    linear, (x, dy) = new_linear(IN, OUT), factors(torch.bfloat16)
-    linear.weight.grad = torch.zeros(OUT, IN)
-    for _ in range(2):
-        linear.add_weight_gradient(x, dy)
-    adds_to_float32.cache_clear()
-    in_place = [(OUT, TOKENS)] * 2 if result == "right" else []
-    assert calls == [(16, 16), *in_place], "torch is asked once"
-    exact = 2 * dy.double().T @ x.double()
-    tolerance = 1e-5 if result == "right" else 2**-8 * 60
-    torch.testing.assert_close(linear.weight.grad.double(), exact, rtol=0, atol=tolerance)
 
 
 @pytest.mark.gpu

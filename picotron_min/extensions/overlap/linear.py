@@ -19,7 +19,7 @@ Megatron-LM's `gradient_accumulation_fusion`.
 """
 
 import weakref
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +64,9 @@ class Linear(nn.Linear):
         # In place: one pass over the gradient, no temporary, and sums are never rounded to 16 bits.
         if gradient is not None and x.dtype == gradient.dtype:
             gradient.addmm_(dy.T, x)
-        elif gradient is not None and adds_to_float32(x.device):
+        elif gradient is not None and x.is_cuda:  # torch has no such product on CPUs
             torch.addmm(gradient, dy.T, x, out_dtype=torch.float32, out=gradient)
-        else:  # sharded, or on a CPU
+        else:  # sharded, or in bfloat16 on a CPU
             return self.add_gradient(dy.T @ x)
         self.gradient_arrived()
 
@@ -95,18 +95,6 @@ class Linear(nn.Linear):
         else:
             self.weight.grad += gradient
         self.gradient_arrived()
-
-
-@cache
-def adds_to_float32(device: torch.device) -> bool:
-    """Whether torch adds bfloat16 products to a float32 matrix, in place: a CPU does not."""
-    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    sums = torch.ones(16, 16, device=device)
-    try:  # and correctly: how much of this a GPU can do differs between versions of torch
-        torch.addmm(sums, ones, ones, out_dtype=torch.float32, out=sums)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((sums == 17).all())
 
 
 class WeightGradients(list[tuple[Linear, Tensor, Tensor]]):

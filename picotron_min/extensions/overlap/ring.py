@@ -24,13 +24,7 @@ from functools import reduce
 from torch import Tensor
 
 from picotron_min.collectives import Shift, ring
-from picotron_min.extensions.overlap.boundary import (
-    Boundary,
-    Products,
-    SequenceBoundary,
-    add_products,
-)
-from picotron_min.extensions.settings import Layout
+from picotron_min.extensions.overlap.boundary import Products, SequenceBoundary, add_products
 from picotron_min.loss import wide
 
 
@@ -66,9 +60,3 @@ class RingBoundary(SequenceBoundary):
         # Added in the order of ranks, and in float32: a reduce-scatter rounds after each addition.
         in_order = (arrived[(axis.rank - rank - 1) % n] for rank in range(n))
         return reduce(Tensor.add_, map(wide, in_order)).to(own.dtype)
-
-
-def choose_boundary(layout: Layout) -> type[Boundary]:
-    if not layout.sequence_parallel or layout.tp == 1:
-        return Boundary
-    return RingBoundary if layout.tp_overlap else SequenceBoundary

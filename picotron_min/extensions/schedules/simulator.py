@@ -1,8 +1,6 @@
 """Simulator: pipeline plans on paper, with the time of each rank.
 
-`simulate` runs plans with any times of their actions, and finds a deadlock before it happens; sends
-and receives take the time that they are given. runtime/draw.py draws what it returns. Standard
-library only.
+It finds a deadlock before it happens. runtime/draw.py draws what it returns. Standard library only.
 """
 
 from collections.abc import Callable
