@@ -9,26 +9,28 @@ without --force, and the network is not used.
 """
 
 import argparse
+import inspect
 import itertools
 import json
+import re
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.show import measures
-from picotron_min.runtime.config import AXES, KEYS, SECTIONS, Config, ConfigError
+from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
 from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import parse_json
 from picotron_min.runtime.public_models import tokenizer_of
-from picotron_min.runtime.wording import counted, expected
+from picotron_min.runtime.wording import counted
 
 ALIASES = {f"distributed.{axis}_size": axis for axis in AXES}
 ALIASES |= {"model.name": "model_name", "dataset.name": "dataset_name"}
@@ -88,18 +90,44 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
+    meanings = meanings_of_keys()
     for where, schema in KEYS.items():
         names = [ALIASES.get(where), where.split(".")[1]]
         flags = [f"--{name}" for name in names if name not in (None, "name")]
         is_switch = "boolean" in types_of(schema)
-        options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": ""}
-        about = f"{where}, default {json.dumps(schema['default'])}: {expected(schema)}"
+        options = {"action": argparse.BooleanOptionalAction} if is_switch else {}
+        if not is_switch:
+            options["metavar"] = "|".join(schema.get("enum", map(METAVARS.get, types_of(schema))))
+        about = f"{where}, default {json.dumps(schema['default'])}"
+        about += f": {meanings[where]}" if meanings[where] else ""
         parser.add_argument(*flags, dest=where, help=about, **options)
     return parser
 
 
+METAVARS = {"integer": "N", "number": "X", "string": "TEXT", "array": "[X,...]", "null": "null"}
+
+
 def types_of(schema: dict) -> list[str]:
     return [option["type"] for option in schema.get("anyOf", [schema])]
+
+
+def meanings_of_keys() -> dict[str, str]:
+    """Key -> the comment beside or above its field, in config.py or in the class it comes from."""
+    fields_of, meanings = {key: name for name, key in KEY.items()} | {"async": "in_background"}, {}
+    for section, field in Config.model_fields.items():
+        comments = {}
+        for kind in (*SETTINGS, field.annotation):
+            for above, name, beside in FIELD.findall(inspect.getsource(kind)):
+                comments[name] = (beside or above or comments.get(name, "")).replace("None", "null")
+        for key in SECTIONS[section]:
+            meanings[f"{section}.{key}"] = comments.get(fields_of.get(key, key), "")
+    return meanings
+
+
+# The classes that have fields of which config.py makes keys; of one name, the last counts.
+SETTINGS = (Workload, Recipe, Layout, Routing, ModelConfig)
+SETTINGS = [base for kind in SETTINGS for base in kind.mro()[-2::-1]]
+FIELD = re.compile(r"(?:^ +# (.+)\n)?^    (\w+): [^#\n]+(?:  # (.+))?$", re.M)
 
 
 def to_config(flags: argparse.Namespace) -> dict:

@@ -54,6 +54,7 @@ from picotron_min.initialise import initialise
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer
 from picotron_min.planner.memory import memory_per_rank
+from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.launch import (
     Launch,
     choose_backend,
@@ -61,7 +62,7 @@ from picotron_min.runtime.launch import (
     open_process_group,
     set_environment,
 )
-from picotron_min.runtime.public_models import find_preset, to_hf
+from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.speed import Speedometer, device_name
 from train import build_run, train_step
 

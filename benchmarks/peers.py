@@ -31,7 +31,7 @@ from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.model import Llama
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
-from picotron_min.runtime.public_models import to_hf
+from picotron_min.runtime.architectures import to_hf
 
 Parameters = list[nn.Parameter]
 

@@ -26,7 +26,7 @@ STANDARD_LIBRARY_ONLY = {
     *("pipeline_schedule.py", "extensions/schedules/zero_bubble.py", "extensions/settings.py"),
     *("extensions/experts/mixture.py", "extensions/sharding/rows.py"),
     *("extensions/qk_norm/shape.py", "extensions/schedules/registry.py"),
-    *("extensions/schedules/simulator.py", "runtime/architectures.py", "runtime/draw.py"),
+    *("extensions/schedules/simulator.py", "runtime/draw.py"),
     *("runtime/hardware.py", "runtime/json_file.py", "runtime/public_models.py"),
     *("runtime/wording.py", "planner/activations.py", "planner/layer_time.py"),
     *("planner/links.py", "planner/memory.py", "planner/parameters.py"),

@@ -6,14 +6,20 @@
     not computed                                       sliding_window, unless it is null
 
 Each is a row of ARCHITECTURES; an extension that adds to the model adds its row at the end.
-Standard library only, to plan without torch.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, fields
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from picotron_min.extensions import settings
 from picotron_min.extensions.settings import SIZES, ModelConfig
+from picotron_min.model_config import RopeScaling
+from picotron_min.runtime.config import LARGEST, Numbers
+from picotron_min.runtime.wording import choice, mistake
 
 # What all of them have: fields of ModelConfig, and keys with the only value that we compute.
 NUMBERS = (*SIZES, "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
@@ -27,11 +33,9 @@ class Architecture(NamedTuple):
     class_name: str
     fits: Callable[[ModelConfig], bool]  # a model is written as the last row that fits
     fixed: dict[str, object]  # keys with the only value that we compute, beside FIXED
-    defaults: dict[str, object]  # what absent keys mean; else the fixed value, or a mistake
     fields: tuple[str, ...] = ()  # of ModelConfig, beside NUMBERS
     renamed: tuple[tuple[str, str], ...] = ()  # fields with another key in config.json
-    more: tuple[str, ...] = ()  # keys that `read` turns into fields, and `write` back
-    read: Callable[[dict], dict] = lambda hf: {}
+    read: Callable[[dict], dict] = lambda hf: {}  # what other keys make of fields
     write: Callable[[ModelConfig], dict] = lambda model_config: {}
     tensors: tuple[tuple[str, str], ...] = ()  # parts of our names, and of theirs
 
@@ -42,10 +46,8 @@ class Architecture(NamedTuple):
 
 
 def _read_glm4_moe(hf: dict) -> dict:
-    dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
-    if dense >= layers:
-        raise ValueError(f"first_k_dense_replace={dense}: must be below num_hidden_layers={layers}")
-    return {"scoring_func": "sigmoid", "mlp_only_layers": tuple(range(dense))}
+    dense = [i for i in range(hf["num_hidden_layers"]) if i < hf["first_k_dense_replace"]]
+    return {"scoring_func": "sigmoid", "mlp_only_layers": dense}
 
 
 def _read_qwen2_moe(hf: dict) -> dict:
@@ -53,11 +55,8 @@ def _read_qwen2_moe(hf: dict) -> dict:
     if shared % inner:
         why = f"must be a multiple of moe_intermediate_size={inner}, the size of an expert"
         raise ValueError(f"shared_expert_intermediate_size={shared}: {why}")
-    given, step, layers = hf["mlp_only_layers"], hf["decoder_sparse_step"], hf["num_hidden_layers"]
-    dense = tuple(i for i in range(layers) if i in given or (i + 1) % step)
-    if len(dense) == layers:
-        why = f"mlp_only_layers={given!r:.60} and decoder_sparse_step={step} leave no layer"
-        raise ValueError(f"{why} with experts: use [] and 1 for experts in all")
+    layers, given, step = hf["num_hidden_layers"], hf["mlp_only_layers"], hf["decoder_sparse_step"]
+    dense = [i for i in range(layers) if i in given or (i + 1) % step]
     fields = {"n_shared_experts": shared // inner, "moe_shared_expert_gate": shared > 0}
     return fields | {"mlp_only_layers": dense}
 
@@ -82,20 +81,11 @@ ARCHITECTURES = {
         class_name="LlamaForCausalLM",
         fits=lambda model_config: True,
         fixed={"attention_bias": False, "mlp_bias": False},
-        defaults={
-            "num_key_value_heads": None,  # num_attention_heads
-            "head_dim": None,  # hidden_size / num_attention_heads
-            "rope_theta": 10_000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 2048,
-        },
     ),
     "mixtral": Architecture(
         class_name="MixtralForCausalLM",
         fits=lambda model_config: model_config.num_local_experts > 0,
         fixed={"sliding_window": None, "router_jitter_noise": 0.0},
-        defaults={"head_dim": None},
         fields=EXPERTS,
         renamed=(("moe_intermediate_size", "intermediate_size"),),  # no layer has another MLP
         tensors=((".mlp.", ".block_sparse_moe."), *EXPERT_MATRICES),
@@ -104,10 +94,8 @@ ARCHITECTURES = {
         class_name="Glm4MoeForCausalLM",
         fits=lambda c: c.num_local_experts > 0 and c.scoring_func == "sigmoid",
         fixed={"attention_bias": False, "use_qk_norm": False, "num_nextn_predict_layers": 0},
-        defaults={"head_dim": None, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1},
         fields=EXPERTS + SIGMOID,
         renamed=(("num_local_experts", "n_routed_experts"),),
-        more=("first_k_dense_replace",),
         read=_read_glm4_moe,
         write=lambda model_config: {"first_k_dense_replace": len(model_config.mlp_only_layers)},
     ),
@@ -115,7 +103,6 @@ ARCHITECTURES = {
         class_name="SolarOpenForCausalLM",
         fits=lambda model_config: False,  # glm4_moe computes the same
         fixed={"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
-        defaults={},  # an absent head_dim would mean 128
         fields=EXPERTS + SIGMOID,
         renamed=(
             ("num_local_experts", "n_routed_experts"),
@@ -127,19 +114,81 @@ ARCHITECTURES = {
         class_name="Qwen2MoeForCausalLM",
         fits=_needs_qwen2_moe,
         fixed={"qkv_bias": False, "use_sliding_window": False},
-        defaults={"head_dim": None, "qkv_bias": True},
         fields=(*EXPERTS, "norm_topk_prob"),
         renamed=(("num_local_experts", "num_experts"),),
-        more=("shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
         read=_read_qwen2_moe,
         write=_write_qwen2_moe,
         tensors=((".shared_experts.", ".shared_expert."),),
     ),
 }
 ARCHITECTURES |= {name: Architecture(**row) for name, row in settings.ARCHITECTURES.items()}
-# Others with experts, and what our model lacks for them.
-REFUSED = dict.fromkeys(["qwen3_moe", "olmoe"], "it has norms of queries and keys")
-REFUSED |= dict.fromkeys(["deepseek_v2", "deepseek_v3"], "it has latent attention")
+
+
+def from_hf(hf: dict) -> ModelConfig:
+    """Read a Hugging Face `config.json`; ValueError for what this model would not compute."""
+    from transformers import AutoConfig
+
+    name = hf.get("model_type", "llama")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        only = ", ".join(map(repr, ARCHITECTURES))
+        raise ValueError(f"model_type={name!r:.60} is not supported: only {only} can be trained")
+    layers = hf.get("num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > LARGEST["num_hidden_layers"]:  # lists are this long
+        raise ValueError(f"num_hidden_layers={layers!r:.60}: must be a whole number up to 10000")
+    try:  # it checks types, fills in what is absent, and reads both spellings of rope
+        hf = AutoConfig.for_model(**deepcopy(hf) | {"model_type": name}).to_dict()
+        return _model(name, hf | hf["rope_parameters"])
+    except ValueError:
+        raise
+    except Exception as error:  # of many kinds
+        why = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot read it: {why:.250}") from None
+
+
+def _model(name: str, hf: dict) -> ModelConfig:
+    """The model of a config.json that has every key, those of rope at the top level."""
+    architecture = ARCHITECTURES[name]
+    fixed = {key: [value] for key, value in (FIXED | architecture.fixed).items()}
+    fixed["rope_type"] = ["default", "llama3"]
+    fixed["layer_types"] = [None, ["full_attention"] * hf["num_hidden_layers"]]  # others: windows
+    for key, good in fixed.items():
+        if (value := hf.get(key, good[0])) not in [*good, None]:
+            only = choice(map(repr, good))
+            raise ValueError(f"{key}={value!r:.60} is not supported: only {only:.60}")
+    numbers = {field: hf[key] for field, key in architecture.keys.items()} | architecture.read(hf)
+    if hf["rope_type"] == "llama3":
+        numbers["rope_scaling"] = RopeScaling(*(hf[field.name] for field in fields(RopeScaling)))
+    try:
+        return ModelConfig(**dict(Numbers(**numbers)))
+    except ValidationError as error:
+        raise ValueError("; ".join(map(mistake, error.errors()))) from None
+
+
+def to_hf(model_config: ModelConfig) -> dict:
+    """The `config.json` that `transformers.AutoModelForCausalLM` loads (any version).
+
+    ValueError if no architecture describes the model, as after a change of our own.
+    """
+    name = model_type(model_config)
+    architecture = ARCHITECTURES[name]
+    hf = {"architectures": [architecture.class_name], "model_type": name}
+    hf |= FIXED | architecture.fixed
+    hf |= {key: getattr(model_config, field) for field, key in architecture.keys.items()}
+    scaling = model_config.rope_scaling
+    hf["rope_scaling"] = asdict(scaling) | {"rope_type": "llama3"} if scaling else None
+    hf |= architecture.write(model_config)
+    ours = all_shapes(model_config)
+    theirs = all_shapes(_model(name, hf | (hf["rope_scaling"] or {"rope_type": "default"})))
+    if other := [key for key in ours | theirs if ours.get(key) != theirs.get(key)]:
+        problem = f"model_type={name!r} of transformers is another model: {other[0]} is"
+        change = f"{theirs.get(other[0], 'absent')} there, and {ours.get(other[0], 'absent')} here"
+        raise ValueError(f"{problem} {change}: add an architecture for it to architectures.py")
+    return hf
+
+
+def all_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that is saved."""
+    return model_config.parameter_shapes() | model_config.buffer_shapes()
 
 
 def model_type(model_config: ModelConfig) -> str:

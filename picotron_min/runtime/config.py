@@ -8,7 +8,7 @@ model_checks.py check that its keys fit each other.
 """
 
 import os
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Annotated, Literal
 
@@ -31,7 +31,8 @@ KEY |= {"flash_attention": "use_flash_attention", "count_zeros": "log_num_zeros_
 
 # What the types of fields leave open. Larger numbers, far above any use, are slips such as 10**12.
 LARGEST = dict.fromkeys((*AXES, "pp_chunks", "micro_batch_size"), 10**6)
-LARGEST |= {"num_micro_batches": 10**5, "seq_length": 10**9}
+LARGEST |= {"num_micro_batches": 10**5, "num_hidden_layers": 10**4, "num_local_experts": 10**4}
+LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**4)
 LARGEST |= {"total_train_steps": 10**8 - 1}  # a checkpoint's name has eight digits
 MAY_BE_ZERO = ("weight_decay", "moe_seq_aux_loss_coeff", "moe_router_bias_update_rate")
 TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
@@ -54,9 +55,11 @@ def keys_of(kind: type, *names: str, **defaults) -> dict[str, tuple]:
             least = {"ge": 1} if is_whole else {"gt": 0}
             if field.default == 0 or name in MAY_BE_ZERO:  # where 0 is the default, it means none
                 least = {"ge": 0}
-            annotation = Annotated[annotation, Field(**least, le=LARGEST.get(name))]
-        default = defaults.get(name, list(field.default) if name == "betas" else field.default)
-        keys[KEY.get(name, name)] = (annotation, default)
+            most = LARGEST.get(name, 10**9 if is_whole else 10**12)
+            annotation = Annotated[annotation, Field(**least, le=most)]
+        default = defaults.get(name, field.default)
+        default = list(default) if isinstance(default, tuple) else default
+        keys[KEY.get(name, name)] = (annotation, ... if default is MISSING else default)
     return keys
 
 
@@ -70,6 +73,7 @@ class Distributed(section(keys_of(Layout))):  # the layout: tp x cp x pp x dp pr
     timeout_seconds: int = Field(60, ge=1, le=10**6)  # communication that takes longer ends the run
 
 
+Numbers = section(keys_of(ModelConfig))  # of a model, as they are checked
 OVERRIDES = {key: (kind | None, None) for key, (kind, _) in keys_of(ModelConfig).items()}
 del OVERRIDES["rope_scaling"]  # only in a model's own config.json
 OF_MODEL = ("dtype", "flash_attention", "compile", "recompute", "offload", "fp8", "fp8_skip")

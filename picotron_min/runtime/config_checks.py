@@ -1,7 +1,6 @@
 """Checks of config.json that no single key allows: its keys fit each other, files and the model."""
 
 import difflib
-import glob
 import math
 import os
 import re
@@ -10,10 +9,12 @@ from operator import attrgetter
 from pathlib import Path
 
 from picotron_min.extensions.settings import LARGEST_BETA2, ModelConfig, chunks_problem
+from picotron_min.runtime.architectures import from_hf
 from picotron_min.runtime.config import Config, ConfigError
+from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.model_checks import model_problems
-from picotron_min.runtime.public_models import PRESETS, check_numbers, find_preset, from_hf
+from picotron_min.runtime.public_models import PRESETS, find_preset
 from picotron_min.runtime.wording import choice, divisors, shown
 
 
@@ -84,15 +85,6 @@ def _name_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
-    own = config.tokenizer  # the model's, if none is given
-    names = glob.glob("*", root_dir=own)  # empty also for a hub id, or if it may not be listed
-    if names and not config.dataset.tokenizer and not re.search(r"token|vocab|\.model", str(names)):
-        remedy = "copy its files there, or set dataset.tokenizer to a folder, a hub id or bytes"
-        yield f"model.name={own} holds no tokenizer: {remedy}"
-    cache = Path(config.dataset.cache_dir)  # a run tries its other paths before it starts
-    there = next(part for part in (cache, *cache.parents) if os.path.exists(part))
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        yield f"dataset.cache_dir={cache} cannot be written: name another folder"
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
@@ -129,55 +121,26 @@ def resolve_model(config: Config) -> ModelConfig:
 
     A preset comes before a folder of the same name (write ./name), a folder before a hub id.
     """
-    name, overrides = config.model.name, config.model.overrides
+    name = config.model.name
     try:
-        check_numbers(overrides)
-        model_config = find_preset(name) or from_hf(read_json(_hugging_face_config(name)))
-        model_config = model_config.override(**overrides)
+        if not (model_config := find_preset(name)):
+            if problem := _missing(name, [preset.split("/")[-1] for preset in PRESETS]):
+                raise ValueError(problem)
+            folder = fetch(name, "config.json") if _on_hub(name) else Path(name)
+            model_config = from_hf(read_json(folder / "config.json"))
+        model_config = model_config.override(**config.model.overrides)
     except ValueError as error:
         raise ConfigError(f"model.name={name}: {error}") from None
-    if problems := [*model_problems(config, model_config), *_vocabulary(config, model_config)]:
+    if problems := [*model_problems(config, model_config), *_bytes_problems(config, model_config)]:
         raise ConfigError(*problems)
     return model_config
 
 
-def _hugging_face_config(name: str) -> Path:
-    """The config.json of a local folder, or of a model on the hub."""
-    if problem := _missing(name, [preset.split("/")[-1] for preset in PRESETS]):
-        raise ValueError(problem)
-    if not _on_hub(name):
-        return Path(name, "config.json")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # a dozen kinds, from no network to a gated model
-        why = str(error).strip().partition("\n")[0]
-        remedy = "check the spelling, the network and your access, or name a preset or a folder"
-        raise ValueError(f"cannot fetch its config.json from the hub ({why}): {remedy}") from None
-
-
-def _vocabulary(config: Config, model_config: ModelConfig) -> Iterator[str]:
-    """Why the tokenizer's ids do not fit the model's, as far as they are known on this machine."""
-    name, V, ids = config.tokenizer, model_config.vocab_size, _count_ids(config.tokenizer)
-    if ids > V:
-        yield f"vocab_size={V}: use at least {ids}, the token ids of dataset.tokenizer={name}"
-    if name == "bytes" and 2 * ids < V and not config.model.vocab_size:
-        why = f"has far fewer ids ({ids}) than vocab_size={V} of model.name={config.model.name}"
-        yield f"dataset.tokenizer=bytes {why}: leave it out for the model's own, or set vocab_size"
-
-
-def _count_ids(tokenizer: str) -> int:
-    """How many ids a tokenizer has; 0 if no file on this machine shows it."""
-    path = Path(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else Path(tokenizer)
-    if tokenizer == "bytes" or not os.path.isfile(path):
-        return 257 if tokenizer == "bytes" else 0  # 256 bytes and end of text
-    from tokenizers import Tokenizer
-
-    try:
-        return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the package panics over some files, which is no Exception
-        problem = f"dataset.tokenizer={tokenizer}: cannot read {path}: {error}"
-        raise ConfigError(f"{problem}. Repair the file, or name another tokenizer") from None
+def _bytes_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
+    """Whether ids fit the model; other tokenizers are checked when they have been loaded."""
+    V, what = model_config.vocab_size, "token ids of dataset.tokenizer=bytes"
+    if config.tokenizer == "bytes" and V < 257:
+        yield f"vocab_size={V}: use at least 257, the {what}"
+    elif config.tokenizer == "bytes" and V > 2 * 257 and not config.model.vocab_size:
+        why = f"vocab_size={V} of model.name={config.model.name} is far above the 257 {what}"
+        yield f"{why}: leave it out for the model's own, or set vocab_size"

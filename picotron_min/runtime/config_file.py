@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from picotron_min.runtime.config import KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import problems_of
 from picotron_min.runtime.json_file import read_json
-from picotron_min.runtime.wording import choice, counted, expected, shown
+from picotron_min.runtime.wording import choice, counted, mistake
 
 MOST_PROCESSES = max(64, os.cpu_count())  # of a machine: 140 MB each
 
@@ -48,7 +48,7 @@ def parse_config(raw: dict, *checks: Callable[[Config], Iterable[str]]) -> Confi
     except ValidationError as error:
         for e in error.errors():
             section, *key = path = e["loc"][:2]
-            problems.append(_describe(e["type"], raw, *path))
+            problems.append(_describe(e))
             bad |= {f"{section}.{name}" for name in key or SECTIONS.get(section, {})}
             (good[section] if key else good).pop(path[-1], None)
         config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
@@ -61,22 +61,15 @@ def parse_config(raw: dict, *checks: Callable[[Config], Iterable[str]]) -> Confi
     return config
 
 
-def _describe(kind: str, raw: dict, section: str, *keys: str) -> str:
-    """One of pydantic's errors as a sentence: the key, its value, what is expected."""
-    where, value = ".".join([section, *keys]), raw[section][keys[0]] if keys else raw[section]
+def _describe(error: dict) -> str:
+    """One of pydantic's errors, with the remedy for what users often write."""
+    kind, value = error["type"], error["input"]
     if kind == "extra_forbidden":
-        return _unknown(section, *keys)
-    if kind == "none_required":  # HF_TOKEN: not shown, since it is a secret and this may be logged
-        why = "a token belongs in the environment, not in a file"
-        return f"{where} must be null: {why}. Delete it here, run  export HF_TOKEN=..."
-    problem = f"{where}={shown(value)}: must be "
-    problem += expected(KEYS[where]) if keys else "a section, { ... }"
+        return _unknown(*error["loc"])
+    if kind == "none_required":  # HF_TOKEN
+        return "environment.HF_TOKEN must be null: delete it, and run  export HF_TOKEN=..."
     is_quoted = isinstance(value, str) and re.fullmatch(r"[-\d.e]+|true|false", value.lower())
-    if is_quoted and kind in ("int_type", "float_type", "bool_type"):
-        problem += ", without quotes"
-    if kind == "int_type" and isinstance(value, float):
-        problem += ", without a point or an exponent"
-    return problem
+    return mistake(error) + ", without quotes" * bool(is_quoted and kind.endswith("_type"))
 
 
 def _unknown(*path: str) -> str:

@@ -1,13 +1,17 @@
-"""Can the Hugging Face hub be reached? Its own libraries retry for 25 seconds or longer."""
+"""The Hugging Face hub: can it be reached, and files of a model there."""
 
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 
 def hub_answers(endpoint: str, seconds: float = 4.0) -> bool:
-    """Whether a connection is possible within `seconds`; with a proxy the answer is yes."""
+    """Whether a connection is possible within `seconds`; with a proxy the answer is yes.
+
+    The hub's own library retries for 25 seconds or longer.
+    """
     if urllib.request.getproxies():
         return True
     url = urlsplit(endpoint)
@@ -18,3 +22,15 @@ def hub_answers(endpoint: str, seconds: float = 4.0) -> bool:
         return not subprocess.run(command, capture_output=True, timeout=2 * seconds).returncode
     except subprocess.TimeoutExpired:
         return False
+
+
+def fetch(name: str, *files: str) -> Path:
+    """The folder with these files of a model on the hub; ValueError if they cannot be had."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(files)))
+    except Exception as error:  # a dozen kinds, from no network to a gated model
+        why = str(error).strip().partition("\n")[0]
+        problem = f"{name} is not a folder here, and cannot be fetched from the hub ({why})"
+        raise ValueError(f"{problem}: check the spelling, network and access") from None

@@ -1,6 +1,5 @@
 """Models in Hugging Face's form, a folder of safetensors and config.json: read and written."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from picotron_min.checkpoint import load, save
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.runtime.architectures import our_name, their_name
+from picotron_min.runtime.architectures import all_shapes, from_hf, our_name, their_name, to_hf
 from picotron_min.runtime.folders import complete_or_absent
+from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json, write_json
-from picotron_min.runtime.public_models import all_shapes, from_hf, to_hf
 from picotron_min.runtime.tokenizer import Tokenizer
 
 READABLE = ("F64", "F32", "BF16", "F16")
@@ -32,11 +31,13 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     Raises ValueError with all tensors that are missing, unexpected or misshapen, and all numbers of
     its config.json that differ from the model's, but for the fields `given` in the run's config.
     """
-    folder = _find_folder(name)
+    folder = Path(name)
+    if not folder.exists():
+        folder = fetch(name, "*.safetensors", "config.json")
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:  # other files can run code
-        problem = f"model.weights={name} has no .safetensors file"
-        raise ValueError(f"{problem}: save it with transformers' save_pretrained")
+        problem = f"model.weights={name} is no folder with .safetensors files"
+        raise ValueError(f"{problem}: save the model with transformers' save_pretrained")
     shapes, tied = all_shapes(model_config), model_config.tie_word_embeddings
     found, problems = _match(paths, shapes | ({HEAD: shapes[EMBEDDING]} if tied else {}))
     missing = shapes.keys() - found
@@ -55,21 +56,6 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
             problem = f"{found[HEAD]}: {HEAD} differs from {EMBEDDING}, and this model ties them"
             raise ValueError(f"{problem}: set model.tie_word_embeddings to false")
     return folder
-
-
-def _find_folder(name: str) -> Path:
-    if os.path.isfile(name):
-        raise ValueError(f"model.weights={name} is a file: name its folder")
-    if os.path.isdir(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "config.json"]))
-    except Exception as error:  # a dozen kinds, from no network to a gated model
-        problem = f"model.weights={name} is not a folder here, and cannot be fetched from the hub"
-        why, remedy = str(error).strip().split("\n")[0], "check the spelling, network and access"
-        raise ValueError(f"{problem} ({why}): {remedy}") from None
 
 
 def _match(paths: list[Path], shapes: dict[str, tuple]) -> tuple[dict[str, Path], list[str]]:

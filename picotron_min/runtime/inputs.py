@@ -101,17 +101,16 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     check_fp8(config, device)
     backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
-    lock = None
     if launch.rank == 0:  # the one that writes
         lock = lock_folder(save_dir)
         check_writable(metrics_file=config.metrics_file, trace_file=config.logging.trace_file)
     if start := find_start(config.checkpoint.load_path, save_dir):
         metadata = read_to_resume(start, model_config, config.training.optimizer)
-        resumed = {"first_step": metadata.step, "seen_before": metadata.tokens}
+        resumed = {"first_step": metadata.step, "seen_before": metadata.tokens_seen}
     elif config.model.weights:
         weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
-    text = open_text(config, model_config)  # may take long: all that is quick has been checked
     tokenizer, here = load_tokenizer(config.tokenizer), config.layout.coordinates(launch.rank)
+    text = open_text(config, tokenizer, model_config.vocab_size)  # may take hours
     batches = open_data(config, text, here.dp, here.cp, **resumed)
     data = (tokenizer, text, batches)
     return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)

@@ -11,25 +11,18 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import KEYS, Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors
-from picotron_min.runtime.wording import expected, shown
+from picotron_min.runtime.wording import mistake, shown
 
 
 class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
-    """The content of state.json; older checkpoints lack the keys that have a default."""
+    """The content of state.json."""
 
     step: int = Field(ge=0, lt=10**8)
     skipped_steps: NonNegativeInt
     files: dict[str, int] = Field(min_length=1)  # bytes
     model: ModelConfig
     config: Config
-    data: dict = {}  # in older checkpoints; follows from config
-    tokens_seen: NonNegativeInt | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the model was trained on; in older checkpoints, all batches had one size."""
-        seen = self.tokens_seen
-        return self.step * self.config.tokens_per_step if seen is None else seen
+    tokens_seen: int = Field(ge=0, le=10**18)  # in training so far
 
 
 def metadata_of(config: Config, model_config: ModelConfig, **counts: int) -> dict:
@@ -43,7 +36,7 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         problems = list(_problems(folder, metadata))
     except ValidationError as error:
-        problems = [f"state.json: {_describe(e)}" for e in error.errors()]
+        problems = [f"state.json: {mistake(e)}" for e in error.errors()]
     except OSError as error:
         problems = [str(error)]
     if problems:
@@ -54,24 +47,9 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
     return metadata
 
 
-def _describe(error: dict) -> str:
-    """One of pydantic's errors, in words that need no knowledge of it."""
-    where, value = ".".join(map(str, error["loc"])), shown(error["input"])
-    facts = {"json_invalid": "it is not JSON", "missing": f"{where} is missing"}
-    facts["extra_forbidden"] = f"{where} is not known"
-    facts["none_required"] = f"{where} must be null"  # a token, which must not be shown
-    schema = KEYS.get(where.removeprefix("config."))
-    wanted = f"must be {expected(schema)}" if schema else "is not what a run writes"
-    return facts.get(error["type"], f"{where}={value} {wanted}".lstrip("="))
-
-
 def _problems(folder: Path, metadata: Metadata) -> Iterator[str]:
-    if metadata.skipped_steps > metadata.step:
-        yield f"state.json: {metadata.skipped_steps} of {metadata.step} steps skipped"
     if folder.match(CHECKPOINT) and folder.name != f"step-{metadata.step:08d}":
         yield f"state.json: step is {metadata.step}, unlike the folder's name"
-    if absent := {"model", "training", "dataset"} - metadata.config.model_fields_set:
-        yield f"state.json: config lacks {', '.join(sorted(absent))}"
     present = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     yield from (f"state.json: files lacks {name}" for name in present.keys() - metadata.files)
     for name, size in metadata.files.items():
@@ -118,16 +96,17 @@ AMONG = {
 
 def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     """Every setting that changes what is learned and differs from the saved run's."""
-    learned = {"model.dtype", *(f"training.{key}" for key in dict(config.training))} - NOT_LEARNED
+    effect = {key: "the new value counts" for key in KEYS if key.startswith("training.")}
+    effect = {key: text for key, text in effect.items() if key not in NOT_LEARNED}
+    effect["model.dtype"] = "the new value counts"
     if metadata.model.num_local_experts:
         among = {k for if_set, keys in AMONG.items() if attrgetter(if_set)(config) for k in keys}
+        effect |= dict.fromkeys(among, "experts are balanced, or limited, among other tokens")
     else:
-        among, learned = set(), {key for key in learned if ".moe_" not in key}
-    keys = [key for key in KEYS if key in learned | among]
+        effect = {key: text for key, text in effect.items() if ".moe_" not in key}
     was, now = (
-        {key: attrgetter(key)(c) for key in keys} | c.data_order for c in (metadata.config, config)
+        {key: attrgetter(key)(c) for key in effect} | c.data_order
+        for c in (metadata.config, config)
     )
-    effect = dict.fromkeys(among, "experts are balanced, or limited, among other tokens")
     effect |= dict.fromkeys(config.data_order, "other data is seen")
-    changes = _changes(was, now).items()
-    return [f"{c}: from here on {effect.get(key, 'the new value counts')}" for key, c in changes]
+    return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.json_file import read_json, write_json
-from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from picotron_min.runtime.tokenizer import Tokenizer, tokenizer_files
 
 
 class TokenFile(NamedTuple):
@@ -33,12 +32,16 @@ class TokenFile(NamedTuple):
         return len(self.tokens) / self.num_bytes
 
 
-def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
+def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFile:
     """The tokens of the dataset, made now if no run has made them before.
 
     Every process calls this: one tokenises, the others wait. Raises ValueError for the user's
-    mistakes, such as ids that the model does not have.
+    mistakes, such as ids that a model of this vocabulary does not have.
     """
+    if (ids := tokenizer.vocab_size) > vocab_size:
+        problem = f"dataset.tokenizer={config.tokenizer} has token ids up to {ids - 1}, and"
+        remedy = f"set model.vocab_size to {ids} or more, or dataset.tokenizer to the model's own"
+        raise ValueError(f"{problem} model.vocab_size={vocab_size}: {remedy}")
     loader, files = _find_files(config)
     folder = Path(config.dataset.cache_dir, _cache_key(config, files))
     if not folder.exists():
@@ -47,22 +50,18 @@ def open_text(config: Config, model_config: ModelConfig) -> TokenFile:
         # without a common file system, and without a timeout, for tokenising can take hours.
         with FileLock(folder.with_suffix(".lock")):
             if not folder.exists():
-                _write_token_file(folder, config, loader, files)
-    return _open_token_file(folder, model_config.vocab_size)
+                _write_token_file(folder, config, tokenizer, loader, files)
+    return _open_token_file(folder)
 
 
 def _cache_key(config: Config, files: list[Path]) -> str:
     """Another one for a changed file; after a change on the hub, delete the cache by hand."""
-    parts = [2, _source(config)]  # 2: the version of what is written
+    source = config.dataset.model_dump(include={"name", "subset_name", "split", "text_column"})
+    source |= {"num_samples": config.training.num_samples, "tokenizer": config.tokenizer}
+    parts = [2, source]  # 2: the version of what is written
     for file in [*files, *tokenizer_files(config.tokenizer)]:
         parts.append((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _source(config: Config) -> dict:
-    """All settings that decide which ids are in the stream."""
-    source = config.dataset.model_dump(include={"name", "subset_name", "split", "text_column"})
-    return source | {"num_samples": config.training.num_samples, "tokenizer": config.tokenizer}
 
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -104,7 +103,9 @@ def _find_files(config: Config) -> tuple[str, list[Path]]:
     return next(iter(found)), files
 
 
-def _write_token_file(folder: Path, config: Config, loader: str, files: list[Path]) -> None:
+def _write_token_file(
+    folder: Path, config: Config, tokenizer: Tokenizer, loader: str, files: list[Path]
+) -> None:
     """Write aside and rename, so that `folder` is complete or absent, whenever we are killed."""
     import datasets
 
@@ -115,7 +116,6 @@ def _write_token_file(folder: Path, config: Config, loader: str, files: list[Pat
         datasets.disable_progress_bars()
     ids = datasets.Sequence(datasets.Value("uint32"))
     try:
-        tokenizer = load_tokenizer(config.tokenizer)  # first: its failure is the cheap one
         texts = _texts(config, _load_splits(config, loader, files, aside))
         documents = texts.map(
             partial(_encode, tokenizer=tokenizer),
@@ -128,10 +128,14 @@ def _write_token_file(folder: Path, config: Config, loader: str, files: list[Pat
             desc=f"Tokenising {config.dataset.name}",
         )
         if not len(documents):
-            raise ValueError(f"dataset {config.dataset.name!r} holds only empty documents")
-        metadata = _write_stream(documents, done / "tokens.bin")
-        metadata |= {"tokenizer_vocab_size": tokenizer.vocab_size, "source": _source(config)}
-        write_json(done / "metadata.json", metadata)
+            raise ValueError(f"dataset {config.dataset.name!r} holds no text")
+        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"  # 2 bytes halve the stream
+        with open(done / "tokens.bin", "wb") as file:
+            for chunk in documents.data.column("ids").chunks:  # mapped into memory
+                chunk.flatten().to_numpy().astype(dtype).tofile(file)
+            num_tokens = file.tell() // np.dtype(dtype).itemsize
+        counts = {"num_bytes": sum(documents["num_bytes"]), "num_documents": len(documents)}
+        write_json(done / "metadata.json", counts | {"num_tokens": num_tokens, "dtype": dtype})
         os.replace(done, folder)
     except UnicodeDecodeError as error:  # it has the bytes of a document, and names no file
         file = next((f for f in files if error.object in f.read_bytes()), config.dataset.name)
@@ -145,8 +149,6 @@ def _load_splits(config: Config, loader: str, files: list[Path], aside: Path) ->
     import datasets
 
     name, subset, split = config.dataset.name, config.dataset.subset_name, config.dataset.split
-    if files and not any(file.stat().st_size for file in files):
-        raise ValueError(f"dataset {name!r} is empty: all of its {len(files)} file(s) have 0 bytes")
     try:
         if loader == "hub":
             return {split: datasets.load_dataset(name, subset, split=split)}
@@ -158,15 +160,14 @@ def _load_splits(config: Config, loader: str, files: list[Path], aside: Path) ->
         return datasets.load_dataset(loader, data_files=paths, cache_dir=aside, **options)
     except Exception as error:
         cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0].rstrip('.')}"
         if isinstance(cause, UnicodeDecodeError):  # see _write_token_file
             raise cause from None
-        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0].rstrip('.')}"
-        if loader != "hub":
-            raise ValueError(f"cannot read dataset {name!r}: {reason}") from error
-        problem = f"dataset {name!r} is not on this machine, and the Hugging Face hub did not give"
-        problem += f" its {f'subset {subset!r}, ' if subset else ''}split {split!r}: {reason}"
-        remedy = 'Check the spelling and network, or set dataset.name to "stdlib" or a local file'
-        raise ValueError(f"{problem}. {remedy}") from error
+        problem = f"cannot read dataset {name!r}: {reason}"
+        if loader == "hub":
+            problem += f" (of the hub, subset {subset!r}, split {split!r}). Check the spelling and"
+            problem += ' network, or set dataset.name to "stdlib" or a local file'
+        raise ValueError(problem) from error
 
 
 def _texts(config: Config, splits: dict):
@@ -176,8 +177,6 @@ def _texts(config: Config, splits: dict):
     if split not in splits:
         raise ValueError(f"{name} has no split {split!r}: set dataset.split to one of {[*splits]}")
     rows = splits[split]
-    if not len(rows):
-        raise ValueError(f"{name} is empty: its split {split!r} has 0 documents")
     kinds = {key: getattr(feature, "dtype", "nested") for key, feature in rows.features.items()}
     remedy = f"set dataset.text_column to one that holds strings, of {kinds}"
     if kinds.get(column) not in ("string", "large_string"):
@@ -195,28 +194,8 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> dict[str, list]:
     return {"ids": ids, "num_bytes": [len(text.encode()) for text in texts]}
 
 
-def _write_stream(documents, path: Path) -> dict:
-    """Write the ids of all documents to one file, and count them."""
-    column = documents.data.column("ids")  # mapped into memory, in chunks
-    chunks = [chunk.flatten().to_numpy() for chunk in column.chunks]
-    largest = max(int(ids.max()) for ids in chunks)
-    dtype = "uint16" if largest < 2**16 else "uint32"  # 2 bytes halve the stream
-    with open(path, "wb") as file:
-        for ids in chunks:
-            ids.astype(dtype).tofile(file)
-    counts = {"num_bytes": sum(documents["num_bytes"]), "num_documents": len(documents)}
-    return counts | {"num_tokens": sum(map(len, chunks)), "largest_id": largest, "dtype": dtype}
-
-
-def _open_token_file(folder: Path, vocab_size: int) -> TokenFile:
+def _open_token_file(folder: Path) -> TokenFile:
     metadata = read_json(folder / "metadata.json")
-    largest, tokenizer = metadata["largest_id"], metadata["source"]["tokenizer"]
-    if largest >= vocab_size:
-        needed = max(largest + 1, metadata["tokenizer_vocab_size"])
-        problem = f"token id {largest} of tokenizer {tokenizer!r} is outside a vocabulary"
-        own = "or dataset.tokenizer to the model's own"
-        remedy = f"set model.vocab_size to {needed} or more, {own}"
-        raise ValueError(f"{problem} of {vocab_size}: {remedy}")
     tokens = np.memmap(folder / "tokens.bin", dtype=metadata["dtype"], mode="r")
     if len(tokens) != (expected := metadata["num_tokens"]):
         problem = f"{folder} is damaged: it has {len(tokens)} tokens instead of {expected}"

@@ -49,20 +49,17 @@ class HuggingFaceTokenizer:
                 tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".: ")
-            check = "its files" if os.path.exists(source) else "the spelling and network"
-            remedy = 'set dataset.tokenizer to "bytes" or to a folder that holds a tokenizer'
-            problem = f"cannot load tokenizer {name!r}: {reason}. Check {check}, or {remedy}"
-            raise ValueError(problem) from error
+            remedy = "Check its files, or spelling and network, or set dataset.tokenizer to bytes"
+            raise ValueError(f"cannot load tokenizer {name!r}: {reason}. {remedy}") from error
         vocabulary = tokenizer.get_vocab()
         if tokenizer.eos_token_id is None:
             tokenizer.eos_token = next((t for t in END_OF_TEXT if t in vocabulary), None)
         if tokenizer.eos_token_id is None:
             folder = source if os.path.isdir(source) else "a folder with it as tokenizer.json"
-            special = ", ".join(tokenizer.get_added_vocab()) or "none"
             problem = f"tokenizer {name!r} has no end-of-text token to put between documents"
             remedy = f'{{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json in {folder}'
-            others = f"it can also be a token that the tokenizer has (special ones: {special})"
-            raise ValueError(f"{problem}: write {remedy}; {others}")
+            special = ", ".join(tokenizer.get_added_vocab()) or "none"
+            raise ValueError(f"{problem}: write {remedy}; or one of its own ({special})")
         self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token_id
         self.vocab_size = max(self.eos_token_id, *vocabulary.values()) + 1
 

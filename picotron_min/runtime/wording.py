@@ -1,6 +1,7 @@
 """Numbers and values as messages show them."""
 
 import json
+import re
 from collections.abc import Iterable
 
 
@@ -21,25 +22,13 @@ def divisors(number: int) -> str:
     return choice(n for n in range(1, min(number, 1024) + 1) if number % n == 0)
 
 
-# From JSON schema to English.
-KINDS = {"integer": "a whole number", "number": "a finite number", "boolean": "true or false"}
-KINDS |= {"string": "text of 1 to 4,096 valid characters", "null": "null"}
-LIMITS = {"minimum": "from {:,} up", "exclusiveMinimum": "above {:,}"}
-LIMITS |= {"maximum": "to {:,}", "exclusiveMaximum": "to below {:,}"}
-
-
-def expected(schema: dict) -> str:
-    """The values that a JSON schema allows: a whole number from 1 up to 1,024 or null"""
-    if "anyOf" in schema:
-        return choice(map(expected, schema["anyOf"]))
-    if "enum" in schema:
-        return choice(map(json.dumps, schema["enum"]))
-    if "items" in schema:  # all alike
-        items = expected(schema["items"]).removeprefix("a ").replace("number", "numbers")
-        count = f"{schema['minItems']} " if "minItems" in schema else ""
-        return f"a list of {count}{items}"
-    limits = [text.format(schema[key]) for key, text in LIMITS.items() if key in schema]
-    return " ".join([KINDS[schema["type"]], *limits])
+def mistake(error: dict) -> str:
+    """One of pydantic's errors as a sentence: where, the value, and what it must be."""
+    where, what = ".".join(map(str, error["loc"])), error["msg"]
+    if error["type"] in ("missing", "json_invalid", "none_required"):  # a token is never shown
+        return f"{where} {what}".strip()
+    what = re.sub(r"^\w+ should", "must", what.replace(" or instance of", " for"))
+    return f"{where}={shown(error['input'])}: {what}".lstrip("=")
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.public_models import to_hf
+from picotron_min.runtime.architectures import to_hf
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 SHAPES = {

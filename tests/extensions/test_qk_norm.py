@@ -9,7 +9,7 @@ from picotron_min.extensions.qk_norm.extension import QkNorm
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.model import Llama
 from picotron_min.placement import placements
-from picotron_min.runtime.public_models import from_hf, to_hf
+from picotron_min.runtime.architectures import from_hf, to_hf
 from tests.assembled import assert_trains_as_one_rank, make_config
 from tests.core.test_model import batch, norm_in_own_dtype
 

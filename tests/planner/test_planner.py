@@ -21,11 +21,12 @@ from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.search import TIE, options, search
 from picotron_min.planner.show import plan_text
 from picotron_min.planner.step_time import predict
+from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.hardware import GPUS
-from picotron_min.runtime.public_models import find_preset, to_hf
+from picotron_min.runtime.public_models import find_preset
 from tests.assembled import make_training
 
 TINY = Request(find_preset("tiny"), GPUS["H100"], gpus=8, seq_length=256, global_batch=16)

@@ -2,19 +2,18 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tokenizers
 
+from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import model_problems, resolve_model
 from picotron_min.runtime.config_file import load_config, parse_config
-from picotron_min.runtime.public_models import PRESETS, to_hf
+from picotron_min.runtime.public_models import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,56 +45,37 @@ def problems(raw: dict) -> list[str]:
 # what is wrong: (section, its keys, the expected message)
 BAD = {
     "a number in quotes": ("training", {"seq_length": "256"},
-        'training.seq_length="256": must be a whole number from 1 up to 1,000,000,000, '
-        "without quotes"),
-    "a fraction of a step": ("training", {"total_train_steps": 2.5},
-        "training.total_train_steps=2.5: must be a whole number from 1 up to 99,999,999"),
+        'training.seq_length="256": must be a valid integer, without quotes'),
+    "a number as text": ("training", {"learning_rate": "big"},
+        'training.learning_rate="big": must be a valid number'),
     "a whole number as 1e9": ("training", {"max_tokens": 1e9},
-        "training.max_tokens=1000000000.0: must be a whole number above 0 or null, without a point "
-        "or an exponent"),
-    "true for a number": ("training", {"seed": True},
-        "training.seed=true: must be a whole number from 0 up to 9,223,372,036,854,775,807"),
-    "a number for true": ("model", {"compile": 1},
-        "model.compile=1: must be true or false"),
+        "training.max_tokens=1000000000.0: must be a valid integer"),
+    "true for a number": ("training", {"seed": True}, "seed=true: must be a valid integer"),
     "true in quotes": ("distributed", {"use_cpu": "true"},
-        'distributed.use_cpu="true": must be true or false, without quotes'),
-    "a number for text": ("dataset", {"split": 3},
-        "dataset.split=3: must be text of 1 to 4,096 valid characters"),
+        'distributed.use_cpu="true": must be a valid boolean, without quotes'),
+    "a number for text": ("dataset", {"split": 3}, "dataset.split=3: must be a valid string"),
     "null without a meaning": ("training", {"seq_length": None},
-        "training.seq_length=null: must be a whole number from 1 up to 1,000,000,000"),
-    "an empty name": ("model", {"name": ""},
-        'model.name="": must be text of 1 to 4,096 valid characters'),
-    "a NUL in a name": ("model", {"name": "a\0"},
-        r'model.name="a\u0000": must be text of 1 to 4,096 valid characters'),
+        "training.seq_length=null: must be a valid integer"),
+    "an empty name": ("model", {"name": ""}, 'model.name="": must have at least 1 character'),
+    "a NUL in a name": ("model", {"name": "a\0"}, r'model.name="a\u0000": must match'),
     "half a character": ("checkpoint", {"save_dir": "\ud800"},
-        r'checkpoint.save_dir="\ud800": must be text of 1 to 4,096 valid characters'),
-    "text for a list": ("distributed", {"pp_layers": "[1, 3]"},
-        'distributed.pp_layers="[1, 3]": must be a list of whole numbers above 0 or null'),
+        r'checkpoint.save_dir="\ud800": must be a valid string'),
     "text in a list": ("distributed", {"pp_layers": [1, "3"]},
-        'distributed.pp_layers=[1, "3"]: must be a list of whole numbers above 0 or null'),
+        'distributed.pp_layers.1="3": must be a valid integer, without quotes'),
     "a number too large for a float": ("training", {"learning_rate": 10**400},
-        "...: must be a finite number above 0"),
+        "...: must be a valid number"),
     "no process": ("distributed", {"dp_size": 0},
-        "distributed.dp_size=0: must be a whole number from 1 up to 1,000,000"),
-    "a negative count": ("training", {"warmup_steps": -1},
-        "training.warmup_steps=-1: must be a whole number from 0 up"),
+        "distributed.dp_size=0: must be greater than or equal to 1"),
     "not a number": ("training", {"learning_rate": float("nan")},
-        "training.learning_rate=NaN: must be a finite number above 0"),
+        "training.learning_rate=NaN: must be a finite number"),
     "zero for no clipping": ("training", {"grad_clip": 0},
-        "training.grad_clip=0: must be a finite number above 0 or null"),
-    "a beta of 1": ("training", {"betas": [0.9, 1]},
-        "training.betas=[0.9, 1]: must be a list of 2 finite numbers from 0 up to below 1"),
-    "one beta": ("training", {"betas": [0.9]},
-        "training.betas=[0.9]: must be a list of 2 finite numbers from 0 up to below 1"),
+        "training.grad_clip=0: must be greater than 0"),
+    "a beta of 1": ("training", {"betas": [0.9, 1]}, "training.betas.1=1: must be less than 1"),
+    "one beta": ("training", {"betas": [0.9]}, "training.betas=[0.9]: must have at least 2 items"),
     "an unknown schedule": ("training", {"schedule": "cosin"},
-        'training.schedule="cosin": must be "constant", "cosine" or "wsd"'),
-    "float16": ("model", {"dtype": "float16"},
-        'model.dtype="float16": must be "float32", "bfloat16" or "float64"'),
-    "threads that are no number": ("environment", {"OMP_NUM_THREADS": "many"},
-        'environment.OMP_NUM_THREADS="many": must be a whole number from 1 up to 1,024 or null'),
+        "training.schedule=\"cosin\": must be 'constant', 'cosine' or 'wsd'"),
     "a token in the file": ("environment", {"HF_TOKEN": "hf_secret"},
-        "environment.HF_TOKEN must be null: a token belongs in the environment, not in a "
-        "file. Delete it here, run  export HF_TOKEN=..."),
+        "environment.HF_TOKEN must be null: delete it, and run  export HF_TOKEN=..."),
     "a misspelt key": ("training", {"learning_rat": 1},
         "training.learning_rat is not known: did you mean learning_rate?"),
     "a key in capitals": ("distributed", {"TP_SIZE": 2},
@@ -156,43 +136,43 @@ BAD = {
         "dataset.tokenizer=byte: use bytes, a local path"),
     "no tokenizer folder": ("dataset", {"tokenizer": "/nowhere/at/all"},
         "dataset.tokenizer=/nowhere/at/all: there is no /nowhere/at/all"),
-    "too long a timeout": ("distributed", {"timeout_seconds": 10**10},
-        "distributed.timeout_seconds=10000000000: must be a whole number from 1 up to 1,000,000"),
     "a key that is only a little like others": ("distributed", {"cosines": 2},
         "distributed.cosines is not known: use pp_size, dp_size, cp_size, tp_size,"),
     "more layers than memory": ("model", {"num_hidden_layers": 10**9},
-        "num_hidden_layers=1000000000: must be a whole number from 1 up to 10,000"),
-    "more heads than memory": ("model", {"num_attention_heads": 10**12, "head_dim": 32},
-        "num_attention_heads=1000000000000: must be a whole number from 1 up to 10,000"),
-    "a size beyond any": ("model", {"hidden_size": 10**12},
-        "hidden_size=1000000000000: must be a whole number from 1 up to 10,000,000"),
+        "model.num_hidden_layers=1000000000: must be less than or equal to 10000"),
     "more ranks than computers": ("distributed", {"dp_size": 10**12},
-        "distributed.dp_size=1000000000000: must be a whole number from 1 up to 1,000,000"),
+        "distributed.dp_size=1000000000000: must be less than or equal to 1000000"),
     "more micro-batches than a plan": ("training", {"gradient_accumulation_steps": 10**9},
-        "gradient_accumulation_steps=1000000000: must be a whole number from 1 up to 100,000"),
+        "gradient_accumulation_steps=1000000000: must be less than or equal to 100000"),
     "more steps than names": ("training", {"total_train_steps": 10**8},
-        "training.total_train_steps=100000000: must be a whole number from 1 up to 99,999,999"),
+        "training.total_train_steps=100000000: must be less than or equal to 99999999"),
     "a longer sequence than memory": ("training", {"seq_length": 10**12},
-        "training.seq_length=1000000000000: must be a whole number from 1 up to 1,000,000,000"),
-    "more threads than cores": ("environment", {"OMP_NUM_THREADS": 10**5},
-        "environment.OMP_NUM_THREADS=100000: must be a whole number from 1 up to 1,024 or null"),
+        "training.seq_length=1000000000000: must be less than or equal to 1000000000"),
     "a seed that torch cannot take": ("training", {"seed": 2**64},
-        "training.seed=18446744073709551616: must be a whole number from 0 up to 9,223,372,"
-        "036,854,775,807"),
+        "training.seed=18446744073709551616: must be less than or equal to 9223372036854775807"),
     "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
-        "dataset.tokenizer=bytes has far fewer ids (257) than vocab_size=49152 of"
-        " model.name=SmolLM-135M: leave it out for the model's own, or set vocab_size"),
+        "vocab_size=49152 of model.name=SmolLM-135M is far above the 257 token ids of"
+        " dataset.tokenizer=bytes: leave it out for the model's own, or set vocab_size"),
+    "a short trace": ("logging", {"trace_file": "t"},  # with the steps below
+        "trace_file=t records steps 3 to 5: raise total_train_steps=4 to 5"),
+    "a rank without a row of the vocabulary": ("distributed", {"tp_size": 32},  # with heads below
+        "tp_size=32 is too large to split vocab_size=257, 9 rows a rank: lower it"),
     "a name that no file system allows": ("dataset", {"tokenizer": "./" + "x" * 256},
         f"dataset.tokenizer=./{'x' * 256}: there is no /"),
 }
 # fmt: on
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
+BESIDE = {  # what else is in the config
+    "bytes in a large vocabulary": {"dataset": {"tokenizer": "bytes"}},
+    "a short trace": {"training": {"total_train_steps": 4}},
+    "a rank without a row of the vocabulary": {"model": HEADS},
+}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
     section, keys, message = BAD[name]
-    tokenizer = {"dataset": {"tokenizer": "bytes"}} if name == "bytes in a large vocabulary" else {}
-    (problem,) = problems({section: keys} | tokenizer)
+    (problem,) = problems({section: keys} | BESIDE.get(name, {}))
     assert message in problem
     assert "hf_secret" not in problem
 
@@ -209,7 +189,7 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
         ('{"trainng": {}}', "trainng is not known: did you mean training?"),
         ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
         ('{"name": "tiny"}', "name is not known: did you mean model.name?"),
-        ('{"training": 5}', "training=5: must be a section, { ... }"),
+        ('{"training": 5}', "training=5: must be a valid dictionary"),
         (
             '{"model": {"name": "a", "compile": true, "name": "b"}}',
             "an object repeats name: keep",
@@ -245,17 +225,6 @@ def test_the_tokenizer_of_a_model_that_is_a_preset_may_come_from_the_hub():
     assert config.dataset.tokenizer == config.model.name
 
 
-def test_a_run_too_short_to_be_traced_is_refused():
-    (problem,) = problems({"logging": {"trace_file": "t"}, "training": {"total_train_steps": 4}})
-    assert "trace_file=t records steps 3 to 5: raise total_train_steps=4 to 5" in problem
-
-
-def test_a_rank_without_a_row_of_the_vocabulary_is_refused():
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
-    (problem,) = problems({"model": heads, "distributed": {"tp_size": 32}})
-    assert "tp_size=32 is too large to split vocab_size=257, 9 rows a rank: lower it" in problem
-
-
 def test_all_mistakes_are_reported_at_once(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
@@ -288,7 +257,7 @@ def test_the_default_of_a_bad_key_is_not_reported():
     (problem,) = problems({"training": 5, "model": {"max_position_embeddings": 8}})
     assert "seq_length" not in problem
     (problem,) = problems({"model": {"name": 5, "num_attention_heads": 3}})
-    assert problem == "model.name=5: must be text of 1 to 4,096 valid characters"
+    assert problem == "model.name=5: must be a valid string"
     both = problems({"model": {"name": 5}, "dataset": {"name": "nowhere.txt"}})
     assert len(both) == 2  # name is a key of two sections; only the model's is hidden
 
@@ -375,18 +344,18 @@ def test_a_local_folder_gives_the_model(tmp_path, monkeypatch):
 
 
 def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
-    def offline(name, file):
+    def offline(name, allow_patterns):
         raise OSError("no network\nand more")
 
-    hub = SimpleNamespace(hf_hub_download=offline)
+    hub = SimpleNamespace(snapshot_download=offline)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     config = parse_config({"model": {"name": "owner/llama"}, "training": {"seq_length": 4096}})
-    message = r"model.name=owner/llama: cannot fetch its config.json from the hub \(no network\)"
+    message = r"model.name=owner/llama: .* cannot be fetched from the hub \(no network\)"
     with pytest.raises(ConfigError, match=message):
         resolve_model(config)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(to_hf(PRESETS["meta-llama/Llama-3.2-1B"])))
-    hub.hf_hub_download = lambda name, file: path
+    hub.snapshot_download = lambda name, allow_patterns: tmp_path
     assert resolve_model(config) == PRESETS["meta-llama/Llama-3.2-1B"]
     path.write_text(json.dumps(to_hf(PRESETS["tiny"])))
     with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
@@ -514,11 +483,6 @@ def test_how_experts_are_trained_is_harmless_without_any():
     parse_config({"training": keys | changed | {"moe_router_force_load_balancing": True}})
 
 
-def test_only_a_quoted_number_is_reported_to_need_no_quotes():
-    for word, problem in (("1e-3", "above 0, without quotes"), ("big", "above 0")):
-        assert problems({"training": {"learning_rate": word}})[0].endswith(problem)
-
-
 def test_a_sequence_that_cannot_be_cut_is_reported_with_the_lengths_that_can():
     ring = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
     parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
@@ -612,43 +576,6 @@ def test_more_processes_than_a_machine_can_start_need_torchrun(tmp_path):
     assert load_config(path, 10**5).world_size == 10**5
 
 
-def test_a_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    parse_config({"dataset": {"cache_dir": f"{tmp_path}/new/folder"}})
-    (problem,) = problems({"dataset": {"cache_dir": f"{tmp_path}/file/new"}})
-    assert problem == (
-        f"dataset.cache_dir={tmp_path}/file/new cannot be written: name another folder"
-    )
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    assert "cannot be written" in problems({"dataset": {"cache_dir": f"{tmp_path}/new"}})[0]
-
-
-def write_tokenizer(path: Path, num_ids: int) -> str:
-    """A tokenizer's .json file as the `tokenizers` package writes it."""
-    vocabulary = {f"w{i}": i for i in range(num_ids - 1)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.add_special_tokens(["<|endoftext|>"])  # gets the next id
-    tokenizer.save(str(path))
-    return str(path)
-
-
-def test_a_local_tokenizer_must_fit_the_vocabulary(tmp_path):
-    file = write_tokenizer(tmp_path / "tokenizer.json", 258)
-    for name in (file, str(tmp_path)):
-        (problem,) = problems({"dataset": {"tokenizer": name}})
-        assert problem == (
-            f"vocab_size=257: use at least 258, the token ids of dataset.tokenizer={name}"
-        )
-        parse_config({"dataset": {"tokenizer": name}, "model": {"vocab_size": 258}})
-    panics = json.loads(Path(file).read_text()) | {"normalizer": {"type": "Precompiled"}}
-    panics["normalizer"]["precompiled_charsmap"] = ""
-    for damaged in ("no tokenizer", json.dumps(panics)):
-        Path(file).write_text(damaged)
-        (problem,) = problems({"dataset": {"tokenizer": file}})
-        assert f"dataset.tokenizer={file}: cannot read {file}: " in problem
-        assert problem.endswith("Repair the file, or name another tokenizer")
-
-
 def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
     def tokenizer(name: str) -> str:
         config = parse_config({"model": {"name": name}})
@@ -661,12 +588,6 @@ def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
-    (problem,) = problems({"model": {"name": str(folder)}})
-    assert problem == (
-        f"model.name={folder} holds no tokenizer: copy its files there, or set dataset.tokenizer to"
-        " a folder, a hub id or bytes"
-    )
-    write_tokenizer(folder / "tokenizer.json", 100)
     assert tokenizer(str(folder)) == str(folder)
     given = {"model": {"name": str(folder)}, "dataset": {"tokenizer": "bytes"}}
     assert parse_config(given).tokenizer == "bytes"
@@ -677,14 +598,3 @@ def test_bytes_in_a_vocabulary_that_is_given_or_a_little_larger_are_accepted():
     parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 49_152}, "dataset": dataset})
     parse_config({"model": {"name": "SmolLM-135M", "vocab_size": 257}, "dataset": dataset})
     parse_config({"model": {"vocab_size": 512}})
-
-
-def test_a_folder_that_may_not_be_listed_is_no_traceback(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
-
-    def forbidden(path):
-        raise PermissionError(13, "Permission denied", path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.scandir", forbidden)
-        assert parse_config({"model": {"name": str(tmp_path)}}).tokenizer == str(tmp_path)

@@ -65,9 +65,13 @@ def keep_away_from_hub() -> None:
 @pytest.mark.parametrize(
     "section, key, message",
     [
-        ("model", "name", "model.name=owner/nothing: cannot fetch its config.json from the hub"),
+        (
+            "model",
+            "name",
+            "model.name=owner/nothing: owner/nothing is not a folder here",
+        ),
         ("dataset", "tokenizer", "cannot load tokenizer 'owner/nothing': "),
-        ("dataset", "name", "dataset 'owner/nothing' is not on this machine, and the Hugging"),
+        ("dataset", "name", "cannot read dataset 'owner/nothing': "),
     ],
 )
 def test_without_a_network_a_hub_name_is_refused_at_once(workplace, section, key, message):

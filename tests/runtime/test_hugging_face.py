@@ -12,9 +12,9 @@ from torch import Tensor
 
 from picotron_min.collectives import all_reduce
 from picotron_min.runtime import export
+from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.hugging_face import find_weights
-from picotron_min.runtime.public_models import to_hf
 from tests.core.test_checkpoint import make_config, make_training, names, train_and_save
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_an_unusable_config_beside_weights_is_refused_with_its_path(tmp_path, co
 def test_folders_without_weights_and_damaged_files_are_refused(tmp_path):
     model_config = resolve_model(make_config(model=SHAPE))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+    with pytest.raises(ValueError, match=r"is no folder with .safetensors files"):
         find_weights(str(tmp_path), model_config, set())
     for content in (b"", b"garbage" * 100, b"\xff" * 100):
         (tmp_path / "model.safetensors").write_bytes(content)
@@ -190,7 +190,7 @@ def test_folders_without_weights_and_damaged_files_are_refused(tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(OSError, match=r"cannot read .*folder\.safetensors"):
         find_weights(str(tmp_path), model_config, set())
-    with pytest.raises(ValueError, match=r"model\.safetensors is a file: name its folder"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is no folder with"):
         find_weights(str(tmp_path / "model.safetensors"), model_config, set())
 
 

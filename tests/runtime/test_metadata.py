@@ -29,7 +29,7 @@ def write_checkpoint(folder: Path, change: Callable[[dict], dict] = lambda state
     save_file({"x": torch.zeros(1)}, folder / SHARD)
     config = make_config()
     state = {"step": 7, "files": {SHARD: (folder / SHARD).stat().st_size}}
-    state |= metadata_of(config, resolve_model(config), skipped_steps=1)
+    state |= metadata_of(config, resolve_model(config), skipped_steps=1, tokens_seen=56)
     (folder / "state.json").write_text(json.dumps(change(state)))
     return folder
 
@@ -61,27 +61,24 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, e
 @pytest.mark.parametrize(
     "change,expected",
     [
-        ("", "state.json: it is not JSON"),
-        ("[" * 10**5, "state.json: it is not JSON"),
-        ("[]", r"state.json: \[\] is not what a run writes"),
-        ("{}", "state.json: step is missing; state.json: skipped_steps is missing"),
+        ("", "state.json: Invalid JSON: EOF"),
+        ("[" * 10**5, "state.json: Invalid JSON: recursion limit"),
+        ("[]", r"state.json: \[\]: must be"),
+        ("{}", "state.json: step Field required; state.json: skipped_steps Field required"),
         (None, r"No such file or directory: '.*state\.json'"),
-        ({"step": "six"}, 'state.json: step="six" is not what'),
-        ({"step": -3}, "step=-3 is not what a run writes"),
-        ({"step": 10**20}, "step=100000000000000000000 is not what"),
+        ({"step": "six"}, 'state.json: step="six": must be a valid integer'),
+        ({"step": -3}, "step=-3: must be greater than or equal to 0"),
         ({"step": 6}, "state.json: step is 6, unlike the folder's name"),
-        ({"skipped_steps": 8}, "state.json: 8 of 7 steps skipped"),
-        ({"files": {}}, "files={} is not what"),
+        ({"tokens_seen": 10**30}, "tokens_seen=10+: must be"),
+        ({"files": {}}, "files={}: "),
         ({"files": {"other.safetensors": 8}}, rf"files lacks {SHARD}; other.* is missing"),
-        ({"files": {SHARD: "long"}}, 'files.*="long" is not what'),
-        ({"config": {}}, "state.json: config lacks dataset, model, training"),
-        ({"config": []}, r"config=\[\] is not what"),
-        ({"config": {"model": {"dtype": "float8"}}}, 'dtype="float8" must be "float32", .* or'),
-        ({"steps": 7}, "state.json: steps is not known"),
-        ({"config": {"environment": {"HF_TOKEN": "hf_x"}}}, r"environment\.HF_TOKEN must be null"),
-        ({"model": {}}, "model.vocab_size is missing; .*model.hidden_size is missing"),
-        ({"model": {"rope_scaling": 5}}, "model.rope_scaling=5 is not what"),
-        ({"tokens_seen": "many"}, 'tokens_seen="many" is not what'),
+        ({"config": {"model": {"dtype": "float8"}}}, "dtype=\"float8\": must be 'float32', .* or"),
+        ({"steps": 7}, "state.json: steps=7: Extra inputs are not permitted"),
+        (
+            {"config": {"environment": {"HF_TOKEN": "hf_x"}}},
+            r"environment\.HF_TOKEN Input",
+        ),
+        ({"model": {}}, "model.vocab_size Field required; .*model.hidden_size Field required"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -105,12 +102,6 @@ def test_a_damaged_state_is_refused_with_the_remedy(tmp_path, change, expected):
 def test_a_checkpoint_may_have_a_name_of_the_users_choice(tmp_path):
     assert read_metadata(write_checkpoint(tmp_path / "best")).step == 7
     assert read_metadata(write_checkpoint(tmp_path / "step-00000007")).skipped_steps == 1
-
-
-def test_optional_keys_are_kept_and_may_be_absent(tmp_path):
-    seen = write_checkpoint(tmp_path / "seen", lambda state: state | {"tokens_seen": 56})
-    assert read_metadata(seen).tokens_seen == 56
-    assert read_metadata(write_checkpoint(tmp_path / "unseen")).tokens_seen is None
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
@@ -143,26 +134,18 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     assert "num_hidden_layers" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"config": {"model": {"dtype": "float8"}}}, {"config": {"model": {"dtype": None}}}],
-    ids=["unknown", "null"],
-)
-def test_an_export_refuses_an_unknown_dtype_with_exit_code_2(tmp_path, capsys, change):
-    folder = write_checkpoint(tmp_path / "step-00000007", lambda state: state | change)
+def test_an_export_refuses_a_damaged_checkpoint_with_exit_code_2(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "step-00000007", lambda state: state | {"step": 6})
     with pytest.raises(SystemExit) as end:
         export.main([str(folder), str(tmp_path / "hf")])
     assert end.value.code == 2 and not (tmp_path / "hf").exists()
     error = capsys.readouterr().err
-    dtype = json.dumps(change["config"]["model"]["dtype"])
-    wanted = 'must be "float32", "bfloat16" or "float64"'
-    assert f"config.model.dtype={dtype} {wanted}" in error
-    assert "Name another one in the argument `checkpoint`" in error
+    assert "step is 6" in error and "Name another one in the argument `checkpoint`" in error
     assert "load_path" not in error
 
 
 def saved_by(config: Config) -> Metadata:
-    metadata = metadata_of(config, resolve_model(config), skipped_steps=0)
+    metadata = metadata_of(config, resolve_model(config), skipped_steps=0, tokens_seen=24)
     state = {"step": 3, "files": {SHARD: 8}, **metadata}
     return Metadata.model_validate_json(json.dumps(state))
 
@@ -180,7 +163,7 @@ EXPERTS = {"num_local_experts": 4, "mlp_only_layers": [0]}
 
 def test_a_checkpoint_of_another_mixture_is_refused(tmp_path):
     config = make_config(model=EXPERTS)
-    state = metadata_of(config, resolve_model(config), skipped_steps=1)
+    state = metadata_of(config, resolve_model(config), skipped_steps=1, tokens_seen=56)
     folder = write_checkpoint(
         tmp_path / "saved", lambda dense: dense | json.loads(json.dumps(state))
     )

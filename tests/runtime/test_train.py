@@ -36,6 +36,7 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.inputs import open_text
+from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import State, make_config, make_training, run_steps
 from tests.training import Training, open_data, with_autograd
 from tests.workplace import (
@@ -155,7 +156,7 @@ def losses_without_train_py(folder: Path, path: str) -> tuple[list, list]:
     config = load_config(path)
     axes = build_axes(torch.device("cpu"), Layout(dp=2))
     model_config = resolve_model(config)
-    data = open_data(config, open_text(config, model_config), axes.dp.rank)
+    data = open_data(config, open_text(config, BytesTokenizer(), 257), axes.dp.rank)
     training = Training(config, model_config, axes, torch.device("cpu"), data)
     steps, evaluations = [], []
     for step in range(STEPS):
@@ -197,7 +198,7 @@ def test_the_finished_model_has_the_reported_validation_loss(workplace, first_ru
     monkeypatch.chdir(workplace.folder)
     model = AutoModelForCausalLM.from_pretrained("runs/first/hf")
     config = load_config("first.json")
-    text = open_text(config, resolve_model(config))
+    text = open_text(config, BytesTokenizer(), 257)
     total, num_targets = 0.0, 0
     for rank, index, micro_batch in itertools.product(range(2), repeat=3):
         batch = open_data(config, text, rank).eval_batch(index, micro_batch)

@@ -30,6 +30,5 @@ QWEN3 = {  # a row of runtime/architectures.py
     "class_name": "Qwen3ForCausalLM",
     "fits": lambda model_config: model_config.qk_norm,
     "fixed": {"attention_bias": False, "use_sliding_window": False},
-    "defaults": {},  # an absent head_dim would mean 128
     "read": lambda hf: {"qk_norm": True},
 }
