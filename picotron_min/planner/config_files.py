@@ -15,7 +15,7 @@ from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import Gpu
 from picotron_min.runtime.json_file import parse_json, read_json
-from picotron_min.runtime.wording import choice, expected
+from picotron_min.runtime.wording import choice
 
 ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
 ALIASES |= {"mbs": "micro_batch_size"}
@@ -31,8 +31,6 @@ def request_of(flags: argparse.Namespace) -> Request:
     dtype = flags.dtype or ("float32" if gpu.name == "cpu" else "bfloat16")
     asked = {"model": {"name": flags.model, "dtype": dtype, "compile": flags.compile}}
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
-    if not flags.write:
-        asked["dataset"] = {"tokenizer": "any/tokenizer"}  # the model's folder need not hold one
     config = parse_config(asked)
     max_tp = flags.max_tp or flags.gpus_per_node or GPUS_PER_NODE
     options = {"fill": flags.fill, "max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
@@ -85,14 +83,15 @@ def fixed_choices(text: str) -> dict[str, object]:
             )
         schema = KEYS[CHOICES[name]]
         if "enum" in schema:
-            good = value in schema["enum"]
+            good, what = value in schema["enum"], choice(schema["enum"])
         else:
             with suppress(ValueError):
                 value = parse_json(value)
-            is_switch = schema["type"] == "boolean"
-            good = type(value) is bool if is_switch else type(value) is int and value > 0
+            good, what = type(value) is bool, "true or false"
+            if schema["type"] == "integer":
+                good, what = type(value) is int and value > 0, "a whole number from 1 up"
         if not good:
-            raise ValueError(f"--fix {pair}: must be {expected(schema)}")
+            raise ValueError(f"--fix {pair}: must be {what}")
         fixed[name] = value
     return fixed
 
