@@ -18,6 +18,7 @@ So a batch is a function of (seed, tokens seen before, micro-batch, dp rank), an
 Layouts with the same G train alike. In production: `torchdata.stateful_dataloader`.
 """
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -105,9 +106,13 @@ class Batches:
 
     def batch(self, step: int, micro_batch: int) -> Batch:
         """What this rank trains on in one micro-batch of a step, both counted from 0."""
+        return self._read(self._starts(step, self._places(micro_batch)))
+
+    def _starts(self, step: int, rows: Iterable[int]) -> list[int]:
+        """Where in the stream these rows of a step's global batch begin."""
         first = self.tokens_seen(step) // self.seq_length  # place, counted over all epochs
-        places = (divmod(first + j, self.num_sequences) for j in self._places(micro_batch))
-        return self._read([self.seq_length * self._order(epoch)[place] for epoch, place in places])
+        places = (divmod(first + j, self.num_sequences) for j in rows)
+        return [self.seq_length * self._order(epoch)[place] for epoch, place in places]
 
     def eval_batch(self, index: int, micro_batch: int) -> Batch:
         """One micro-batch of held-out text, index in range(num_eval_batches)."""

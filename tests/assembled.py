@@ -43,6 +43,7 @@ def make_config(
     dtype="float64",
     layers=None,
     model=(),
+    document_mask=False,
     **training,
 ) -> Config:
     """A config of MODEL; `layers`: one more than stages, so that they are of different sizes."""
@@ -76,6 +77,7 @@ def make_config(
                 "eval_batches": 1,
             }
             | training,
+            "dataset": {"document_mask": document_mask},
         }
     )
 
@@ -84,7 +86,10 @@ def make_training(config: Config, model_config: ModelConfig) -> Training:
     t, device = config.training, torch.device("cpu")
     axes = build_axes(device, config.layout)
     tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
-    text = TokenFile(tokens.astype(np.uint16), num_bytes=len(tokens), num_documents=1)
+    # Documents of 1 to 41 tokens, so of many lengths in rows of 16 and 24.
+    ends = np.cumsum(np.arange(len(tokens)) * 7 % 41 + 1)
+    ends = np.append(ends[ends < len(tokens)], len(tokens))
+    text = TokenFile(tokens.astype(np.uint16), len(tokens), len(ends), ends)
     data = open_data(config, text, axes.dp.rank, axes.cp.rank)
     return Training(config, model_config, axes, device, data)
 

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import numpy as np
 import torch
 
+from picotron_min.data import Batches
 from picotron_min.extension import Extension
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import Axes
@@ -50,6 +52,10 @@ def extensions_of(
 ) -> list[Extension]:
     """In the order in which they change a model."""
     chosen, paused = [], None
+    if workload.document_mask:
+        from picotron_min.extensions.documents.extension import DocumentMask
+
+        chosen.append(DocumentMask(device))
     if workload.fp8 or workload.dtype == "bfloat16":
         from picotron_min.extensions.precision.extension import Precision
 
@@ -72,6 +78,20 @@ def extensions_of(
 
         chosen.append(Sharding(layout, workload, axes, device))
     return chosen
+
+
+def open_batches(
+    workload: Workload, ends: np.ndarray | None, tokens: np.ndarray, **options
+) -> Batches:
+    """Any micro-batch of a rank; `ends` of the documents among the tokens."""
+    if not workload.document_mask:
+        return Batches(tokens, **options)
+    if ends is None:
+        problem = "dataset.document_mask=true needs to know where documents end"
+        raise ValueError(f"{problem}, and ready token ids do not tell: set it to false")
+    from picotron_min.extensions.documents.batches import DocumentBatches
+
+    return DocumentBatches(tokens, ends=ends, **options)
 
 
 def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:

@@ -99,6 +99,7 @@ class Workload(layout.Workload):
     offload: int = 0  # layers of each stage whose activations wait on the host
     fp8: bool = False  # layers' linears multiply in 8 bits: see precision/
     fp8_skip: int = 0  # number of first and last layers that stay in `dtype`
+    document_mask: bool = False  # attention stays inside documents: see documents/
     optimizer: str = "adamw"  # this and moments as in Recipe
     moments: str = "float32"
     routing: Routing = Routing()

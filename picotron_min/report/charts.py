@@ -121,6 +121,7 @@ OTHERS = [
     Quantity("MFU: mfu_common", "% of the peak", "mfu_common", scale=100),
     Quantity("Zeros in the gradient", "elements", "num_zeros_in_grad"),
     Quantity("Imbalance", "fullest expert / mean", "load_imbalance"),
+    Quantity("Imbalance of a ring", "busiest rank / mean", "cp_imbalance"),
 ]
 
 

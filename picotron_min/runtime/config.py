@@ -101,7 +101,7 @@ class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing)
     eval_batches: NonNegativeInt = 4  # steps' worth of the held-out end of the text; 0: none
 
 
-class Dataset(Section):  # the text
+class Dataset(section(keys_of(Workload, "document_mask"))):  # the text
     name: Name = "stdlib"  # Python's own library, a local file or folder, or a hub id
     subset_name: Text | None = None
     split: Text = "train"
@@ -183,7 +183,7 @@ class Config(Section):  # the whole of config.json
         """What one data-parallel rank computes in a step, and how."""
         flash = self.model.use_flash_attention and self.environment.FLASH_ATTEN is not False
         own = {"flash_attention": flash, "routing": _build(Routing, self.training)}
-        return _build(Workload, self.model, self.training, **own)
+        return _build(Workload, self.model, self.training, self.dataset, **own)
 
     @property
     def recipe(self) -> Recipe:
@@ -191,7 +191,9 @@ class Config(Section):  # the whole of config.json
         return _build(Recipe, self.model, self.training, self.logging)
 
 
-DATA_ORDER = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
+DATA_ORDER = [
+    f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column", "document_mask")
+]
 DATA_ORDER += [f"training.{key}" for key in ("seed", "seq_length", "num_samples", "eval_batches")]
 
 

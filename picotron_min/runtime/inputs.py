@@ -12,6 +12,7 @@ from filelock import FileLock
 from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
+from picotron_min.extensions.build import open_batches
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes, build_axes
@@ -68,6 +69,7 @@ class Inputs(NamedTuple):
         for key in ("model.name", "model.weights", "logging.trace_file"):
             settings[key] = "given" if attrgetter(key)(config) else None  # the paths may differ
         settings["checkpoint.save_frequency"] = config.checkpoint.save_frequency
+        settings["dataset.document_mask"] = config.dataset.document_mask
         return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
 
 
@@ -149,4 +151,5 @@ def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resume
     same = t.model_dump(include={"seq_length", "seed", "micro_batch_size", "eval_batches"})
     same |= {"num_micro_batches": t.gradient_accumulation_steps, "dp_size": d.dp_size}
     positions = POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length)
-    return Batches(text.tokens, dp_rank=dp_rank, positions=positions, **same, **resumed)
+    same |= {"dp_rank": dp_rank, "positions": positions}
+    return open_batches(config.workload, text.ends, tokens=text.tokens, **same, **resumed)

@@ -77,6 +77,11 @@ class Reporter(ExitStack):
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
         per_layer = config.logging.moe_per_layer_logging
+        attended, imbalance = None, {}
+        if config.dataset.document_mask:
+            attended, busiest = batches.attended(step - 1, config.distributed.cp_size)
+            if config.distributed.cp_size > 1 and config.distributed.cp_engine == "ring":
+                imbalance = {"cp_imbalance": busiest}
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -87,7 +92,10 @@ class Reporter(ExitStack):
             step_seconds=seconds,
             comm_bytes=take_bytes(self.axes),
             balance={k: v for k, v in result.measures.items() if per_layer or "per_layer" not in k},
-            **self.speedometer.measure(batches.tokens_per_step / seconds, config.world_size),
+            **imbalance,
+            **self.speedometer.measure(
+                batches.tokens_per_step / seconds, config.world_size, attended
+            ),
         )
         self.log.write(record)
         self.console.step(record)
@@ -177,6 +185,9 @@ def describe(inputs: Inputs) -> dict[str, str]:
         numbers += f", of which {human(active_parameter_count(shape))} active a token,"
         sizes += f", ep {layout.ep} x etp {layout.etp}"
     flops = human(model_flops_per_token(shape, t.seq_length))
+    rows = len(text.tokens) / t.seq_length
+    apart = f", apart, {text.num_documents / rows + 1:.1f} a row"
+    apart = apart if config.dataset.document_mask else ""
     begins = m.weights or f"random weights, seed {t.seed}"
     return {
         "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
@@ -185,9 +196,10 @@ def describe(inputs: Inputs) -> dict[str, str]:
         f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"
         f" a micro-batch, {counted(t.gradient_accumulation_steps, 'micro-batch')} a rank",
         "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens"
-        f" in {counted(text.num_documents, 'document')};"
+        f" in {counted(text.num_documents, 'document')}{apart};"
         f" {counted(batches.num_eval_sequences, 'sequence')} to validate",
         "tokenizer": config.tokenizer,
-        "MFU": f"{flops} FLOPs a token: matmuls, causal half of attention",
+        "MFU": f"{flops} FLOPs a token: matmuls, causal half of attention"
+        + ("; in records, that of documents" if apart else ""),
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
     }

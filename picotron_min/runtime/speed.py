@@ -27,16 +27,22 @@ class Speedometer:
     def __init__(self, model_config: ModelConfig, work: Workload, device: torch.device) -> None:
         name = device_name(device) if device.type == "cuda" else "cpu"
         self._device, self.peak = device, peak_flops(name, getattr(torch, work.dtype))
-        sizes = model_config, work.seq_length
-        self._flops_per_token = {
-            "mfu": costs.model_flops_per_token(*sizes),
-            "mfu_common": common_flops_per_token(*sizes),
-            "hfu": hardware_flops_per_token(*sizes, work.recompute),
-        }
+        self._model_config, self._work = model_config, work
 
-    def measure(self, tokens_per_second: float, devices: int) -> dict[str, float | None]:
-        """Fields of StepRecord: speeds, their shares of the peak, memory."""
-        speed, peak, flops = tokens_per_second / devices, self.peak, self._flops_per_token
+    def measure(
+        self, tokens_per_second: float, devices: int, attended: float | None = None
+    ) -> dict[str, float | None]:
+        """Fields of StepRecord: speeds, their shares of the peak, memory.
+
+        `attended`: the length of rows whose attention costs as much, if not that of the rows.
+        """
+        c, S, recompute = self._model_config, self._work.seq_length, self._work.recompute
+        flops = {
+            "mfu": costs.model_flops_per_token(c, attended or S),
+            "mfu_common": common_flops_per_token(c, S),
+            "hfu": hardware_flops_per_token(c, attended or S, recompute),
+        }
+        speed, peak = tokens_per_second / devices, self.peak
         shares = {name: peak and flops[name] * speed / peak for name in flops}
         speeds = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_device": speed}
         return speeds | shares | {"memory_gb": memory_gb(self._device)}

@@ -19,12 +19,16 @@ from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer, tokenizer_files
 
 
+VERSION = 3  # of what is written
+
+
 class TokenFile(NamedTuple):
     """A tokenised text: the stream, mapped into memory and read from disk as it is used."""
 
     tokens: np.ndarray  # [num_tokens], one end-of-text after each document
     num_bytes: int  # UTF-8 bytes of the text
     num_documents: int
+    ends: np.ndarray | None = None  # int64: where in the stream each document ends, for its mask
 
     @property
     def tokens_per_byte(self) -> float:
@@ -58,7 +62,7 @@ def _cache_key(config: Config, files: list[Path]) -> str:
     """Another one for a changed file; after a change on the hub, delete the cache by hand."""
     source = config.dataset.model_dump(include={"name", "subset_name", "split", "text_column"})
     source |= {"num_samples": config.training.num_samples, "tokenizer": config.tokenizer}
-    parts = [2, source]  # 2: the version of what is written
+    parts = [VERSION, source]
     for file in [*files, *tokenizer_files(config.tokenizer)]:
         parts.append((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -130,8 +134,11 @@ def _write_token_file(
         if not len(documents):
             raise ValueError(f"dataset {config.dataset.name!r} holds no text")
         dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"  # 2 bytes halve the stream
+        chunks = documents.data.column("ids").chunks  # mapped into memory
+        lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
+        lengths.cumsum(dtype=np.int64).tofile(done / "documents.bin")
         with open(done / "tokens.bin", "wb") as file:
-            for chunk in documents.data.column("ids").chunks:  # mapped into memory
+            for chunk in chunks:
                 chunk.flatten().to_numpy().astype(dtype).tofile(file)
             num_tokens = file.tell() // np.dtype(dtype).itemsize
         counts = {"num_bytes": sum(documents["num_bytes"]), "num_documents": len(documents)}
@@ -200,4 +207,8 @@ def _open_token_file(folder: Path) -> TokenFile:
     if len(tokens) != (expected := metadata["num_tokens"]):
         problem = f"{folder} is damaged: it has {len(tokens)} tokens instead of {expected}"
         raise ValueError(f"{problem}. Delete it, and it will be made again")
-    return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"])
+    ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
+    if len(ends) != metadata["num_documents"] or ends[-1] != expected:
+        problem = f"{folder} is damaged: its documents do not end with its {expected} tokens"
+        raise ValueError(f"{problem}. Delete it, and it will be made again")
+    return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"], ends)

@@ -173,7 +173,7 @@ def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_r
     assert [record["step"] for record in saves] == [2, 4, 6]
     names = "step loss grad_norm learning_rate tokens tokens_per_second"
     names += " tokens_per_second_per_device mfu mfu_common hfu step_seconds memory_gb comm_bytes"
-    names += " num_zeros_in_grad"
+    names += " num_zeros_in_grad cp_imbalance"
     for step, record in enumerate(records, 1):
         assert record.keys() == set(names.split())
         assert record["step"] == step and record["tokens"] == step * 8 * 32

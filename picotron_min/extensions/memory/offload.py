@@ -75,7 +75,7 @@ class Offload:
             self.tape: list[dict[int, Block]] = []  # the blocks of each layer, by address
         tape, blocks = self.tape, {}
         if i < self.num_layers:
-            stays = addresses(layer, *rotary, *[x] * (self.keeps_input and i == 0))
+            stays = addresses(layer, *rotary[:2], *[x] * (self.keeps_input and i == 0))
             with saved_tensors_hooks(partial(_pack, blocks, stays), _unpack):
                 out = forward(x, rotary)
         else:

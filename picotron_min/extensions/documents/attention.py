@@ -1,0 +1,123 @@
+"""Attention inside documents: plain attention to each, or, over a ring, rectangle by rectangle."""
+
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from picotron_min.attention import Kernel, merge_blocks
+from picotron_min.collectives import Shift, ring
+from picotron_min.context_parallel import RingAttention, UlyssesAttention
+from picotron_min.extensions.documents.rectangles import Documents, ring_plan
+from picotron_min.loss import wide
+from picotron_min.model import FlashAttention
+
+
+def inside_documents(attention: nn.Module, device: torch.device) -> nn.Module:
+    """What takes the place of an attention that knows no documents."""
+    if isinstance(attention, RingAttention):
+        return DocumentRing(attention.axis, attention.kernel)
+    if isinstance(attention, UlyssesAttention):
+        attention.inner = inside_documents(attention.inner, device)
+        return attention
+    if device.type == "cuda" and isinstance(attention, FlashAttention):
+        return VarlenAttention()
+    return DocumentAttention(attention)
+
+
+class DocumentAttention(nn.Module):
+    """Causal attention of q [B, Q, S, D] to k and v [B, K, S, D], one document after another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @torch.compiler.disable  # the lengths change in every call
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        rows = []
+        for row, lengths in enumerate(documents.lengths):
+            parts = (x[row : row + 1].split(lengths, dim=2) for x in (q, k, v))
+            rows.append(torch.cat([self.inner(*part) for part in zip(*parts, strict=True)], dim=2))
+        return torch.cat(rows)
+
+
+class VarlenAttention(nn.Module):
+    """The same in one kernel, on GPUs in 16 bits; torch has none for CPUs."""
+
+    @torch.compiler.disable
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        borders, longest = _borders(documents, q.device)
+        B, _, S, _ = q.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, heads, D]
+        options = {"window_size": (-1, 0), "enable_gqa": True}  # causal
+        out = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+        return out.unflatten(0, (B, S)).transpose(1, 2)
+
+
+@lru_cache(maxsize=256)
+def _borders(documents: Documents, device: torch.device) -> tuple[Tensor, int]:
+    lengths = [length for row in documents.lengths for length in row]
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory()
+    return borders.to(device, non_blocking=True), max(lengths)
+
+
+class DocumentRing(nn.Module):
+    """RingAttention, but a rank computes only the rectangles inside documents.
+
+    The same messages: a block that this rank does not see is not computed, and still travels.
+    """
+
+    def __init__(self, axis, kernel: Kernel) -> None:
+        super().__init__()
+        self.axis, self.kernel = axis, kernel
+
+    @torch.compiler.disable
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        plan = ring_plan(documents, self.axis.rank, self.axis.size, q.shape[2] // 2)
+        return _DocumentRing.apply(q, k, v, self.axis, self.kernel, plan)
+
+
+class _DocumentRing(torch.autograd.Function):  # in the order of _RingAttention: see there
+    @staticmethod
+    def forward(ctx, q, k, v, axis, kernel, plan):
+        kv = torch.stack((k, v))
+        out = wide(torch.empty_like(q))
+        lse = torch.empty_like(out[..., 0])
+        for source, block in ring(kv, axis):
+            for row, queries, keys, is_causal in plan[source]:
+                ours, (k, v) = (slice(row, row + 1), slice(None), queries), block[:, row, None]
+                part = kernel.attend(q[ours], k[:, :, keys], v[:, :, keys], is_causal)
+                if not is_causal:  # every query is in one square, and these came first
+                    part = merge_blocks(out[ours], lse[ours], *part)
+                out[ours], lse[ours] = part
+        ctx.axis, ctx.kernel, ctx.plan = axis, kernel, plan
+        ctx.save_for_backward(q, kv, out := out.to(q.dtype), lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
+        dq, shift = torch.zeros_like(q, dtype=lse.dtype), None
+        for source, block in ring(kv, axis):
+            parts = []  # before the wait: so the message travels meanwhile
+            for row, queries, keys, is_causal in ctx.plan[source]:
+                ours, theirs = (slice(row, row + 1), slice(None), queries), (row, slice(None), keys)
+                k, v = block[:, row, None, :, keys]
+                tensors = gradient[ours], q[ours], k, v, out[ours], lse[ours]
+                dq_part, *dkv_part = ctx.kernel.backward(*tensors, is_causal)
+                dq[ours] += dq_part
+                parts.append((theirs, dkv_part))
+            dkv = shift.wait() if shift else torch.zeros_like(kv, dtype=lse.dtype)
+            for theirs, (dk, dv) in parts:
+                dkv[0][theirs] += dk[0]
+                dkv[1][theirs] += dv[0]
+            if source == axis.rank:
+                own_dkv = dkv
+            else:
+                shift = Shift(dkv, axis)
+        if shift:
+            own_dkv += shift.wait()
+        return dq.to(q.dtype), *own_dkv.to(kv.dtype), None, None, None
