@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.context_parallel import POSITIONS, zigzag_positions
+from picotron_min.extensions.build import open_batches
 from picotron_min.extensions.documents.attention import DocumentAttention, inside_documents
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.extensions.documents.extension import DocumentMask
@@ -20,6 +21,7 @@ from picotron_min.extensions.documents.rectangles import (
     ring_plan,
 )
 from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import Workload
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
 from picotron_min.runtime.config import Config
@@ -197,6 +199,19 @@ def test_a_row_that_is_one_document_is_the_row_without_the_mask_to_the_last_bit(
     assert torch.equal(
         DocumentAttention(FlashAttention())(q, k, v, documents), FlashAttention()(q, k, v)
     )
+
+
+def test_borders_that_are_not_known_are_refused():
+    workload = Workload(16, document_mask=True)
+    with pytest.raises(ValueError, match=r"needs to know where documents end.*set it to false"):
+        open_batches(workload, None, tokens=np.arange(40))
+
+
+def test_a_batch_moves_its_tensors_alone(monkeypatch):
+    batch = make_batches([3, 6])._read([0])
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    moved = batch.to(torch.device("meta"))
+    assert [x.device.type for x in moved[:3]] == ["meta"] * 3 and moved.extra == batch.extra
 
 
 def test_attention_that_gets_no_documents_fails():

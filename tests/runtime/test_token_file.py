@@ -247,6 +247,7 @@ def test_every_kind_of_dataset_gives_the_same_stream(kind, prepare, tmp_path):
     assert file.tokens.dtype == np.uint16
     assert (file.num_documents, file.num_bytes) == (3, len(STREAM) - 3)
     assert file.tokens_per_byte == len(STREAM) / (len(STREAM) - 3)
+    assert file.ends.tolist() == (np.flatnonzero(file.tokens == 256) + 1).tolist()
 
 
 def test_the_standard_library_is_text_on_every_machine(prepare):
@@ -464,3 +465,23 @@ def test_a_damaged_cache_is_noticed(prepare, tmp_path):
     next((tmp_path / "cache").glob("*/tokens.bin")).write_bytes(b"1234")
     with pytest.raises(ValueError, match=rf"has 2 tokens instead of {len(STREAM)}. Delete it"):
         prepare(path)
+
+
+def test_borders_of_documents_that_do_not_fit_their_tokens_are_noticed(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    ends = prepare(path).ends.tolist()
+    file = next((tmp_path / "cache").glob("*/documents.bin"))
+    for wrong in (ends[:-1], [*ends[:-1], ends[-1] + 1]):
+        np.array(wrong).tofile(file)
+        with pytest.raises(ValueError, match=f"do not end with its {len(STREAM)} tokens. Delete"):
+            prepare(path)
+
+
+def test_a_stream_of_the_version_before_is_made_anew(prepare, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(token_file, "VERSION", token_file.VERSION - 1)
+        prepare(path)
+    (old,) = (tmp_path / "cache").glob("*/documents.bin")
+    old.unlink()  # it had none
+    assert len(prepare(path).ends) == 3
