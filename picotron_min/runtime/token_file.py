@@ -18,7 +18,6 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer, tokenizer_files
 
-
 VERSION = 3  # of what is written
 
 

@@ -24,8 +24,8 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Workload
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
+from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.public_models import to_hf
 from tests.assembled import MODEL, MODELS, assert_trains_as_one_rank, make_config, whole_run
 from tests.core.test_model import norm_in_own_dtype
 from tests.extensions.test_experts import MODELS as EXPERTS
