@@ -25,20 +25,6 @@ def _sum_of_ranks() -> int:
     return total.item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_ranks_communicate_at_every_world_size(pool, world_size):
-    assert pool.run(world_size, _sum_of_ranks) == [sum(range(world_size))] * world_size
-
-
-def test_results_come_in_rank_order_whichever_is_first(pool):
-    assert pool.run(3, _last_rank_first, "a") == ["a0", "a1", "a2"]
-
-
-def _last_rank_first(text: str) -> str:
-    time.sleep(0.1 * (2 - dist.get_rank()))
-    return f"{text}{dist.get_rank()}"
-
-
 def test_tensors_travel_both_ways(pool):
     full = torch.randn(4, 3, dtype=torch.float64)
     parts = pool.run(2, _half, {"full": full, "bf16": torch.ones(2, dtype=torch.bfloat16)})
@@ -161,7 +147,7 @@ def _wait_for_peer(peer: int) -> None:
     dist.recv(torch.zeros(1), src=peer)
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGFPE"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_rank_killed_by_a_signal_is_named_first(pool, name):
     with pytest.raises(RankFailed) as failed:
         pool.run(3, _die_on, 1, signal.Signals[name])

@@ -7,7 +7,6 @@ transformers: the same as `python train.py`. `torchrun` forks its ranks, too.
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -97,17 +96,6 @@ class Workplace:
             pytest.fail(f"still running after a minute:\n{output.read_text()}")
         return Outcome(process.exitcode, output.read_text(), time.monotonic() - began)
 
-    def start(self, *command: str) -> subprocess.Popen:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for torchrun
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | {"COLUMNS": "200", "PATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
     def steps(self, run: str) -> list[dict]:
         return [record for record in self.metrics(run) if "loss" in record]
 
@@ -133,16 +121,6 @@ def run_main(folder: Path, config: str, output: Path, sabotage: Callable[[], Non
     if sabotage:
         sabotage()
     train.main()
-
-
-def outcome_of(process: subprocess.Popen) -> Outcome:
-    began = time.monotonic()
-    try:
-        output, _ = process.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return Outcome(process.returncode, output, time.monotonic() - began)
 
 
 def numbers(records: list[dict]) -> list[tuple]:

@@ -602,7 +602,7 @@ def test_torchrun_restarts_a_run_that_resumes_from_the_latest_checkpoint(workpla
     assert numbers(workplace.steps("restarted")) == whole
 
 
-def test_kills_at_random_moments_change_nothing(tmp_path):
+def test_kills_at_random_moments_change_nothing(workplace):
     from tests.kills import survive
 
-    assert "survived 2 kills" in survive(tmp_path, kills=2, first=1, steps=24)
+    assert "survived 2 kills" in survive(workplace, kills=2, first=1, steps=24)

@@ -1,10 +1,7 @@
-"""A traced step on a GPU, emulated: what waits for messages that are posted, and what does not."""
+"""A traced step, on a GPU that is emulated: it must not wait for messages. And on a CPU."""
 
-import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,133 +9,49 @@ from unittest import mock
 import pytest
 import torch
 
-from picotron_min.extensions.schedules.registry import build_plans
-from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind
+from picotron_min.pipeline_schedule import Action, Kind
 from picotron_min.runtime.draw import read_trace
 from picotron_min.runtime.trace import Trace
 
-RANKS = 2
-TIMEOUT = 5.0  # s; only a deadlock takes so long
-THIS_THREAD = threading.local()  # .device: the FakeDevice of the rank that runs in the thread
+PLAN = [Action(kind, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(3)]
 
 
-class FakeDevice:
-    """A GPU with two streams: the current one computes, the other one has messages.
-
-    A message ends when its other end is posted. `synchronize` waits for both streams, as
-    torch.cuda.synchronize does; an event only for what its own stream had before it.
-    """
+class FakeGpu:
+    """A stream that computes, beside messages that end only when other ranks have come."""
 
     def __init__(self) -> None:
-        self.messages: list[threading.Event] = []
-        self.clock = 0.0  # ms of the current stream
+        self.clock, self.has_messages = 0.0, False  # ms
 
     def synchronize(self) -> None:
-        for message in self.messages:
-            if not message.wait(TIMEOUT):
-                raise TimeoutError("deadlock: the device waits for a message that never comes")
+        assert not self.has_messages, "deadlock: waits for messages, and the others for this rank"
 
-
-class FakeEvent:
-    """torch.cuda.Event on the current stream of this thread's device."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = THIS_THREAD.device.clock
-
-    def synchronize(self) -> None:
-        assert self.at <= THIS_THREAD.device.clock
-
-    def elapsed_time(self, end: "FakeEvent") -> float:
-        return end.at - self.at
-
-
-class OldTrace(Trace):
-    """As it was: the device is synchronised around each action."""
-
-    def watch(self, step: int) -> Callable:
-        @contextlib.contextmanager
-        def timed(action: Action) -> Iterator[None]:
-            torch.cuda.synchronize()
-            yield
-            torch.cuda.synchronize()
-
-        return timed
-
-
-def run_rank(rank: int, trace: Trace, ends: dict, last: threading.Barrier) -> None:
-    """A step of 1F1B. As in a pipeline with a tied embedding, the first and the last rank meet in a
-    collective, which each starts in its last backward and which ends when both have."""
-    device = THIS_THREAD.device = FakeDevice()
-    plan = build_plans("1f1b", RANKS, 3)[rank]
-    watch = trace.watch(2)
-    for action in plan:
-        kind, i = action.kind, action.micro_batch
-        if action.peer is not None:
-            name = (next(k for k in (SENDS | RECEIVES) if kind in (SENDS[k], RECEIVES[k])), i)
-            is_send = kind in SENDS.values()
-            ends[name, is_send].set()
-            device.messages.append(ends[name, not is_send])
-            continue
-        if receive := next((a for a in plan if a.kind is RECEIVES[kind] and a[1] == i), None):
-            arrived = ends[(kind, receive.micro_batch), True]
-            assert arrived.wait(TIMEOUT), f"rank {rank}: nothing arrives for {action}"
-        with watch(action):
-            device.clock += 1.0 if kind is Kind.FORWARD else 2.0
-            if kind is Kind.BACKWARD and i == 2:
-                ends["tied", rank].set()
-                device.messages.append(ends["tied", 1 - rank])
-    last.wait(TIMEOUT)
-
-
-def run_step(kind: type[Trace]) -> tuple[list[Trace], list[BaseException]]:
-    """One traced step on two fake GPUs; the traces, and what failed."""
-    device = torch.device("cuda")
-    traces = [kind(range(2, 3), SimpleNamespace(rank=r), device, "1f1b") for r in range(RANKS)]
-    names = [(k, i) for k in (Kind.FORWARD, Kind.BACKWARD) for i in range(3)]
-    ends = {(name, is_send): threading.Event() for name in names for is_send in (False, True)}
-    ends |= {("tied", rank): threading.Event() for rank in range(RANKS)}
-    last, failures = threading.Barrier(RANKS), []
-
-    def rank_thread(rank: int) -> None:
-        try:
-            run_rank(rank, traces[rank], ends, last)
-        except BaseException as error:
-            failures.append(error)
-            last.abort()
-
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(RANKS)]
-    with (
-        mock.patch("torch.cuda.synchronize", lambda: THIS_THREAD.device.synchronize()),
-        mock.patch("torch.cuda.Event", FakeEvent),
-    ):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return traces, failures
-
-
-def test_synchronising_the_device_around_actions_deadlocks():
-    with mock.patch(f"{__name__}.TIMEOUT", 0.5):
-        _, failures = run_step(OldTrace)
-    assert any("the device waits for a message that never comes" in str(e) for e in failures)
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        """torch.cuda.Event: what it waits for is in its own stream, but that too has to come."""
+        event = SimpleNamespace(synchronize=self.synchronize)
+        event.record = lambda: setattr(event, "at", self.clock)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
 
 
 def test_a_traced_step_does_not_wait_for_messages(tmp_path):
-    traces, failures = run_step(Trace)
-    assert not failures
-    for trace in traces:
-        THIS_THREAD.device = FakeDevice()
-        THIS_THREAD.device.clock = 9.0  # the end of the step
+    gpu = FakeGpu()
+    with (
+        mock.patch("torch.cuda.synchronize", gpu.synchronize),
+        mock.patch("torch.cuda.Event", gpu.Event),
+    ):
+        trace = Trace(range(2, 3), None, torch.device("cuda"), "1f1b")
+        watch = trace.watch(2)
+        gpu.has_messages = True  # from the first action on to the end of the step
+        for action in PLAN:
+            with watch(action):
+                gpu.clock += 1.0 if action.kind is Kind.FORWARD else 2.0
+        gpu.has_messages = False
         events = gathered(trace, tmp_path / "trace.json")
-        assert [event["dur"] for event in events if event["name"][0] == "F"] == [1000.0] * 3
-        assert [event["dur"] for event in events if event["name"][0] == "B"] == [2000.0] * 3
-        busy = [event["ts"] - events[0]["ts"] for event in events]
-        assert busy == sorted(busy) and busy[-1] == pytest.approx(7000.0, abs=0.5)
-        assert abs(events[0]["ts"] / 1e6 - time.time()) < 60  # on the host's clock
+    assert [event["dur"] for event in events] == [1000.0] * 3 + [2000.0] * 3
+    assert [event["ts"] - events[0]["ts"] for event in events] == pytest.approx(
+        [0, 1000, 2000, 3000, 5000, 7000], abs=0.5
+    )
+    assert abs(events[0]["ts"] / 1e6 - time.time()) < 60  # on the host's clock
 
 
 def gathered(trace: Trace, path: Path) -> list[dict]:

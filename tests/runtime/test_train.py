@@ -1,7 +1,6 @@
 """train.py as its users meet it: its output, its files, its exit codes; and the one train step.
 
-Most runs are forks, see workplace.py. Two are commands, of `python` and of `torchrun`, as users
-start them; both start together, so that both cores import.
+Most runs are forks, see workplace.py; that of the README is a command, as users start it.
 """
 
 import itertools
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -44,53 +42,37 @@ from tests.workplace import (
     STANDALONE,
     STEPS,
     Outcome,
-    Workplace,
     numbers,
-    outcome_of,
     torchrun,
 )
 
 README = (ROOT / "README.md").read_text()
 
 
-def start_first(workplace: Workplace) -> subprocess.Popen:
-    """`python train.py` with two processes; it saves to runs/first."""
-    config = workplace.config("first")
-    return workplace.start(sys.executable, str(ROOT / "train.py"), "--config", config)
+@pytest.fixture(scope="module")
+def first_run(workplace) -> Outcome:
+    """Two processes; it saves to runs/first."""
+    return workplace.main(workplace.config("first"))
 
 
-def start_readme(workplace: Workplace) -> subprocess.Popen:
+@pytest.fixture(scope="module")
+def readme_run(workplace) -> Outcome:
     """The first command of the README, where train.py and config.json are in the folder."""
     command = re.search(r"\btorchrun --[^\n`]*", README)[0]
     assert command == "torchrun --nproc_per_node 4 train.py --config config.json"
     (workplace.folder / "train.py").symlink_to(ROOT / "train.py")
     workplace.short_config("config")
-    return workplace.start(*shlex.split(command))
-
-
-LAUNCHES = {"first_run": start_first, "readme_run": start_readme}
-
-
-@pytest.fixture(scope="module")
-def launches(request, workplace) -> Iterator[dict[str, subprocess.Popen]]:
-    """The launches that the selected tests need, all started now."""
-    tests = [item for item in request.session.items if item.path == request.path]
-    needed = {name for item in tests for name in item.fixturenames}
-    processes = {name: LAUNCHES[name](workplace) for name in LAUNCHES if name in needed}
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def first_run(launches) -> Outcome:
-    return outcome_of(launches["first_run"])
-
-
-@pytest.fixture(scope="module")
-def readme_run(launches) -> Outcome:
-    return outcome_of(launches["readme_run"])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of torchrun
+    done = subprocess.run(
+        shlex.split(command),
+        cwd=workplace.folder,
+        env=os.environ | {"COLUMNS": "200", "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    return Outcome(done.returncode, done.stdout, 0.0)
 
 
 def test_python_train_py_trains_and_reports(workplace, first_run):
