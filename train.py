@@ -47,9 +47,9 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     model = build_model(inputs.model_config, config.layout, config.workload, axes, device)
     run = build_run(model, config.recipe, inputs.batches)
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
-    monitor.wait_for_all()  # some ranks may have read or initialised their weights faster
     saver = Saver(run, inputs, monitor.long_group)
     with Reporter(inputs, axes) as reporter:
+        monitor.wait_for_all()  # weights, and the folders of an earlier run, may take some a while
         train_steps(run, inputs, reporter, saver, monitor)
 
 

@@ -87,6 +87,7 @@ class Saver:
             complete_or_absent(folder, write, self.group)
             if dist.get_rank() == 0 and self.settings.keep:
                 delete_older(folder, self.settings.keep)
+            dist.barrier(self.group)  # here, where the wait may be long
         except OSError as error:  # save_dir may have been deleted, or the disk be full
             raise OSError(f"cannot save {folder}: {error}") from error
 

@@ -22,7 +22,7 @@ from filelock import FileLock
 import train
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.runtime import failures, inputs, processes
+from picotron_min.runtime import failures, inputs, processes, reporter, saver
 from picotron_min.runtime.failures import monitored
 from picotron_min.runtime.launch import (
     Launch,
@@ -249,6 +249,26 @@ def test_a_rank_may_prepare_and_finish_for_longer_than_the_timeout(workplace, wh
     outcome = workplace.main(config, partial(rank_1_is_slow, 1.3, raises=None))
     assert outcome.code == 0, outcome.output
     assert numbers(workplace.steps("slow")) == whole
+
+
+def rank_0_is_slow(seconds: float) -> None:
+    """Over an earlier run's folders, and over old checkpoints beside the first new one."""
+    shorten_waits()
+    make_room, delete_older, waits = reporter.make_room, saver.delete_older, [seconds]
+    reporter.make_room = lambda *args: time.sleep(seconds) or make_room(*args)
+    saver.delete_older = lambda *args: (
+        time.sleep(waits.pop() if waits else 0) or delete_older(*args)
+    )
+
+
+def test_rank_0_may_delete_for_longer_than_the_timeout(workplace, whole):
+    checkpoint = {"keep": 1, "save_frequency": 4}
+    config = workplace.config(
+        "full disk", distributed={"timeout_seconds": 1}, checkpoint=checkpoint
+    )
+    outcome = workplace.main(config, partial(rank_0_is_slow, 1.3))
+    assert outcome.code == 0, outcome.output
+    assert numbers(workplace.steps("full disk")) == whole
 
 
 def test_a_mistake_that_one_rank_finds_late_ends_all_at_once_with_exit_code_2(workplace):
