@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from picotron_min.runtime.folders import delete_older, find_start, lock_folder, make_room
+from picotron_min.runtime.folders import (
+    complete_or_absent,
+    delete_older,
+    find_start,
+    lock_folder,
+    make_room,
+)
 from tests.core.test_checkpoint import names
 
 
@@ -105,3 +111,66 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     message = r"=.*xxx cannot be written \(File name too long\), or name another folder"
     with pytest.raises(ValueError, match=message):
         lock_folder(tmp_path / ("x" * 300))
+
+
+def link(path: Path, elsewhere: Path) -> None:
+    """Move a folder elsewhere, and leave a link to it, as to a larger disk."""
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def test_a_link_is_deleted_but_not_what_it_leads_to(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    disk.mkdir()
+    for step in (1, 2):
+        make(run / f"step-{step:08d}")
+    link(run / "step-00000001", disk / "old")
+    delete_older(run / "step-00000002", keep=1)
+    (run / ".step-00000001.deleted").symlink_to(
+        disk / "old"
+    )  # as an interrupted deletion leaves it
+    make_room(run, run / "step-00000002")
+    assert names(run) == ["step-00000002"] and names(disk / "old") == ["state.json"]
+
+
+def test_a_run_that_resumes_through_a_link_is_not_set_aside(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / "step-00000001")
+    link(run / "step-00000001", tmp_path / "elsewhere")
+    make_room(run, find_start("latest", run))
+    assert names(run) == ["step-00000001"]
+
+
+def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    for step in (1, 2):
+        make(tmp_path / f"step-{step:08d}")
+    delete_older(tmp_path / "step-00000002", keep=1)
+    make_room(tmp_path, tmp_path / "step-00000002")
+    left = tmp_path / ".step-00000001.deleted"
+    assert capsys.readouterr().out.count(f"warning: cannot delete {left}: ") == 2
+
+
+def replace_a_link(run: Path) -> None:
+    def write(partial: Path) -> None:
+        make(partial / "hf").rename(partial / "new")
+
+    complete_or_absent(run / "hf", write)
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_model_replaces_a_link_and_not_what_it_leads_to(pool, tmp_path, is_dangling):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    if is_dangling:
+        (run / "hf").symlink_to(elsewhere)
+    else:
+        link(make(run / "hf"), elsewhere)
+    pool.run(1, replace_a_link, run)
+    assert names(run) == ["hf"] and names(run / "hf") == ["new"]
+    assert is_dangling or names(elsewhere) == ["generation_config.json"]
