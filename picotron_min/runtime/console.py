@@ -36,6 +36,7 @@ class Console:
         self._last_step, self._width = last_step, len(str(last_step))
         self._every = math.ceil((last_step - first_step + 1) / 20)
         self._steps: list[StepRecord] = []  # the first and the latest, here and below
+        self._best: StepRecord | None = None  # with the lowest loss
         self._evaluations: list[EvalRecord] = []
         self._total, self._recent = Counter(), Counter()  # work of all steps; since the last line
         self._line = ""  # of the latest step, until it is printed
@@ -59,6 +60,8 @@ class Console:
         if not self._steps:
             self._began = time.perf_counter() - seconds
         self._steps[1:] = [record]
+        if not (self._best and self._best.loss <= record.loss):
+            self._best = record
         for work in (self._total, self._recent):
             work.update(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
         # The pace so far, with the evaluations and checkpoints between the steps.
@@ -105,7 +108,9 @@ class Console:
             if first.step > 1:  # resumed
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
             rows["speed"] = self._speed(work)
-            rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
+            rows["loss"], best = f"{first.loss:.4f} -> {latest.loss:.4f}", self._best
+            if not latest.loss - best.loss <= abs(best.loss) / 5:  # also if it is not a number
+                rows["loss"] += f", far above the lowest, {best.loss:.4f} in step {best.step}"
             if latest.balance:
                 before, now = (r.balance["load_imbalance"] for r in (first, latest))
                 rows["imbalance"] = f"{before:.2f} -> {now:.2f}"

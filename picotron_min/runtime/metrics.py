@@ -131,7 +131,8 @@ class MetricsLog:
         if self._file:
             self._file.close()
         if self._run:
-            self._run.finish()
+            self._run.finish()  # prints a summary of its own
+        self._file = self._run = None
 
 
 def check_writable(**files: str | None) -> None:

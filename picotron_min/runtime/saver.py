@@ -100,6 +100,13 @@ class Saver:
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
         model, inputs = self.run.model, self.inputs
+        # Steps whose gradient is not finite change nothing, so they do not notice such weights.
+        finite = all(parameter.isfinite().all() for parameter in model.parameters.values())
+        finite = torch.tensor(finite, dtype=torch.uint8)
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.group)  # of all ranks
+        if not finite:
+            why = "the weights are not finite: no model is written"
+            raise FloatingPointError(f"{why}. Resume from an earlier checkpoint, or start anew")
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -145,6 +146,16 @@ def test_the_summary_of_a_resumed_run_separates_it_from_the_whole():
     assert "in all      504 steps, 1.01M tokens\n" in summary
     assert "validation  loss 3.5000 -> 3.0000\n" in summary
     assert "write('The ', " in summary  # of a text that is no Python
+
+
+@pytest.mark.parametrize("last,is_far", [(2.3, False), (2.5, True), (math.nan, True)])
+def test_a_last_loss_far_above_the_lowest_is_named(last, is_far):
+    console, out = started(1, 3)
+    for step, loss in enumerate((4.0, 2.0, last), 1):
+        console.step(replace(RECORD, step=step, loss=loss))
+    console.summary("a folder", None, "some text")
+    warning = ", far above the lowest, 2.0000 in step 2"
+    assert f"loss     4.0000 -> {last:.4f}{warning * is_far}\n" in out.getvalue()
 
 
 def test_speeds_are_means_of_the_steps_since_the_last_line():

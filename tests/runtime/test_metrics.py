@@ -54,6 +54,17 @@ def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path):
     log.close()
 
 
+def test_a_line_that_a_kill_has_torn_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for before in ("", '{"step": 1}\n', '{"step": 1}\n{"step": 2, "lo'):
+        path.write_text(before)
+        log = MetricsLog(path)
+        log.write(EvalRecord(3, 2.5))
+        log.close()
+        *lines, last = path.read_text().splitlines()
+        assert lines == before.splitlines() and json.loads(last)["step"] == 3
+
+
 def test_a_full_disk_is_reported_with_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         MetricsLog(Path("/dev/full")).write(RECORD)
@@ -119,6 +130,7 @@ def test_wandb_is_online_only_when_logged_in_and_gets_the_same_records(
     log = MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"})
     log.write(replace(RECORD, loss=math.nan))
     log.close()
+    log.close()  # once more, when all that a run has opened is closed
     options, (step, values), end = calls
     assert options == {"mode": used, "project": "p"} and end == "end"
     (written,) = read(tmp_path / "m.jsonl")

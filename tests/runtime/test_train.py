@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import train
 from picotron_min.data import Batch
@@ -372,6 +374,26 @@ def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, message):
     assert saved == (["step-00000002"] if finite == 2 else []), "a skipped step was saved"
     norms = [record["grad_norm"] for record in workplace.steps(name)]
     assert norms[finite:] == [None, None] and None not in norms[:finite]
+
+
+@pytest.mark.parametrize("steps_left", [0, 1])
+def test_a_model_whose_weights_are_not_finite_is_not_exported(workplace, steps_left):
+    name = f"not finite, {steps_left} left"
+    folder = workplace.folder / f"runs/{name}/step-0000000{STEPS - steps_left}"
+    checkpoint = {"load_path": "latest"}
+    training = {"total_train_steps": STEPS - steps_left}
+    assert workplace.main(workplace.config(name, training=training)).code == 0
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for key, tensor in tensors.items():
+            tensors[key] = tensor.fill_(math.nan) if key == "model.norm.weight" else tensor
+        with safe_open(path, "pt") as file:
+            save_file(tensors, path, file.metadata())
+    shutil.rmtree(folder.with_name("hf"))
+    outcome = workplace.main(workplace.config(name, checkpoint=checkpoint))
+    assert outcome.code == 1 and "Done" not in outcome.output, outcome.output
+    assert outcome.output.count("the weights are not finite: no model is written") == 1
+    assert not folder.with_name("hf").exists()
 
 
 def check_skipped_steps(optimizer: str) -> None:
