@@ -26,6 +26,7 @@ from picotron_min.runtime.metadata import Metadata, read_to_resume
 from picotron_min.runtime.metrics import check_writable
 from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
+from picotron_min.runtime.wording import counted
 
 
 class Inputs(NamedTuple):
@@ -97,6 +98,9 @@ def check_same(settings: dict[str, object], group: dist.ProcessGroup) -> None:
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
     """Read and check everything; ValueError or OSError for the user's mistakes."""
+    if launch.rank == 0:  # at once: tokens and weights may take long
+        started = counted(launch.world_size, "process")
+        print(f"starting {started}, reading {config.dataset.name} ...", flush=True)
     save_dir = Path(config.checkpoint.save_dir)
     metadata, weights, lock, resumed = None, None, None, {}
     device = choose_device(launch, config.distributed.use_cpu)

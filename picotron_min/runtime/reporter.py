@@ -1,5 +1,6 @@
 """Reports: what a run prints and records while it trains, and the settings it begins with."""
 
+import hashlib
 import math
 import platform
 import time
@@ -51,8 +52,13 @@ class Reporter(ExitStack):
         if writes:
             make_room(Path(save_dir), inputs.start)
             append_event(self.run_log, self.start)
-        wandb = {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
-        wandb = wandb | {"config": config.model_dump()} if logging.use_wandb else None
+        wandb = None
+        if writes and logging.use_wandb:
+            wandb = {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
+            # The parts of an interrupted run have the first line in common.
+            first_start = self.run_log.read_text().partition("\n")[0].encode()
+            wandb |= {"id": hashlib.sha256(first_start).hexdigest()[:16], "resume": "allow"}
+            wandb["config"] = config.model_dump()
         self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
         traced = range(done + 2, done + 5) if logging.trace_file else ()  # after two that warm up
@@ -135,6 +141,7 @@ class Reporter(ExitStack):
         config, save_dir = self.inputs.config, self.inputs.config.checkpoint.save_dir
         if config.logging.trace_file and self.axes.dp_cp_tp.rank == 0:  # one of each stage
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
+        self.log.close()  # wandb prints a summary of its own
         newest = find_start("latest", Path(save_dir))
         self.console.summary(save_dir, newest, config.dataset.name)
 
@@ -195,6 +202,8 @@ def describe(inputs: Inputs) -> dict[str, str]:
         "step": f"{human(batches.tokens_per_step)} tokens:"
         f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"
         f" a micro-batch, {counted(t.gradient_accumulation_steps, 'micro-batch')} a rank",
+        "optimizer": f"{t.optimizer}, learning rate {t.learning_rate:g} ({t.schedule}, with"
+        f" {t.warmup_steps} of {t.total_train_steps} steps to warm up)",
         "data": f"{config.dataset.name}, {human(len(text.tokens))} tokens"
         f" in {counted(text.num_documents, 'document')}{apart};"
         f" {counted(batches.num_eval_sequences, 'sequence')} to validate",

@@ -15,6 +15,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,8 +88,10 @@ def test_python_train_py_trains_and_reports(workplace, first_run):
     ]
     records, evaluation = workplace.steps("first"), workplace.evaluations("first")[-1]
     text = (workplace.folder / "text.txt").stat().st_size
+    assert first_run.output.startswith("starting 2 processes, reading text.txt ...\npicotron-min\n")
     for part in (
         "random weights, seed 42",
+        "adamw, learning rate 0.01 (cosine, with 2 of 6 steps to warm up)",
         "2 x cpu over gloo: dp 2 x pp 1 x cp 1 x tp 1",
         "256 tokens: 8 sequences of 32, 2 a micro-batch, 2 micro-batches a rank",
         f"text.txt, {(text + 1) / 1000:.1f}k tokens in 1 document;",
@@ -394,6 +397,29 @@ def test_a_model_whose_weights_are_not_finite_is_not_exported(workplace, steps_l
     assert outcome.code == 1 and "Done" not in outcome.output, outcome.output
     assert outcome.output.count("the weights are not finite: no model is written") == 1
     assert not folder.with_name("hf").exists()
+
+
+def wandb_is_a_stand_in() -> None:
+    def init(**options) -> SimpleNamespace:
+        print(f"wandb has id {options['id']}, resume {options['resume']}")
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: print("wandb's summary"))
+
+    settings = SimpleNamespace(settings=SimpleNamespace(mode="offline"))
+    sys.modules["wandb"] = SimpleNamespace(setup=lambda: settings, init=init)
+
+
+def test_wandb_has_one_id_over_interruptions_and_its_summary_before_ours(workplace):
+    sections = {"distributed": {"dp_size": 1}, "logging": {"use_wandb": True}}
+    ids = []
+    for part in ("new", "resumed", "other"):
+        load_path = {"load_path": "latest" if part == "resumed" else None}
+        config = workplace.config("wandb", checkpoint=load_path, **sections)
+        outcome = workplace.main(config, wandb_is_a_stand_in)
+        assert outcome.code == 0, outcome.output
+        assert outcome.output.index("wandb's summary") < outcome.output.index("Done\n")
+        assert outcome.output.count("wandb's summary") == 1
+        ids += re.findall(r"wandb has id (\w+), resume allow", outcome.output)
+    assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
 
 
 def check_skipped_steps(optimizer: str) -> None:
