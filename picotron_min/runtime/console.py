@@ -60,8 +60,8 @@ class Console:
         if not self._steps:
             self._began = time.perf_counter() - seconds
         self._steps[1:] = [record]
-        if not (self._best and self._best.loss <= record.loss):
-            self._best = record
+        both = (self._best or record, record)
+        self._best = min(both, key=lambda r: (math.isnan(r.loss), r.loss))
         for work in (self._total, self._recent):
             work.update(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
         # The pace so far, with the evaluations and checkpoints between the steps.
