@@ -1,7 +1,13 @@
-"""The README, docs/ and the extensions' pages: links, modules, sizes, the map, and the picture."""
+"""Pages and comments: links, modules and names, sizes, the map, and the picture."""
 
+import ast
 import importlib.util
+import io
+import itertools
+import pkgutil
 import re
+import tokenize
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -64,3 +70,57 @@ def test_the_picture_is_what_its_command_draws(tmp_path):
     draw.main(["--svg", str(tmp_path / "schedules.svg")])
     drawn = (tmp_path / "schedules.svg").read_bytes()
     assert drawn == (ROOT / "docs/schedules.svg").read_bytes()
+
+
+# Names of other packages, and commands. Where "In production:" stands, all names are theirs.
+ELSEWHERE = {
+    "_flatten",
+    "record_stream",
+    "save_to_disk",
+    "AutoModelForCausalLM",
+    "python",
+    "torchrun",
+}
+IN_PRODUCTION = re.compile(r"In\s+production:.*?(?:\.\s|\.?$)", re.DOTALL)
+
+
+def names_and_mentions(path: Path) -> tuple[set[str], dict[str, set[str]], set[str]]:
+    """All names in the code of a file, those inside each of its classes, and those in backticks."""
+    tree, names, of_class, prose = ast.parse(path.read_text()), set(), defaultdict(set), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            prose.append(ast.get_docstring(node) or "")
+        if isinstance(node, ast.ClassDef):
+            kinds = itertools.product(ast.walk(node), ("name", "attr", "id"))
+            of_class[node.name] = {getattr(inner, kind, None) for inner, kind in kinds}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+", str(node.value)):
+            names |= set(str(node.value).split("."))  # keys of a config, and of parameters
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            prose.append(token.string)
+        elif token.type == tokenize.NAME:
+            names.add(token.string)
+    prose = [IN_PRODUCTION.sub("", text) for text in prose]
+    return names, of_class, set(re.findall(r"`([\w.]*\w)[^`\n]*`", "\n".join(prose)))
+
+
+def test_names_in_docstrings_and_comments_exist():
+    files = [*(ROOT / "picotron_min").rglob("*.py"), ROOT / "train.py", ROOT / "create_config.py"]
+    found = {path: names_and_mentions(path) for path in files}
+    every = set().union(*(names for names, _, _ in found.values()), *(p.parts for p in files))
+    every |= ELSEWHERE | {path.stem for path in files}
+    for path, (_, _, mentions) in found.items():
+        for mention in mentions:
+            *owners, name = mention.strip(".").split(".")
+            classes = [of[owner] for _, of, _ in found.values() for owner in owners if owner in of]
+            known = set().union(*classes) if classes else every
+            is_known = name in known and every.issuperset(owners)
+            is_theirs = mention.startswith("torch.") and resolves(mention)
+            assert is_known or is_theirs, f"{name_of(path)}: {mention}"
+
+
+def resolves(name: str) -> bool:
+    try:
+        return bool(pkgutil.resolve_name(name))
+    except (ImportError, AttributeError):
+        return False
