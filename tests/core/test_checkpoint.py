@@ -234,7 +234,11 @@ LAYOUTS = {
     "dp4-tp2-ep8": {"dp": 4, "tp": 2, "distributed": {"ep_size": 8}},
     "dp2-pp2-ep2": {"dp": 2, "pp": 2, "distributed": {"ep_size": 2}},
     "cp2-tp2-etp4": {"cp": 2, "tp": 2, "distributed": {"etp_size": 4}},
-    "dp4-ep2-sharded": {"dp": 4, "distributed": {"ep_size": 2, "sharding": "parameters"}},
+    "dp2-tp2-ep2-sharded": {
+        "dp": 2,  # rows of attention are cut over tp, and then over dp
+        "tp": 2,
+        "distributed": {"ep_size": 2, "sharding": "parameters"},
+    },
     "dp4-etp2-owners": {"dp": 4, "distributed": {"etp_size": 2, "sharding": "layerwise"}},
     "dp3-tp2-ep2": {"dp": 3, "tp": 2, "distributed": {"ep_size": 2}},
 }
@@ -261,8 +265,8 @@ PAIRS = [
     ("dp2-tp4-ep4-etp2", "dp4-ep2-etp2", "experts"),
     ("dp4-ep2-etp2", "dp4-tp2-ep8", "experts"),
     ("dp4-tp2-ep8", "dp2-pp2-ep2", "experts"),
-    ("dp2-pp2-ep2", "dp4-ep2-sharded", "experts"),
-    ("dp4-ep2-sharded", "cp2-tp2-etp4", "experts"),
+    ("dp2-pp2-ep2", "dp2-tp2-ep2-sharded", "experts"),
+    ("dp2-tp2-ep2-sharded", "cp2-tp2-etp4", "experts"),
     ("one", "dp4-etp2-owners", "experts"),
     ("dp4-etp2-owners", "dp3-tp2-ep2", "experts"),  # whose global batch has another size
 ]

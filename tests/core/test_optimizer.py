@@ -1,10 +1,12 @@
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
+from picotron_min import layout
 from picotron_min.collectives import all_reduce
 from picotron_min.extensions.settings import Layout, Recipe
 from picotron_min.mesh import build_axes
@@ -30,9 +32,12 @@ def rates(**changes) -> list[float]:
     return [learning_rate_at(step, recipe) for step in range(recipe.total_train_steps)]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
-def test_warm_up_rises_linearly_to_the_peak(schedule):
+@pytest.mark.parametrize("schedule", get_args(layout.Recipe.__annotations__["schedule"]))
+def test_every_schedule_warms_up_linearly_and_then_only_falls_to_the_minimum(schedule):
     assert rates(schedule=schedule)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    falling = rates(schedule=schedule, total_train_steps=100)[4:]
+    assert falling == sorted(falling, reverse=True)
+    assert schedule == "constant" or 0.1 < falling[-1] < 0.2
 
 
 def test_constant_stays_at_the_peak():
@@ -77,8 +82,8 @@ def with_gradient(values: list[float]) -> nn.Parameter:
 
 
 def gradient_of_parts() -> list[float]:
-    layout = Layout(pp=2, dp=2, tp=2)
-    axes = build_axes(torch.device("cpu"), layout)
+    sizes = Layout(pp=2, dp=2, tp=2)
+    axes = build_axes(torch.device("cpu"), sizes)
     rank = axes.pp.rank
     gradients = {
         "embed_tokens.weight": [1.0, 0.0],  # cut over tp, copied over dp_cp and the ends
@@ -89,7 +94,7 @@ def gradient_of_parts() -> list[float]:
         ],  # cut over tp, copied over dp_cp
         f"{rank}.norm.weight": [3.0],  # copied over dp_cp and tp
     }
-    table = placements(gradients, layout, tied=True)
+    table = placements(gradients, sizes, tied=True)
     parameters = {name: with_gradient(values) for name, values in gradients.items()}
     measured = measure_gradient(parameters, table, axes.ranks, count_zeros=True)
     return all_reduce(measured, axes.world).tolist()
