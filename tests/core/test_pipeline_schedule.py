@@ -461,7 +461,7 @@ def test_the_config_offers_every_schedule_of_the_registry():
         "    except ConfigError as error: print(error)\n"
     )
     assert result.returncode == 0
-    assert 'must be "afab", "1f1b", "interleaved", "zb_h1", "zb_v" or "other"' in result.stdout
+    assert "must be 'afab', '1f1b', 'interleaved', 'zb_h1', 'zb_v' or 'other'" in result.stdout
     assert "other has 3 chunks a rank, not 2: use 3, or engine afab or" in result.stdout
 
 
