@@ -96,8 +96,8 @@ def patterns(
         return
     totals = [(a, _total(b)) for _, a, b in wrong]
     for name, factor in factors.items():
-        for times, how in ((factor, "large"), (1 / factor, "small")):
-            if factor != 1 and all(equal(a, times * b) for a, b in totals):
+        for times, how in ((factor, "large"), (1 / (factor or 1), "small")):
+            if factor not in (0, 1) and all(equal(a, times * b) for a, b in totals):
                 what = f"too {how} by a factor of {factor:g}: {name}."
                 yield f"{how}: {name}", f"Every wrong number is {what}"
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in totals):

@@ -75,7 +75,7 @@ def picture(runs) -> str:
     return f"4 ranks, distance 1\n{messages(runs[2][1])}"
 
 
-def factors(case: Case) -> dict[str, float]:
+def own_factors(case: Case) -> dict[str, float]:
     return {"the number of ranks of the axis": case.ranks // case.dp}
 
 

@@ -108,10 +108,6 @@ def picture(runs) -> str:
     return about + "\n" + timeline(runs[2][1], names)
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {"the number of ranks": case.ranks}
-
-
 MISTAKES = """
 sent_too_early: A bucket is sent when its first parameter is complete: the gradients that arrive
     after that are lost.

@@ -107,10 +107,6 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {k: n for k, n in case.layout.items() if isinstance(n, int)}
-
-
 MISTAKES = """
 copies_counted: Every rank counts all that it holds: what several ranks hold alike is counted
     several times.

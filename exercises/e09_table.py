@@ -106,10 +106,6 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {k: n for k, n in case.layout.items() if n > 1}
-
-
 MISTAKES = """
 all_by_rows: o_proj and down_proj are cut by rows, too. A rank has a part of their inputs, and needs
     the columns for these.

@@ -134,10 +134,6 @@ def picture(runs) -> str:
     return f"{about}\n\n{timeline(one_step, {'reduce_scatter': 'sum'})}"
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {"dp": case.ranks, "the number of micro-batches": case.micro_batches}
-
-
 MISTAKES = """
 sent_each_time: The buffer is summed after every backward, also where it keeps whole gradients: what
     has been summed is summed again.

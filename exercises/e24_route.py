@@ -131,10 +131,6 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {"routed_scaling_factor": case.scaling, "k": case.k}
-
-
 MISTAKES = """
 bias_in_the_weights: The weights contain the bias. It only chooses: it must not change what is
     computed.

@@ -140,10 +140,6 @@ def picture(runs) -> str:
     return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {"X": case.experts, "k": case.k, "dp": case.dp, "cp": case.cp}
-
-
 MISTAKES = """
 part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a sequence that is cut over
     ranks has another loss than a whole one.

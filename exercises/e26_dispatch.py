@@ -161,10 +161,6 @@ def picture(runs) -> str:
     return "\n".join([about, table, "", "rows that experts get: " + ", ".join(marks)])
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {"etp": case.etp, "k": case.k, "ep": case.ep}
-
-
 MISTAKES = """
 counts_not_exchanged: What arrives is taken to be what leaves: other ranks send other numbers of
     rows.

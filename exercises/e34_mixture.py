@@ -119,10 +119,6 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {"k": case.k}
-
-
 MISTAKES = """
 not_sorted: Rows are in the order of tokens: experts need theirs one after the other.
     flat.argsort(stable=True) => torch.arange(len(flat))

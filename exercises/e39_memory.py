@@ -130,7 +130,7 @@ def picture(runs) -> str:
 MLP = "mlp = 2 * E + 3 * inner / tp if inner else 0"
 
 
-def factors(case: Case) -> dict[str, float]:
+def own_factors(case: Case) -> dict[str, float]:
     return {"tp": case.tp, "the bytes of a float64": 8, "two": 2}
 
 

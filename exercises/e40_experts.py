@@ -104,10 +104,6 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-def factors(case: Case) -> dict[str, float]:
-    return {k: n for k, n in case.layout.items() if n > 1}
-
-
 MISTAKES = """
 router_not_summed: The gradient of a router is summed like that of a norm: but routers see different
     tokens on each tensor-parallel rank, always.

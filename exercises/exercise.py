@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the list of exercises do
 FOLDER = Path(__file__).parent
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
-FUNCTIONS = {"cases", "on_rank", "picture", *GATE_OF}
+FUNCTIONS = {"cases", "on_rank", "picture", "own_factors", *GATE_OF}
 Dice = random.Random
 
 
@@ -136,9 +136,10 @@ class Exercise:
 
     def factors(self, case: Case) -> dict[str, float]:
         """Numbers that a result may be too large or too small by, with their names."""
-        module = importlib.import_module(f"exercises.{self.stem}")
-        own = getattr(module, "factors", None)
-        return own(case) if own else {"the number of ranks": case.ranks}
+        if own := self.own_factors:
+            return own(case)
+        numbers = {"the number of ranks": case.ranks} | vars(case) | getattr(case, "layout", {})
+        return {k: n for k, n in numbers.items() if type(n) in (int, float) and k not in HIDDEN}
 
     @property
     def source_module(self) -> str:  # of the target

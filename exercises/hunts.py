@@ -6,6 +6,7 @@ measures any layout of up to 4 ranks; `hunt N --answer picotron_min/FILE.py:LINE
 
 import ast
 import math
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,85 +25,74 @@ class Hunt(NamedTuple):
     """A change of one statement, and runs that show it."""
 
     file: str
-    old: str  # once in the file; any of its lines is the answer
-    new: str
     story: str
     runs: tuple[str, ...]  # the first one is right
     hints: tuple[str, ...]
     found: str  # the explanation, once it is found
+    old: str  # once in the file; any of its lines is the answer
+    new: str
 
 
-# Each of these statements could be the wrong one: from the symptoms alone none stands out.
-WHOLE = "whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time\n        "
-MINE = "mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)\n        "
+# File, story, runs, hints, explanation, change; one hunt after the other. Each of these statements
+# could be the wrong one: from the symptoms alone none stands out.
+SHEETS = """
+picotron_min/placement.py
+A user reports that context parallelism learns worse. Data parallelism is fine.
+dp=1,cp=1 dp=2,cp=1 dp=1,cp=2
+? Ranks that should have the same weights have different ones. What makes them equal after a step?
+? Their gradients are not summed over all ranks that see other tokens. Where is it decided over
+  which axis they are?
+? The placement table gives each parameter its axes: picotron_min/placement.py.
+! Matrices' gradients were summed over dp, and not over dp x cp: context-parallel ranks see other
+  tokens, too.
+- return Placement(cuts, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)
++ return Placement(cuts, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)
 
-HUNTS = {
-    1: Hunt(
-        "picotron_min/placement.py",
-        'return Placement(cuts, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)',
-        'return Placement(cuts, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)',
-        "A user reports that context parallelism learns worse. Data parallelism is fine.",
-        ("dp=1,cp=1", "dp=2,cp=1", "dp=1,cp=2"),
-        (
-            "Ranks that should have the same weights have different ones. What makes them equal"
-            " after a step?",
-            "Their gradients are not summed over all ranks that see other tokens. Where is it"
-            " decided over which axis they are?",
-            "The placement table gives each parameter its axes: picotron_min/placement.py.",
-        ),
-        "Matrices' gradients were summed over dp, and not over dp x cp: context-parallel ranks see"
-        " other tokens, too.",
-    ),
-    2: Hunt(
-        "picotron_min/optimizer.py",
-        "if all(ranks[axis] == 0 for axis in placements[name].copies)",
-        "if all(ranks[axis] == 0 for axis in placements[name].copies[:1])",
-        "With gradient clipping, tensor parallelism trains a little differently. Without, it is"
-        " exact.",
-        ("tp=1,grad_clip=0.5", "tp=2,grad_clip=0.5", "tp=2"),
-        (
-            "The loss of step 1 is right, and so are the gradients. What else does clipping need?",
-            "Some parameters count twice in the gradient norm. Which ones do all tp ranks hold?",
-            "Only one of the ranks that hold the same part may count it: measure_gradient.",
-        ),
-        "What all tp ranks hold, the weights of norms, counted once on each of them.",
-    ),
-    3: Hunt(
-        "train.py",
-        "gradients.scale(clip / num_targets)",
-        "gradients.scale(run.batches.num_micro_batches * clip / num_targets)",
-        "With gradient accumulation SGD needs a smaller learning rate. AdamW does not.",
-        (
-            "micro_batches=1,lr=0.05",
-            "micro_batches=4,lr=0.05",
-            "micro_batches=1,lr=0.2",
-            "micro_batches=1,optimizer=adamw,lr=0.01",
-            "micro_batches=4,optimizer=adamw,lr=0.01",
-        ),
-        (
-            "Compare 4 micro-batches with 1 micro-batch at 4 times the rate. What does AdamW do"
-            " with a gradient that is 4 times too large?",
-            "Gradients are sums over all tokens of the step, and are divided once. Where?",
-            "In the step itself: train_step in train.py.",
-        ),
-        "The gradient was multiplied by the number of micro-batches. AdamW divides by the"
-        " gradient's size, and hides it.",
-    ),
-    4: Hunt(
-        "picotron_min/initialise.py",
-        WHOLE + MINE + "parameter.data.copy_(whole[mine])",
-        "parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))",
-        "With tensor parallelism the loss is another one from the first step on. Pipelines train"
-        " exactly.",
-        ("tp=1", "pp=2", "tp=2"),
-        (
-            "The loss of step 1 differs already, before anything was trained.",
-            "The ranks begin with weights that do not make up the matrices of one rank.",
-            "Compare the parts that two tp ranks draw: picotron_min/initialise.py.",
-        ),
-        "All tp ranks began with the same part of every matrix: the model had half of its rank.",
-    ),
-}
+picotron_min/optimizer.py
+With gradient clipping, tensor parallelism trains a little differently. Without, it is exact.
+tp=1,grad_clip=0.5 tp=2,grad_clip=0.5 tp=2
+? The loss of step 1 is right, and so are the gradients. What else does clipping need?
+? Some parameters count twice in the gradient norm. Which ones do all tp ranks hold?
+? Only one of the ranks that hold the same part may count it: measure_gradient.
+! What all tp ranks hold, the weights of norms, counted once on each of them.
+- if all(ranks[axis] == 0 for axis in placements[name].copies)
++ if all(ranks[axis] == 0 for axis in placements[name].copies[:1])
+
+train.py
+With gradient accumulation SGD needs a smaller learning rate. AdamW does not.
+micro_batches=1,lr=0.05 micro_batches=4,lr=0.05 micro_batches=1,lr=0.2
+  micro_batches=1,optimizer=adamw,lr=0.01 micro_batches=4,optimizer=adamw,lr=0.01
+? Compare 4 micro-batches with 1 micro-batch at 4 times the rate. What does AdamW do with a gradient
+  that is 4 times too large?
+? Gradients are sums over all tokens of the step, and are divided once. Where?
+? In the step itself: train_step in train.py.
+! The gradient was multiplied by the number of micro-batches. AdamW divides by the gradient's size,
+  and hides it.
+- gradients.scale(clip / num_targets)
++ gradients.scale(run.batches.num_micro_batches * clip / num_targets)
+
+picotron_min/initialise.py
+With tensor parallelism the loss is another one from the first step on. Pipelines train exactly.
+tp=1 pp=2 tp=2
+? The loss of step 1 differs already, before anything was trained.
+? The ranks begin with weights that do not make up the matrices of one rank.
+? Compare the parts that two tp ranks draw: picotron_min/initialise.py.
+! All tp ranks began with the same part of every matrix: the model had half of its rank.
+- whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time
+-         mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)
+-         parameter.data.copy_(whole[mine])
++ parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))
+"""
+
+
+def _hunt_of(sheet: str) -> Hunt:
+    file, story, runs, *marked = re.sub(r"\n  (?=\S)", " ", sheet.strip("\n")).splitlines()
+    by = {sign: [line[2:] for line in marked if line[0] == sign] for sign in "?!-+"}
+    texts = by["!"][0], "\n".join(by["-"]), "\n".join(by["+"])
+    return Hunt(file, story, tuple(runs.split()), tuple(by["?"]), *texts)
+
+
+HUNTS = {number: _hunt_of(sheet) for number, sheet in enumerate(SHEETS.split("\n\n"), 1)}
 
 
 class Symptoms(NamedTuple):

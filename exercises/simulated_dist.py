@@ -6,6 +6,7 @@ what bypasses the course's ledger is seen here.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -78,47 +79,46 @@ def _finished(work: Work, async_op: bool) -> Work | None:
     return None
 
 
-def _in_order(meeting: Meeting, group: Group) -> list[Tensor]:
-    return [meeting.brought[rank][0] for rank in group.ranks]
+def _collective(what, output, tensor, group, share, combine, async_op):
+    """Of all ranks' tensors, in their order, `combine` makes what is written to `output`."""
+
+    def finish(meeting: Meeting) -> None:
+        result = combine([meeting.brought[rank][0] for rank in group.ranks])
+        output.data.copy_(result.view_as(output))
+
+    work = meet(what, group, [tensor], share, finish)
+    if output is not tensor:
+        spoil_output(output, tensor)
+    return _finished(work, async_op)
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     group, reduce = group or world_group(), OPERATIONS[op]
-    n = group.size()
+    share = 2 * (group.size() - 1) / group.size()
 
-    def finish(meeting: Meeting) -> None:
-        tensor.data.copy_(reduce(torch.stack(_in_order(meeting, group))))
+    def total(parts: list[Tensor]) -> Tensor:
+        return reduce(torch.stack(parts))
 
-    work = meet("all_reduce", group, [tensor], 2 * (n - 1) / n, finish)
-    return _finished(work, async_op)
+    return _collective("all_reduce", tensor, tensor, group, share, total, async_op)
 
 
 def _all_gather(output, tensor, group=None, async_op=False):
     group = group or world_group()
     n = group.size()
     _check_size("all_gather", output, n * tensor.numel())
-
-    def finish(meeting: Meeting) -> None:
-        parts = [part.flatten() for part in _in_order(meeting, group)]
-        output.data.view(-1).copy_(torch.cat(parts))
-
-    work = meet("all_gather", group, [tensor], n - 1, finish)  # (n-1)/n of the gathered tensor
-    spoil_output(output, tensor)
-    return _finished(work, async_op)
+    share = n - 1  # (n-1)/n of the gathered tensor
+    return _collective("all_gather", output, tensor, group, share, torch.stack, async_op)
 
 
 def _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     group, reduce = group or world_group(), OPERATIONS[op]
-    n = group.size()
+    n, rank = group.size(), group.rank()
     _check_size("reduce_scatter", tensor, n * output.numel())
 
-    def finish(meeting: Meeting) -> None:
-        whole = reduce(torch.stack(_in_order(meeting, group)))
-        output.data.copy_(whole.flatten().chunk(n)[group.rank()].view_as(output))
+    def part(parts: list[Tensor]) -> Tensor:
+        return reduce(torch.stack(parts)).flatten().chunk(n)[rank]
 
-    work = meet("reduce_scatter", group, [tensor], (n - 1) / n, finish)
-    spoil_output(output, tensor)
-    return _finished(work, async_op)
+    return _collective("reduce_scatter", output, tensor, group, (n - 1) / n, part, async_op)
 
 
 def _all_to_all(
@@ -147,12 +147,8 @@ def _all_to_all(
 
 def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     group = group or world_group()
-    source = group.ranks[group_src] if src is None else src
-
-    def finish(meeting: Meeting) -> None:
-        tensor.data.copy_(meeting.brought[source][0])
-
-    return _finished(meet("broadcast", group, [tensor], 1.0, finish), async_op)
+    first = itemgetter(group_src if src is None else group.ranks.index(src))
+    return _collective("broadcast", tensor, tensor, group, 1.0, first, async_op)
 
 
 def _barrier(group=None, async_op=False, **_):
