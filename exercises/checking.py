@@ -99,10 +99,10 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
     problems = {"V": first_difference(got, result.expected)}
     if exercise.traffic:
         problems["B"] = _traffic_problem(exercise, case, result.records)
-    if exercise.memory:
-        problems["M"] = exercise.memory(case, result.records)
-    if exercise.order:
-        problems["O"] = exercise.order(case, result.records)
+    for gate, problem_of in (("M", exercise.memory), ("O", exercise.order)):
+        if problem_of:
+            found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
+            problems[gate] = next(filter(None, found), "")
     result.problems = {gate: str(problem) for gate, problem in problems.items() if problem}
     return result
 

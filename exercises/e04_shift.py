@@ -63,12 +63,10 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"send as shift": Sent(1, 8 * case.rows * case.columns)}] * case.ranks
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        waits = [i for i, event in enumerate(record.events) if event.kind == "wait"]
-        if min(waits, default=len(record.events)) < record.place("mark", "Shift returns"):
-            return f"rank {rank} waits inside of Shift(...): nothing can be computed meanwhile"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    waits = [i for i, event in enumerate(record.events) if event.kind == "wait"]
+    if min(waits, default=len(record.events)) < record.place("mark", "Shift returns"):
+        return f"rank {rank} waits inside of Shift(...): nothing can be computed meanwhile"
 
 
 def picture(runs) -> str:

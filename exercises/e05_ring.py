@@ -48,18 +48,16 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"send as shift": Sent(hops, hops * 8 * case.numbers)} if hops else {}] * case.ranks
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        for event in record.events:
-            if event.what == "send" and event.peer not in (None, (rank + 1) % case.ranks):
-                return f"rank {rank} sends to rank {event.peer}, which is not the next one"
-        for hop in range(case.ranks - 1):
-            use = record.place("mark", "compute", hop)
-            if record.place("start", "send", hop) > use:
-                return f"rank {rank} begins hop {hop} only after tensor {hop} was used"
-            if record.place("wait", "send", hop) < use:
-                return f"rank {rank} waits for hop {hop} before tensor {hop} is used"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    for event in record.events:
+        if event.what == "send" and event.peer not in (None, (rank + 1) % case.ranks):
+            return f"rank {rank} sends to rank {event.peer}, which is not the next one"
+    for hop in range(case.ranks - 1):
+        use = record.place("mark", "compute", hop)
+        if record.place("start", "send", hop) > use:
+            return f"rank {rank} begins hop {hop} only after tensor {hop} was used"
+        if record.place("wait", "send", hop) < use:
+            return f"rank {rank} waits for hop {hop} before tensor {hop} is used"
 
 
 def picture(runs) -> str:

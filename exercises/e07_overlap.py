@@ -89,17 +89,17 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(BUCKETS, share * size)}] * case.ranks
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records if case.ranks > 1 else []):
-        begun = sum(
-            (event.kind, event.what) == ("start", "all_reduce")
-            for event in record.events[: record.place("mark", "last gradient")]
-        )
-        if begun < BUCKETS - 1:
-            return f"rank {rank} has begun {begun} of {BUCKETS} sums when the last gradient arrives"
-        if record.place("wait", "all_reduce") < record.place("mark", "backward ends"):
-            return f"rank {rank} waits for a sum while backward still runs"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    if case.ranks == 1:
+        return None
+    begun = sum(
+        (event.kind, event.what) == ("start", "all_reduce")
+        for event in record.events[: record.place("mark", "last gradient")]
+    )
+    if begun < BUCKETS - 1:
+        return f"rank {rank} has begun {begun} of {BUCKETS} sums when the last gradient arrives"
+    if record.place("wait", "all_reduce") < record.place("mark", "backward ends"):
+        return f"rank {rank} waits for a sum while backward still runs"
 
 
 def picture(runs) -> str:

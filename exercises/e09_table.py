@@ -80,18 +80,16 @@ def expected(case: Case) -> list[dict]:
     return [results | {"loss": loss}] * case.ranks
 
 
-def memory(case: Case, records) -> str:
+def memory(case: Case, rank: int, record) -> str | None:
     if not hasattr(case, "heads"):
         return ""
     tp, whole = case.layout["tp"], shapes_of(case)
     rows = -(-case.vocab // tp), case.vocab - (tp - 1) * -(-case.vocab // tp)
-    for rank, record in enumerate(records):
-        vocabulary = 2 * rows[rank % tp == tp - 1] * 2 * case.heads
-        matrices = sum(a[0] * a[1] for n, a in whole.items() if "_proj" in n) // tp
-        right = vocabulary + matrices + sum(a[0] for a in whole.values() if len(a) == 1)
-        if (has := record.values["elements"]) != right:
-            return f"rank {rank} holds {has} elements of the model; {right} are its part"
-    return ""
+    vocabulary = 2 * rows[rank % tp == tp - 1] * 2 * case.heads
+    matrices = sum(a[0] * a[1] for n, a in whole.items() if "_proj" in n) // tp
+    right = vocabulary + matrices + sum(a[0] for a in whole.values() if len(a) == 1)
+    if (has := record.values["elements"]) != right:
+        return f"rank {rank} holds {has} elements of the model; {right} are its part"
 
 
 def picture(runs) -> str:

@@ -46,8 +46,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return traffic_of(case, all_reduce=5)  # of the input; of 2 sublayers, each forward and backward
 
 
-def order(case: Case, records) -> str:
-    return overlap_problem(case, records, "all_reduce")
+def order(case: Case, rank: int, record) -> str | None:
+    return overlap_problem(rank, record, "all_reduce")
 
 
 def picture(runs) -> str:

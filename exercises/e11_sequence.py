@@ -43,17 +43,15 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return traffic_of(case, all_gather=5, reduce_scatter=5)  # instead of 5 all-reduces
 
 
-def memory(case: Case, records) -> str:
+def memory(case: Case, rank: int, record) -> str | None:
     right = bytes_of_norms(case) / case.ranks
-    for rank, record in enumerate(records):
-        if (kept := record.values["kept by norms"]) != right:
-            what = f"rank {rank} keeps {kept} bytes of the norms between sublayers"
-            return f"{what}; its part of the sequence needs {right:g}"
-    return ""
+    if (kept := record.values["kept by norms"]) != right:
+        what = f"rank {rank} keeps {kept} bytes of the norms between sublayers"
+        return f"{what}; its part of the sequence needs {right:g}"
 
 
-def order(case: Case, records) -> str:
-    return overlap_problem(case, records, "reduce_scatter")
+def order(case: Case, rank: int, record) -> str | None:
+    return overlap_problem(rank, record, "reduce_scatter")
 
 
 def picture(runs) -> str:

@@ -47,13 +47,12 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return traffic_of(case, all_gather=5, reduce_scatter=5)
 
 
-def order(case: Case, records) -> str:
+def order(case: Case, rank: int, record) -> str | None:
     if case.plan_has_w:
-        for rank, record in enumerate(records):
-            if record.count("mark", "weight gradients"):
-                return f"rank {rank} computes weight gradients in B: the plan has W for them"
-        return ""
-    return overlap_problem(case, records, message(case))
+        if record.count("mark", "weight gradients"):
+            return f"rank {rank} computes weight gradients in B: the plan has W for them"
+        return None
+    return overlap_problem(rank, record, message(case))
 
 
 def message(case: Case) -> str:

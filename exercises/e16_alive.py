@@ -135,13 +135,11 @@ def expected(case: Case) -> list[dict]:
     return results
 
 
-def memory(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        alive = max(record.values["outputs alive"], default=0)
-        if alive > case.chunks:
-            what = f"rank {rank} keeps {alive} outputs of earlier forwards alive"
-            return f"{what}; at most one a chunk is needed, which is on its way"
-    return ""
+def memory(case: Case, rank: int, record) -> str | None:
+    alive = max(record.values["outputs alive"], default=0)
+    if alive > case.chunks:
+        what = f"rank {rank} keeps {alive} outputs of earlier forwards alive"
+        return f"{what}; at most one a chunk is needed, which is on its way"
 
 
 def picture(runs) -> str:

@@ -106,16 +106,14 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"send as shift": Sent(hops, hops * 2 * k)} if hops else {}] * case.ranks
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        sends = [i for i, e in enumerate(record.events) if (e.kind, e.what) == ("start", "send")]
-        blocks = [i for i, e in enumerate(record.events) if e.kind == "mark"]
-        if len(blocks) != case.ranks:
-            return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
-        for hop in range(case.ranks - 1):
-            if hop < len(sends) and sends[hop] > blocks[hop]:
-                return f"rank {rank} sends for hop {hop + 1} after it has attended at hop {hop}"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    sends = [i for i, e in enumerate(record.events) if (e.kind, e.what) == ("start", "send")]
+    blocks = [i for i, e in enumerate(record.events) if e.kind == "mark"]
+    if len(blocks) != case.ranks:
+        return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
+    for hop in range(case.ranks - 1):
+        if hop < len(sends) and sends[hop] > blocks[hop]:
+            return f"rank {rank} sends for hop {hop + 1} after it has attended at hop {hop}"
 
 
 def picture(runs) -> str:

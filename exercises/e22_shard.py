@@ -102,25 +102,21 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"reduce_scatter": Sent(case.units * times, size)}] * case.ranks
 
 
-def memory(case: Case, records) -> str:
+def memory(case: Case, rank: int, record) -> str | None:
     most = 2 // case.units * sum(buffer_bytes(case))  # two buffers
-    for rank, record in enumerate(records):
-        if (peak := record.values["peak"]) > most:
-            return f"rank {rank} has buffers of {peak} bytes; {most} are enough for two of them"
-    return ""
+    if (peak := record.values["peak"]) > most:
+        return f"rank {rank} has buffers of {peak} bytes; {most} are enough for two of them"
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        begun = set()  # since the last mark: another gradient, or the end of backward
-        for event in record.events:
-            if event.kind == "mark":
-                begun.clear()
-            elif event.kind == "start":
-                begun.add(event.number)
-            elif event.number in begun:
-                return f"rank {rank} waits for a reduction in the call that begins it"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    begun = set()  # since the last mark: another gradient, or the end of backward
+    for event in record.events:
+        if event.kind == "mark":
+            begun.clear()
+        elif event.kind == "start":
+            begun.add(event.number)
+        elif event.number in begun:
+            return f"rank {rank} waits for a reduction in the call that begins it"
 
 
 def picture(runs) -> str:

@@ -139,15 +139,13 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return sent
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        now = record.place("mark", "shared")
-        kinds = [event.kind for event in record.events[:now]]
-        begun, ended = kinds.count("start"), kinds.count("wait")
-        if begun == ended:
-            counts = f"{begun} messages have begun and {ended} have ended"
-            return f"rank {rank} calls meanwhile() when {counts}: none travels beside it"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    now = record.place("mark", "shared")
+    kinds = [event.kind for event in record.events[:now]]
+    begun, ended = kinds.count("start"), kinds.count("wait")
+    if begun == ended:
+        counts = f"{begun} messages have begun and {ended} have ended"
+        return f"rank {rank} calls meanwhile() when {counts}: none travels beside it"
 
 
 def picture(runs) -> str:

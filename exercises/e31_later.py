@@ -84,10 +84,10 @@ def expected(case: Case) -> list[dict]:
     return [{"gradients": [a.grad, b.grad], "dx": dxs, "gradients have a graph": False}]
 
 
-def order(case: Case, records) -> str:
+def order(case: Case, rank: int, record) -> str | None:
     waits_for = "W" if case.split else "message" if case.hold else "B"
     part, computed = "", {}  # in each part of the step, by its mark
-    for event in records[0].events:
+    for event in record.events:
         if event.what in ("da", "db"):
             computed.setdefault(part, []).append(event.what)
         else:
@@ -96,7 +96,6 @@ def order(case: Case, records) -> str:
         if not part.startswith(waits_for) or sorted(names) != ["da", "db"]:
             right = f"each {waits_for} should compute da and db"
             return f"weight gradients in {part}: {', '.join(sorted(names))}; {right}, nothing else"
-    return ""
 
 
 def picture(runs) -> str:

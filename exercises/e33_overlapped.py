@@ -91,24 +91,22 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"send as shift": Sent(others, others * size)} if others else {}] * case.ranks
 
 
-def order(case: Case, records) -> str:
-    for rank, record in enumerate(records):
-        if record.count("mark", "meanwhile") != 1:
-            return f"rank {rank} calls meanwhile() {record.count('mark', 'meanwhile')} times, not 1"
-        if case.ranks == 1:
-            continue
-        n, last = case.ranks - 1, record.place("mark", "multiply", case.ranks - 1)
-        if late := sum(record.place("start", "send", i) > last for i in range(n)):
-            return f"rank {rank} begins {late} of its {n} messages after its last product"
-        wait = min(record.place("wait", what) for what in ("send", "receive"))
-        if wait < last:
-            return f"rank {rank} waits for a message before its last product"
-        if wait < record.place("mark", "meanwhile"):
-            return f"rank {rank} waits for a message before it calls meanwhile()"
-        for i in range(n):
-            if record.place("start", "send", i) > record.place("mark", "multiply", i + 1):
-                return f"rank {rank} begins message {i} after product {i + 1}, which could hide it"
-    return ""
+def order(case: Case, rank: int, record) -> str | None:
+    if record.count("mark", "meanwhile") != 1:
+        return f"rank {rank} calls meanwhile() {record.count('mark', 'meanwhile')} times, not 1"
+    if case.ranks == 1:
+        return None
+    n, last = case.ranks - 1, record.place("mark", "multiply", case.ranks - 1)
+    if late := sum(record.place("start", "send", i) > last for i in range(n)):
+        return f"rank {rank} begins {late} of its {n} messages after its last product"
+    wait = min(record.place("wait", what) for what in ("send", "receive"))
+    if wait < last:
+        return f"rank {rank} waits for a message before its last product"
+    if wait < record.place("mark", "meanwhile"):
+        return f"rank {rank} waits for a message before it calls meanwhile()"
+    for i in range(n):
+        if record.place("start", "send", i) > record.place("mark", "multiply", i + 1):
+            return f"rank {rank} begins message {i} after product {i + 1}, which could hide it"
 
 
 def picture(runs) -> str:

@@ -78,20 +78,20 @@ def expected(case: Case) -> list[dict]:
     return results
 
 
-def memory(case: Case, records) -> str:
+def memory(case: Case, rank: int, record) -> str | None:
     # Axes along which all ranks have the same members.
-    of_ranks = [record.values["members"] for record in records]
+    of_ranks = [right["members"] for right in expected(case)]
+    if record.values["members"] != of_ranks[rank]:
+        return None  # gate V says so
     names = of_ranks[0].keys()
     for_gradients = {name: "dp" in name or name == "world" for name in names}
     groups = {(for_gradients[name], str([m[name] for m in of_ranks])) for name in names}
-    for rank, record in enumerate(records):
-        found, what = record.values["groups"], f"rank {rank} is in {record.values['groups']} groups"
-        if found > len(groups):
-            enough = f"{len(groups)} are enough for {len(names)} axes"
-            return f"{what}; {enough}, and each needs memory of its own with NCCL"
-        if found < len(groups):
-            return f"{what}; sums of gradients need others than activations, {len(groups)} in all"
-    return ""
+    found, what = record.values["groups"], f"rank {rank} is in {record.values['groups']} groups"
+    if found > len(groups):
+        enough = f"{len(groups)} are enough for {len(names)} axes"
+        return f"{what}; {enough}, and each needs memory of its own with NCCL"
+    if found < len(groups):
+        return f"{what}; sums of gradients need others than activations, {len(groups)} in all"
 
 
 def picture(runs) -> str:

@@ -117,8 +117,8 @@ def expected(case: Case) -> list[dict]:
     return [{"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}]
 
 
-def memory(case: Case, records) -> str:
-    values, R, W = records[0].values, case.rows, case.width
+def memory(case: Case, rank: int, record) -> str | None:
+    values, R, W = record.values, case.rows, case.width
     # x, both parts, their product, mixed, scores, and these as float, sin, and double again.
     right = 8 * R * W + 16 * R * W + 8 * R * W + 8 * W * W + (8 + 4 + 4 + 8) * R * W
     moved, what = values["bytes that leave"], f"{values['storages that leave']} storages"
@@ -126,7 +126,6 @@ def memory(case: Case, records) -> str:
         return f"{what} of {moved} bytes leave; it should be 8 of {right} bytes"
     if values["alive without backward"]:
         return "the result of a forward that has no backward is alive for ever"
-    return ""
 
 
 def picture(runs) -> str:

@@ -104,9 +104,9 @@ class Exercise:
     expected: Callable[[Case], list[dict[str, Any]]]
     picture: Callable[..., str]  # of what the student's version did
     traffic: Callable[[Case], list[dict[str, Sent]]] | None  # by operation, for each rank
-    # What is wrong about memory, or order, in a sentence that names ranks and numbers; else "".
-    memory: Callable[..., str] | None
-    order: Callable[..., str] | None
+    # What is wrong about a rank's memory, or order, in a sentence with numbers; else None.
+    memory: Callable[..., str | None] | None
+    order: Callable[..., str | None] | None
 
     def __init__(self, path: Path) -> None:
         self.stem, tree = path.stem, ast.parse(path.read_text())

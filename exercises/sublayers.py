@@ -142,18 +142,16 @@ def bytes_of_norms(case: Case) -> int:
     return 2 * kept.bytes
 
 
-def overlap_problem(case: Case, records: list[Record], operation: str) -> str:
+def overlap_problem(rank: int, record: Record, operation: str) -> str | None:
     """What is wrong with the order in backward: start of a message, weight gradients, its end."""
-    for rank, record in enumerate(records):
-        events = record.events[record.place("mark", "backward") :]
-        words = [e.kind for e in events if e.what in (operation, "weight gradients")]
-        if "wait" not in words:
-            return f"rank {rank} does not wait for its {operation}: the sum may not be there yet"
-        for before, after in pairwise(words):
-            if (before, after) == ("start", "wait"):
-                what = f"rank {rank} waits for its {operation} before weight gradients are computed"
-                return f"{what}: nothing hides the message"
-            if (before, after) == ("mark", "start"):
-                what = f"rank {rank} computes weight gradients before it starts its {operation}"
-                return f"{what}: the rank below waits for both"
-    return ""
+    events = record.events[record.place("mark", "backward") :]
+    words = [e.kind for e in events if e.what in (operation, "weight gradients")]
+    if "wait" not in words:
+        return f"rank {rank} does not wait for its {operation}: the sum may not be there yet"
+    for before, after in pairwise(words):
+        if (before, after) == ("start", "wait"):
+            what = f"rank {rank} waits for its {operation} before weight gradients are computed"
+            return f"{what}: nothing hides the message"
+        if (before, after) == ("mark", "start"):
+            what = f"rank {rank} computes weight gradients before it starts its {operation}"
+            return f"{what}: the rank below waits for both"
