@@ -68,20 +68,6 @@ def test_a_buffer_has_every_element_once_and_rows_as_torch_chunk_cuts_them(n):
     assert elements == sum(map(math.prod, shapes.values())) == (~buffer.isnan()).sum()
 
 
-def test_owners_have_whole_matrices_side_by_side():
-    shapes = {"a": (6, 2), "b": (3, 2), "c": (2, 2)}
-    shards = {name: Cut("dp_cp", 0, owner) for name, owner in zip("abc", (0, 2, 2), strict=True)}
-    pieces, R = lay_out(shapes, shards, 3)
-    assert R == 12, "the fullest rank's"
-    buffer = torch.zeros(3, R)
-    for value, name in enumerate("abc", start=1):
-        (piece,) = pieces[name]
-        _views(piece, buffer, torch.empty(shapes[name]))[0].fill_(value)
-    assert buffer[0].tolist() == [1] * 12
-    assert buffer[1].tolist() == [0] * 12, "owns nothing"
-    assert buffer[2].tolist() == [2] * 6 + [3] * 4 + [0] * 2
-
-
 @pytest.mark.parametrize("name", ["SmolLM-1.7B", "Llama-3.2-1B", "Llama-3.1-8B", "Llama-3.1-70B"])
 def test_owners_have_about_the_same(name):
     model_config = find_preset(name)
