@@ -8,6 +8,7 @@ L layers, S sequence length. Standard library only, so that a run can be planned
 """
 
 import math
+from functools import cache
 
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
@@ -33,8 +34,21 @@ def layer_flops(model_config: ModelConfig, seq_length: int, layer: int) -> dict[
 
 def flops_of_layers(model_config: ModelConfig, seq_length: int) -> list[dict[str, int]]:
     """layer_flops of every layer."""
+    _refuse_uncounted(model_config)
     layers = range(model_config.num_hidden_layers)
     return [layer_flops(model_config, seq_length, layer) for layer in layers]
+
+
+@cache
+def _refuse_uncounted(c: ModelConfig) -> None:
+    """ValueError if layers have matrices without a formula here: their FLOPs would be missing."""
+    for layer in range(c.num_hidden_layers):
+        shapes = (c.attention_shapes() | c.mlp_shapes(layer)).values()
+        present = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+        counted = sum(layer_flops(c, 0, layer).values()) // 2 + c.idle_parameters(layer)
+        if present != counted:
+            why = f"{present} parameters in matrices, and the FLOPs of {counted} are counted"
+            raise ValueError(f"layer {layer} has {why}: add a formula for the others to costs.py")
 
 
 def model_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:

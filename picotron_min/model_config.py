@@ -87,6 +87,10 @@ class ModelConfig:
         E, M = self.hidden_size, self.intermediate_size
         return {"gate, up": 2 * E * M, "down": M * E}
 
+    def idle_parameters(self, layer: int) -> int:
+        """Parameters of a layer's matrices that a token is not multiplied with."""
+        return 0
+
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """What is saved beside the parameters: numbers that are updated without a gradient."""
         return {}

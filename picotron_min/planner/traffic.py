@@ -193,7 +193,7 @@ class _Activations:
         factor = self.work.routing.moe_expert_capacity_factor
         rows = own * k * layout.etp * (ranks - 1) / ranks  # that leave
         if self.work.routing.moe_pad_expert_input_to_capacity:
-            capacity = min(own, math.ceil(factor * own * k / X))
+            capacity = math.ceil(min(own, factor * own * k / X))
             rows = capacity * X // layout.ep * (ranks - 1)
         else:  # the numbers of rows, as int64
             self.sent.all_to_all("ep_etp", 8 * ranks * X // layout.ep, m * forwards)

@@ -9,11 +9,10 @@ matmuls and fused attention reach. They were fitted, for the GPUs that are `vali
 runs (docs/planner.md); other GPUs have those of the nearest one. Standard library only.
 """
 
-import math
 import re
 from dataclasses import dataclass, field
 
-from picotron_min.costs import flops_of_layers, matmul_parameters, model_flops_per_token
+from picotron_min.costs import flops_of_layers, model_flops_per_token, parameter_count
 from picotron_min.model_config import ModelConfig
 
 
@@ -109,7 +108,5 @@ def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
 
 def active_parameter_count(model_config: ModelConfig) -> int:
     """The parameters that a token uses."""
-    shapes = model_config.parameter_shapes().values()
-    norms = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
-    embedding = 0 if model_config.tie_word_embeddings else model_config.vocab_size
-    return matmul_parameters(model_config) + norms + embedding * model_config.hidden_size
+    layers = range(model_config.num_hidden_layers)
+    return parameter_count(model_config) - sum(map(model_config.idle_parameters, layers))

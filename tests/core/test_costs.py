@@ -83,6 +83,20 @@ def test_attention_costs_half_of_the_written_out_products():
         assert more * 3 == at_once * 4
 
 
+@pytest.mark.parametrize("half", ["attention_shapes", "mlp_shapes"])
+def test_a_matrix_without_a_formula_is_refused(half, monkeypatch):
+    """Its FLOPs would be missing in MFU and in plans, and nobody would see it."""
+    known, model_config = getattr(ModelConfig, half), GQA.override(rope_theta=1e5)
+    more = {"self_attn.bias": (4,)}  # a vector costs nothing
+    monkeypatch.setattr(ModelConfig, half, lambda *args: known(*args) | more)
+    assert costs.model_flops_per_token(model_config, S)
+    more["self_attn.memory"] = (8, 128)
+    model_config = GQA.override(rope_theta=1e6)  # what was checked is not checked again
+    for flops in (costs.model_flops_per_token, partial(costs.layers_of_stages, layout=Layout(2))):
+        with pytest.raises(ValueError, match=r"layer 0 has .* parameters in matrices, and the"):
+            flops(model_config, seq_length=S)
+
+
 def test_model_flops_of_llama_2_7b_by_hand():
     attention = 12 * 32 * 32 * 128 * 4096 // 2  # 12 L Q D S/2
     matmul = 6_738_415_616 - 32_000 * 4096 - 65 * 4096  # no lookup, no norms

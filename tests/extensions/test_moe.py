@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min.extensions.experts.moe import Limit, MoE, apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
-from picotron_min.extensions.settings import ModelConfig, Routing
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
 from picotron_min.model import Llama
+from picotron_min.planner.traffic import planned_traffic
 
 SHAPE = ModelConfig(
     61, 8, 16, 3, 2, 2, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=12
@@ -137,16 +138,25 @@ def some_choices(n: int, k: int, X: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("factor", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.7, 1e308])
 def test_a_full_expert_drops_what_a_loop_drops(factor, policy):
     for seed, (n, k, X) in enumerate([(20, 2, 4), (7, 3, 5), (64, 1, 8), (1, 2, 4)]):
         weights, experts = some_choices(n, k, X, seed)
         routing = {"moe_expert_capacity_factor": factor, "moe_token_drop_policy": policy}
         ours = Limit(X, k, Routing(**routing))(weights, experts)
-        capacity = math.ceil(n * k / X * factor)
+        capacity = math.ceil(min(n, n * k / X * factor))
         assert torch.equal(ours, kept_by_hand(weights, experts, X, capacity, policy))
         if capacity < n:
             assert (ours == X).any() and torch.bincount(ours.flatten())[:X].max() == capacity
+
+
+def test_a_capacity_without_bound_is_planned_as_room_for_all_tokens():
+    plans = []
+    for factor in (3.0, 1e308):  # 6 experts, 2 of them a token's
+        pads = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
+        workload = Workload(16, routing=Routing(**pads))
+        plans.append(planned_traffic(SHAPE, Layout(dp=2, ep=2), workload, rank=0))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("pads", [False, True], ids=["uneven", "padded"])

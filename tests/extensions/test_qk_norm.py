@@ -83,6 +83,13 @@ def test_a_parameter_that_no_rule_knows_is_refused():
         placements(SHAPE.parameter_shapes(), Ruleless(tp=2), tied=False)
 
 
+def test_a_model_that_could_not_be_exported_is_refused_before_it_trains(workplace):
+    both = {"qk_norm": True, "num_local_experts": 4}  # Qwen3MoE, which no row describes
+    outcome = workplace.main(workplace.config("both", model=both))
+    assert outcome.code == 2 and "'qwen3' of transformers is another model" in outcome.output
+    assert not workplace.folder.joinpath("runs", "both").exists()
+
+
 def test_a_model_without_them_has_none():
     plain = SHAPE.override(qk_norm=False)
     assert not any("_norm" in name for name in plain.attention_shapes())

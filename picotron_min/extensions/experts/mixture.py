@@ -103,6 +103,11 @@ class Mixture(ModelConfig):
         always = {"router": E * self.num_local_experts, "shared experts": E * shared}
         return always | {"gate, up": 2 * E * k * F, "down": k * F * E}
 
+    def idle_parameters(self, layer: int) -> int:
+        unused = self.num_local_experts - self.num_experts_per_tok
+        expert = 3 * self.hidden_size * self.moe_intermediate_size
+        return unused * expert if self.has_experts(layer) else 0
+
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The biases of routers."""
         layers = range(self.num_hidden_layers) if self.scoring_func == "sigmoid" else ()

@@ -103,7 +103,7 @@ class Limit:
     def capacity(self, num_tokens: int) -> int:
         factor = self.routing.moe_expert_capacity_factor
         even = num_tokens * self.k / self.num_experts  # if all experts were used alike
-        return min(num_tokens, math.ceil(factor * even)) if factor else num_tokens
+        return math.ceil(min(num_tokens, factor * even)) if factor else num_tokens
 
     def rows_each(self, num_tokens: int) -> int | None:
         """The rows that every expert gets, with padding; None: as many as it has tokens."""
