@@ -4,11 +4,10 @@ schedules/simulator.py passes over the sends and receives of a plan. Here they a
 """
 
 from collections import Counter, deque
-from itertools import pairwise
 
 from picotron_min.extensions.schedules.simulator import Span, Timeline
-from picotron_min.pipeline_messages import Event, textbook_times
-from picotron_min.pipeline_schedule import RECEIVES, SENDS, Action, Kind, Place, Plan, loop
+from picotron_min.pipeline_messages import Event, inputs_of, textbook_times
+from picotron_min.pipeline_schedule import RECEIVES, SENDS, Place, Plan, loop
 
 
 def simulate_messages(
@@ -44,11 +43,9 @@ def simulate_messages(
 def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[Event]]:
     """What each action waits for; ValueError where messages are missing, or are too many."""
     found = Counter((rank, action) for rank, plan in enumerate(plans) for action in plan)
-    needs: dict[Event, list[Event]] = {}
-    for way in _ways(plans, place):
-        needs.setdefault(way[0], [])
-        for source, target in pairwise(way):
-            needs[target] = [source]
+    needs = {event: list(sources) for event, sources in inputs_of(plans, place).items()}
+    for target, sources in list(needs.items()):
+        for source in sources:
             (rank, made), (peer, needing) = source, target
             if rank != peer:
                 send = rank, made._replace(kind=SENDS[made.kind], peer=peer)
@@ -63,18 +60,3 @@ def _needs(plans: list[Plan], place: Place, blocking: bool) -> dict[Event, list[
         if (rank, action) not in needs:
             raise ValueError(f"rank {rank}: '{action}' carries nothing that its peer needs")
     return needs
-
-
-def _ways(plans: list[Plan], place: Place) -> list[list[Event]]:
-    """The way of each micro-batch: its forwards through all stages, its backwards back; any W."""
-    actions = {action for plan in plans for action in plan}
-    num_stages = len(plans) * (1 + max(action.chunk for action in actions))
-    way = [(Kind.FORWARD, *place(stage, len(plans))) for stage in range(num_stages)]
-    if any(action.kind is Kind.BACKWARD for action in actions):
-        way += [(Kind.BACKWARD, rank, c) for _, rank, c in reversed(way)]
-    micro_batches = {action.micro_batch for action in actions}
-    ways = [[(rank, Action(kind, i, c)) for kind, rank, c in way] for i in micro_batches]
-    if any(action.kind is Kind.WEIGHT for action in actions):  # each is behind its backward
-        back = [event for way in ways for event in way if event[1].kind is Kind.BACKWARD]
-        ways += [[(rank, b), (rank, b._replace(kind=Kind.WEIGHT))] for rank, b in back]
-    return ways

@@ -3,11 +3,9 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from picotron_min.attention import SoftmaxAttention
-from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.loss import IGNORE_INDEX
-from picotron_min.model import FlashAttention, Llama
+from picotron_min.model import Llama
 from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.architectures import to_hf
 
@@ -76,39 +74,6 @@ def test_logits_and_gradients_equal_transformers(shape, dtype, tolerance, monkey
         grad, reference = parameter.grad, references[name].grad
         atol = tolerance * reference.abs().max().item()
         torch.testing.assert_close(grad, reference, rtol=0, atol=atol, msg=name)
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_recompute_changes_memory_and_nothing_else(recompute, tied):
-    config = SHAPES["grouped-query"].override(tie_word_embeddings=tied)
-    plain, recomputed = (random_llama(config, torch.float32) for _ in range(2))
-    apply_recompute(recomputed, recompute)
-    saved_bytes = {}
-    for model in (plain, recomputed):
-        saved = {}
-
-        def note(tensor, saved=saved):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = model(*batch(config))
-        loss.backward()
-        saved_bytes[model] = sum(saved.values())
-    assert saved_bytes[recomputed] < 0.9 * saved_bytes[plain]
-    for (name, ours), theirs in zip(recomputed.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad), name
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_written_out_attention_equals_flash_attention(kv_heads):
-    torch.manual_seed(0)
-    q = torch.randn(2, 6, 33, 8, dtype=torch.float64)
-    k, v = torch.randn(2, 2, kv_heads, 33, 8, dtype=torch.float64)
-    torch.testing.assert_close(
-        SoftmaxAttention()(q, k, v), FlashAttention()(q, k, v), rtol=0, atol=1e-12
-    )
 
 
 def test_bfloat16_autocast_keeps_the_loss_in_float32():
