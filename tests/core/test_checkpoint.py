@@ -205,7 +205,7 @@ RUNS = {  # a config, and the step whose gradient is not finite
 }
 
 
-@pytest.mark.turns(3, 5)
+@pytest.mark.turns(2, 5)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_bit_identical(pool, tmp_path, name):
     config, bad_step = RUNS[name]
