@@ -54,10 +54,10 @@ class Reporter(ExitStack):
             append_event(self.run_log, self.start)
         wandb = None
         if writes and logging.use_wandb:
-            wandb = {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
-            # The parts of an interrupted run have the first line in common.
+            # All parts of an interrupted run have the first line in common, and so one id.
             first_start = self.run_log.read_text().partition("\n")[0].encode()
-            wandb |= {"id": hashlib.sha256(first_start).hexdigest()[:16], "resume": "allow"}
+            wandb = {"id": hashlib.sha256(first_start).hexdigest()[:16], "resume": "allow"}
+            wandb |= {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
             wandb["config"] = config.model_dump()
         self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
