@@ -1,7 +1,6 @@
 """How evenly experts are used: the metrics of a step, the console's words, and a run."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import ModelConfig, Routing
-from picotron_min.runtime.metrics import MetricsLog
 from picotron_min.runtime.wording import human
 from tests.runtime.test_console import started
-from tests.runtime.test_metrics import RECORD, read
+from tests.runtime.test_metrics import RECORD
 
 MODEL = ModelConfig(61, 32, 48, 3, 4, 4, num_local_experts=4, mlp_only_layers=(1,))
 OFF = Routing(moe_seq_aux_loss_coeff=0.0)
@@ -52,16 +50,6 @@ def test_measures_are_means_over_tokens_and_over_layers_with_experts(coefficient
     means = {n: None if v == [None] * 3 else (v[0] + v[2]) / 2 for n, v in expected.items()}
     routing = replace(OFF, **{f"moe_{coefficient}_loss_coeff": 0.1})
     assert measure_balance(routed, MODEL, routing) == per_layer | means
-
-
-def test_measures_are_metrics_of_a_step_like_others(tmp_path):
-    log = MetricsLog(tmp_path / "m.jsonl")
-    log.write(RECORD)
-    balance = {"load_imbalance": 1.5, "z_loss": math.nan, "dropped_per_layer": [None, 0.1]}
-    log.write(replace(RECORD, balance=balance))
-    log.close()
-    dense, mixture = read(tmp_path / "m.jsonl")
-    assert mixture == dense | balance | {"z_loss": None}
 
 
 def test_the_console_shows_the_imbalance_and_what_is_dropped():

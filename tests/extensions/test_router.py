@@ -138,11 +138,8 @@ def objective(x: Tensor, weight: Tensor, upstream: Tensor, config, bias, routing
         seen = (j + 1) * DP * B * S
         total["global_load_balancing_loss"] += aux(of_batch, so_far, seen, k)
     total["z_loss"] = logits.logsumexp(-1).square().sum()
-    loss = total["task"] + routing.moe_z_loss_coeff * total["z_loss"]
-    loss += routing.moe_seq_aux_loss_coeff * total["seq_load_balancing_loss"]
-    loss += routing.moe_aux_loss_coeff * total["load_balancing_loss"]
-    loss += routing.moe_global_aux_loss_coeff * total["global_load_balancing_loss"]
-    return loss, total
+    weighted = (getattr(routing, coefficient) * total[n] for n, coefficient in LOSSES.items())
+    return total["task"] + sum(weighted), total
 
 
 def ranks_gradients(
@@ -196,15 +193,10 @@ def test_gradients_are_those_of_the_objective_written_out(model, scopes, recompu
     dw, dx, table = ranks_gradients(*args)
     torch.testing.assert_close(dw, expected_dw, rtol=0, atol=1e-12)
     torch.testing.assert_close(dx, expected_dx, rtol=0, atol=1e-12)
-    on = {
-        "seq_load_balancing_loss": routing.moe_seq_aux_loss_coeff,
-        "z_loss": routing.moe_z_loss_coeff,
-    }
-    on["load_balancing_loss"] = routing.moe_aux_loss_coeff
-    on["global_load_balancing_loss"] = routing.moe_global_aux_loss_coeff
-    for name in LOSSES:
+    for name, coefficient in LOSSES.items():
         counted = table[1, 8 + RoutingCounts.COLUMNS.index(name)].item()
-        assert counted == pytest.approx(totals[name].item() if on[name] else 0.0, abs=1e-11), name
+        expected = totals[name].item() if getattr(routing, coefficient) else 0.0
+        assert counted == pytest.approx(expected, abs=1e-11), name
     assert not table[0].any(), "the other layer has no router"
 
 

@@ -74,10 +74,8 @@ def largest(x: Tensor) -> Tensor:
     return amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
 
 
-Product = Callable[[Float8, Float8, torch.dtype], Tensor]  # a [.., k], b [n, k] -> a b^T [.., n]
-
-
-def choose_product(device_type: str, dtype: torch.dtype) -> Product:
+def choose_product(device_type: str, dtype: torch.dtype) -> Callable:
+    """How to multiply two Float8: a [.., k], b [n, k] -> a b^T [.., n] in a dtype."""
     # torch's CPU kernel for 8 bits gives the same bits as a product in float32, and is far slower.
     on_gpu = device_type == "cuda" and dtype == torch.bfloat16
     return scaled_product if on_gpu else widened_product

@@ -20,14 +20,7 @@ from torch import Tensor, nn
 
 from picotron_min.extensions.overlap.boundary import Boundary, put_around, save, sublayers
 from picotron_min.extensions.overlap.linear import Linear
-from picotron_min.extensions.precision.float8 import (
-    E4M3,
-    E5M2,
-    Float8,
-    Product,
-    choose_product,
-    quantise,
-)
+from picotron_min.extensions.precision.float8 import E4M3, E5M2, Float8, choose_product, quantise
 from picotron_min.extensions.settings import Workload
 from picotron_min.model import Llama
 
@@ -38,7 +31,7 @@ class Float8Linear(Linear):
     rows: Float8 | None = None  # W [out, in]
     columns: Float8 | None = None  # W^T [in, out]
 
-    def __init__(self, weight: nn.Parameter, dtype: torch.dtype, multiply: Product) -> None:
+    def __init__(self, weight: nn.Parameter, dtype: torch.dtype, multiply: Callable) -> None:
         super().__init__(weight)
         self.dtype, self.multiply = dtype, multiply
 
