@@ -25,7 +25,7 @@ from typing import Literal, get_args, get_origin
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.layout import Coordinates
-from picotron_min.runtime.config import KEY, Config, ConfigError
+from picotron_min.runtime.config import KEY, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from tests.assembled import Run, assert_same, make_training, on_one_rank, run_of, whole_run
@@ -33,7 +33,7 @@ from tests.pool import MAX_RANKS, Pool, RankFailed
 
 STEPS = 2  # before the save, and again after it
 GLOBAL_BATCH = 24
-FIXED = ("dtype", "compile", "fp8")  # float64; what takes seconds; what rounds
+FIXED = ("dtype", "compile", "fp8", "document_mask")  # of a pair; what takes seconds; what rounds
 
 
 def main() -> None:
@@ -89,12 +89,13 @@ def load_and_train(config: Config, model_config: ModelConfig, steps: int, folder
 
 def draw(rng: random.Random) -> dict[str, dict]:
     """Two configs of one training, whose model fits enough layouts."""
-    while True:
+    for _ in range(20):
         shared = draw_model(rng), draw_training(rng)
         try:
             return {role: draw_config(rng, *shared) for role in ("saved", "resumed")}
-        except ConfigError:
-            continue
+        except ConfigError as error:
+            last = error
+    raise last
 
 
 def draw_model(rng: random.Random) -> dict[str, object]:
@@ -129,6 +130,8 @@ def draw_training(rng: random.Random) -> dict[str, object]:
     return {
         "seed": rng.randrange(1000),
         "seq_length": rng.choice((16, 24, 48)),
+        "use_cpu": True,
+        "dtype": "float64",
         "optimizer": "sgd",
         "learning_rate": 0.5,
         "schedule": rng.choice(choices(Recipe)["schedule"]),
@@ -137,6 +140,7 @@ def draw_training(rng: random.Random) -> dict[str, object]:
         "weight_decay": rng.choice((0.0, 0.01)),
         "grad_clip": rng.choice((None, 0.5)),
         "eval_batches": 1,
+        "document_mask": rng.random() < 0.3,
         "moe_seq_aux_loss_coeff": rng.choice((0.0, 0.1)),
         "moe_z_loss_coeff": rng.choice((0.0, 0.01)),
         "moe_router_bias_update_rate": 0.01,
@@ -145,27 +149,29 @@ def draw_training(rng: random.Random) -> dict[str, object]:
 
 def draw_config(rng: random.Random, model: dict, training: dict) -> dict[str, dict]:
     """A valid config of a model, in any layout; ConfigError if there is hardly any."""
-    of_experts = ("ep", "etp") if "num_local_experts" in model else ()
+    of_experts, last = ("ep", "etp") if "num_local_experts" in model else (), None
     for _ in range(2000):
         sizes = {axis: rng.choice((1, 1, 2, 2, 3, 4, 8)) for axis in Coordinates._fields}
-        if not 1 < prod(sizes.values()) <= MAX_RANKS:
-            continue
-        sizes |= {axis: rng.choice((1, 2, 4)) for axis in of_experts}
-        layout = {KEY[axis]: size for axis, size in sizes.items()} | {"use_cpu": True}
-        layout |= {key: rng.choice(options) for key, options in choices(Layout).items()}
-        layout["pp_chunks"] = rng.choice((1, SCHEDULES[layout["pp_engine"]].chunks))
-        work = {key: rng.choice(options) for key, options in choices(Workload).items()}
-        work["dtype"] = "float64"
         micro_batches = rng.choice((1, 2, 3, 4, 6))
         batch, rest = divmod(GLOBAL_BATCH, sizes["dp"] * micro_batches)
-        sequences = {"micro_batch_size": batch, "gradient_accumulation_steps": micro_batches}
-        raw = {"distributed": layout, "model": model | work, "training": training | sequences}
-        try:
-            if not rest and parse_config(raw):
-                return raw
-        except ConfigError:
+        if rest or not 1 < prod(sizes.values()) <= MAX_RANKS:
             continue
-    raise ConfigError("this model fits few layouts")
+        sizes |= {axis: rng.choice((1, 2, 4)) for axis in of_experts}
+        keys = {KEY[axis]: size for axis, size in sizes.items()} | model | training
+        for kind in (Layout, Workload):
+            keys |= {key: rng.choice(options) for key, options in choices(kind).items()}
+        keys |= {"pp_chunks": rng.choice((1, SCHEDULES[keys["pp_engine"]].chunks))}
+        keys |= {"micro_batch_size": batch, "gradient_accumulation_steps": micro_batches}
+        raw = {
+            section: {key: keys[key] for key in names if key in keys}
+            for section, names in SECTIONS.items()
+        }
+        try:
+            parse_config(raw)
+            return raw
+        except ConfigError as error:
+            last = error
+    raise last or ConfigError("this model fits few layouts")
 
 
 def choices(kind: type) -> dict[str, tuple]:
