@@ -28,7 +28,7 @@ from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, Confi
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
 from picotron_min.runtime.hardware import GPUS, Gpu
-from picotron_min.runtime.json_file import parse_json
+from picotron_min.runtime.json_file import parse_json, read_json
 from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted
 
@@ -45,11 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 the user's mistakes, all reported."""
     try:
         create(arguments)
-    except ConfigError as error:
-        print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:  # a line for each problem
+        print("error: " + str(error).replace("\n", "\nerror: "), file=sys.stderr)
         return 2
     return 0
 
@@ -58,11 +58,19 @@ def create(arguments: list[str] | None) -> None:
     """Write the config and print what it means."""
     parser = build_parser()
     flags, words = parser.parse_known_args(arguments)
+    if flags.check:
+        config = parse_config(read_json(flags.check))
+        describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
+        return
+    if not flags.out_dir or not flags.exp_name:
+        parser.error("give --out_dir, --exp_name and flags, or --check FILE")
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
 
     path = Path(flags.out_dir, flags.exp_name, "config.json")
+    if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
+        raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
     text = json.dumps(raw, indent=4) + "\n"
     if path.exists() and path.read_bytes() == text.encode():
         print(f"{path} is already there with the same content")
@@ -85,9 +93,12 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--out_dir", required=True, help="folder of all experiments")
-    parser.add_argument("--exp_name", required=True, help="folder of this one, and its run_name")
+    given = {"metavar": "NAME", "default": None}
+    parser.add_argument("--out_dir", help="folder of all experiments", **given)
+    parser.add_argument("--exp_name", help="folder of this one, and its run_name", **given)
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
+    about = "check this config.json instead, and print what it means"
+    parser.add_argument("--check", type=Path, metavar="FILE", default=None, help=about)
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
     meanings = meanings_of_keys()

@@ -19,7 +19,15 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routin
 from picotron_min.runtime.public_models import tokenizer_of
 
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
-Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
+
+
+def in_full(name: str) -> str:
+    if (path := os.path.expanduser(name)).startswith("~"):
+        raise ValueError("has a ~, and no home folder is known: set HOME, or write it in full")
+    return path
+
+
+Name = Annotated[Text, AfterValidator(in_full)]  # built-in, path, or hub id owner/name
 OptionalName = Annotated[Name | None, BeforeValidator(lambda v: None if v == "" else v)]  # "": null
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -140,7 +148,7 @@ class Config(Section):  # the whole of config.json
     distributed: Distributed = Distributed()
     model: Model = Model()
     training: Training = Training()
-    dataset: Dataset = Dataset()
+    dataset: Dataset = Field(default_factory=Dataset)  # which needs a home folder
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     environment: Environment = Environment()

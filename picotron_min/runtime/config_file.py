@@ -51,7 +51,10 @@ def parse_config(raw: dict, *checks: Callable[[Config], Iterable[str]]) -> Confi
             problems.append(_describe(e))
             bad |= {f"{section}.{name}" for name in key or SECTIONS.get(section, {})}
             (good[section] if key else good).pop(path[-1], None)
-        config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
+        try:
+            config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
+        except ValidationError:  # a default, too: there is no home folder
+            raise ConfigError(*problems) from None
     # A problem that names a bad key, with or without its section, is about the key's default.
     bad |= {where.split(".")[1] for where in bad}
     for check in (*checks, problems_of):

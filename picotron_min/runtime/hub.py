@@ -14,8 +14,11 @@ def hub_answers(endpoint: str, seconds: float = 4.0) -> bool:
     """
     if urllib.request.getproxies():
         return True
-    url = urlsplit(endpoint)
-    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        url = urlsplit(endpoint)
+        port = url.port or (80 if url.scheme == "http" else 443)
+    except ValueError as error:
+        raise ValueError(f"HF_ENDPOINT={endpoint} is no address: {error}") from None
     connect = f"import socket; socket.create_connection({(url.hostname, port)}, {seconds})"
     try:  # in a process, as looking up a name has no time limit; it needs time to start
         command = [sys.executable, "-c", connect]

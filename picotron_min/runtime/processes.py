@@ -51,7 +51,7 @@ def start_run(
     with exit_on_usage_error():
         launch = torchrun_launch()
         config = load_config(path, processes=launch and launch.world_size)
-    set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
+        set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
     if config.layout.sharding != "none":
         return_freed_memory()
     if launch:

@@ -179,6 +179,25 @@ def test_a_folder_that_cannot_be_made_is_reported(create):
     assert code == 2 and err == "error: cannot write runs/exp: Not a directory\n"
 
 
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x"])
+def test_an_experiment_is_inside_its_folder(create, name):
+    code, out, err = create(exp_name=name)
+    assert (code, out) == (2, "") and "is outside --out_dir: name a folder in it" in err
+    assert not Path("x").exists() and create(exp_name="a/b")[0] == 0
+
+
+def test_a_file_is_checked_for_any_number_of_processes(create, capsys):
+    create(f"--dp {4 * MOST_PROCESSES}")
+    assert main(["--check", str(PATH)]) == 0
+    assert f"processes        {4 * MOST_PROCESSES} = " in capsys.readouterr().out
+    PATH.write_text('{"training": {"sed": 1}, "model": {"name": "nowhere"}}')
+    assert main(["--check", str(PATH)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    PATH.unlink()
+    assert main(["--check", str(PATH)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: cannot read {PATH}: No such file")
+
+
 def test_an_unknown_flag_suggests_the_nearest(create):
     for flag, remedy in {
         "--SCHEDULE=wsd": "did you mean --schedule?",
@@ -247,5 +266,5 @@ def test_it_runs_as_a_script_without_torch(tmp_path):
     assert done.stdout.endswith(f"--config '{tmp_path}/a b/config.json'\n")
     assert (tmp_path / "a b" / "config.json").is_file()
     done = run()
-    assert done.returncode == 2 and "--out_dir, --exp_name" in done.stderr
+    assert done.returncode == 2 and "give --out_dir, --exp_name" in done.stderr
     assert "Traceback" not in done.stderr

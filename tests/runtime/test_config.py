@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -291,6 +293,12 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     assert Path(Config().dataset.cache_dir).is_absolute()
 
 
+def test_without_a_home_folder_a_tilde_is_refused(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and user
+    (problem,) = problems({})
+    assert 'cache_dir="~/.cache/picotron_min": ' in problem and "HOME" in problem
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_resolves_by_its_full_and_its_short_name(name):
     for spelling in (name, name.split("/")[-1], name + "-Instruct"):
@@ -560,6 +568,36 @@ def test_more_processes_than_a_machine_can_start_need_torchrun(tmp_path):
     with pytest.raises(ConfigError, match=r"needs 100,000 processes .*, and one machine starts at"):
         load_config(path)
     assert load_config(path, 10**5).world_size == 10**5
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("runs/metrics.jsonl", "runs/metrics.jsonl or its folder"),  # of the same run
+        ("runs/run.jsonl", "the run itself writes .*/runs/run.jsonl"),
+        ("runs/hf/t.json", "name another file"),
+        ("runs/step-00000010/state.json", "name another file"),
+        ("x/../runs/.lock", "name another file"),
+        ("link/hf", "name another file"),
+        ("config.json", "exists, and is of another kind"),
+    ],
+)
+def test_paths_of_a_run_differ(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"training": {}}')
+    Path("runs").mkdir()
+    Path("link").symlink_to("runs")
+    raw = {"checkpoint": {"save_dir": "runs"}}
+    (problem,) = problems(raw | {"logging": {"trace_file": name}})
+    assert problem.startswith(f"trace_file={name}") and re.search(message, problem)
+    if "metrics" not in name:
+        (problem,) = problems(raw | {"logging": {"metrics_file": name}})
+        assert problem.startswith(f"metrics_file={name}")
+    for ours in ('{"traceEvents": []}', ""):
+        Path("t.json").write_text(ours)
+        parse_config(raw | {"logging": {"trace_file": "t.json"}})
+    Path("m.jsonl").write_text('{"step": 1}')
+    parse_config(raw | {"logging": {"metrics_file": "m.jsonl"}})
 
 
 def test_the_tokenizer_that_is_left_out_is_the_models_own(tmp_path):

@@ -34,6 +34,14 @@ def test_the_hub_answers_if_its_host_accepts_a_connection(listening):
     assert not hub_answers(endpoint)
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["http://localhost:port", "http://localhost:99999", "http://[x"]
+)
+def test_an_endpoint_that_is_no_address_is_refused(listening, endpoint):
+    with pytest.raises(ValueError, match=r"^HF_ENDPOINT=http.* is no address: "):
+        hub_answers(endpoint)
+
+
 def test_behind_a_proxy_the_hub_is_taken_to_answer(listening, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
     assert hub_answers("https://huggingface.invalid")
