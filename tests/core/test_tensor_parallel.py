@@ -1,6 +1,6 @@
 """Tensor parallelism apart from training, for which see test_layouts.py."""
 
-import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,15 +98,8 @@ SHAPES = {
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_ranks_equal_the_whole_model(pool, shape, sequence_parallel, recompute, overlap):
-    config = SHAPES[shape]
-    for error in pool.run(
-        config.num_key_value_heads,
-        differences_to_whole,
-        config,
-        sequence_parallel,
-        recompute,
-        overlap,
-    ):
+    config, choices = SHAPES[shape], (sequence_parallel, recompute, overlap)
+    for error in pool.run(config.num_key_value_heads, differences_to_whole, config, *choices):
         assert error < 1e-10
 
 
@@ -137,20 +130,14 @@ def test_calls_and_bytes_are_those_of_the_docstring(pool, sequence_parallel):
     n, L, b = 2, CONFIG.num_hidden_layers, 8 * B * S * CONFIG.hidden_size
     half = (n - 1) / n
     loss = 2 * half * 8 * B * S * 3  # [N] and [2, N] float64
+    # forward also gathers for lm_head, and scatters after the embedding
+    kinds, pairs = ("all_gather", "reduce_scatter"), 2 * L + 1
+    calls = dict.fromkeys(kinds, pairs) if sequence_parallel else {"all_reduce": pairs}
+    sent = {kind: 2 * pairs * half * b / len(calls) for kind in calls}
+    reduced = calls.get("all_reduce", 0) + 2, sent.get("all_reduce", 0) + loss
     for forward, backward in pool.run(n, ledgers, sequence_parallel):
-        if sequence_parallel:
-            # forward also gathers for lm_head, and scatters after the embedding
-            pairs = {"all_gather": 2 * L + 1, "reduce_scatter": 2 * L + 1}
-            bytes_of_pairs = {name: calls * half * b for name, calls in pairs.items()}
-            assert forward == (pairs | {"all_reduce": 2}, bytes_of_pairs | {"all_reduce": loss})
-            assert backward == (pairs, bytes_of_pairs)
-        else:
-            calls = 2 * L + 1
-            assert forward == (
-                {"all_reduce": calls + 2},
-                {"all_reduce": calls * 2 * half * b + loss},
-            )
-            assert backward == ({"all_reduce": calls}, {"all_reduce": calls * 2 * half * b})
+        assert forward == (calls | {"all_reduce": reduced[0]}, sent | {"all_reduce": reduced[1]})
+        assert backward == (calls, sent)
 
 
 def bytes_in_bfloat16(num_layers: int, sequence_parallel: bool) -> int:
@@ -203,25 +190,16 @@ def backward_events(sequence_parallel: bool) -> list[str]:
     events = []
 
     def logged(name: str, function):
-        @functools.wraps(function)
         def call(*args, **kwargs):
             events.append(name)
             result = function(*args, **kwargs)
-            if name == "start":
-                *rest, work = result if isinstance(result, tuple) else (result,)
-                work = LoggedWork(work)
-                return (*rest, work) if rest else work
-            return result
+            if name == "weight gradient":
+                return result
+            *rest, work = result if isinstance(result, tuple) else (result,)
+            waited = SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
+            return (*rest, waited) if rest else waited
 
         return call
-
-    class LoggedWork:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self):
-            events.append("wait")
-            self.work.wait()
 
     config = CONFIG.override(num_hidden_layers=1)
     model, _ = split_model(config, sequence_parallel, whole_model(config))
