@@ -531,7 +531,7 @@ def test_a_checkpoint_deleted_after_its_check_is_reported(pool, tmp_path):
 TEXT = "Grüße, 世界 🌍!\n\tif x  !=  'y':\r\n\t"
 
 
-def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
+def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor | None]:
     training = make_training(config)
     training.step(0)
     model = training.chunks[0].model
@@ -540,15 +540,16 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor]:
     tokens = torch.tensor([list(TEXT.encode())])
     rounds = config.model.dtype == "bfloat16"
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=rounds):
-        logits = model(tokens, torch.arange(tokens.shape[1]))
+        is_whole = training.axes.pp.size == 1
+        logits = model(tokens, torch.arange(tokens.shape[1])) if is_whole else None
     weights = {name: p.detach() for name, p in training.parameters.items()}
     weights = training.parts_of_whole(weights)
     return {name: part.full_tensor() for name, part in weights.items()}, logits
 
 
-@pytest.mark.turns(3, 5)
+@pytest.mark.turns(2, 5)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, layout, tied):
     from safetensors.torch import load_file
@@ -556,9 +557,9 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
     from transformers.utils import logging
 
     folder = tmp_path / "hf"
-    (weights, logits), _ = pool.run(
-        2, export, folder, make_config(**layout, tied=tied, dtype=dtype)
-    )
+    config = make_config(**layout, tied=tied, dtype=dtype)
+    (weights, logits), (others, _) = pool.run(2, export, folder, config)
+    weights |= others
     assert names(folder) == [
         "config.json",
         "generation_config.json",
@@ -589,7 +590,9 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
     for name, weight in weights.items():
         assert in_file[name].dtype == loaded[name].dtype == dtype
         assert torch.equal(loaded[name], weight.to(dtype))
-    if dtype != torch.bfloat16:  # ours is computed with float32 weights, theirs has only these
+    if (
+        dtype != torch.bfloat16 and logits is not None
+    ):  # ours is computed with float32 weights, theirs has only these
         torch.testing.assert_close(theirs.detach(), logits, rtol=0, atol=1e-6)
 
     assert ids[0].tolist() == list(TEXT.encode())
