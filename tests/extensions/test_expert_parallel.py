@@ -268,7 +268,7 @@ def test_pipelines_with_stages_without_experts_train_as_one_rank(
     pp = len(stages) // chunks
     layout = {"dp": 2, "pp": pp, "engine": engine, "chunks": chunks, "micro_batches": 3}
     config = make_expert_config("sequence", 2, layers=sum(stages), **layout)
-    given = config.distributed.model_copy(update={"pp_layers": stages})
+    given = config.distributed.model_copy(update={"pp_layers": list(stages)})
     config = config.model_copy(update={"distributed": given})
     assert_trains_as_one_rank(pool, config, model, steps=3)
 
