@@ -126,16 +126,9 @@ TURNS = [
     [layout for layout in LAYOUTS if layout[:4] == sizes][i % 2 - 1]
     for i, sizes in enumerate(SIZES)
 ]
-CHOICES = list(
-    itertools.product(
-        MODELS,
-        SCOPES,
-        ("1f1b", "interleaved", "afab"),
-        ("none", "full", "selective"),
-        ("alltoall", "allgather"),
-        ("ring", "ulysses"),
-    )
-)
+ENGINES, RECOMPUTE = ("1f1b", "interleaved", "afab"), ("none", "full", "selective")
+MESSAGES = ("alltoall", "allgather"), ("ring", "ulysses")
+CHOICES = list(itertools.product(MODELS, SCOPES, ENGINES, RECOMPUTE, *MESSAGES))
 random.Random(32293).shuffle(CHOICES)  # a seed with which every pair of choices meets
 
 
@@ -161,23 +154,11 @@ def test_every_pair_of_choices_meets_in_some_layout():
 def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
     dp, pp, cp, tp, ep, etp = layout
     model, scope, engine, recompute, ep_engine, cp_engine = choices
-    config = make_expert_config(
-        scope,
-        ep,
-        etp,
-        ep_engine,
-        sharding=sharding,
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        cp_engine=cp_engine,
-        micro_batches=2 if pp > 1 else 1,
-        chunks=2 if engine == "interleaved" and pp > 1 else 1,
-        sequence_parallel=tp > 1 and recompute != "none",
-        engine=engine,
-        recompute=recompute,
-    )
+    sizes = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "micro_batches": 2 if pp > 1 else 1}
+    sizes["chunks"] = 2 if engine == "interleaved" and pp > 1 else 1
+    sizes["sequence_parallel"] = tp > 1 and recompute != "none"
+    kinds = {"cp_engine": cp_engine, "engine": engine, "recompute": recompute, "sharding": sharding}
+    config = make_expert_config(scope, ep, etp, ep_engine, **sizes, **kinds)
     assert_trains_as_one_rank(pool, config, model, scope)
 
 

@@ -42,7 +42,6 @@ from picotron_min.runtime.reporter import describe
 
 KINDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # errors: relative, and where scaled is 0
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def spread(*shape: int, size: float = 1.0, dtype=torch.float64) -> Tensor:
@@ -65,29 +64,6 @@ def test_rounding_is_as_exact_as_the_format(kind, dtype, size):
     # What they stand for is exact in bfloat16, too, and rounding it again changes nothing.
     again = quantise(x8.widened(torch.bfloat16), kind)
     assert torch.equal(again.widened(torch.float64), x8.widened(torch.float64))
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_scale_is_the_largest_power_of_two_that_fits(kind):
-    largest = torch.tensor(LARGEST[kind], dtype=torch.float64)
-    for amax in (largest, largest.nextafter(largest * 2), largest.float().nextafter(2 * largest)):
-        for factor in (1.0, 1 - 2**-23, 1 + 2**-23, 0.75):
-            for exponent in (-90, -3, 0, 5, 60):
-                top = (amax * factor * 2.0**exponent).double()
-                x8 = quantise(torch.stack([-top, top / 3]), kind)
-                scale = 1 / x8.inverse.double()
-                assert math.frexp(scale)[0] == 0.5, "a power of two"
-                # A float64 above the limit by less than float32 resolves is rounded down to it.
-                assert largest / 2 < top * scale <= largest * (1 + 2**-24)
-                assert x8.numbers.double().isfinite().all()
-                assert x8.widened(torch.float64)[0] == pytest.approx(-top.item(), rel=2**-3)
-
-
-def test_zeros_and_the_smallest_numbers_have_a_scale():
-    for x in (torch.zeros(3), torch.full((3,), 1e-45), torch.full((3,), -1e-38)):
-        x8 = quantise(x, E4M3)
-        assert x8.inverse.isfinite() and x8.inverse > 0
-        assert x8.widened(torch.float32).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -297,11 +273,6 @@ PROBLEMS = {
         "fp8_skip=1 is for fp8=true: set that, or fp8_skip to 0"),
     "all skipped": ({"fp8_skip": 2}, {"use_cpu": True}, {},
         "fp8_skip=2 leaves no layer of num_hidden_layers=4 in FP8: use at most 1, or fp8=false"),
-    "narrow heads": ({"head_dim": 12, "num_key_value_heads": 1}, {}, {},
-        "fp8=true needs multiples of 16 on GPUs, and num_key_value_heads=1 x head_dim=12 / "
-        "tp_size=1 = 12: change it, or set fp8 to false"),
-    "a narrow part": ({}, {"tp_size": 2, "use_cpu": False}, {},
-        None),
     "a narrow MLP": ({"intermediate_size": 168}, {"tp_size": 2}, {},
         "fp8=true needs multiples of 16 on GPUs, and intermediate_size=168 / tp_size=2 = 84: "
         "change it, or set fp8 to false"),

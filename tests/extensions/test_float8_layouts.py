@@ -126,24 +126,15 @@ def product_of(linear: Linear, is_first: bool, tp: int, cp: int, x: Tensor) -> T
     return Reference.apply(x, linear.weight, is_first, tp, cp)
 
 
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+RING = SEQUENCE | {"tp_overlap": True}
 BLOCKS = {
     "one": {},
     "tensor": {"tp": 2},
-    "sequence": {"tp": 2, "sequence_parallel": True},
-    "sequence, pipeline": {
-        "tp": 2,
-        "sequence_parallel": True,
-        "pp": 2,
-        "engine": "zb_h1",
-        "recompute": "selective",
-    },
-    "context, ring": {"cp": 2, "tp": 2, "sequence_parallel": True, "tp_overlap": True},
-    "ring, full": {
-        "tp": 4,
-        "sequence_parallel": True,
-        "tp_overlap": True,
-        "recompute": "full",
-    },
+    "sequence": SEQUENCE,
+    "sequence, pipeline": SEQUENCE | {"pp": 2, "engine": "zb_h1", "recompute": "selective"},
+    "context, ring": RING | {"cp": 2},
+    "ring, full": RING | {"tp": 4, "recompute": "full"},
 }
 
 
