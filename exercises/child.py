@@ -5,6 +5,7 @@ writes its verdict as JSON, as its last act.
 """
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -12,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from exercises.sandbox import LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 
@@ -32,13 +33,17 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
     import torch  # seconds that do not count
 
     torch.set_num_threads(1)
-    path, printed = Path(file), Printed()
+    path, printed, has_ended, once = Path(file), Printed(), threading.Event(), threading.Lock()
     sys.stdout = sys.stderr = printed
-    finish, has_ended = Finisher(Path(verdict_path), printed), threading.Event()
+
+    def finish(verdict: dict) -> None:
+        once.acquire()  # never released: the first verdict is the only one
+        Path(verdict_path).write_text(json.dumps(verdict | {"printed": printed.shown()}))
+        os._exit(0)  # threads of a student may still run
+
     threading.Thread(target=_watch, args=(path, finish, has_ended), daemon=True).start()
-    if number == "design":
-        finish.write(_design(path))
-    finish.write(_exercise(int(number), path, int(seed), has_ended))
+    is_design = number == "design"
+    finish(_design(path) if is_design else _exercise(int(number), path, int(seed), has_ended))
 
 
 def _exercise(number: int, path: Path, seed: int, has_ended: threading.Event) -> dict:
@@ -68,41 +73,29 @@ def _design(path: Path) -> dict:
     except BaseException as error:  # whatever a student's code raises
         found = 0, failure_of(error, path).text, ""
     marks, text, picture = found
-    result = {"passed": marks > 0, "mistake": f"marks_{marks}", "message": text}
-    return result | {"picture": picture, "gates": {}}
+    return _verdict(f"marks_{marks}", text, picture, passed=marks > 0)
 
 
-class Printed:
+def _verdict(mistake: str, message: str, picture: str = "", passed: bool = False) -> dict:
+    texts = {"mistake": mistake, "message": message, "picture": picture}
+    return {"passed": passed, "gates": {}} | texts
+
+
+class Printed(io.TextIOBase):
     """What a student prints: the first of it is shown, and no more is kept."""
 
-    def __init__(self) -> None:
-        self.text, self.is_cut = "", False
+    text = ""
 
     def write(self, text: str) -> int:
-        if not self.is_cut:
-            whole = self.text + text
-            self.text = "".join(whole.splitlines(keepends=True)[:PRINTED_LINES])[:PRINTED]
-            if self.text != whole:
-                self.text, self.is_cut = f"{self.text.rstrip()}\n... cut\n", True
+        self.text = (self.text + text)[: PRINTED + 1]
         return len(text)
 
-    def flush(self) -> None:
-        pass
+    def shown(self) -> str:
+        text = "".join(self.text.splitlines(keepends=True)[:PRINTED_LINES])[:PRINTED]
+        return text if text == self.text else f"{text.rstrip()}\n... cut\n"
 
 
-class Finisher:
-    """Writes the verdict, once, and ends the process: threads of a student may still run."""
-
-    def __init__(self, path: Path, printed: Printed) -> None:
-        self.path, self.printed, self.lock = path, printed, threading.Lock()
-
-    def write(self, verdict: dict) -> None:
-        self.lock.acquire()  # never released: the first verdict is the only one
-        self.path.write_text(json.dumps(verdict | {"printed": self.printed.text}))
-        os._exit(0)
-
-
-def _watch(student: Path, finish: Finisher, has_ended: threading.Event) -> None:
+def _watch(student: Path, finish: Callable[[dict], None], has_ended: threading.Event) -> None:
     """End a check that computes or sleeps for too long, with the student's line."""
     active = time.monotonic()
     first = last = time.process_time()
@@ -116,8 +109,7 @@ def _watch(student: Path, finish: Finisher, has_ended: threading.Event) -> None:
             message = f"Stopped after {cpu_limit if is_computing else limit}: it has not ended."
             if where := _student_line(student):
                 message += f"\n    it was at {where}"
-            empty = {"passed": False, "gates": {}, "picture": ""}
-            finish.write(empty | {"mistake": "timeout", "message": message})
+            finish(_verdict("timeout", message))
 
 
 def _student_line(student: Path) -> str:
@@ -125,17 +117,9 @@ def _student_line(student: Path) -> str:
     for frame in sys._current_frames().values():
         stack = traceback.extract_stack(frame)
         mine = [f for f in stack if f.filename == str(student)]
-        if mine and not _pauses(frame):
+        if mine and "pause" not in (f.name for f in stack):
             return f"line {mine[-1].lineno}: {mine[-1].line}"
     return ""
-
-
-def _pauses(frame: FrameType | None) -> bool:
-    while frame:
-        if frame.f_code.co_name == "pause":
-            return True
-        frame = frame.f_back
-    return False
 
 
 if __name__ == "__main__":

@@ -42,8 +42,10 @@ def form_of(value: Any) -> Form:
         what = "tensor" if isinstance(value, Tensor) else "numpy array"
         text = f"a {what} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
         return Form(text, text)
+    kind = type(value).__name__
+    a_kind = f"a{'n' * (kind[0] in 'aeiouAEIOU')} {kind}"
     if isinstance(value, int | float | np.generic):
-        return Form("number", _a(type(value).__name__))
+        return Form("number", a_kind)
     if type(value) in (list, tuple, range, Size):  # not a named tuple, nor a queue that is a list
         parts = tuple(form_of(part) for part in value[:MANY])
         if isinstance(value, tuple) and len(value) <= MANY:
@@ -51,17 +53,12 @@ def form_of(value: Any) -> Form:
             number = f"{len(value)} value{'s' * (len(value) != 1)}"
             return Form("tuple", f"{number} ({texts})", parts)
         first = f", the first of them {parts[0].text}" if parts else ""
-        return Form("list", f"a {type(value).__name__} of {len(value)}{first}", parts)
-    kind = type(value).__name__
+        return Form("list", f"a {kind} of {len(value)}{first}", parts)
     if isinstance(value, Mapping):
-        return Form("dict", f"{_a(kind)} of {len(value)}")
+        return Form("dict", f"{a_kind} of {len(value)}")
     if isinstance(value, Iterator):
-        return Form("iterator", _a(kind))
-    return Form(kind, "None" if value is None else _a(kind))
-
-
-def _a(name: str) -> str:
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+        return Form("iterator", a_kind)
+    return Form(kind, "None" if value is None else a_kind)
 
 
 class Call(NamedTuple):

@@ -94,27 +94,18 @@ def reading(exercise: Exercise) -> str:
 
 
 def _emptied(target: Target) -> str:
-    node = ast.parse(target.text).body[0]
-    functions = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)]
-    lines = target.text.splitlines()
-    # From the last to the first, so that the line numbers of those before stay right. A function
-    # within a function goes with the body of the outer one.
-    inner = {n for f in functions for n in ast.walk(f) if isinstance(n, ast.FunctionDef) and n != f}
-    for function in reversed([f for f in functions if f not in inner]):
-        body = function.body[1:] if ast.get_docstring(function) else function.body
-        last = function.body[0].end_lineno if ast.get_docstring(function) else body[0].lineno - 1
-        last = _before_comments(lines, last, function)
-        indent = " " * function.body[0].col_offset
-        lines[last : function.end_lineno] = [indent + NOT_WRITTEN]
+    node, lines = ast.parse(target.text).body[0], target.text.splitlines()
+    # A function within a function goes with the body of the outer one.
+    members = [n for n in getattr(node, "body", ()) if isinstance(n, ast.FunctionDef)]
+    functions = [node] if isinstance(node, ast.FunctionDef) else members
+    for function in reversed(functions):  # so that the line numbers of those before stay right
+        first = function.body[0]
+        last = first.end_lineno if ast.get_docstring(function) else first.lineno - 1
+        # Comments between signature and body would give hints away.
+        while last < first.lineno and lines[last - 1].lstrip().startswith("#"):
+            last -= 1
+        lines[last : function.end_lineno] = [" " * first.col_offset + NOT_WRITTEN]
     return "\n".join(lines) + "\n"
-
-
-def _before_comments(lines: list[str], last: int, function: ast.FunctionDef) -> int:
-    """The number of lines up to the signature or docstring: comments behind it give hints away."""
-    first = function.body[0].lineno
-    while last > function.lineno and last < first and lines[last - 1].lstrip().startswith("#"):
-        last -= 1
-    return last
 
 
 def _imports(exercise: Exercise, target: Target) -> str:

@@ -94,14 +94,12 @@ def _losses(
 
 
 def _succeeds(command: list[str], folder: str, quiet: bool) -> bool:
-    lines = []
+    hidden = ""
     with _started(command) as process:
         for line in lines_to_show(process.stdout, folder):
-            lines.append(line)
-            if not quiet:
-                print(line, end="", flush=True)
-    if process.returncode and quiet:
-        print("".join(lines), end="")
+            hidden += line if quiet else ""
+            print(line * (not quiet), end="", flush=True)
+    print(hidden if process.returncode else "", end="")
     return not process.returncode
 
 
