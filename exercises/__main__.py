@@ -8,11 +8,13 @@ import textwrap
 from pathlib import Path
 
 from exercises import exercise as catalogue
-from exercises import progress
+from exercises import hunts, progress
 from exercises.exercise import FOLDER, GATES, Exercise
 from exercises.grade import default_jobs, grade, summary
 from exercises.pictures import WIDTH
 from exercises.sandbox import Sandbox, adopt_orphans
+from exercises.source import reading, starter
+from exercises.training import compare
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,10 +64,7 @@ def show_list(given: argparse.Namespace) -> int:
 
 
 def start(given: argparse.Namespace) -> int:
-    from exercises.source import starter
-
-    exercise = catalogue.load(given.number)
-    path = file_of(exercise)
+    path = file_of(exercise := catalogue.load(given.number))
     if path.exists():
         raise ValueError(f"{path} is there already: delete it to start again")
     path.write_text(starter(exercise))
@@ -75,14 +74,12 @@ def start(given: argparse.Namespace) -> int:
 
 
 def read(given: argparse.Namespace) -> int:
-    from exercises.source import reading
-
     print(reading(catalogue.load(given.number)), end="")
     return 0
 
 
 def file_of(exercise: Exercise) -> Path:
-    return FOLDER / f"{exercise.number:02}_{exercise.name}.py"
+    return FOLDER / f"{exercise.stem.removeprefix('e')}.py"
 
 
 def written(exercise: Exercise) -> Path:
@@ -114,9 +111,7 @@ def show(exercise: Exercise, verdict: dict) -> str:
         result = "passed" if not problem else problem if problem == "not checked" else "failed"
         lines.append(f"  {gate} {GATES[gate]:8}{result}")
         if result == "failed":
-            lines += textwrap.wrap(
-                problem, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += [" " * 6 + line for line in textwrap.wrap(problem, WIDTH - 6)]
     if verdict["printed"]:
         lines += ["", "printed:", verdict["printed"].rstrip()]
     lines += ["", verdict["picture"], ""] if verdict["picture"] else [""]
@@ -124,9 +119,9 @@ def show(exercise: Exercise, verdict: dict) -> str:
     for line in message.splitlines():
         indent = " " * 8 if line.startswith(" ") else ""
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent)
-    following = [n for n in catalogue.files() if n > exercise.number]
-    if verdict["passed"] and following:
-        lines.append(f"Next: python -m exercises start {following[0]:02}")
+    following = exercise.number + 1
+    if verdict["passed"] and following in catalogue.files():
+        lines.append(f"Next: python -m exercises start {following:02}")
     return "\n".join(lines)
 
 
@@ -140,8 +135,6 @@ def hint(given: argparse.Namespace) -> int:
 
 
 def train(given: argparse.Namespace) -> int:
-    from exercises.training import compare
-
     exercise = catalogue.load(given.number)
     if exercise.no_training:
         raise ValueError(f"exercise {given.number:02} is not for train: {exercise.no_training}")
@@ -149,14 +142,8 @@ def train(given: argparse.Namespace) -> int:
     return 0 if compare(exercise, path, exercise.changed(config), given.steps) else 1
 
 
-def hunt(given: argparse.Namespace) -> int:
-    from exercises import hunts
-
-    return hunts.command(given.number, given.run, given.answer)
-
-
 def design(given: argparse.Namespace) -> int:
-    from exercises import designs
+    from exercises import designs  # which imports torch
 
     return designs.command(given.number)
 
@@ -176,7 +163,7 @@ COMMANDS = [
     ("check", check, "check your version"),
     ("hint", hint, "the next of three hints"),
     ("train", train, "the real training with your version in it"),
-    ("hunt", hunt, "a course with one wrong statement: find it from its symptoms"),
+    ("hunt", hunts.command, "a course with one wrong statement: find it from its symptoms"),
     ("design", design, "a task without a single right answer: three marks by measurement"),
     ("grade", grade_all, "check the files of a class"),
 ]

@@ -4,6 +4,7 @@ The change exists in memory only. `hunt N` prints symptoms, measured now; `hunt 
 measures any layout of up to 4 ranks; `hunt N --answer picotron_min/FILE.py:LINE` takes an answer.
 """
 
+import argparse
 import ast
 import math
 import re
@@ -179,22 +180,21 @@ def _apart(records) -> float:
     return largest
 
 
-def command(number: int, run: str | None, answer: str | None) -> int:
+def command(given: argparse.Namespace) -> int:
     """What `python -m exercises hunt` does; the exit code."""
+    number, run = given.number, given.run
     if number not in HUNTS:
         raise ValueError(f"there is no hunt {number}: use one of {', '.join(map(str, HUNTS))}")
-    if answer is None:
-        if run:
-            parse_run(run)  # which may refuse it
-        print(HUNTS[number].story + "\n")
-        print("It trains now, which takes up to half a minute.\n", flush=True)
-        for line in table(number, (run,) if run else HUNTS[number].runs):
-            print(line, flush=True)
-        print(f"\nMeasure others:  python -m exercises hunt {number} --run dp=2,tp=2")
-        print(f"Answer:  python -m exercises hunt {number} --answer picotron_min/FILE.py:LINE")
-        print("(a wrong answer counts as a hint, which it prints)")
-        return 0
-    return _take_answer(number, answer)
+    if given.answer is not None:
+        return _take_answer(number, given.answer)
+    parse_run(run or "")  # which may refuse it
+    print(f"{HUNTS[number].story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
+    for line in table(number, (run,) if run else HUNTS[number].runs):
+        print(line, flush=True)
+    print(f"\nMeasure others:  python -m exercises hunt {number} --run dp=2,tp=2")
+    print(f"Answer:  python -m exercises hunt {number} --answer picotron_min/FILE.py:LINE")
+    print("(a wrong answer counts as a hint, which it prints)")
+    return 0
 
 
 def _take_answer(number: int, answer: str) -> int:
@@ -239,18 +239,10 @@ def judge(number: int, answer: str) -> str:
     source = (ROOT / hunt.file).read_text()
     assert source.count(hunt.old) == 1, f"hunt {number}: {hunt.old!r} must be there once"
     first = source[: source.index(hunt.old)].count("\n") + 1
-    around = [n for n in ast.walk(ast.parse(source)) if _is_around(n, first)]
-    statement = min((n for n in around if not hasattr(n, "body")), key=_length)
-    function = min((n for n in around if isinstance(n, ast.FunctionDef)), key=_length)
-    last = max(statement.end_lineno, first + hunt.old.count("\n"))
-    if statement.lineno <= int(line) <= last:
+    # The innermost comes last: what is in a statement is walked through after it.
+    statements = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt)]
+    *_, statement = around = [n for n in statements if n.lineno <= first <= n.end_lineno]
+    *_, function = [n for n in around if isinstance(n, ast.FunctionDef)]
+    if statement.lineno <= int(line) <= max(statement.end_lineno, first + hunt.old.count("\n")):
         return "right"
     return "function" if function.lineno <= int(line) <= function.end_lineno else "file"
-
-
-def _is_around(node: ast.AST, line: int) -> bool:
-    return isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno
-
-
-def _length(node: ast.stmt) -> int:
-    return node.end_lineno - node.lineno

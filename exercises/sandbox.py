@@ -81,8 +81,7 @@ class Sandbox:
             with errors.open("wb") as stream:
                 code = self._run([*self.wrap, *command, str(verdict)], work, stream)
             seconds = time.monotonic() - began
-            was_late = seconds >= KILL_SECONDS
-            found = _read(verdict) or (_too_late() if was_late else _no_verdict(code, errors))
+            found = _read(verdict) or _no_verdict(code, errors, seconds >= KILL_SECONDS)
         return found | {"seconds": round(seconds, 1)}
 
     def _run(self, command: list[str], work: Path, errors: BinaryIO) -> int:
@@ -149,19 +148,13 @@ def _read(path: Path) -> dict | None:
     return None
 
 
-def _no_verdict(code: int, errors: Path) -> dict:
+def _no_verdict(code: int, errors: Path, was_late: bool = False) -> dict:
+    parts = {"passed": False, "gates": {}, "picture": "", "printed": ""}
+    if was_late:
+        late = f"killed after {KILL_SECONDS:g} s: if the machine is busy, try again."
+        return parts | {"mistake": "timeout", "message": f"The check was {late}"}
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     # A student's code may have deleted or replaced it.
     lines = errors.read_text(errors="replace").splitlines()[-5:] if is_plain(errors) else []
     message = "\n    ".join([f"The check's process {how} and left no verdict.", *lines])
-    return _failed("crash", message)
-
-
-def _too_late() -> dict:
-    message = f"The check was killed after {KILL_SECONDS:g} s: if the machine is busy, try again."
-    return _failed("timeout", message)
-
-
-def _failed(mistake: str, message: str) -> dict:
-    parts = {"mistake": mistake, "message": message, "picture": "", "printed": ""}
-    return {"passed": False, "gates": {}, **parts}
+    return parts | {"mistake": "crash", "message": message}
