@@ -164,11 +164,7 @@ MERGES = r"merge_blocks returned {}; it should return 2 values \(a tensor \[1.* 
             (IN_ORDER, f"{IN_ORDER}.numpy()"),
             ZIGZAGS.format(r"a numpy array \[8\] of int64"),
         ),
-        (
-            ZIGZAG,
-            (IN_ORDER, f"{IN_ORDER}[None]"),
-            ZIGZAGS.format(r"a tensor \[1, 8\] of int64"),
-        ),
+        (ZIGZAG, (IN_ORDER, f"{IN_ORDER}[None]"), ZIGZAGS.format(r"a tensor \[1, 8\] of int64")),
         (MERGE, (f"{MERGED}, lse", MERGED), MERGES.format(r"a tensor \[1, .*\] of float64")),
         (MERGE, (f"{MERGED}, lse", f"{MERGED}, lse, lse"), MERGES.format(r"3 values \(.*\)")),
         (

@@ -105,12 +105,7 @@ def test_marks_are_read_from_a_verdict(tmp_path, monkeypatch, mistake, marks):
     assert measure(1, tmp_path).marks == marks
 
 
-@pytest.mark.parametrize(
-    ("edit", "marks", "text"),
-    [
-        ("return 1 / 0", 0, "ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "marks", "text"), [("return 1 / 0", 0, "ZeroDivisionError")])
 def test_a_schedule_runs_in_the_sandbox(tmp_path, edit, marks, text):
     path = tmp_path / "design_1.py"
     path.write_text(TASK.replace("return forwards + backwards", edit))

@@ -204,11 +204,7 @@ SAME = "all ranks must start the same collectives in the same order"
             RuntimeError,
             r"rank 1 expects \[1, 3\] rows, but \[2, 2\] rows come to it",
         ),
-        (
-            lambda r: dist.isend(X, 5),
-            ValueError,
-            r"Global rank 5 is not part of group \[0, 1\]",
-        ),
+        (lambda r: dist.isend(X, 5), ValueError, r"Global rank 5 is not part of group \[0, 1\]"),
         (
             lambda r: dist.broadcast(torch.zeros(2, 3).T, 0),
             RuntimeError,
