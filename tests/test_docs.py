@@ -26,12 +26,15 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_modules_exist(page):
+def test_links_modules_and_tests_exist(page):
     text = page.read_text()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
     modules = re.findall(r"python -m ([\w.]+)", text)
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    names = {name for name in re.findall(r"\btest_\w+", text) if "NAME" not in name}
+    assert names <= tests
 
 
 @pytest.mark.parametrize("page", [README, *EXTENSION_PAGES], ids=name_of)

@@ -2,19 +2,17 @@
 
 import contextlib
 import itertools
-import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from picotron_min import costs, pipeline_schedule
+from picotron_min import costs
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans, chunks_problem
-from picotron_min.extensions.schedules.simulator import Span, Timeline, peak_live, simulate
+from picotron_min.extensions.schedules.simulator import Timeline, peak_live, simulate
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.pipeline_schedule import (
     RECEIVES,
@@ -32,6 +30,7 @@ from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime import draw
 from picotron_min.runtime.public_models import PRESETS
 from tests.messages import simulate_messages
+from tests.runtime.test_draw import write_trace
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ROOT = Path(__file__).parents[2]
@@ -246,158 +245,6 @@ def test_chunks_are_refused_where_they_have_no_meaning():
         build_plans("1f1b", 2, 4, 2)
 
 
-def test_the_drawing_is_the_one_in_the_docstring():
-    for engine in ("afab", "1f1b"):
-        for line in draw.draw(simulate(build_plans(engine, 2, 4)), width=40).splitlines():
-            assert f"    {line}" in pipeline_schedule.__doc__
-
-
-def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
-    """The command as a user starts it, or any other program."""
-    program = ["-c", code] if code else ["-m", "picotron_min.runtime.draw"]
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", *program, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-def test_the_command_prints_drawing_and_formulas_without_torch():
-    result = run("--engine", "1f1b", "--stages", "4", "--microbatches", "8")
-    assert result.returncode == 0
-    assert "rank 0  F0F1F2F3····" in result.stdout
-    assert re.search(r"rank 0 +27.3% +27.3% +4 +4\n", result.stdout)
-    assert "(p-1) / (m + p-1)" in result.stdout
-    loaded = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines()}
-    assert "picotron_min" in loaded
-    assert not loaded & {"torch", "numpy", "pydantic"}
-
-
-def test_a_reader_that_stops_early_is_no_error():
-    read, write = os.pipe()
-    os.close(read)  # as `| head` does, when it has seen enough
-    with os.fdopen(write, "wb") as pipe:
-        command = [sys.executable, "-m", "picotron_min.runtime.draw"]
-        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT)
-    assert (result.returncode, result.stderr) == (0, b"")
-
-
-@pytest.mark.parametrize("engine", SCHEDULES)
-@pytest.mark.parametrize("m", [8, 11, 101])
-def test_a_drawing_that_is_too_narrow_names_the_width_that_it_needs(engine, m, capsys):
-    sizes = ["--engine", engine, "--microbatches", str(m)]
-    draw.main([*sizes, "--width", "60"])
-    needed = re.search("60 columns are too few .* --width (.*) [|] less", capsys.readouterr().out)
-    for columns, is_enough in ((int(needed[1]), True), (int(needed[1]) - 1, False)):
-        draw.main([*sizes, "--width", str(columns)])
-        out = capsys.readouterr().out
-        assert ("columns are too few" in out) is not is_enough
-        drawn = "\n".join(re.findall(r"^rank \d  (.*[·═].*)$", out, flags=re.MULTILINE))
-        assert max(map(len, drawn.splitlines())) <= columns - len("rank 0  ")
-        letters = "FfBb" if SCHEDULES[engine].chunks > 1 else "FB"
-        names = [f"{letter}{i}" for letter in letters for i in range(m)]
-        times = [len(re.findall(rf"{name}(?!\d)", drawn)) for name in names]
-        assert (times == [4] * len(names)) is is_enough  # each on each of 4 ranks
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--stages 0", "0 ranks x 8 micro-batches x 1 chunks: draw at least one of each"),
-        ("--microbatches few", "invalid int value: 'few'"),
-        ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or engine afab"),
-        ("--trace nowhere.json", "No such file or directory: 'nowhere.json'"),
-        ("--trace t.json --stages 2", "--trace contains its own plan"),
-    ],
-)
-def test_bad_input_is_reported_with_exit_code_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        draw.main(arguments.split())
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def write_trace(path: Path, spans: list[Span], **other_data: str) -> None:
-    """A trace in which steps 6 and 7 are alike; one unit of the spans is 1 ms."""
-    events = [
-        {
-            "name": str(s.action), "ph": "X", "ts": 1e6 * step + 1000 * s.start, "tid": 0,
-            "dur": 1000 * (s.end - s.start), "pid": s.rank,
-            "args": {"step": step, "chunk": s.action.chunk, "micro_batch": s.action.micro_batch},
-        }
-        for step in (7, 6) for s in spans if s.action.peer is None
-    ]  # fmt: skip
-    events.append({"name": "optimizer"})
-    path.write_text(json.dumps({"traceEvents": events, "otherData": other_data}))
-
-
-def test_a_trace_is_drawn_under_its_plan(tmp_path, capsys):
-    engine, chunks = "interleaved", 2
-    plans = build_plans(engine, 4, 8, chunks)
-    slow = simulate(plans, send_time=1.0)
-    write_trace(tmp_path / "t.json", slow.spans, pp_engine=engine)
-    draw.main(["--trace", str(tmp_path / "t.json")])
-    out = capsys.readouterr().out
-    ideal = simulate(plans).makespan
-    assert f"planned, {engine}, step 8: {ideal:.2f} ms" in out
-    assert f"measured, {engine}, step 8: {slow.makespan:.2f} ms" in out
-    busy = 8 * chunks * 3
-    figures = rf"rank 2 +{bubble(4, 8, chunks):.1%} +{slow.bubble(2):.1%} +{busy:.2f} ms\n"
-    assert re.search(figures, out)
-
-
-STEP = build_plans("interleaved", 4, 8, 2)
-
-
-def causes(
-    time_of: Callable[[int, Action], float], send_time: float, path: Path, capsys
-) -> dict[str, float]:
-    """What the command names as causes of a difference between plan and trace, in ms."""
-    measured = simulate(STEP, time_of, send_time)
-    write_trace(path, measured.spans, pp_engine="interleaved")
-    draw.main(["--trace", str(path)])
-    out = capsys.readouterr().out
-    total, rest = re.search(r"\n([-+][\d.]+) ms from the plan, of which\n(.*)", out, re.S).groups()
-    found = {name: float(ms) for ms, name in re.findall(r"  +([-+][\d.]+) ms  (.*)\n", rest)}
-    assert len(found) == 4
-    assert sum(found.values()) == pytest.approx(float(total), abs=0.05)
-    return found
-
-
-def textbook(rank: int, action: Action) -> float:
-    return 10.0 if action.kind is F else 20.0
-
-
-@pytest.mark.parametrize(
-    "time_of, send_time, cause",
-    [
-        (textbook, 3.0, "sends, and all else that happens between the actions"),
-        (
-            lambda rank, a: textbook(rank, a) * (2 if rank == 2 else 1),
-            0.0,
-            "imbalance: rank 2 computes 1.60 times the mean (more layers, or a slow rank)",
-        ),
-        (
-            lambda rank, a: textbook(rank, a) * (1.5 if a.chunk else 0.5),
-            0.0,
-            "imbalance between the chunks of a rank",
-        ),
-        (
-            lambda rank, a: textbook(rank, a) * (9 if a.micro_batch == 3 else 1),
-            0.0,
-            "actions that differ from the mean of their stage",
-        ),
-    ],
-)
-def test_the_cause_of_a_slow_step_is_named_with_its_time(
-    time_of, send_time, cause, tmp_path, capsys
-):
-    found = causes(time_of, send_time, tmp_path / "t.json", capsys)
-    assert found.pop(cause) > 10
-    assert set(found.values()) == {0}
-
-
 def vee(stage: int, ranks: int) -> tuple[int, int]:
     """The second half of the stages goes back over the ranks: 0 1 1 0."""
     return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
@@ -452,14 +299,15 @@ def test_a_schedule_with_a_wrong_formula_or_order_fails_the_checks():
 
 
 def test_the_config_offers_every_schedule_of_the_registry():
-    result = run(
-        code="from picotron_min.extensions.schedules.registry import SCHEDULES\n"
+    code = (
+        "from picotron_min.extensions.schedules.registry import SCHEDULES\n"
         "SCHEDULES['other'] = SCHEDULES['1f1b']._replace(chunks=3)\n"
         "from picotron_min.runtime.config_file import ConfigError, parse_config\n"
         "for changes in ({'pp_engine': 'gpipe'}, {'pp_engine': 'other', 'pp_chunks': 2}):\n"
         "    try: parse_config({'distributed': changes | {'pp_size': 2}})\n"
         "    except ConfigError as error: print(error)\n"
     )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0
     assert "must be 'afab', '1f1b', 'interleaved', 'zb_h1', 'zb_v' or 'other'" in result.stdout
     assert "other has 3 chunks a rank, not 2: use 3, or engine afab or" in result.stdout
@@ -472,29 +320,3 @@ CHECKS_OF_PLANS = [
     test_both_ends_of_every_pair_have_its_messages_in_the_same_order,
     test_bubble_and_live_activations_are_the_textbooks,
 ]
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "is not a trace of a pipeline: JSONDecodeError"),
-        ('{"otherData": {"pp_engine": "x"}}', "is not a trace of a pipeline: KeyError('x')"),
-        (
-            '{"traceEvents": [{"name": "F0", "ph": "X", "ts": 1, "dur": 2, "pid": 1,'
-            ' "args": {"step": 1, "chunk": 0, "micro_batch": 0}}]}',
-            "ranks [1]: it must have those of all the ranks of one pipeline, counted from 0",
-        ),
-        (
-            '{"traceEvents": [{"name": "B0", "ph": "X", "ts": 1, "dur": 2, "pid": 0,'
-            ' "args": {"step": 1, "chunk": 0, "micro_batch": 0}}]}',
-            "rank 0: 'F0' is missing",
-        ),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(content, message, tmp_path, capsys):
-    path = tmp_path / "t.json"
-    path.write_text(content)
-    with pytest.raises(SystemExit) as exit:
-        draw.main(["--trace", str(path)])
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
