@@ -26,7 +26,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -154,18 +153,17 @@ def run_ranks(row: str, work: dict, function: Callable[[Place], Any]) -> list[An
     tokens = np.random.default_rng(0).integers(resolve_model(config).vocab_size, size=size)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=size, num_documents=1)
 
-    def run_rank(folder: Path, launch: Launch) -> None:
+    def run_rank(launch: Launch) -> None:
         torch.set_num_threads(1)
         seconds = config.distributed.timeout_seconds
         store = launch.open_store(seconds)
         open_process_group(launch, "gloo", store, timedelta(seconds=seconds))
-        place = Place(sections, build_axes(CPU, config.layout), text, folder)
+        place = Place(sections, build_axes(CPU, config.layout), text)
         results.put((launch.rank, function(place)))
         dist.barrier()
         dist.destroy_process_group()
 
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(partial(run_rank, Path(folder)), config.world_size)
+    start_processes(run_rank, config.world_size)
     return [result for _, result in sorted(results.get() for _ in range(config.world_size))]
 
 
@@ -188,7 +186,6 @@ def take_turns(contenders: dict[str, Build], warmup: int, rounds: int, place: Pl
             began = time.perf_counter()
             done[name].append(step(index))
             seconds[name].append(time.perf_counter() - began)
-            getattr(step, "settle", lambda: None)()  # off the clock: what it does in the background
     timed = {name: of_steps[warmup:] for name, of_steps in seconds.items()}
     return Turns(done, timed, (1000 * before, 1000 * memory_gb(CPU)))
 

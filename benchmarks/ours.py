@@ -5,8 +5,6 @@ A contender is a function of a Place that builds its model and returns its step.
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +14,15 @@ from torch.nn.utils import get_total_norm
 
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import build_model
+from picotron_min.extensions.documents.attention import inside_documents
+from picotron_min.extensions.documents.rectangles import Documents
 from picotron_min.extensions.experts.moe import mixtures
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes
+from picotron_min.model import FlashAttention
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import open_data
-from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.token_file import TokenFile
 from train import Run, build_run, train_step
 
@@ -32,16 +32,15 @@ CPU = torch.device("cpu")
 class Place:
     """What a contender is built from on one rank; `sections` are of a config.json."""
 
-    def __init__(self, sections: dict, axes: Axes, text: TokenFile, folder: Path) -> None:
+    def __init__(self, sections: dict, axes: Axes, text: TokenFile) -> None:
         self.sections, self.axes, self.text = sections, axes, text
-        self.folder = folder  # for files, deleted in the end; the same on all ranks
         self.config = parse_config(sections)
         self.model_config = resolve_model(self.config)
         self.data = open_data(self.config, text, axes.dp.rank, axes.cp.rank)
 
     def changed(self, section: str, **keys: Any) -> "Place":
         keys = self.sections.get(section, {}) | keys
-        return Place(self.sections | {section: keys}, self.axes, self.text, self.folder)
+        return Place(self.sections | {section: keys}, self.axes, self.text)
 
 
 class Done(NamedTuple):
@@ -81,7 +80,7 @@ def one_process(place: Place, on_every_rank: bool = False) -> Step:
     group = place.axes.dp.group  # has one rank in all rows that use this
     axes = Axes(**{axis.name: Axis(axis.name, group, CPU) for axis in place.axes})
     sections = place.sections | {"distributed": {"use_cpu": True}}
-    alone = picotron_min(Place(sections, axes, place.text, place.folder))
+    alone = picotron_min(Place(sections, axes, place.text))
 
     def step(index: int) -> Done:
         waits = dist.get_rank() > 0 and not on_every_rank
@@ -99,19 +98,21 @@ def experts_one_by_one(place: Place) -> Step:
     return step_of(run)
 
 
-def checkpoint_saves(place: Place, in_background: bool) -> Step:
-    """How long the step loop stands still for a checkpoint, the step itself not counted."""
-    saves = {"save_dir": str(place.folder / str(in_background)), "async": in_background}
-    place = place.changed("checkpoint", keep=2, **saves)
-    config, model_config, run = place.config, place.model_config, build(place)
-    inputs = SimpleNamespace(config=config, model_config=model_config, device=CPU, start=None)
-    done, saver = step_of(run)(0), Saver(run, inputs, dist.new_group(backend="gloo"))
+def attention_alone(place: Place, documents: int) -> Step:
+    """Forward and backward of the attention of a row of so many documents, of one size."""
+    c, S = place.model_config, place.config.training.seq_length
+    inside, lengths = (
+        inside_documents(FlashAttention(), CPU),
+        Documents(((S // documents,) * documents,)),
+    )
+    heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
+    qkv = [torch.randn(1, n, S, c.head_dim).requires_grad_() for n in heads]
 
     def step(index: int) -> Done:
-        saver.save(index + 1)
-        return done
+        out = inside(*qkv, lengths)
+        torch.autograd.grad(out, qkv, torch.ones_like(out))
+        return Done(0, 0)  # they do different work
 
-    step.settle = saver.wait
     return step
 
 

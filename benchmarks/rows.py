@@ -68,9 +68,9 @@ SCALING = OURS | {
 }
 LOOP = OURS | {"loop": ours.experts_one_by_one}
 ALL_GATHER = OURS | {"all-gather": partial(ours.picotron_min, ep_engine="allgather")}
-SAVES = {
-    "in the background": partial(ours.checkpoint_saves, in_background=True),
-    "at once": partial(ours.checkpoint_saves, in_background=False),
+APART = {
+    "8 documents": partial(ours.attention_alone, documents=8),
+    "one": partial(ours.attention_alone, documents=1),
 }
 LOSSES = {
     "picotron-min": partial(ours.loss_alone, loss=partial(head_loss, of_stripe=stripe_loss)),
@@ -115,6 +115,6 @@ ROWS = {
     "experts-glm": Row("one shared, sigmoid scores, against Glm4Moe", TRANSFORMERS, {}, ALIKE, GLM),
     "experts-64": Row("4 chosen, one product against our own loop", LOOP, {}, ALIKE, MANY),
     "experts-dispatch": Row("tokens sent against all gathered", ALL_GATHER, EP2, ALIKE, EXPERTS),
-    "checkpoint": Row("the pause for one in the background against at once", SAVES, DP2),
+    "documents": Row("attention to 2048 tokens: 8 documents against one", APART, {}, LONG),
     "loss-128k": Row("of 2048 tokens alone, against torch's cross_entropy", LOSSES, {}),
 }
