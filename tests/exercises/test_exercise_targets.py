@@ -17,7 +17,6 @@ WITHOUT = {
     "extensions/experts/stages.py": "a search; design 1 asks for layers of stages",
     "extensions/documents/attention.py": "runs what rectangles.py plans, as exercise 20 does",
     "extensions/documents/batches.py": "reads borders; the rest is exercise 2",
-    "extensions/documents/rectangles.py": "an exercise is to come",
     "extensions/qk_norm/shape.py": "rows and shapes, as in exercise 9",
     "extensions/schedules/picture.py": "draws plans",
     "extensions/schedules/registry.py": "lists schedules",

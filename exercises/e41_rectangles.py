@@ -1,0 +1,159 @@
+"""41 rectangles: no document sees another, and no mask is needed
+
+A row holds several documents. A token sees only those before it in its own document. A rank of a
+ring has some pieces of the row, and computes attention to the pieces of one rank after another.
+
+target: extensions.documents.rectangles:rectangles
+train: distributed.cp_size=2 distributed.tp_size=1 dataset.document_mask=true
+
+`lengths` are those of the documents in a row; `queries` and `keys` say where in the row the pieces
+of one rank and of another begin, each piece `width` tokens long. Yield what is to be computed, as
+(slice of queries, slice of keys, is_causal), for every pair of pieces and every document that
+reaches into both. The slices count within the rank's own tokens: piece 0 is [0, width), piece 1 is
+[width, 2 width). Where both are the same piece, attention is causal; keys of a later piece are not
+seen; never yield an empty slice.
+Read: rectangles.py of extensions/documents.
+
+? Three loops: pieces of queries, pieces of keys, documents. What do two intervals share?
+? accumulate(lengths, initial=0), pairwise, max of the begins, min of the ends, slice.
+? A document [begin, end) has queries max(begin, q) to min(end, q + width); its keys likewise with
+  k. Take q off to count from the piece's begin, and add the pieces before it: i * width.
+! A boolean mask for 32k tokens is 1 GB, and says what a few lengths say. With documents of 900
+  tokens on average a tenth of the pairs is left. In production: `flash_attn_varlen_func`,
+  FlexAttention.
+"""
+
+from exercises.exercise import Case, Dice
+
+
+def cases(dice: Dice) -> list[Case]:
+    """Rows of documents, cut zigzag or not at all."""
+    some = [Case(1, size=n, width=dice.randint(3, 5), seed=dice.randint(0, 99)) for n in (2, 3)]
+    return [
+        *some,
+        Case(1, size=2, width=4, lengths=[5, 2, 9]),
+        Case(1, size=2, width=2, lengths=[1, 1, 1, 5]),
+        Case(1, size=1, width=3, lengths=[6]),
+    ]
+
+
+def lengths_of(case: Case) -> list[int]:
+    """Some of one token, some longer than a piece."""
+    if hasattr(case, "lengths"):
+        return case.lengths
+    left, lengths = 2 * case.size * case.width, []
+    while left:
+        lengths.append(min(left, 1 + (case.seed * 7 + 5 * len(lengths)) % (2 * case.width)))
+        left -= lengths[-1]
+    return lengths
+
+
+def pieces(case: Case, rank: int) -> list[int]:
+    return [rank * case.width, (2 * case.size - 1 - rank) * case.width]
+
+
+def on_rank(rank, case: Case) -> dict:
+    rectangles, results = rank.course.rectangles.rectangles, {}
+    for mine in range(case.size):
+        for other in range(case.size):
+            found = rectangles(
+                lengths_of(case), pieces(case, mine), pieces(case, other), case.width
+            )
+            results[f"rank {mine} to {other}'s keys"] = sorted(
+                (rows.start, rows.stop, columns.start, columns.stop, causal)
+                for rows, columns, causal in found
+            )
+    return results
+
+
+def expected(case: Case) -> list[dict]:
+    # Token by token: what each query sees of each piece and document, put together.
+    document = [i for i, length in enumerate(lengths_of(case)) for _ in range(length)]
+    results = {}
+    for mine in range(case.size):
+        for other in range(case.size):
+            seen = {}
+            for i, q in enumerate(pieces(case, mine)):
+                for j, k in enumerate(pieces(case, other)):
+                    for a in range(case.width):
+                        for b in range(case.width):
+                            if document[q + a] == document[k + b] and k + b <= q + a:
+                                here = seen.setdefault((i, j, document[q + a], q == k), [])
+                                here.append((i * case.width + a, j * case.width + b))
+            results[f"rank {mine} to {other}'s keys"] = sorted(
+                (
+                    *(min(a for a, _ in pairs), max(a for a, _ in pairs) + 1),
+                    *(min(b for _, b in pairs), max(b for _, b in pairs) + 1),
+                    causal,
+                )
+                for (*_, causal), pairs in seen.items()
+            )
+    return [results]
+
+
+def picture(runs) -> str:
+    case, records = runs[2]
+    S = 2 * case.size * case.width
+    cells = [["." for _ in range(S)] for _ in range(S)]
+    for mine in range(case.size):
+        for other in range(case.size):
+            rows_at, columns_at = (
+                [begin + i for begin in pieces(case, rank) for i in range(case.width)]
+                for rank in (mine, other)
+            )
+            for top, bottom, left, right, causal in records[0].values[
+                f"rank {mine} to {other}'s keys"
+            ]:
+                for a in range(top, bottom):
+                    for b in range(left, min(right, a - top + left + 1) if causal else right):
+                        cells[rows_at[a]][columns_at[b]] = "AB"[mine]
+    lines = ["documents of 5, 2 and 9 tokens: a row a query, a column a key, a letter a rank", ""]
+    return "\n".join([*lines, *(" ".join(row) for row in cells)])
+
+
+MISTAKES = """
+no_borders: Documents are not kept apart: every query sees all tokens before it in the row.
+    accumulate(lengths, initial=0) => accumulate([sum(lengths)], initial=0)
+first_left_out: The borders begin with the end of the first document, which is left out.
+    accumulate(lengths, initial=0) => accumulate(lengths)
+later_keys: Keys of later pieces are seen: the first token of a document sees its end.
+    documents if k <= q else () => documents
+own_piece_only: Keys of earlier pieces are not seen, although a document reaches across the border.
+    documents if k <= q else () => documents if k == q else ()
+never_causal: The own piece is not causal: a query sees the tokens behind it in its document.
+    q == k => False
+always_causal: All rectangles are causal. Between different pieces every query sees every key.
+    q == k => True
+in_the_row: The slices count from the begin of the row, not within the rank's own tokens.
+    slice(i * width + first, i * width + last) => slice(q + first, q + last)
+within_a_piece: The slices count within a piece: those of the late piece are taken for the early
+    one's.
+- rows = slice(i * width + first, i * width + last)
+- yield rows, slice(j * width + left, j * width + right), q == k
++ yield slice(first, last), slice(left, right), q == k
+whole_pieces: Of a document that begins or ends inside a piece all of the piece's keys are taken.
+    max(begin, k) - k, min(end, k + width) - k => 0, width
+past_the_piece: A document that is longer than the piece of queries is not cut at its end.
+    min(end, q + width) - q => end - q
+before_the_piece: A document that begins before the piece of queries is not cut there: the slice
+    begins before the piece.
+    max(begin, q) - q, => begin - q,
+empty_ones: Documents that do not reach into a piece are yielded as empty slices, which kill a
+    kernel.
+    first < last and left < right => True
+"""
+
+ALSO_RIGHT = """
+def rectangles(lengths, queries, keys, width):
+    found, begin = [], 0
+    for length in lengths:
+        mine, begin = range(begin, begin + length), begin + length
+        for i, q in enumerate(queries):
+            for j, k in enumerate(keys):
+                rows = [p - q + i * width for p in mine if q <= p < q + width]
+                columns = [p - k + j * width for p in mine if k <= p < k + width]
+                if rows and columns and k <= q:
+                    ours, theirs = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+                    found.append((ours, theirs, k == q))
+    return found
+"""
