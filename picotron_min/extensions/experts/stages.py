@@ -1,5 +1,7 @@
 """Stages: a pipeline over layers that cost differently, some with experts and some without."""
 
+from bisect import bisect_left
+
 
 def split_unequal(layers: list[int], head: int, stages: int) -> list[int]:
     """The split of layers with these FLOPs, some without experts, whose slowest stage is fastest.
@@ -21,9 +23,5 @@ def split_unequal(layers: list[int], head: int, stages: int) -> list[int]:
             left = first
         return numbers if not left else []
 
-    # What fits below a limit also fits below a higher one: halve the range between two of them.
-    low, high = 0, sum(layers) + head  # one that is too low, and one that is enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fill(middle) else (middle, high)
-    return fill(high)
+    # What fits below a limit also fits below a higher one; all fits below the sum.
+    return fill(bisect_left(range(sum(layers) + head), True, key=lambda limit: bool(fill(limit))))

@@ -24,10 +24,7 @@ Context = Callable[[], AbstractContextManager]
 def apply_recompute(
     model: Llama, recompute: str, compiles: bool = False, context: Context | None = None
 ) -> None:
-    """Trade compute for memory: run parts of the forward again in backward instead of saving them.
-
-    What runs again does so within `context()`, if one is given.
-    """
+    """Run parts of the forward again in backward, within `context()`, instead of saving them."""
     layers = list(model.model.layers.values())
     parts = {"none": [], "selective": [layer.self_attn for layer in layers], "full": layers}
     for module in parts[recompute]:
