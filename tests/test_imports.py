@@ -21,21 +21,15 @@ MAY_IMPORT = {
 }
 # Commands of the runtime: one draws plans, and the other describes a whole run.
 FREE = {"draw", "describe"}
-STANDARD_LIBRARY_ONLY = {
-    *("layout.py", "placement.py", "model_config.py", "pipeline_messages.py", "costs.py"),
-    *("pipeline_schedule.py", "extensions/schedules/zero_bubble.py", "extensions/settings.py"),
-    *(
-        "extensions/documents/rectangles.py",
-        "extensions/experts/mixture.py",
-        "extensions/sharding/rows.py",
-    ),
-    *("extensions/qk_norm/shape.py", "extensions/schedules/registry.py"),
-    *("extensions/schedules/simulator.py", "runtime/draw.py"),
-    *("runtime/hardware.py", "runtime/json_file.py", "runtime/public_models.py"),
-    *("runtime/wording.py", "planner/activations.py", "planner/layer_time.py"),
-    *("planner/links.py", "planner/memory.py", "planner/parameters.py"),
-    *("planner/step_time.py", "planner/system.py", "planner/traffic.py"),
-}
+STANDARD_LIBRARY_ONLY = """
+    costs layout model_config pipeline_messages pipeline_schedule placement
+    extensions/documents/rectangles extensions/experts/mixture extensions/qk_norm/shape
+    extensions/schedules/registry extensions/schedules/simulator
+    extensions/schedules/zero_bubble extensions/settings extensions/sharding/rows
+    planner/activations planner/layer_time planner/links planner/memory planner/parameters
+    planner/step_time planner/system planner/traffic runtime/draw runtime/hardware
+    runtime/json_file runtime/public_models runtime/wording
+""".split()
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub", "matplotlib"}
 DRAWS = ("charts", "pictures")  # of a report, and imported where one is made
 
@@ -92,8 +86,12 @@ def test_a_file_imports_only_what_it_may(path):
     for other in files_of(names) if path.stem not in FREE else ():
         is_own = other.parent == path.parent and room(path) != "core"
         assert is_own or room(other) in may, f"{name_of(path)}: {name_of(other)}"
-    if name_of(path) in STANDARD_LIBRARY_ONLY:
+    if name_of(path).removesuffix(".py") in STANDARD_LIBRARY_ONLY:
         assert not {name.split(".")[0] for name in names} & {"torch", "numpy", "pydantic"}
+
+
+def test_the_files_of_the_standard_library_alone_exist():
+    assert {f"{name}.py" for name in STANDARD_LIBRARY_ONLY} <= set(map(name_of, FILES))
 
 
 LIGHT = [path for path in FILES + SCRIPTS if path.stem not in DRAWS]
