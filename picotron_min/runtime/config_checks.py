@@ -117,7 +117,7 @@ def _missing(name: str, built_in: list[str]) -> str | None:
     return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
 
 
-FILES = (".txt", ".json", ".jsonl", ".parquet")
+FILES = (".txt", ".json", ".jsonl", ".parquet", ".npy", ".bin")
 
 
 def _on_hub(name: str) -> bool:

@@ -97,8 +97,8 @@ class Console:
         self._print_step()  # below the line of the step that it is about
         self._print(f"warning: {text.strip()}", style="yellow")
 
-    def summary(self, save_dir: str, checkpoint: Path | None, dataset: str) -> None:
-        """The results of the run, and how to look at it and to use its model."""
+    def summary(self, save_dir: str, checkpoint: Path | None, dataset: str) -> dict[str, str]:
+        """Print the results of the run, which are returned, and how to use its model."""
         rows, work, folder = {}, self._total, Path(save_dir, "hf")
         if self._steps:
             first, latest = self._steps[0], self._steps[-1]
@@ -116,6 +116,7 @@ class Console:
                 rows["imbalance"] = f"{before:.2f} -> {now:.2f}"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
+        results = dict(rows)
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)
         report = f"python -m picotron_min.report {shlex.quote(save_dir)}"
@@ -123,6 +124,7 @@ class Console:
         # A beginning that fits the text: Python code, or anything else.
         prompt = "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "
         self._print(USAGE.format(folder=folder, prompt=prompt))
+        return results
 
 
 def _balance(record: StepRecord) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from picotron_min.checkpoint import load
 from picotron_min.runtime.config_checks import uses_hub
-from picotron_min.runtime.hugging_face import export_hf
+from picotron_min.runtime.hugging_face import export_hf, write_card
 from picotron_min.runtime.launch import exit_on_usage_error, set_environment
 from picotron_min.runtime.metadata import read_metadata
 from picotron_min.runtime.tokenizer import load_tokenizer
@@ -37,6 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
         load(options.checkpoint, weights)  # rounds each tensor to its dtype
         export_hf(options.folder, weights, metadata.model, tokenizer)
         dist.destroy_process_group()
+        config = metadata.config
+        rows = {"model": config.model.name, "layout": config.layout.sizes, "step": metadata.step}
+        rows |= {"tokens": metadata.tokens_seen, "data": config.dataset.name}
+        write_card(options.folder, rows | {"tokenizer": config.tokenizer})
     print(f"wrote {options.folder}")
 
 

@@ -138,3 +138,11 @@ def export_hf(
             tokenizer.save(partial)
 
     complete_or_absent(folder, write, group)
+
+
+def write_card(folder: Path, rows: dict[str, str]) -> None:
+    """README.md beside a model, which the hub shows: what was trained on what, and its losses."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""]
+    lines += ["A language model trained with picotron-min.", "", "| what | |", "|---|---|"]
+    lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items()]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

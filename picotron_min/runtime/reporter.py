@@ -19,6 +19,7 @@ from picotron_min.runtime.console import Console, Output
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import find_start, make_room
 from picotron_min.runtime.hardware import active_parameter_count
+from picotron_min.runtime.hugging_face import write_card
 from picotron_min.runtime.inputs import Inputs
 from picotron_min.runtime.metadata import resume_warnings
 from picotron_min.runtime.metrics import (
@@ -126,7 +127,8 @@ class Reporter(ExitStack):
 
     def evaluation(self, step: int, loss: float) -> None:
         take_bytes(self.axes)  # or the next step would report them
-        record = EvalRecord(step, loss, loss / math.log(2) * self.inputs.text.tokens_per_byte)
+        per_byte = self.inputs.text.tokens_per_byte
+        record = EvalRecord(step, loss, per_byte and loss / math.log(2) * per_byte)
         self.log.write(record)
         self.console.evaluation(record)
 
@@ -143,7 +145,9 @@ class Reporter(ExitStack):
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
         self.log.close()  # wandb prints a summary of its own
         newest = find_start("latest", Path(save_dir))
-        self.console.summary(save_dir, newest, config.dataset.name)
+        rows = self.console.summary(save_dir, newest, config.dataset.name)
+        if self.axes.world.rank == 0:
+            write_card(Path(save_dir, "hf"), self.start.header | rows)
 
 
 def take_bytes(axes: Axes) -> dict[str, int]:

@@ -25,14 +25,14 @@ class TokenFile(NamedTuple):
     """A tokenised text: the stream, mapped into memory and read from disk as it is used."""
 
     tokens: np.ndarray  # [num_tokens], one end-of-text after each document
-    num_bytes: int  # UTF-8 bytes of the text
+    num_bytes: int | None  # UTF-8 bytes of the text; None: not known
     num_documents: int
     ends: np.ndarray | None = None  # int64: where in the stream each document ends, for its mask
 
     @property
-    def tokens_per_byte(self) -> float:
+    def tokens_per_byte(self) -> float | None:
         """Turns a loss per token into one per byte, which compares across tokenizers."""
-        return len(self.tokens) / self.num_bytes
+        return len(self.tokens) / self.num_bytes if self.num_bytes else None
 
 
 def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFile:
@@ -45,6 +45,8 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
         problem = f"dataset.tokenizer={config.tokenizer} has token ids up to {ids - 1}, and"
         remedy = f"set model.vocab_size to {ids} or more, or dataset.tokenizer to the model's own"
         raise ValueError(f"{problem} model.vocab_size={vocab_size}: {remedy}")
+    if os.path.isfile(config.dataset.name) and config.dataset.name.endswith((".npy", ".bin")):
+        return _open_ids(config.dataset.name, tokenizer, vocab_size)
     loader, files = _find_files(config)
     folder = Path(config.dataset.cache_dir, _cache_key(config, files))
     if not folder.exists():
@@ -55,6 +57,26 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
             if not folder.exists():
                 _write_token_file(folder, config, tokenizer, loader, files)
     return _open_token_file(folder)
+
+
+def _open_ids(name: str, tokenizer: Tokenizer, vocab_size: int) -> TokenFile:
+    """Ids that another tool has made: numpy's .npy, or .bin as nanoGPT's, without a header."""
+    try:
+        if name.endswith(".npy"):
+            tokens = np.load(name, mmap_mode="r")
+        else:
+            tokens = np.memmap(name, "uint16" if vocab_size <= 2**16 else "uint32", mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"dataset.name={name} cannot be read: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
+        found = f"{tokens.ndim} axes of {tokens.dtype}"
+        raise ValueError(f"dataset.name={name} has {found}: write one of uint16 or uint32")
+    if (largest := tokens.max(initial=0)) >= vocab_size:
+        problem = f"dataset.name={name} has the token id {largest}, and the model {vocab_size} ids"
+        raise ValueError(f"{problem}: set model.vocab_size, or dataset.tokenizer to its maker's")
+    ends = np.flatnonzero(tokens[:-1] == tokenizer.eos_token_id) + 1
+    ends = np.append(ends, len(tokens))  # of the last document, whether it is whole or cut off
+    return TokenFile(tokens, None, len(ends), ends)
 
 
 def _cache_key(config: Config, files: list[Path]) -> str:

@@ -199,6 +199,8 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
         assert loaded[name].dtype == getattr(torch, dtype)
         assert torch.equal(loaded[name], weight.to(loaded[name].dtype)), name
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| data | stdlib |" in card and "| tokenizer | bytes |" in card
     for wrong, expected in (
         (arguments, "exists: name another folder"),
         (["nowhere", "other"], "cannot use the checkpoint nowhere: "),

@@ -238,6 +238,44 @@ def test_the_standard_library_is_text_on_every_machine(prepare):
     assert file.tokens[-len(last) - 1 : -1].astype(np.uint8).tobytes() == last
 
 
+@pytest.mark.parametrize(
+    "name,dtype,vocab_size",
+    [
+        ("a.npy", np.uint16, 257),
+        ("a.npy", np.uint32, 257),
+        ("a.bin", np.uint16, 257),
+        ("a.bin", np.uint32, 2**16 + 1),
+    ],
+)
+def test_ready_token_ids_are_used_as_they_are(prepare, tmp_path, name, dtype, vocab_size):
+    ids = np.array(STREAM, dtype)
+    np.save(tmp_path / name, ids) if name == "a.npy" else ids.tofile(tmp_path / name)
+    file = prepare(tmp_path / name, vocab_size=vocab_size)
+    assert file.tokens.tolist() == STREAM and isinstance(file.tokens, np.memmap)
+    expected = prepare(write_jsonl(tmp_path / "a.jsonl")).ends
+    assert file.ends.tolist() == expected.tolist() and file.num_documents == len(TEXTS)
+    assert file.tokens_per_byte is None
+
+
+@pytest.mark.parametrize(
+    "name,content,message",
+    [
+        ("a.npy", np.array([1, 2], np.int64), "has 1 axes of int64: write one of uint16 or uint32"),
+        ("a.npy", np.zeros((2, 2), np.uint16), "has 2 axes of uint16"),
+        ("a.npy", np.array([1, 257], np.uint16), "has the token id 257, and the model 257 ids"),
+        ("a.npy", b"no header", "cannot be read"),
+        ("a.npy", np.array([{}]), "cannot be read"),  # a pickle
+        ("a.bin", b"", "cannot be read"),
+        ("a.bin", b"odd", "cannot be read"),
+    ],
+)
+def test_other_files_of_token_ids_are_refused(prepare, tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    with pytest.raises(ValueError, match=f"dataset.name=.*{message}"):
+        prepare(path)
+
+
 def test_options_choose_documents(prepare, tmp_path):
     saved = write_dataset("saved splits", tmp_path / "saved")
     assert bytes(prepare(saved, split="test").tokens[:-1].tolist()) == b"other"
