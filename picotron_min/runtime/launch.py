@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +81,13 @@ def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool =
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
     if uses_hub and not hub_answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is cached works, the rest fails at once
+
+
+def listen_on_loopback() -> None:
+    """Let gloo, which asks nobody who they are, be reached from this machine alone."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def return_freed_memory() -> None:

@@ -25,6 +25,7 @@ from picotron_min.runtime.failures import GRACE, RankMonitor, monitored, report
 from picotron_min.runtime.launch import (
     Launch,
     exit_on_usage_error,
+    listen_on_loopback,
     return_freed_memory,
     set_environment,
     torchrun_launch,
@@ -105,6 +106,7 @@ def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
     # A terminal sends Ctrl-C to all processes at once. The parent reports it and kills the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    listen_on_loopback()
     main(launch)
 
 

@@ -552,6 +552,25 @@ def test_the_last_rank_is_waited_for_and_the_exit_code_of_one_that_fails_is_the_
     assert ended.value.code == 3
 
 
+def listens(folder: Path, launch: Launch) -> None:
+    open_process_group(launch, "gloo", launch.open_store(20), failures.LONG_WAIT)
+    sockets = [
+        os.readlink(path) for path in list(Path("/proc/self/fd").iterdir()) if path.is_symlink()
+    ]
+    found = []
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, address, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in sockets:  # 0A: listens
+            found.append(address.split(":")[0])
+    (folder / str(launch.rank)).write_text(" ".join([os.environ["GLOO_SOCKET_IFNAME"], *found]))
+
+
+def test_ranks_that_we_start_ourselves_listen_on_loopback_alone(tmp_path):
+    start_processes(partial(listens, tmp_path), 2)
+    for rank in range(2):
+        assert set((tmp_path / str(rank)).read_text().split()) == {"lo", "0100007F"}  # 127.0.0.1
+
+
 def waits_long(launch: Launch) -> None:
     time.sleep(600)
 
