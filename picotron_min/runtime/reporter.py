@@ -159,6 +159,8 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     config, done, last = inputs.config, inputs.first_step, inputs.last_step
     if inputs.metadata:
         yield from resume_warnings(inputs.metadata, config)
+    if config.layout.sequence_parallel and config.layout.tp == 1:
+        yield "sequence_parallel=true changes nothing with tp_size=1"
     has_experts = inputs.model_config.num_local_experts > 0
     if config.workload.routing.moe_router_force_load_balancing and has_experts:
         why = "experts are chosen at random, for benchmarks: the weights learn nothing useful"

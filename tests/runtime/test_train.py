@@ -263,7 +263,10 @@ def test_the_same_command_twice_keeps_the_first_run(workplace):
 def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace):
     assert workplace.main(workplace.config("again")).code == 0
     config = workplace.config(
-        "again", training={"seed": 7, "micro_batch_size": 4}, checkpoint={"load_path": "latest"}
+        "again",
+        training={"seed": 7, "micro_batch_size": 4},
+        checkpoint={"load_path": "latest"},
+        distributed={"sequence_parallel": True},
     )
     outcome = workplace.main(config)
     assert outcome.code == 0
@@ -271,6 +274,7 @@ def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace)
     assert "sequences a step was 8 and is 16" in outcome.output
     assert "no step is left: runs/again/step-00000006 has 6 of 6" in outcome.output
     assert "dataset.name was" not in outcome.output
+    assert "sequence_parallel=true changes nothing with tp_size=1" in outcome.output
 
 
 def test_a_run_that_starts_from_another_keeps_what_it_would_overwrite(workplace, first_run):
