@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import fields
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ GQA = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+RECOMPUTE = get_args(Workload.__annotations__["recompute"])
 SHAPES = {"gqa": GQA, "mha": GQA.override(num_key_value_heads=4), "tied": PRESETS["tiny"]}
 B, S = 2, 64
 
@@ -61,7 +63,7 @@ def test_known_models_have_their_known_sizes():
         assert round(costs.parameter_count(find_preset(name)) / 1e9, 2) == billions
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
 def test_hardware_flops_are_what_torch_counts(model_config, recompute):
     model, tokens, positions = build(model_config, recompute)
@@ -140,7 +142,7 @@ def saved_bytes(model_config: ModelConfig, recompute: str, dtype: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_activations_of_a_layer_are_what_torch_saves(recompute, dtype):
     model_config = GQA.override(hidden_size=160, head_dim=48)  # no [B S, E] looks like a matrix
     two = saved_bytes(model_config, recompute, dtype)
@@ -174,7 +176,7 @@ def test_memory_of_the_loss_is_a_stripe_of_logits_and_what_it_keeps_for_backward
 
 @pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("vocab_size", [256, 8192], ids=["layers", "logits"])
 def test_the_fullest_moment_of_a_step_is_as_full_as_planned(vocab_size, recompute, dtype):
     """With the larger vocabulary that is in the loss, else while a layer is brought back."""

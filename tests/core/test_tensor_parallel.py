@@ -1,6 +1,7 @@
 """Tensor parallelism apart from training, for which see test_layouts.py."""
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from picotron_min import collectives
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary, apply_overlap
 from picotron_min.extensions.overlap.linear import Linear, apply_copies
-from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
 from picotron_min.placement import placements
@@ -18,6 +19,7 @@ from picotron_min.tensor_parallel import apply_tensor_parallel, narrow
 from tests.training import shard_dim
 
 CONFIG = ModelConfig(50, 32, 48, 2, 4, 2)
+RECOMPUTE = get_args(Workload.__annotations__["recompute"])
 B, S = 2, 12
 CPU = torch.device("cpu")
 
@@ -94,7 +96,7 @@ SHAPES = {
 
 @pytest.mark.turns(3, 7)
 @pytest.mark.parametrize("overlap", [False, True], ids=["simple", "overlap"])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_ranks_equal_the_whole_model(pool, shape, sequence_parallel, recompute, overlap):
