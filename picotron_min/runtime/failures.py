@@ -152,7 +152,8 @@ class RankMonitor:
         can_resume = not is_usage and not isinstance(error, FloatingPointError)
         report(what, self.store, rank if can_resume else None)
         if not is_wait and len(self.ranks) > 1:
-            time.sleep(2 * HEARTBEAT)  # the store may end with this process: others read it before
+            # The store may end with this process, so others read it before.
+            time.sleep(2 * HEARTBEAT if is_usage else GRACE)
 
     def _find_missing(self) -> tuple[str, int]:
         """A message that names the missing ranks, and the first; "" if all ranks have failed."""
