@@ -7,7 +7,11 @@ E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size; X
 k of them for each token. Standard library only, so that a run can be planned anywhere.
 """
 
+from functools import lru_cache
+from itertools import chain
+
 from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.placement import HIDDEN
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # of a number in the compute dtype
 WIDE = {"float64": 8, "float32": 4, "bfloat16": 4}  # of a parameter, and of the residual stream
@@ -26,6 +30,7 @@ def saved_per_token(
     recompute   wide (float32, or float64)          in the compute dtype
     none        4 E: of 2 norms each the input,     2 E norms' outputs + 2 Q D q, attention's output
                 plain and normalised (GPU: 2 E)     + 2 K D k, v + 4 M gate, up, silu, product
+                2 (Q + K) D: of norms of q and k
     selective   4 E                                 2 E + 4 M
     full        1 E: the layer's input              nothing
 
@@ -33,6 +38,7 @@ def saved_per_token(
     attention's output, which attention itself keeps in the compute dtype, too.
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
+    _refuse_unknown(c)
     wide, narrow = WIDE[dtype], BYTES[dtype]
     split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
     if recompute == "full":
@@ -43,12 +49,27 @@ def saved_per_token(
     if recompute == "none":
         heads = narrow * 2 * D * (c.num_attention_heads + c.num_key_value_heads)
         in_8_bits = D * c.num_attention_heads if fp8 else 0
-        attention = _factor(dtype, fp8) * E + (heads + in_8_bits) / tp
+        normed = wide * heads / narrow if c.qk_norm else 0
+        attention = _factor(dtype, fp8) * E + (heads + in_8_bits + normed) / tp
     if c.has_experts(layer):
         mlp = _saved_by_experts(c, dtype, layout, fp8)
     else:
         mlp = _saved_by_mlp(E, c.intermediate_size / tp, dtype, fp8)
     return wide * 4 * E / split + attention + mlp
+
+
+KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"}
+KNOWN |= {"gate", "shared_expert_gate"}  # of experts
+
+
+@lru_cache(maxsize=64)
+def _refuse_unknown(c: ModelConfig) -> None:
+    """ValueError for a parameter of a layer whose activations would not be counted."""
+    kinds = {c.has_experts(layer): layer for layer in range(c.num_hidden_layers)}
+    for name in chain(c.attention_shapes(), *map(c.mlp_shapes, kinds.values())):
+        if name.split(".")[-1] not in KNOWN:
+            why = f"what {name} keeps for backward is not planned"
+            raise ValueError(f"{why}: add a term to saved_per_token in planner/activations.py")
 
 
 def _factor(dtype: str, fp8: bool) -> int:

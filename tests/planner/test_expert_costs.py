@@ -1,7 +1,7 @@
 """The formulas of costs.py and memory.py for mixtures, against what torch counts and keeps."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.qk_norm.extension import QkNorm
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
@@ -35,6 +36,7 @@ MODELS = {
 HYBRIDS = {
     name: replace(c, mlp_only_layers=(0,), num_hidden_layers=3) for name, c in MODELS.items()
 }
+QWEN = replace(SHAPE, qk_norm=True)
 MIXTRAL = ModelConfig(32_000, 4096, 14_336, 32, 32, 8, num_local_experts=8)
 B, S = 2, 64
 
@@ -118,6 +120,40 @@ def test_activations_of_a_layer_are_what_torch_saves(model_config, recompute, dt
         return saved_bytes(model.double() if dtype == "float64" else model, dtype, *batch())
 
     planned = saved_per_token(model_config, dtype, recompute, Layout(), 0)
+    assert planned == pytest.approx((saved(3) - saved(2)) / (B * S), rel=0.01)
+
+
+@dataclass(frozen=True)
+class Variation(ModelConfig):
+    """A Llama with two matrices more in each layer."""
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        return super().attention_shapes() | {"self_attn.r_proj": (self.hidden_size,) * 2}
+
+    def mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        return super().mlp_shapes(layer) | {"mlp.side_proj": (7, self.hidden_size)}
+
+
+def test_parameters_that_no_formula_knows_are_counted_or_refused():
+    plain, more = (kind(512, 160, 352, 2, 4, 2) for kind in (ModelConfig, Variation))
+    flops = costs.model_flops_per_token(more, S) - costs.model_flops_per_token(plain, S)
+    assert flops == 6 * (costs.parameter_count(more) - costs.parameter_count(plain))
+    with pytest.raises(ValueError, match="what self_attn.r_proj keeps"):
+        saved_per_token(more, "float32", "none", Layout(), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_norms_of_queries_and_keys_keep_what_torch_saves(recompute, dtype):
+    def saved(layers: int) -> int:
+        model, extension = Llama(replace(QWEN, num_hidden_layers=layers)), QkNorm()
+        extension.swap(model)
+        model.to_empty(device="cpu")
+        extension.connect(model, {})
+        apply_recompute(model, recompute)
+        return saved_bytes(model, dtype, *batch())
+
+    planned = saved_per_token(QWEN, dtype, recompute, Layout(), 0)
     assert planned == pytest.approx((saved(3) - saved(2)) / (B * S), rel=0.01)
 
 
