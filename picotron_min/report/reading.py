@@ -17,7 +17,7 @@ from typing import NamedTuple
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.report.rank_traffic import AXES
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.draw import MeasuredStep, read_trace
+from picotron_min.runtime.draw import MeasuredStep, plan_of_trace, read_trace
 from picotron_min.runtime.metrics import (
     EVENTS,
     RUN_LOG,
@@ -99,14 +99,14 @@ def read_run(folder: Path) -> Run:
     if not steps:
         why = "; ".join(notes) or "the run ended before its first one"
         raise ValueError(f"{folder} has no record of a step: {why}")
-    if ranks and len(ranks.ranks) != config.world_size:
+    if ranks and config and len(ranks.ranks) != config.world_size:
         count = f"{len(ranks.ranks)} of {counted(config.world_size, 'rank')}"
         notes.append(f"{folder / RUN_LOG} has what {count} sent: it is left out")
         ranks = None
     trace = None
     try:
         trace = config and _read_trace(folder, config, starts)
-    except (ValueError, OSError) as error:
+    except (OSError, *UNREADABLE) as error:
         notes.append(str(error))
     records = steps, evaluations, saves, all_steps
     return Run(folder, *records, starts, ranks, trace, notes)
@@ -124,7 +124,7 @@ def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) 
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield parse(json.loads(line))
+                yield parse(json.loads(line, **NUMBER))
             except UNREADABLE:
                 damaged.append(number)
     if damaged:
@@ -133,6 +133,16 @@ def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) 
         notes.append(f"{path} has {which}: the report is made without")
 
 
+def _below_limit(kind: type) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        if abs(number := kind(text)) > 1e18:  # damage, and sums of such numbers would overflow
+            raise ValueError(text)
+        return number
+
+    return read
+
+
+NUMBER = {"parse_int": _below_limit(int), "parse_float": _below_limit(float)}
 OTHERS = {"step", "comm_bytes", "balance"}
 NUMBERS = [field.name for field in fields(StepRecord) if field.name not in OTHERS]
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -149,6 +159,8 @@ def _record(values: dict) -> StepRecord | EvalRecord | SaveRecord:
         return SaveRecord(step, _number(values["save_seconds"]) or 0.0)
     values["loss"]  # a KeyError: of another kind
     numbers = {name: _number(values.pop(name, None)) for name in NUMBERS}  # older ones lack some
+    if (numbers["step_seconds"] or 0.0) < 0:
+        raise ValueError("step_seconds")
     sent = {axis: int(number) for axis, number in values.pop("comm_bytes", {}).items()}
     if sent.keys() - AXES:
         raise ValueError("axes")
@@ -184,7 +196,13 @@ def _read_trace(folder: Path, config: Config, starts: list[Start]) -> MeasuredSt
     path = _find(name, folder)
     if path is None:
         raise ValueError(f"logging.trace_file={name} does not exist: it is written at the end")
-    trace = read_trace(str(path))
+    try:
+        trace = read_trace(str(path))
+        planned = plan_of_trace(trace.measured, trace.engine)  # if no action is missing
+        if not math.isfinite(planned.makespan):
+            raise ValueError("a time is no number")
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is damaged, and left out: {error}") from None
     wanted = f"{config.layout.pp_engine} with pp {config.layout.pp}"
     found = f"{trace.engine} with pp {trace.measured.num_ranks}"
     if found != wanted:

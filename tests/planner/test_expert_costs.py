@@ -138,7 +138,7 @@ def test_parameters_that_no_formula_knows_are_counted_or_refused():
     plain, more = (kind(512, 160, 352, 2, 4, 2) for kind in (ModelConfig, Variation))
     flops = costs.model_flops_per_token(more, S) - costs.model_flops_per_token(plain, S)
     assert flops == 6 * (costs.parameter_count(more) - costs.parameter_count(plain))
-    with pytest.raises(ValueError, match="what self_attn.r_proj keeps"):
+    with pytest.raises(ValueError, match=r"what self_attn\.r_proj keeps"):
         saved_per_token(more, "float32", "none", Layout(), 0)
 
 

@@ -195,6 +195,8 @@ def test_the_pipeline_is_planned_above_measured_with_both_bubbles(folder, page):
         '{"step": 21, "loss": 1, "comm_bytes": {"zz": 1}}',
         '{"step": 21, "loss": 1' + 400 * "0" + "}",
         '{"step": 21, "loss": 1, "comm_bytes": null}',
+        '{"step": 21, "loss": 1, "step_seconds": -1}\n{"step": 21, "loss": 1, "mfu": 1e300}',
+        '{"step": 21' + 30 * "0" + ', "loss": 1}',
     ],
 )
 def test_damaged_lines_are_left_out_and_named(tmp_path, lines):
@@ -222,6 +224,32 @@ def test_damage_is_reported_on_the_page_and_on_the_terminal(tmp_path, capsys):
     # And without a trace the pipeline's plan is drawn alone.
     assert page.pictures[-1] == "The pipeline in time" and "measured:" not in page.text
     assert "Set logging.trace_file" in page.text
+
+
+def test_a_run_whose_start_cannot_be_read_is_shown_without_settings(tmp_path):
+    write_run(tmp_path)
+    log = tmp_path / "run.jsonl"
+    log.write_text(log.read_text()[100:])
+    assert "has no settings of the run" in report(tmp_path).text
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda events: events.pop(),
+        lambda events: events[0].update(dur=math.nan),
+        lambda events: events[0].update(pid="0"),
+        lambda events: events[0].update(ts=10**400),
+    ],
+    ids=["truncated", "nan", "text", "huge"],
+)
+def test_a_damaged_trace_is_left_out(tmp_path, damage):
+    write_run(tmp_path)
+    path = tmp_path / "trace.json"
+    trace = json.loads(path.read_text())
+    damage(trace["traceEvents"])
+    path.write_text(json.dumps(trace))
+    assert "trace.json is damaged, and left out: " in report(tmp_path).text
 
 
 def test_of_repeated_steps_the_later_ones_count(tmp_path):
