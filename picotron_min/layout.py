@@ -13,7 +13,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Literal, NamedTuple
 
 from picotron_min.pipeline_schedule import SCHEDULES, Schedule
@@ -93,7 +93,8 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank is in the grid; known before there is any process group."""
-        return Coordinates(*list(product(*map(range, self.sizes)))[rank])  # the last is fastest
+        places = product(*map(range, self.sizes))  # the last is fastest
+        return Coordinates(*next(islice(places, rank, None)))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", metavar="NAME", help="a preset, or a folder in Hugging Face form")
     add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
-    add("--gpus", type=positive, metavar="N", help="how many")
+    add("--gpus", type=above_zero(int, 2**20), metavar="N", help="how many")
     add("--seq_length", type=positive, metavar="N", help="tokens")
     add("--global_batch", type=batch, metavar="N", help="sequences a step")
     add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")

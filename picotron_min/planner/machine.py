@@ -42,7 +42,9 @@ def _cpu(cores: int, ranks: int) -> Gpu:
     return Gpu("cpu", peaks, memory, *speeds, 0.8, 0.4, **shares)
 
 
-Found = TypeAdapter(dict[str, dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]])
+Found = TypeAdapter(
+    dict[str, dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]]]
+)
 
 
 def read(hardware: Path) -> dict[str, dict[str, float]]:

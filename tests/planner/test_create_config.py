@@ -232,6 +232,7 @@ def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(crea
     [
         "--num_hidden_layers 1000000000",
         "--num_local_experts 1000000",
+        "--num_local_experts 10000 --num_hidden_layers 1000",
         "--grad_acc_steps 1000000000",
         "--dp 1000000000000",
         "--model_name owner/llama --pp_chunks 1000000000000",

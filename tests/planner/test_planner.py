@@ -290,6 +290,22 @@ def test_too_few_steps_are_refused(tmp_path, capsys):
     assert "has 1 steps, and the first 5 warm up: train at least 6" in capsys.readouterr().err
 
 
+DAMAGE = ["0", "-1.0", "NaN", "1e999", '"0.25"', "[0.25]", "[" * 10**5, "null", "true"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda text: text[:8])
+def test_damaged_steps_and_calibrations_are_not_used(tmp_path, capsys, damage):
+    metrics = write_metrics(tmp_path / "metrics.jsonl", 0.25)
+    metrics.write_text(
+        metrics.read_text().replace('"step_seconds": 0.25', f'"step_seconds": {damage}')
+    )
+    assert plan("--config", "config.json", "--metrics", metrics) == 2
+    assert "has 5 steps" in capsys.readouterr().err
+    (tmp_path / "hardware.json").write_text(f'{{"cpu": {{"latency": {damage}}}}}')
+    assert plan("--config", "config.json", "--hardware", tmp_path / "hardware.json") == 2
+    assert "delete it, calibrate again" in capsys.readouterr().err
+
+
 def test_steps_before_a_resume_are_another_layouts(tmp_path, capsys):
     metrics = write_metrics(tmp_path / "metrics.jsonl", 0.25)
     at = ("--config", "config.json", "--metrics", metrics)
@@ -313,6 +329,8 @@ def test_metrics_of_another_layout_are_refused(tmp_path, capsys):
         ("--network", "0", "not above 0"),
         ("--fill", "92", "is a share"),
         ("--global_batch", "4194304", "counts sequences, not tokens"),
+        ("--gpus", "9" * 18, "at most 1048576"),
+        ("--cores", "two", "invalid"),
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused(capsys, flag, value, why):
