@@ -23,7 +23,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routin
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.show import measures
+from picotron_min.planner.show import OTHERS_RUNS, measures
 from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
@@ -281,6 +281,7 @@ def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_ass
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     print(f"predicted step   {step:.3g} s, {speed} on {on}: see python -m picotron_min.planner")
+    print(f"  {OTHERS_RUNS}")
     chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
     if left_out := " and ".join(key for key, value in chosen.items() if value):
         print(f"  as without {left_out}, whose effect on the time is not modelled")

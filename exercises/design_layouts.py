@@ -71,10 +71,11 @@ def _share_of_best(job: Job, given: dict) -> tuple[float, str]:
     name = "meta-llama/Llama-3.1-8B"
     gpu = replace(GPUS["H100"], network=1e9 / 8 * job.network)
     request = Request(PRESETS[name], gpu, job.gpus, job.seq_length, job.global_batch, name)
-    mine = search(replace(request, fixed=CHOICES | given), top=1)
-    if not mine:
+    found = search(replace(request, fixed=CHOICES | given), top=1)
+    if not found:
         return 0.0, f"does not fit: {job.gpus} GPUs of {gpu.memory / 1e9:.0f} GB, {given}"
-    (best,) = search(request, top=1)
-    share = best.prediction.step / mine[0].prediction.step
-    memory = f"{mine[0].memory.total / 1e9:.1f} GB of {request.budget / 1e9:.1f}"
+    ((best, *_),) = search(request, top=1)
+    mine = found[0][0]
+    share = best.prediction.step / mine.prediction.step
+    memory = f"{mine.memory.total / 1e9:.1f} GB of {request.budget / 1e9:.1f}"
     return share, f"{share:.1%} of the best tokens/s, {memory}"

@@ -120,20 +120,19 @@ def run_search(flags: argparse.Namespace) -> None:
     if not found:
         raise ValueError(nothing_fits(request))
     if flags.json:
-        print(json.dumps([as_numbers(request, candidate) for candidate in found], indent=2))
+        print(json.dumps([as_numbers(request, candidate) for candidate, *_ in found], indent=2))
     else:
         print(show.plan_text(request, found))
     if flags.write:
-        config_files.write(request, found[0], flags.write)
+        config_files.write(request, found[0][0], flags.write)
         print(f"\nwrote {flags.write}", file=sys.stderr)
 
 
 def as_numbers(request: Request, candidate: Candidate) -> dict:
     """A candidate for other programs."""
-    chosen = vars(candidate.layout) | vars(candidate.workload)
     traffic = {axis: sent for axis, sent, *_ in show.traffic_rows(request, candidate)}
     return {
-        "choices": {name: chosen[name] for name in CHOICES},
+        "choices": {name: candidate.chosen[name] for name in CHOICES},
         "num_micro_batches": candidate.workload.num_micro_batches,
         "step_seconds": candidate.prediction.step,
         "parts": candidate.prediction.parts,
@@ -151,7 +150,7 @@ def run_config(flags: argparse.Namespace) -> None:
         real = measured and measured.model_dump(exclude={"step"})
         print(json.dumps(as_numbers(request, candidate) | {"measured": real}, indent=2))
         return
-    print(show.table(request, [candidate]))
+    print(show.table(request, [[candidate]]))
     print(f"\n{show.details(request, candidate, width=100)}\n\n{show.uncertain(request)}")
     if measured:
         print(f"\n{show.beside(request, candidate, measured)}")
@@ -173,7 +172,8 @@ def run_calibration(flags: argparse.Namespace) -> None:
         how = "found" if name in found else "as it was: these runs do not show it"
         print(f"{name:<16}{getattr(gpu, name):>10.3g}  {how}")
     for config, error in zip(files[::2], calibrate.errors_of(runs, found), strict=True):
-        print(f"{config}: predicted {error:+.1%} from measured")
+        how = "fitted, as many unknowns as runs" if len(found) == len(runs) else "predicted"
+        print(f"{config}: {how}, {error:+.1%} from measured")
     machine.write(flags.hardware, gpu)
     print(f"wrote {flags.hardware}")
 

@@ -113,8 +113,9 @@ class Candidate(NamedTuple):
     memory: RankMemory
 
     @property
-    def num_axes(self) -> int:
-        return sum(size > 1 for size in self.layout.sizes)
+    def chosen(self) -> dict[str, object]:
+        """All choices by name, and more."""
+        return vars(self.layout) | vars(self.workload)
 
 
 def groups(request: Request) -> Iterator[tuple[Layout, Workload]]:

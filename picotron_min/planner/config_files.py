@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -57,6 +58,8 @@ def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     if given := [f"--{flag}" for flag in unused if getattr(flags, flag)]:
         kind = "a CPU" if name == "cpu" else name
         raise ValueError(f"{', '.join(given)}: not used for {kind}; leave it out")
+    if gpu.is_calibrated and not flags.calibrate:
+        print(f"{flags.hardware} is used: what --calibrate found of {name}", file=sys.stderr)
     if name == "cpu":
         return gpu
     network = 1e9 / 8 * (flags.network or 400)
@@ -119,7 +122,7 @@ def predicted(
 
 def config_of(request: Request, candidate: Candidate) -> dict:
     """config.json of a plan: what it chose, and what was asked for."""
-    chosen = vars(candidate.layout) | vars(candidate.workload)
+    chosen = candidate.chosen
     raw = {
         "distributed": {},
         "model": {"name": request.model_name, "dtype": request.dtype},

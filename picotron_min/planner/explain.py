@@ -36,9 +36,8 @@ class Reason(NamedTuple):
 
 def why(request: Request, best: Candidate) -> Iterator[Reason]:
     """The reasons for every choice that had an alternative."""
-    chosen = vars(best.layout) | vars(best.workload)
     for choice in (choice for choice in EXPLAINED if choice not in request.fixed):
-        value, values = chosen[choice], request.values(choice, best.layout)
+        value, values = best.chosen[choice], request.values(choice, best.layout)
         if isinstance(value, str):
             others = [v for v in values if v != value]
         else:  # the next values
@@ -106,10 +105,10 @@ def lines_of(reasons: Iterator[Reason]) -> Iterator[str]:
     """A line for each choice: `pp 2, not 1: ...; not 4: ...`"""
     for choice, group in groupby(reasons, key=lambda reason: reason.choice):
         first, *others = group
-        line = f"{EXPLAINED[choice] or choice} {_shown(first.value)}"
-        line += f", not {_shown(first.other)}: {first.text}"
-        yield line + "".join(f".\n    Not {_shown(o.other)}: {o.text}" for o in others)
+        line = f"{EXPLAINED[choice] or choice} {shown(first.value)}"
+        line += f", not {shown(first.other)}: {first.text}"
+        yield line + "".join(f".\n    Not {shown(o.other)}: {o.text}" for o in others)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -30,7 +30,8 @@ def machine(name: str, hardware: Path, gpus: int, cores: int | None = None) -> G
     else:
         raise ValueError(f"--gpu {name} is not known: use {', '.join(GPUS)}, or cpu")
     found = read(hardware).get(name, {})
-    return replace(gpu, **{key: found[key] for key in CALIBRATED if key in found})
+    found = {key: found[key] for key in CALIBRATED if key in found}
+    return replace(gpu, **found, is_calibrated=bool(found))
 
 
 def _cpu(cores: int, ranks: int) -> Gpu:

@@ -7,7 +7,7 @@ needs too much memory is never timed; what is fast enough is then counted exactl
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -24,7 +24,7 @@ from picotron_min.planner.choices import (
     rule_problems,
     schedules,
 )
-from picotron_min.planner.memory import gb, of_parameters_alone, parameter_bytes
+from picotron_min.planner.memory import gb, gigabytes, of_parameters_alone, parameter_bytes
 from picotron_min.planner.parameters import Share, Unit
 from picotron_min.planner.step_time import Rank, StepTime, layer_parameters, ranks_of
 from picotron_min.runtime.wording import choice
@@ -32,35 +32,43 @@ from picotron_min.runtime.wording import choice
 TIE = 1.005  # predictions that are this close are equal
 
 
-def search(request: Request, top: int = 10) -> list[Candidate]:
+def search(request: Request, top: int = 10) -> list[list[Candidate]]:
     """The best layouts that fit, the fastest first; none if nothing does.
 
-    Of layouts that differ only in the number of chunks a rank, the fastest one that fits.
+    Those in one list differ in nothing that the table prints of time and memory. Of layouts that
+    differ only in the number of chunks a rank, the fastest one that fits.
     """
-    found: list[Candidate] = []
+    found: dict[str, list[Candidate]] = {}
     waiting: list[tuple] = []  # a heap of (seconds, number, ...): the fastest is first
-    settled, numbers = set(), count()  # of two that are as fast, the one that came first
+    settled, numbers, limits = (
+        set(),
+        count(),
+        [],
+    )  # of two that are as fast, the one that came first
     times = [StepTime(request.setting(*group)) for group in groups(request)]
     by_best_time = sorted(((of.at_best(), of) for of in times), key=lambda pair: pair[0])
     for at_best, times in [*by_best_time, (math.inf, None)]:
         # Nothing that is still to come is faster than what can be settled now.
         while waiting and waiting[0][0] <= at_best:
             seconds, _, layout, work, prediction = heappop(waiting)
-            if len(found) >= top and seconds > TIE * found[top - 1].prediction.step:
-                return ranked(found)[:top]
+            if len(found) >= top and seconds > TIE * limits[top - 1]:
+                return ranked(found.values())[:top]
             but_for_chunks = replace(layout, pp_chunks=1), work
             if but_for_chunks in settled or rule_problems(request, layout):
                 continue
             memory = request.memory(layout, work)
             if memory.total <= request.budget:
                 settled.add(but_for_chunks)
-                found.append(Candidate(layout, work, prediction, memory))
+                printed = f"{seconds:.4g} {gigabytes(memory.total)} {prediction.bubble:.1%}"
+                limits += [seconds] if printed not in found else []
+                candidate = Candidate(layout, work, prediction, memory)
+                found.setdefault(printed, []).append(candidate)
         for needed, layout in options(request, times.layout, times.work) if times else ():
             if needed <= request.budget:
                 prediction = times.at(layout).prediction()
                 entry = prediction.step, next(numbers), layout, times.work, prediction
                 heappush(waiting, entry)
-    return ranked(found)[:top]
+    return ranked(found.values())[:top]
 
 
 def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[float, Layout]]:
@@ -115,15 +123,21 @@ def least_parameters(
     return sum(parameter_bytes(Share([], False, units), layout, work).values())
 
 
-def ranked(found: list[Candidate]) -> list[Candidate]:
-    """The fastest first; of equally fast ones that with fewer axes, then with less memory."""
-    left, ordered = sorted(found, key=lambda candidate: candidate.prediction.step), []
-    while left:
-        equal = [c for c in left if c.prediction.step <= TIE * left[0].prediction.step]
-        best = min(equal, key=lambda c: (c.num_axes, c.memory.total))
-        ordered.append(best)
-        left.remove(best)
-    return ordered
+def ranked(found: Iterable[list[Candidate]]) -> list[list[Candidate]]:
+    """By the printed step; but first, of all as fast as the fastest, that with the fewest axes."""
+    groups = sorted(
+        (sorted(equal, key=order) for equal in found), key=lambda equal: order(equal[0])
+    )
+    limit = TIE * min((c.prediction.step for equal in groups for c in equal), default=0.0)
+    fast = [equal for equal in groups if equal[0].prediction.step <= limit]
+    best = min(fast, key=lambda equal: order(equal[0])[1:], default=None)
+    return sorted(groups, key=lambda equal: equal is not best)  # which keeps the order of others
+
+
+def order(candidate: Candidate) -> tuple[float, int, float]:
+    """As a table sorts them: by the step that it prints, then fewer axes, then less memory."""
+    num_axes = sum(size > 1 for size in candidate.layout.sizes)
+    return float(f"{candidate.prediction.step:.4g}"), num_axes, candidate.memory.total
 
 
 def nothing_fits(request: Request) -> str:

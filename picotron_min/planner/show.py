@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from picotron_min import costs
 from picotron_min.extensions.schedules.simulator import simulate
-from picotron_min.planner.choices import Request
-from picotron_min.planner.explain import lines_of, why
+from picotron_min.planner.choices import CHOICES, Request
+from picotron_min.planner.explain import EXPLAINED, lines_of, shown, why
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
 from picotron_min.planner.memory import RankMemory, gb, gigabytes
@@ -14,29 +14,39 @@ from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffi
 from picotron_min.runtime.draw import draw
 from picotron_min.runtime.hardware import hardware_flops_per_token
 
+MOST_EQUAL = 3  # of a line of the table
 MOST_DRAWN = 4000  # actions of a drawing
+LEGEND = """\
+s: sequence parallelism, u: Ulysses, 1 x 4: sequences of a micro-batch x micro-batches, =: as fast;
+passes: over memory. First is the one with fewest axes within 0.5% of the fastest, then by step."""
+OTHERS_RUNS = "No GPU has run this code yet: times rest on 65 published runs of others."
 UNCERTAIN = """\
-Not counted: reading data, ranks that are slower than others, a host that is too slow. The time of
-65 published runs is predicted with an error of 3% in the median, and below 14% in nine of ten
+These are predicted with an error of 3% in the median, and below 14% in nine of ten
 (docs/planner.md)."""
+NOT_COUNTED = (
+    "Not counted: reading data, ranks that are slower than others, a host that is too slow."
+)
 
 
-def plan_text(request: Request, found: list[Candidate], width: int = 100) -> str:
+def plan_text(request: Request, found: list[list[Candidate]], width: int = 100) -> str:
     """The table of the best layouts, and the details and reasons of the first."""
-    best = found[0]
-    blocks = [table(request, found), details(request, best, width)]
-    blocks.append("why\n  " + "\n  ".join(lines_of(why(request, best))))
+    best = found[0][0]
+    blocks = [f"{table(request, found)}\n{LEGEND}", details(request, best, width)]
+    reasons = "\n  ".join(lines_of(why(request, best)))
+    blocks.append(
+        f"why (one choice changed, and all others kept, also the micro-batch)\n  {reasons}"
+    )
     blocks.append(uncertain(request))
     return "\n\n".join(blocks)
 
 
 def uncertain(request: Request) -> str:
-    if request.gpu.validated:
-        return UNCERTAIN
-    why = "no published runs: what it reaches of its peak is that of a similar GPU"
+    gpu = request.gpu
     if request.device == "cpu":
-        why = "it must be calibrated: see --calibrate"
-    return f"{request.gpu.name} is not validated, {why}.\n{UNCERTAIN}"
+        how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see --calibrate"
+        return f"Times of this CPU are {how}. {NOT_COUNTED}"
+    similar = f"None was on {gpu.name}, whose shares of the peak are those of a similar GPU.\n"
+    return f"{OTHERS_RUNS}\n{UNCERTAIN}\n{'' if gpu.validated else similar}{NOT_COUNTED}"
 
 
 def measures(request: Request, candidate: Candidate) -> dict[str, float]:
@@ -52,12 +62,12 @@ def measures(request: Request, candidate: Candidate) -> dict[str, float]:
     }
 
 
-def table(request: Request, found: list[Candidate]) -> str:
-    """A line a layout. In `tp` an s stands for sequence parallelism, in `cp` a u for Ulysses."""
+def table(request: Request, found: list[list[Candidate]]) -> str:
+    """A line a layout, and one with those that are equal to it."""
     experts = "  ep " if request.model_config.num_local_experts else ""
     lines = [f"  tp  cp  pp schedule            dp sharding    {experts}recompute  micro-batches"]
     lines[0] += "   step s  tok/s/GPU   MFU   HFU  memory GB  bubble"
-    for candidate in found:
+    for candidate, *equal in found:
         layout, work, prediction, needed = candidate
         speed, mfu, hfu = measures(request, candidate).values()
         tp = f"{layout.tp}{'s' * layout.sequence_parallel}"
@@ -71,7 +81,16 @@ def table(request: Request, found: list[Candidate]) -> str:
             f"{prediction.step:>9.4g}{speed:>11,.0f}{mfu:>6.1%}{hfu:>6.1%}"
             f"{gigabytes(needed.total):>11}{prediction.bubble:>8.1%}"
         )
+        if equal:
+            others = [_difference(candidate, other) for other in equal[:MOST_EQUAL]]
+            lines.append(f"     = {'; '.join(others)}{'; ...' * (len(equal) > MOST_EQUAL)}")
     return "\n".join(lines)
+
+
+def _difference(candidate: Candidate, other: Candidate) -> str:
+    """cp 2 dp 32 micro-batch 2"""
+    changed = (n for n in CHOICES if other.chosen[n] != candidate.chosen[n])
+    return " ".join(f"{EXPLAINED.get(n) or n} {shown(other.chosen[n])}" for n in changed)
 
 
 def details(request: Request, best: Candidate, width: int) -> str:

@@ -29,7 +29,8 @@ class Gpu:
     attention_share: float
     network: float = 50e9  # one way; 400 Gb/s
     gpus_per_node: int = 8
-    validated: bool = False
+    validated: bool = False  # published runs of it are predicted: see docs/planner.md
+    is_calibrated: bool = False
     # One set for all GPUs; `--calibrate` may find others on your machine.
     hbm_share: float = 0.9  # of its memory's speed that a pass over a large tensor reaches
     link_share: float = 0.6  # of NVLink's speed that a collective reaches

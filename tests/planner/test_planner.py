@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,9 +64,9 @@ def test_the_search_finds_what_trying_everything_finds(name, share):
     asked = replace(asked, gpu=gpu)
     best = min(seconds for seconds, memory in every if memory <= asked.budget)
     found = search(asked, top=5)
-    assert min(c.prediction.step for c in found) == best
-    assert found[0].prediction.step <= TIE * best
-    for c in found:
+    assert min(c.prediction.step for equal in found for c in equal) == best
+    assert found[0][0].prediction.step <= TIE * best
+    for c in (c for equal in found for c in equal):
         assert c.memory == memory_per_rank(asked.model_config, c.layout, c.workload)
         assert c.memory.total <= asked.budget and not rule_problems(asked, c.layout)
         assert c.prediction.step == predict(asked.setting(c.layout, c.workload)).step
@@ -86,12 +87,12 @@ def test_a_number_of_chunks_that_does_not_fit_leaves_the_next_fastest(monkeypatc
     model_config = find_preset("tiny").override(num_hidden_layers=8)
     fixed = fixed_choices("pp=2,dp=1,engine=interleaved,recompute=none,mbs=1")
     asked = replace(TINY, model_config=model_config, gpus=2, global_batch=4, fixed=fixed)
-    assert [c.layout.pp_chunks for c in search(asked)] == [4]
+    assert [c.layout.pp_chunks for (c,) in search(asked)] == [4]
     monkeypatch.setattr(
         "picotron_min.planner.search.rule_problems",
         lambda request, layout: ["no"] * (layout.pp_chunks == 4),
     )
-    assert [c.layout.pp_chunks for c in search(asked)] == [3]
+    assert [c.layout.pp_chunks for (c,) in search(asked)] == [3]
 
 
 def test_eight_gpus_take_less_than_two_seconds():
@@ -103,11 +104,11 @@ def test_eight_gpus_take_less_than_two_seconds():
 def test_fixed_choices_stay():
     fixed = fixed_choices("tp=2,sp=true,recompute=full,mbs=1,engine=1f1b,pp=2")
     asked = replace(LLAMA, fixed=fixed)
-    for c in search(asked, top=3):
+    for c, *_ in search(asked, top=3):
         assert (c.layout.tp, c.layout.pp, c.layout.pp_engine) == (2, 2, "1f1b")
         assert c.layout.sequence_parallel and c.workload.recompute == "full"
         assert c.workload.micro_batch_size == 1
-    assert "tp" not in {reason.choice for reason in why(asked, search(asked, top=1)[0])}
+    assert "tp" not in {reason.choice for reason in why(asked, search(asked, top=1)[0][0])}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_wrong_choice_is_reported_with_the_remedy(text, message):
 
 def test_every_choice_of_the_best_layout_is_explained():
     asked = replace(LLAMA, gpus=32, fixed=fixed_choices("tp=4,pp=2,engine=interleaved,cp=2"))
-    best = search(asked, top=1)[0]
+    best = search(asked, top=1)[0][0]
     asked = replace(asked, fixed={})
     reasons = list(why(asked, best))
     explained = {"tp", "cp", "pp", "sharding", "recompute", "micro_batch_size"}
@@ -159,9 +160,26 @@ def test_every_choice_of_the_best_layout_is_explained():
             assert took == pytest.approx(parts.get(part, 0), rel=0.006)
     text = "\n".join(lines_of(reasons))
     assert "tp 4, not 2:" in text and "sequence parallelism on, not off:" in text
-    shown = plan_text(asked, [best])
+    shown = plan_text(asked, [[best]])
     assert text.splitlines()[0] in shown
     assert all(f"{n:<11}{s:>10.4g} s" in shown for n, s in parts.items() if s > 0)
+
+
+def test_rows_of_a_table_differ_in_what_they_print_and_are_in_its_order():
+    asked = replace(LLAMA, gpus=64, global_batch=512)
+    found = search(asked, top=6)
+    text = plan_text(asked, found)
+    head, *lines = text.splitlines()[: text.splitlines().index("")]
+    rows = [line for line in lines if re.match(r" +\d+s? ", line)]
+    numbers = [line[head.index("micro-batches") + 13 :].split() for line in rows]
+    assert len({tuple(row) for row in numbers}) == len(rows) == 6
+    steps = [float(row[0]) for row in numbers]
+    assert steps[1:] == sorted(steps[1:])
+    assert steps[0] <= TIE * min(steps)
+    equal = [c.layout.cp for c in found[1]]
+    assert len(equal) > 1 and f"     = cp {equal[1]} dp {64 // equal[1]} micro-batch" in text
+    assert "s: sequence parallelism, u: Ulysses, 1 x 4: " in text
+    assert "No GPU has run this code yet" in text and "also the micro-batch)" in text
 
 
 # The command.
@@ -278,7 +296,7 @@ def test_a_config_is_predicted_beside_what_it_measured(tmp_path, capsys):
     text = capsys.readouterr().out
     step = next(line for line in text.splitlines() if line.startswith("step, s"))
     assert step.split()[3] == "0.25"
-    assert "bytes over tp" in text and "calibrated" in text
+    assert "bytes over tp" in text and "rough: see --calibrate" in text
 
 
 def test_too_few_steps_are_refused(tmp_path, capsys):
@@ -375,8 +393,11 @@ def test_what_was_found_is_written_and_read(tmp_path, capsys):
     assert plan("--calibrate", "config.json", metrics, *at) == 0
     out = capsys.readouterr().out
     assert "matmul_share" in out and out.count("as it was") == 3
+    assert "config.json: fitted, as many unknowns as runs, " in out
     assert plan("--config", "config.json", "--json", *at) == 0
-    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(0.5)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["step_seconds"] == pytest.approx(0.5)
+    assert f"{hardware} is used: what --calibrate found of cpu" in shown.err
     assert machine.machine("H100", hardware, 8) == GPUS["H100"], "of another device"
     hardware.write_text("[1]")
     assert plan("--config", "config.json", *at) == 2
@@ -401,13 +422,14 @@ def test_a_new_config_shows_the_step_that_the_planner_predicts(tmp_path, capsys)
     assert create_config.main([*run, *shape[:-2]]) == 0
     printed = capsys.readouterr().out
     assert "on H100: see" in printed
+    assert "  No GPU has run this code yet: times rest on" in printed
     assert "  H100 is assumed: name another with --gpu, or add --use_cpu\n" in printed
     assert create_config.main([*run, *shape, "--use_cpu", "--force"]) == 0
     assert "predicted" not in capsys.readouterr().out
 
 
 def test_a_written_config_has_what_was_asked_for():
-    candidate = search(replace(TINY, compile=True), top=1)[0]
+    candidate = search(replace(TINY, compile=True), top=1)[0][0]
     raw = config_of(replace(TINY, compile=True), candidate)
     assert raw["model"]["compile"] and raw["model"]["dtype"] == "bfloat16"
     batch = raw["distributed"]["dp_size"] * raw["training"]["micro_batch_size"]
