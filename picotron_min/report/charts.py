@@ -49,7 +49,7 @@ STYLE = {
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
 }
 SMALL = 3.5, 2.4  # inches: readable without scrolling on a phone
-WIDE = 7.6
+WIDE = 6.4  # of a page that is 500 pixels wide
 
 
 def chart(
@@ -155,6 +155,8 @@ def curves(lines: Sequence[Line], title: str, unit: str, x_unit="step", about=""
         axes.set(title=title, xlabel=x_unit, ylabel=unit)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=x_unit == "step"))
         axes.yaxis.set_major_locator(MaxNLocator(5))
+        if len(points := {x for line in lines for x in line.x}) == 1:
+            axes.set(xticks=[*points], xlim=(min(points) - 1, min(points) + 1))
         for axis in (axes.xaxis, axes.yaxis):
             if (high := axis.get_view_interval()[1]) >= 10_000:
                 axis.set_major_formatter(EngFormatter(sep=""))  # 20k

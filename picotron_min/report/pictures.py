@@ -162,7 +162,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline, scale: float, colour_of: dict
         style = {"facecolor": colour_of[action.kind], "edgecolor": INK, "linewidth": 0.4}
         _box(axes, left, rank - 0.45, width, 0.9, **style, alpha=1 / (1 + 0.5 * action.chunk))
         label = str(action.micro_batch)
-        if width / axes.get_xlim()[1] * 90 > 1 + len(label):  # some 90 digits fit side by side
+        if width / axes.get_xlim()[1] * 75 > 1 + len(label):  # some 75 digits fit side by side
             axes.text(left + width / 2, rank, label, **CENTRED, fontsize=8, color=ON_COLOUR)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
     axes.set_yticks(range(timeline.num_ranks)[:: math.ceil(timeline.num_ranks / 16)])

@@ -9,7 +9,7 @@ What is missing or damaged is left out, and noted in `Run.notes`.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -59,12 +59,16 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        return sum((s.tokens_per_second or 0.0) * (s.step_seconds or 0.0) for s in self.all_steps)
+        return tokens_of(self.all_steps)
 
     def mean_over_time(self, name: str) -> float | None:
         known = [s for s in self.all_steps if getattr(s, name) is not None and s.step_seconds]
         seconds = sum(s.step_seconds for s in known)
         return sum(getattr(s, name) * s.step_seconds for s in known) / seconds if known else None
+
+
+def tokens_of(steps: Sequence[StepRecord]) -> float:
+    return sum((step.tokens_per_second or 0.0) * (step.step_seconds or 0.0) for step in steps)
 
 
 def read_run(folder: Path) -> Run:

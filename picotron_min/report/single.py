@@ -13,7 +13,7 @@ from picotron_min.report import pictures
 from picotron_min.report.charts import curve_pictures
 from picotron_min.report.page import Cell, cells, gallery, page, paragraph, section, table
 from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
-from picotron_min.report.reading import Run
+from picotron_min.report.reading import Run, tokens_of
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
 from picotron_min.runtime.hardware import common_flops_per_token
 from picotron_min.runtime.metrics import Rank, Sent
@@ -44,7 +44,10 @@ def header(run: Run) -> str:
         rows["steps"] += f"; {counted(repeated, 'step')} more, after which it resumed from before"
     saving = sum(save.save_seconds for save in run.saves)
     rows["took"] = f"{duration(run.seconds)} in steps, {duration(saving)} in saves"
+    rows["took"] += "; starting, validating and waiting for data are not recorded"
     rows["tokens"] = f"{run.tokens:,.0f}"
+    if repeated:
+        rows["tokens"] += f", {run.tokens - tokens_of(run.steps):,.0f} of them in repeated steps"
     if run.config:
         flops = run.tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         rows["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"
@@ -173,10 +176,10 @@ def measured_peaks(run: Run, layout: Layout) -> list[float]:
 def pipeline(run: Run) -> str:
     """The schedule, planned above measured."""
     layout, m = run.config.layout, run.config.training.gradient_accumulation_steps
-    if run.trace:
-        return section("The pipeline", _planned_and_measured(run.trace))
     if layout.pp == 1:
         return ""
+    if run.trace:
+        return section("The pipeline", _planned_and_measured(run.trace))
     how = "Set logging.trace_file in the config to measure when each rank computes what."
     parts = [paragraph(how)]
     if layout.num_stages * m <= pictures.MOST_SPANS:  # more would take long, and show little

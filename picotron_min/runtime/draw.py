@@ -153,6 +153,9 @@ def show_trace(width: int, trace: str) -> None:
     print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan, of which")
     for (before, after), cause in zip(pairwise([*models, measured]), causes, strict=True):
         print(f"  {(after.makespan - before.makespan) / 1000:+8.2f} ms  {cause}")
+    print("A negative part: with these times ranks happen to wait less than with equal ones.")
+    if measured.num_ranks == 1:
+        print("One rank has no bubble: this shows how long each forward and backward takes.")
 
 
 def plan_of_trace(measured: Timeline, engine: str, same: int = 1) -> Timeline:

@@ -96,6 +96,8 @@ CURVES = ["Loss", "Learning rate", "Gradient norm", "Speed", "MFU: mfu", "MFU: m
 def test_a_report_has_all_pictures_and_needs_no_network(page):
     others = ["Where ranks stand", "Who sends to whom", "Memory by part", "The pipeline in time"]
     assert page.pictures == CURVES + others
+    widths = [float(width) for width in re.findall(r"--width: ([\d.]+)px", page.source)]
+    assert len(widths) == 10 and max(widths) <= 500 - 32, "beside the margins of a narrow window"
     # Names of XML, and nothing that a browser would fetch.
     assert set(re.findall(r"https?://[^\s\"<>]*", page.source)) <= {
         "http://www.w3.org/1999/xlink",
@@ -146,7 +148,7 @@ def test_the_header_has_settings_cost_and_both_definitions_of_mfu(page):
     assert facts["model"] == "tiny <b>& co</b>"  # escaped in the source
     assert facts["device"] == "Some CPU, gloo" and facts["versions"] == "torch 2.13.0"
     assert facts["started"] == "2026-11-22 06:30 UTC" and facts["steps"] == "20, from 1 to 20"
-    assert facts["took"] == "10s in steps, 1s in saves"
+    assert facts["took"].startswith("10s in steps, 1s in saves; starting, validating and waiting")
     tokens = sum(0.5 * (1000 + step) for step in range(1, 21))
     assert facts["tokens"] == f"{tokens:,.0f}"
     rows = page.rows("mean", "FLOPs a token")
@@ -226,6 +228,11 @@ def test_damage_is_reported_on_the_page_and_on_the_terminal(tmp_path, capsys):
     assert "Set logging.trace_file" in page.text
 
 
+def test_without_a_pipeline_there_is_no_section_about_one(tmp_path):
+    write_run(tmp_path, distributed={"dp_size": 2})
+    assert read_run(tmp_path).trace and "The pipeline" not in report(tmp_path).text
+
+
 def test_a_run_whose_start_cannot_be_read_is_shown_without_settings(tmp_path):
     write_run(tmp_path)
     log = tmp_path / "run.jsonl"
@@ -265,7 +272,11 @@ def test_of_repeated_steps_the_later_ones_count(tmp_path):
     assert run.ranks is None  # of the start before: the layout may be another
     facts = Page(header(run)).facts()
     assert facts["steps"] == "13, from 1 to 13; 5 steps more, after which it resumed from before"
-    assert facts["took"] == "9s in steps, 1s in saves" and facts["resumed"] == "after step 10"
+    assert facts["took"].startswith("9s in steps, 1s in saves;")
+    assert facts["resumed"] == "after step 10"
+    tokens = [sum(0.5 * (1000 + step) for step in steps) for steps in (range(1, 16), range(11, 14))]
+    repeated = 0.5 * sum(1000 + step for step in range(11, 16))
+    assert facts["tokens"] == f"{sum(tokens):,.0f}, {repeated:,.0f} of them in repeated steps"
 
 
 def test_another_run_in_the_same_file_replaces_the_first(tmp_path):
@@ -283,6 +294,9 @@ def test_a_single_step_and_numbers_that_were_not_finite_are_drawn(tmp_path):
     write_records(tmp_path, config, [1], loss=math.nan, grad_norm=math.inf, **nothing)
     page = report(tmp_path)
     assert page.pictures == ["Loss", *CURVES[1:2], "Speed", "Where ranks stand", "Memory by part"]
+    (speed,) = re.findall(r'aria-label="Speed".*?</svg>', page.source, re.DOTALL)
+    numbers = re.findall(r"<text[^>]*>(-?[\d.]+)</text>", speed)
+    assert [text for text in numbers if float(text) < 10] == ["1"]
     (row,) = page.rows("step", "grad_norm").values()
     assert row["loss"] == row["mfu"] == row["grad_norm"] == (None, "n/a")
     assert "Nothing is sent" in page.text

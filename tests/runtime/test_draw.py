@@ -124,7 +124,7 @@ def causes(
     out = capsys.readouterr().out
     total, rest = re.search(r"\n([-+][\d.]+) ms from the plan, of which\n(.*)", out, re.S).groups()
     found = {name: float(ms) for ms, name in re.findall(r"  +([-+][\d.]+) ms  (.*)\n", rest)}
-    assert len(found) == 4
+    assert len(found) == 4 and "\nA negative part: " in out
     assert sum(found.values()) == pytest.approx(float(total), abs=0.05)
     return found
 
