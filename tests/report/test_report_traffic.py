@@ -14,7 +14,7 @@ from tests.core.test_collectives import rows_of
 def test_rows_of_ranks_are_the_groups_of_the_mesh(pool, sizes):
     names = ("pp", "dp", "cp", "tp", "ep", "etp")
     layout = Layout(**dict(zip(names, sizes, strict=False)))
-    for rank, rows in enumerate(pool.run(8, rows_of, *sizes)):
+    for rank, rows in enumerate(pool.run(8, rows_of, layout)):
         assert rows.keys() == AXES
         for axis, (_, members) in rows.items():
             assert ranks_of_axis(layout, axis, rank) == members
