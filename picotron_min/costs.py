@@ -21,14 +21,12 @@ def parameter_count(model_config: ModelConfig) -> int:
 
 def layer_flops(model_config: ModelConfig, seq_length: int, layer: int) -> dict[str, int]:
     """Forward FLOPs per token of a layer's parts: 2 for each parameter, and attention's own."""
-    c, QD = model_config, model_config.num_attention_heads * model_config.head_dim
-    shapes = c.attention_shapes().items()
-    matrices = {name: math.prod(shape) for name, shape in shapes if len(shape) > 1}
-    o = matrices.pop("self_attn.o_proj")
+    c, D, E = model_config, model_config.head_dim, model_config.hidden_size
+    QD, KD = c.num_attention_heads * D, c.num_key_value_heads * D
     parts = {
-        "q, k, v": 2 * sum(matrices.values()),  # and any other that a variation adds
+        "q, k, v": 2 * E * (QD + 2 * KD),
         "attention": 4 * seq_length * QD // 2,  # q k^T and the weighted sum of v, causal half
-        "o": 2 * o,
+        "o": 2 * QD * E,
     }
     products = c.mlp_parameters(layer).items()
     return parts | {name: 2 * parameters for name, parameters in products}

@@ -6,7 +6,6 @@
 E is `hidden_size`; all names are Hugging Face's. Standard library only, to plan without torch.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 
@@ -85,10 +84,8 @@ class ModelConfig:
 
     def mlp_parameters(self, layer: int) -> dict[str, int]:
         """Parameters of a layer's second half that a token is multiplied with."""
-        shapes = self.mlp_shapes(layer).items()
-        sizes = {name: math.prod(shape) for name, shape in shapes if len(shape) > 1}
-        down = sizes.pop("mlp.down_proj")
-        return {"gate, up": sum(sizes.values()), "down": down}
+        E, M = self.hidden_size, self.intermediate_size
+        return {"gate, up": 2 * E * M, "down": M * E}
 
     def idle_parameters(self, layer: int) -> int:
         """Parameters of a layer's matrices that a token is not multiplied with."""
