@@ -8,6 +8,7 @@ from pathlib import Path
 from picotron_min.report.reading import read_run
 
 PAGE = b"<!DOCTYPE html>"  # how every report begins
+MOST_RUNS = 18  # each has a line of its own: see COLOURS and DASHES of charts.py
 NO_MATPLOTLIB = 'the report needs matplotlib: run  pip install -e ".[report]"'
 
 
@@ -20,28 +21,25 @@ def main(arguments: list[str] | None = None) -> None:
     where = "default: report.html in the folder; of several runs, in the working directory"
     parser.add_argument("--out", type=Path, metavar="FILE", help=where)
     given = parser.parse_args(arguments)
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.exit(2, NO_MATPLOTLIB + "\n")
     folders = list(dict.fromkeys(given.folders))
     out = given.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     try:
         runs = [read_run(folder) for folder in folders]
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error}\n")
-    # Only now, since importing matplotlib takes a second.
-    from picotron_min.report.compare import MOST_RUNS, comparison
-    from picotron_min.report.single import report
-
-    if len(runs) > MOST_RUNS:
-        problem = f"{len(runs)} folders need more kinds of lines than there are"
-        parser.exit(2, f"{problem}: name at most {MOST_RUNS}\n")
-    try:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(NO_MATPLOTLIB)
+        if len(runs) > MOST_RUNS:
+            problem = f"{len(runs)} folders need more kinds of lines than there are"
+            raise ValueError(f"{problem}: name at most {MOST_RUNS}")
         with out.open("a+b") as file:  # before anything is drawn
             file.seek(0)
             if not PAGE.startswith(file.read(len(PAGE))):
-                parser.exit(2, f"{out} exists and is not a report: name another file with --out\n")
-    except OSError as error:
-        parser.exit(2, f"{error}: name another file with --out\n")
+                raise ValueError(f"{out} exists and is not a report: name another file with --out")
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{error}\n")
+    # Only now, since importing matplotlib takes a second.
+    from picotron_min.report.compare import comparison
+    from picotron_min.report.single import report
+
     page = report(*runs) if len(runs) == 1 else comparison(runs)
     out.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be any bytes
     for note in (note for run in runs for note in run.notes):

@@ -2,13 +2,11 @@
 
 from operator import attrgetter
 
-from picotron_min.report.charts import COLOURS, DASHES, LOSS, Line, curve_pictures, curves, smooth
+from picotron_min.report.charts import LOSS, Line, curve_pictures, curves, smooth
 from picotron_min.report.page import Cell, cells, gallery, legend, page, paragraph, section, table
 from picotron_min.report.reading import Run
 from picotron_min.runtime.config import KEYS
 from picotron_min.runtime.wording import duration, shown
-
-MOST_RUNS = len(COLOURS) * len(DASHES)  # each has a line of its own
 
 
 def comparison(runs: list[Run]) -> str:

@@ -137,16 +137,14 @@ def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) 
         notes.append(f"{path} has {which}: the report is made without")
 
 
-def _below_limit(kind: type) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        if abs(number := kind(text)) > 1e18:  # damage, and sums of such numbers would overflow
-            raise ValueError(text)
-        return number
-
-    return read
+def _small(number: float) -> float:
+    if abs(number) > 1e18:  # damage, and sums of such numbers would overflow
+        raise ValueError(number)
+    return number
 
 
-NUMBER = {"parse_int": _below_limit(int), "parse_float": _below_limit(float)}
+NUMBER = {"parse_int": lambda text: _small(int(text))}
+NUMBER |= {"parse_float": lambda text: _small(float(text))}
 OTHERS = {"step", "comm_bytes", "balance"}
 NUMBERS = [field.name for field in fields(StepRecord) if field.name not in OTHERS]
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)

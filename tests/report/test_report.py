@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron_min.report.__main__ import NO_MATPLOTLIB, main
-from picotron_min.report.charts import smooth
+from picotron_min.report.__main__ import MOST_RUNS, NO_MATPLOTLIB, main
+from picotron_min.report.charts import COLOURS, DASHES, smooth
 from picotron_min.report.pictures import ranges
 from picotron_min.report.reading import read_run
 from picotron_min.report.single import header, measured_peaks
@@ -339,28 +339,33 @@ def test_a_folder_that_was_moved_still_has_its_files(tmp_path):
     assert run.trace and len(run.steps) == 20 and not run.notes
 
 
-@pytest.mark.parametrize("case", ["missing", "empty", "no steps", "garbage", "file"])
-def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys, case):
-    folder = tmp_path / "runs"
-    if case == "file":
-        folder.write_text("")
-    elif case != "missing":
-        folder.mkdir()
-    lines = {"no steps": '{"step": 0, "save_seconds": 1}\n', "garbage": "\x00\n"}
-    if case in lines:
-        (folder / "metrics.jsonl").write_text(lines[case])
-    with pytest.raises(SystemExit) as error:
-        main([str(folder)])
-    assert error.value.code == 2 and not (folder / "report.html").exists()
-    expected = {"missing": "is not a folder", "file": "is not a folder", "empty": "does not exist"}
-    assert expected.get(case, "has no record of a step") in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (None, "does not exist"),
+        ('{"step": 0, "save_seconds": 1}\n', "has no record of a step"),
+        ("\x00\n", "has no record of a step"),
+    ],
+)
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys, metrics, message):
+    if metrics:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert message in refusal(capsys, tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    assert "is not a folder" in refusal(capsys, tmp_path / "missing")
+
+
+def refusal(capsys, *arguments: object) -> str:
+    """The message with which the command exits."""
+    with pytest.raises(SystemExit) as exit_:
+        main([*map(str, arguments)])
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_printed(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as error:
-        main([str(folder)])
-    assert error.value.code == 2 and capsys.readouterr().err == NO_MATPLOTLIB + "\n"
+    assert refusal(capsys, folder) == NO_MATPLOTLIB + "\n"
     assert 'pip install -e ".[report]"' in NO_MATPLOTLIB
 
 
@@ -371,9 +376,12 @@ def test_a_report_does_not_wait_for_torch():
 
 
 def test_a_page_that_cannot_be_written_is_reported(folder, tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        main([str(folder), "--out", str(tmp_path / "no folder" / "report.html")])
-    assert error.value.code == 2 and "no folder" in capsys.readouterr().err
+    out = tmp_path / "no folder" / "report.html"
+    assert "no folder" in refusal(capsys, folder, "--out", out)
+    main([str(folder)])
+    main([str(folder)])  # its own page may be made again
+    error = refusal(capsys, folder, "--out", folder / "metrics.jsonl")
+    assert "exists and is not a report" in error and len(read_run(folder).steps) == 20
 
 
 def test_several_folders_are_compared(folder, tmp_path):
@@ -401,9 +409,8 @@ def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):
     folders = [tmp_path / str(i) for i in range(19)]
     for each in folders:
         each.symlink_to(folder)
-    with pytest.raises(SystemExit) as error:
-        main([*map(str, folders), "--out", str(tmp_path / "out.html")])
-    assert error.value.code == 2 and "name at most 18" in capsys.readouterr().err
+    assert "name at most 18" in refusal(capsys, *folders, "--out", tmp_path / "out.html")
+    assert len(COLOURS) * len(DASHES) == MOST_RUNS
 
 
 def test_layers_of_several_chunks_are_several_ranges():
@@ -415,18 +422,6 @@ def test_smoothing_weighs_the_past_by_halves():
     assert smooth([2.0] * 7) == [2.0] * 7
     assert smooth([0.0, 3.0]) == pytest.approx([0.0, 2.0])  # weights 1/2 and 1
     assert smooth([None, 1.0, None, 4.0]) == pytest.approx([None, 1.0, 1.0, 3.0])  # 1/2 and 1
-
-
-def test_only_a_report_is_replaced(tmp_path, capsys):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    write_run(folder)
-    main([str(folder)])
-    main([str(folder)])  # its own page may be made again
-    with pytest.raises(SystemExit) as exit_:
-        main([str(folder), "--out", str(folder / "metrics.jsonl")])
-    assert exit_.value.code == 2 and "is not a report" in capsys.readouterr().err
-    main([str(folder)])  # the records are still there
 
 
 def test_peaks_of_an_earlier_layout_do_not_count(tmp_path):
