@@ -24,7 +24,7 @@ from exercises import exercise as catalogue
 from exercises.checking import _traffic_problem, check
 from exercises.child import Printed
 from exercises.compare import first_difference, patterns
-from exercises.exercise import Mistake, Sent
+from exercises.exercise import Mistake, Sent, mistakes_in
 from exercises.forms import Calls, form_of, form_problem
 from exercises.grade import line_of, summary
 from exercises.sandbox import Sandbox
@@ -32,10 +32,7 @@ from exercises.source import find, solution, starter
 
 ROOT = Path(__file__).parents[2]
 
-SHIFT, OVERLAP, MERGE, ZIGZAG, NORM = (catalogue.load(n) for n in (4, 7, 18, 19, 8))
-NORM_TOTAL = "torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()"
-TENSOR = "isend, tensor"
-FIRST_AXIS = "0 in dist.get_process_group_ranks(axis.group)"
+SHIFT, MERGE, ZIGZAG = (catalogue.load(n) for n in (4, 18, 19))
 BODY = "self.sent = tensor  # may not be changed before `wait`"
 KNOWN = defaultdict(dict)  # outcomes of the known mistakes of each exercise
 LINE = f"line {solution(SHIFT)[: solution(SHIFT).index(BODY)].count(chr(10)) + 1}"
@@ -49,71 +46,75 @@ def answer(exercise, *edits: str):
     return check(exercise, text, Path("student.py"), others=KNOWN[exercise.number])
 
 
-@pytest.mark.parametrize(
-    ("exercise", "edits", "mistake", "message"),
-    [
-        (
-            SHIFT,
-            (TENSOR, "isend, axis.size * tensor"),
-            "pattern",
-            "too large by a factor of 2: the",
-        ),
-        (
-            SHIFT,
-            (TENSOR, "isend, tensor / axis.size"),
-            "pattern",
-            "too small by a factor of 2: the",
-        ),
-        (
-            SHIFT,
-            (TENSOR, "isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)"),
-            "unknown",
-            "do not know this mistake",
-        ),
-        (SHIFT, (TENSOR, "isend, 2 * tensor"), "unknown", "do not know this mistake"),
-        (SHIFT, (TENSOR, f"isend, tensor * (to == 0 and {FIRST_AXIS})"), "pattern", "rank 0 only"),
-        (
-            OVERLAP,
-            ("(bucket.gradients,", "(bucket.gradients.clone(),"),
-            "pattern",
-            "part of the right sum",
-        ),
-        (
-            SHIFT,
-            (BODY, "tensor = tensor * (1 + axis.rank)\n    self.sent = tensor"),
-            "unknown",
-            "do not know this mistake.",
-        ),
-        (MERGE, ("torch.logaddexp", "torch.log_add_exp"), "exception", "AttributeError"),
-        (SHIFT, (BODY, "raise SystemExit(3)"), "exception", "on rank 0: SystemExit: 3"),
-        (SHIFT, (BODY, "self.sent = 1 / (axis.rank - 1)"), "exception", "on rank 1: ZeroDivision"),
-        (
-            SHIFT,
-            (BODY, "dist.recv(tensor, group=axis.group, group_src=axis.next)"),
-            "deadlock",
-            "rank 0 waits to receive from rank 1, which waits to receive from rank 0",
-        ),
-        (NORM, (NORM_TOTAL, "sum([]).to(device)"), "exception", "no attribute 'to'"),
-        (SHIFT, (BODY, "import os"), "file", "import os is refused"),
-        (SHIFT, (BODY, "torch.os.fork()"), "file", ".os is refused"),
-        (SHIFT, (BODY, "open('x')"), "file", "open is refused"),
-        (SHIFT, (BODY, "tensor.__dict__"), "file", ".__dict__ is refused"),
-        (SHIFT, (BODY, "def ="), "file", f"{LINE} is not Python"),
-        (SHIFT, ("def __init__", "def init"), "file", "does not define __init__"),
-        (SHIFT, ("def __init__", "def ring():\n    pass\n\n\ndef __init__"), "file", "own ring"),
-        (
-            SHIFT,
-            ("import torch.distributed as dist", "import math as dist"),
-            "file",
-            "dist is anoth",
-        ),
-    ],
-)
-def test_other_mistakes_get_an_honest_answer(exercise, edits, mistake, message):
-    verdict = answer(exercise, *edits)
-    assert not verdict.passed and verdict.mistake == mistake, verdict
-    assert message in verdict.message
-    if mistake == "exception":  # another mistake may crash in the same way in one case
+# By exercise: the answer, a part of its message, and edits, as known mistakes are written.
+OTHERS = {
+    4: """
+pattern: too large by a factor of 2: the
+    isend, tensor => isend, axis.size * tensor
+pattern: too small by a factor of 2: the
+    isend, tensor => isend, tensor / axis.size
+unknown: do not know this mistake
+    isend, tensor => isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)
+unknown: do not know this mistake
+    isend, tensor => isend, 2 * tensor
+pattern: rank 0 only
+- send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
++ is_first = to == 0 and 0 in dist.get_process_group_ranks(axis.group)
++ send = dist.P2POp(dist.isend, tensor * is_first, group=axis.group, group_peer=to)
+unknown: do not know this mistake.
+- self.sent = tensor
++ tensor = tensor * (1 + axis.rank)
++ self.sent = tensor
+exception: on rank 0: SystemExit: 3
+    self.sent = tensor => raise SystemExit(3)
+exception: on rank 1: ZeroDivision
+    self.sent = tensor => self.sent = 1 / (axis.rank - 1)
+deadlock: rank 0 waits to receive from rank 1, which waits to receive from rank 0
+    self.sent = tensor => dist.recv(tensor, group=axis.group, group_src=axis.next)
+file: import os is refused
+    self.sent = tensor => import os
+file: .os is refused
+    self.sent = tensor => torch.os.fork()
+file: open is refused
+    self.sent = tensor => open('x')
+file: .__dict__ is refused
+    self.sent = tensor => tensor.__dict__
+file: LINE is not Python
+    self.sent = tensor => def =
+file: does not define __init__
+    def __init__ => def init
+file: own ring
+- def __init__(self, tensor: Tensor, axis: Axis, distance: int = 1) -> None:
++ ring = 1
++ def __init__(self, tensor: Tensor, axis: Axis, distance: int = 1) -> None:
+file: dist is anoth
+    import torch.distributed as dist => import math as dist
+""",
+    7: """
+pattern: part of the right sum
+    (bucket.gradients, => (bucket.gradients.clone(),
+""",
+    8: """
+exception: no attribute 'to'
+    torch.nn.utils.get_total_norm(counted) => sum([])
+    .to(device, torch.float64).square() => .to(device)
+""",
+    18: """
+exception: AttributeError
+    torch.logaddexp => torch.log_add_exp
+""",
+}
+OTHERS = [(number, other) for number, text in OTHERS.items() for other in mistakes_in(text)]
+
+
+@pytest.mark.parametrize(("number", "other"), OTHERS)
+def test_other_mistakes_get_an_honest_answer(number, other):
+    exercise = catalogue.load(number)
+    path, text = Path("student.py"), other.apply(solution(exercise))
+    verdict = check(exercise, text, path, others=KNOWN[number])
+    assert not verdict.passed and verdict.mistake == other.name, verdict
+    assert other.sentence.replace("LINE", LINE) in verdict.message
+    if other.name == "exception":  # another mistake may crash in the same way in one case
         assert not any(wrong.sentence in verdict.message for wrong in exercise.mistakes)
 
 
@@ -143,41 +144,43 @@ def test_the_first_failure_is_explained_and_the_case_of_a_crash_named(edits, mis
     assert re.search(message, verdict.message), verdict.message
 
 
-MERGED = "(lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2"
-ZIGZAGS = r"zigzag_positions returned {}; it should return a tensor \[8\] of int64\."
-MERGES = r"merge_blocks returned {}; it should return 2 values \(a tensor \[1.* of float64\)\."
+RESULTS = {
+    19: r"""
+zigzag_positions: None; it should return a tensor \[8\] of int64\.
+    torch.cat((pieces[rank], pieces[-1 - rank])) => None
+zigzag_positions: a float; it should return a tensor \[8\] of int64\.
+    torch.cat((pieces[rank], pieces[-1 - rank])) => 2.5
+zigzag_positions: a list of 8, the .* an int; it should return a tensor \[8\] of int64\.
+    -1 - rank])) => -1 - rank])).tolist()
+zigzag_positions: 1 value \(a tensor \[\] of int64\); it should return a tensor
+    torch.cat((pieces[rank], pieces[-1 - rank])) => (pieces[rank][0],)
+zigzag_positions: a numpy array \[8\] of int64; it should return a tensor \[8\] of int64\.
+    -1 - rank])) => -1 - rank])).numpy()
+zigzag_positions: a tensor \[1, 8\] of int64; it should return a tensor \[8\] of int64\.
+    -1 - rank])) => -1 - rank]))[None]
+""",
+    18: r"""
+merge_blocks: a tensor \[1, .*\] of float64; it should return 2 values \(a tensor \[1.* of float64\)
+    * out_2, lse => * out_2
+merge_blocks: 3 values \(.*\); it should return 2 values \(a tensor \[1.* of float64\)\.
+    * out_2, lse => * out_2, lse, lse
+merge_blocks: 2 values \(a tensor \[.*\] of float32, a tensor \[.*\] of float64\); it should
+- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
++ out = (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2
++ return out.float(), lse
+""",
+}
+RESULTS = [(number, other) for number, text in RESULTS.items() for other in mistakes_in(text)]
 
 
-@pytest.mark.parametrize(
-    ("exercise", "edits", "message"),
-    [
-        (ZIGZAG, (IN_ORDER, "None"), ZIGZAGS.format("None")),
-        (ZIGZAG, (IN_ORDER, "2.5"), ZIGZAGS.format("a float")),
-        (ZIGZAG, (IN_ORDER, f"{IN_ORDER}.tolist()"), ZIGZAGS.format("a list of 8, the .* an int")),
-        (
-            ZIGZAG,
-            (IN_ORDER, f"tuple({IN_ORDER}[:1])"),
-            ZIGZAGS.format(r"1 value \(a tensor \[\] of int64\)"),
-        ),
-        (
-            ZIGZAG,
-            (IN_ORDER, f"{IN_ORDER}.numpy()"),
-            ZIGZAGS.format(r"a numpy array \[8\] of int64"),
-        ),
-        (ZIGZAG, (IN_ORDER, f"{IN_ORDER}[None]"), ZIGZAGS.format(r"a tensor \[1, 8\] of int64")),
-        (MERGE, (f"{MERGED}, lse", MERGED), MERGES.format(r"a tensor \[1, .*\] of float64")),
-        (MERGE, (f"{MERGED}, lse", f"{MERGED}, lse, lse"), MERGES.format(r"3 values \(.*\)")),
-        (
-            MERGE,
-            (f"{MERGED}, lse", f"({MERGED}).float(), lse"),
-            MERGES.format(r"2 values \(a tensor \[.*\] of float32, a tensor \[.*\] of float64\)"),
-        ),
-    ],
-)
-def test_a_result_of_another_type_is_explained_in_one_sentence(exercise, edits, message):
-    verdict = answer(exercise, *edits)
+@pytest.mark.parametrize(("number", "other"), RESULTS)
+def test_a_result_of_another_type_is_explained_in_one_sentence(number, other):
+    exercise = catalogue.load(number)
+    path, text = Path("student.py"), other.apply(solution(exercise))
+    verdict = check(exercise, text, path, others=KNOWN[number])
     assert not verdict.passed and verdict.mistake == "wrong_type", verdict
-    assert re.search(message, verdict.message.splitlines()[0]), verdict.message
+    sentence = verdict.message.splitlines()[0]
+    assert re.search(f"{other.name} returned {other.sentence}", sentence), verdict.message
 
 
 def test_a_form_fits_where_a_result_can_be_used():
@@ -414,11 +417,6 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
     assert not [line for line in commands_that_run() if str(tmp_path) in line]
 
 
-def test_a_folder_that_is_not_there_is_refused_with_the_remedy(tmp_path, capsys):
-    assert commands.main(["grade", str(tmp_path / "none")]) == 2
-    assert "is no folder: name one that has a folder for each" in capsys.readouterr().err
-
-
 def test_a_check_that_takes_too_long_is_killed_and_the_message_has_the_limit(monkeypatch):
     monkeypatch.setattr("exercises.sandbox.KILL_SECONDS", 0.2)
     verdict = Sandbox(wrap='python3 -c "import time; time.sleep(60)"').check(4, "solution")
@@ -533,9 +531,11 @@ def test_a_line_of_the_table_says_which_files_there_are_and_trusts_no_text(tmp_p
     assert [line_of(checks, tmp_path, n, 0)["mistake"] for n in (5, 6)] == ["no_plain_file"] * 2
 
 
-def test_a_folder_without_students_is_refused(tmp_path, capsys):
-    assert commands.main(["grade", str(tmp_path)]) == 2
-    assert "has no folders: name one that has a folder for each student" in capsys.readouterr().err
+def test_a_folder_without_students_is_refused_with_the_remedy(tmp_path, capsys):
+    for folder, problem in ((tmp_path, "has no folders"), (tmp_path / "none", "is no folder")):
+        assert commands.main(["grade", str(folder)]) == 2
+        remedy = f"{problem}: name one that has a folder for each student"
+        assert remedy in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
