@@ -15,6 +15,7 @@ import json
 import re
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,29 +46,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 the user's mistakes, all reported."""
     try:
         create(arguments)
+        return 0
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:  # a line for each problem
-        print("error: " + str(error).replace("\n", "\nerror: "), file=sys.stderr)
-        return 2
-    return 0
+        problems = f"cannot write {error.filename}: {error.strerror}"
+    except ValueError as error:
+        problems = str(error)  # a line for each
+    print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)
+    return 2
 
 
 def create(arguments: list[str] | None) -> None:
     """Write the config and print what it means."""
     parser = build_parser()
     flags, words = parser.parse_known_args(arguments)
+    has_keys = words or any("." in name for name in vars(flags))
+    if (flags.check and has_keys) or (not flags.check and not (flags.out_dir and flags.exp_name)):
+        parser.error("give --out_dir, --exp_name and flags, or --check FILE alone")
     if flags.check:
         config = parse_config(read_json(flags.check))
         describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
         return
-    if not flags.out_dir or not flags.exp_name:
-        parser.error("give --out_dir, --exp_name and flags, or --check FILE")
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
-
     path = Path(flags.out_dir, flags.exp_name, "config.json")
     if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
         raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
@@ -97,25 +98,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out_dir", help="folder of all experiments", **given)
     parser.add_argument("--exp_name", help="folder of this one, and its run_name", **given)
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
-    about = "check this config.json instead, and print what it means"
-    parser.add_argument("--check", type=Path, metavar="FILE", default=None, help=about)
+    parser.add_argument("--check", type=Path, metavar="FILE", default=None, help="check this file")
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
     meanings = meanings_of_keys()
     for where, schema in KEYS.items():
         names = [ALIASES.get(where), where.split(".")[1]]
         flags = [f"--{name}" for name in names if name not in (None, "name")]
+        values = "|".join(schema.get("enum", map(METAVARS.get, types_of(schema))))
         is_switch = "boolean" in types_of(schema)
-        options = {"action": argparse.BooleanOptionalAction} if is_switch else {}
-        if not is_switch:
-            options["metavar"] = "|".join(schema.get("enum", map(METAVARS.get, types_of(schema))))
-        about = f"{where}, default {json.dumps(schema['default'])}"
-        about += f": {meanings[where]}" if meanings[where] else ""
-        parser.add_argument(*flags, dest=where, help=about, **options)
+        options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": values}
+        about = f"{where}, default {json.dumps(schema['default'])}: {meanings[where]}"
+        parser.add_argument(*flags, dest=where, help=about.removesuffix(": "), **options)
     return parser
 
 
 METAVARS = {"integer": "N", "number": "X", "string": "TEXT", "array": "[X,...]", "null": "null"}
+METAVARS["boolean"] = "true|false"
 
 
 def types_of(schema: dict) -> list[str]:
@@ -126,18 +125,16 @@ def meanings_of_keys() -> dict[str, str]:
     """Key -> the comment beside or above its field, in config.py or in the class it comes from."""
     fields_of, meanings = {key: name for name, key in KEY.items()} | {"async": "in_background"}, {}
     for section, field in Config.model_fields.items():
-        comments = {}
-        for kind in (*SETTINGS, field.annotation):
-            for above, name, beside in FIELD.findall(inspect.getsource(kind)):
-                comments[name] = (beside or above or comments.get(name, "")).replace("None", "null")
+        comments = {}  # of one name, the last counts
+        for kind in (Workload, Recipe, Layout, Routing, ModelConfig, field.annotation):
+            for base in kind.mro()[-2::-1] if kind != field.annotation else [kind]:
+                for above, name, beside in FIELD.findall(inspect.getsource(base)):
+                    comments[name] = (beside or above).replace("None", "null")
         for key in SECTIONS[section]:
             meanings[f"{section}.{key}"] = comments.get(fields_of.get(key, key), "")
     return meanings
 
 
-# The classes that have fields of which config.py makes keys; of one name, the last counts.
-SETTINGS = (Workload, Recipe, Layout, Routing, ModelConfig)
-SETTINGS = [base for kind in SETTINGS for base in kind.mro()[-2::-1]]
 FIELD = re.compile(r"(?:^ +# (.+)\n)?^    (\w+): [^#\n]+(?:  # (.+))?$", re.M)
 
 
@@ -148,8 +145,8 @@ def to_config(flags: argparse.Namespace) -> dict:
     raw["logging"]["run_name"] = flags.exp_name
     raw["environment"] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     for where, value in vars(flags).items():
-        if "." in where:
-            section, key = where.split(".")
+        section, _, key = where.partition(".")
+        if key:
             raw[section][key] = parse_value(where, value)
     return {name: keys for name, keys in raw.items() if keys}
 
@@ -158,10 +155,9 @@ def parse_value(where: str, value: str | bool) -> object:
     """A flag's text as JSON (3, 1e-4, [0.9, 0.95], null), or as it is where the key takes text."""
     if isinstance(value, bool) or "string" in types_of(KEYS[where]):
         return value
-    try:
+    with suppress(ValueError):  # stays text, and the schema reports what it expected
         return parse_json(value)
-    except ValueError:  # stays text, and the schema reports what it expected
-        return value
+    return value
 
 
 def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:

@@ -46,7 +46,7 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
         remedy = f"set model.vocab_size to {ids} or more, or dataset.tokenizer to the model's own"
         raise ValueError(f"{problem} model.vocab_size={vocab_size}: {remedy}")
     if os.path.isfile(config.dataset.name) and config.dataset.name.endswith((".npy", ".bin")):
-        return _open_ids(config.dataset.name, tokenizer, vocab_size)
+        return _open_ids(config, tokenizer, vocab_size)
     loader, files = _find_files(config)
     folder = Path(config.dataset.cache_dir, _cache_key(config, files))
     if not folder.exists():
@@ -59,8 +59,11 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
     return _open_token_file(folder)
 
 
-def _open_ids(name: str, tokenizer: Tokenizer, vocab_size: int) -> TokenFile:
+def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFile:
     """Ids that another tool has made: numpy's .npy, or .bin as nanoGPT's, without a header."""
+    name = config.dataset.name
+    if config.training.num_samples or config.dataset.subset_name:
+        raise ValueError(f"num_samples and subset_name must be null: {name} has no documents apart")
     try:
         if name.endswith(".npy"):
             tokens = np.load(name, mmap_mode="r")
@@ -101,12 +104,8 @@ def _find_files(config: Config) -> tuple[str, list[Path]]:
     """
     name, subset = config.dataset.name, config.dataset.subset_name
     path = Path(name).resolve()
-    if name != "stdlib" and not os.path.exists(path):
-        if name.count("/") == 1:
-            return "hub", []
-        # `datasets` would read "text" as all files in the working folder.
-        problem = f"dataset {name!r} is not on this machine; on the hub it would be owner/name"
-        raise ValueError(f'{problem}: set dataset.name to "stdlib", a local path, or a hub id')
+    if name != "stdlib" and not os.path.exists(path):  # the config's checks allow no other name
+        return "hub", []
     if subset:
         problem = f"subset_name={subset!r} is for the hub, but {name!r} is not there"
         raise ValueError(f"{problem}: set dataset.subset_name to null")

@@ -62,7 +62,12 @@ def test_every_key_of_the_schema_has_a_flag(create, capsys):
     shown = capsys.readouterr().out
     keys = [f"{s}.{key}" for s in schema.SECTIONS for key in schema.SECTIONS[s]]
     assert stopped.value.code == 0
-    assert [key for key in keys if f"{key}, default" not in " ".join(shown.split())] == []
+    shown = " ".join(shown.split())
+    assert [key for key in keys if f"{key}, default" not in shown] == []
+    assert 'dataset.name, default "stdlib": Python\'s own library, a local file' in shown
+    assert "distributed.pp_size, default 1: pipeline parallel: each rank has some" in shown
+    assert "--schedule constant|cosine|wsd training.schedule" in shown
+    assert "--betas [X,...] training.betas" in shown
 
 
 def test_values_get_the_type_that_the_schema_wants(create):
@@ -189,6 +194,8 @@ def test_an_experiment_is_inside_its_folder(create, name):
 def test_a_file_is_checked_for_any_number_of_processes(create, capsys):
     create(f"--dp {4 * MOST_PROCESSES}")
     assert main(["--check", str(PATH)]) == 0
+    with pytest.raises(SystemExit, match="2"):  # nothing is skipped
+        main(["--check", str(PATH), "--dp", "2"])
     assert f"processes        {4 * MOST_PROCESSES} = " in capsys.readouterr().out
     PATH.write_text('{"training": {"sed": 1}, "model": {"name": "nowhere"}}')
     assert main(["--check", str(PATH)]) == 2

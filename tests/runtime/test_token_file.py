@@ -274,6 +274,8 @@ def test_other_files_of_token_ids_are_refused(prepare, tmp_path, name, content, 
     path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
     with pytest.raises(ValueError, match=f"dataset.name=.*{message}"):
         prepare(path)
+    with pytest.raises(ValueError, match="num_samples and subset_name must be null"):
+        prepare(path, num_samples=3)
 
 
 def test_options_choose_documents(prepare, tmp_path):
@@ -439,16 +441,6 @@ def test_a_dataset_that_the_hub_does_not_give_is_reported_with_what_was_tried(pr
         prepare("no/thing", subset_name="en")
     with pytest.raises(ValueError, match="Couldn't reach 'no/thing' on the Hub"):
         prepare("no/thing")
-
-
-def test_a_name_without_an_owner_does_not_train_on_the_working_directory(
-    prepare, tmp_path, offline, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(Path("private.jsonl"))
-    for name in ("text", "json", "./missing/file.txt"):
-        with pytest.raises(ValueError, match=f"dataset '{name}' is not .* would be owner/name"):
-            prepare(name)
 
 
 def test_a_damaged_cache_is_noticed(prepare, tmp_path):
