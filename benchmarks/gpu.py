@@ -54,7 +54,6 @@ from picotron_min.initialise import initialise
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.launch import (
     Launch,
     choose_backend,
@@ -351,6 +350,8 @@ def transformers_llama(work: Work) -> Contender:
     compiling the whole would fuse, in a fraction of the time that takes.
     """
     import transformers
+
+    from picotron_min.runtime.architectures import to_hf  # needs pydantic
 
     device, shape = work.device, to_hf(work.model_config)
     with device:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from picotron_min.checkpoint import save, training_tensors
 from picotron_min.runtime.folders import complete_or_absent, delete_older
-from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.json_file import write_json
 
 if TYPE_CHECKING:
@@ -99,6 +98,8 @@ class Saver:
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder, in the dtype it was computed in."""
+        from picotron_min.runtime.hugging_face import export_hf  # needs pydantic
+
         model, inputs = self.run.model, self.inputs
         # Steps whose gradient is not finite change nothing, so they do not notice such weights.
         finite = all(parameter.isfinite().all() for parameter in model.parameters.values())
