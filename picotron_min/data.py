@@ -29,6 +29,7 @@ import torch
 from picotron_min.loss import IGNORE_INDEX
 
 MOST_HELD_OUT = 10_000_000  # tokens; else a tenth of the text
+EVAL_BATCH = 16  # sequences; not the global batch, or runs would validate on different ones
 
 
 class Batch(NamedTuple):
@@ -64,7 +65,7 @@ class Batches:
     dp_rank: int
     dp_size: int
     positions: torch.Tensor | None = None  # of a context-parallel rank in a sequence; None: all
-    eval_batches: int = 0  # global batches to validate on, at most; 0: hold nothing out
+    eval_batches: int = 0  # of 16 sequences to validate on, at most; 0: hold nothing out
     first_step: int = 0  # of this run: not 0 after a resume
     seen_before: int = 0  # tokens until then, maybe in batches of another size
 
@@ -86,9 +87,10 @@ class Batches:
         held_out = max(min(num_tokens // 10, MOST_HELD_OUT), S + 1) if self.eval_batches else 0
         cut = num_tokens - held_out
         self.num_sequences = (cut - 1) // S  # to train on
-        # In a random but fixed order: the first few are a fair sample of all that is held out.
+        # In a random but fixed order: the first few are a fair sample of all that is held out, and
+        # the same in every layout and batch size.
         sample = np.random.default_rng(0).permutation(max(0, held_out - 1) // S)
-        self._eval_starts = cut + S * sample[: self.eval_batches * self.global_batch]
+        self._eval_starts = cut + S * sample[: self.eval_batches * EVAL_BATCH]
         self.num_eval_sequences = len(self._eval_starts)
         self.num_eval_batches = -(-self.num_eval_sequences // self.global_batch)  # rounded up
 

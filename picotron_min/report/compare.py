@@ -18,11 +18,20 @@ def comparison(runs: list[Run]) -> str:
     how = paragraph("Faint: each step. Strong: smoothed.")
     return page(
         "Runs compared",
-        [note for run in runs for note in run.notes],
+        [*(note for run in runs for note in run.notes), *_validated_differently(runs)],
         section("Results", _results(named)),
         section("What differs in their settings", _differences(named)),
         section("How they went", legend([*named]), how, gallery(*charts)),
     )
+
+
+def _validated_differently(runs: list[Run]) -> list[str]:
+    """A note, unless all runs validate on the same sequences of the same text."""
+    ignored = {"training.seed": None, "sequences a step": None}  # they only order the training
+    on = [run.config.data_order | ignored for run in runs if run.config and run.evaluations]
+    keys = [key for key in on[0] if len({shown(data[key]) for data in on}) > 1] if on else []
+    why = f"{', '.join(keys)}: their val_loss is of different text, and does not compare"
+    return [f"The runs differ in {why}"] if keys else []
 
 
 def _loss_by_tokens(runs: list[Run]) -> str:

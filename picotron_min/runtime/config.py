@@ -106,7 +106,7 @@ class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing)
     max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
     num_samples: PositiveInt | None = None  # documents read of the dataset; null: all
     eval_frequency: NonNegativeInt = 0  # steps between validations; 0: only at the end
-    eval_batches: NonNegativeInt = 4  # steps' worth of the held-out end of the text; 0: none
+    eval_batches: NonNegativeInt = 4  # of 16 sequences of the text's held-out end; 0: none
 
 
 class Dataset(section(keys_of(Workload, "document_mask"))):  # the text

@@ -405,6 +405,14 @@ def test_several_folders_are_compared(folder, tmp_path):
         assert results[str(name)]["tokens"][0] == run.steps[-1].tokens
 
 
+def test_validation_of_other_sequences_is_not_compared_in_silence(folder, tmp_path):
+    for name, training in (("more", {"eval_batches": 8}), ("same", {"seed": 7})):
+        write_run(tmp_path / name, training={"gradient_accumulation_steps": 4} | training)
+        text = report(folder, tmp_path / name, out=tmp_path / "compared.html").text
+        note = "The runs differ in training.eval_batches: their val_loss is of different text"
+        assert (note in text) is (name == "more")
+
+
 def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):
     folders = [tmp_path / str(i) for i in range(19)]
     for each in folders:

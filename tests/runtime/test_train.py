@@ -179,22 +179,14 @@ def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_r
         assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
-def test_the_finished_model_has_the_reported_validation_loss(workplace, first_run, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
+def test_the_finished_model_has_the_reported_validation_loss(
+    workplace, first_run, monkeypatch, capsys
+):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/report.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(workplace.folder)
-    model = AutoModelForCausalLM.from_pretrained("runs/first/hf")
-    config = load_config("first.json")
-    text = open_text(config, BytesTokenizer(), 257)
-    total, num_targets = 0.0, 0
-    for rank, index, micro_batch in itertools.product(range(2), repeat=3):
-        batch = open_data(config, text, rank).eval_batch(index, micro_batch)
-        logits = model(batch.tokens).logits.flatten(0, 1)
-        total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
-        num_targets += batch.num_targets
-    assert num_targets == 2 * 8 * 32
+    exec(code.replace("config.json", "first.json").replace("checkpoints/hf", "runs/first/hf"), {})
     reported = workplace.evaluations("first")[-1]["val_loss"]
-    assert total / num_targets == pytest.approx(reported, abs=1e-5)
+    assert float(capsys.readouterr().out) == pytest.approx(reported, abs=1e-5)
 
 
 def test_the_readmes_first_command_trains_the_same_as_without_torchrun(workplace, readme_run):
