@@ -72,7 +72,8 @@ def test_an_earlier_run_is_set_aside_and_nothing_is_lost(tmp_path, capsys):
         make(tmp_path / "hf")
         (tmp_path / "metrics.jsonl").write_text(f"metrics {run}")
         (tmp_path / "run.jsonl").write_text(f"starts {run}")
-        make_room(tmp_path, None)
+        # Also by a run that starts from a checkpoint elsewhere.
+        make_room(tmp_path, None if run == 1 else tmp_path / "notes" / "step-00000010")
         assert f"it is now in {tmp_path / f'earlier-{run}'}\n" in capsys.readouterr().out
     for run in (1, 2):
         aside = tmp_path / f"earlier-{run}"

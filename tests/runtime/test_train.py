@@ -269,16 +269,6 @@ def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace)
     assert "sequence_parallel=true changes nothing with tp_size=1" in outcome.output
 
 
-def test_a_run_that_starts_from_another_keeps_what_it_would_overwrite(workplace, first_run):
-    for _ in range(2):
-        load_path = {"load_path": "runs/first/step-00000004", "save_dir": "runs/branch"}
-        outcome = workplace.main(workplace.config("branch", checkpoint=load_path))
-        assert outcome.code == 0, outcome.output
-        assert numbers(workplace.steps("branch")) == numbers(workplace.steps("first"))[4:]
-    assert "it is now in runs/branch/earlier-1" in outcome.output
-    assert len(workplace.steps("first")) == STEPS
-
-
 def test_a_mistake_in_the_config_is_reported_without_a_traceback(workplace):
     config = workplace.config("mistake", training={"seq_lenght": 32}, model={"hidden_size": 30})
     outcome = workplace.main(config)
