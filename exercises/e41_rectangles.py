@@ -6,28 +6,26 @@ ring has some pieces of the row, and computes attention to the pieces of one ran
 target: extensions.documents.rectangles:rectangles
 train: distributed.cp_size=2 distributed.tp_size=1 dataset.document_mask=true
 
-`lengths` are those of the documents in a row; `queries` and `keys` say where in the row the pieces
-of one rank and of another begin, each piece `width` tokens long. Yield what is to be computed, as
-(slice of queries, slice of keys, is_causal), for every pair of pieces and every document that
-reaches into both. The slices count within the rank's own tokens: piece 0 is [0, width), piece 1 is
-[width, 2 width). Where both are the same piece, attention is causal; keys of a later piece are not
-seen; never yield an empty slice.
+`lengths` are those of the documents in a row; `query_starts` and `key_starts` say where in the row
+the pieces of one rank and of another start, each piece `width` tokens long. Yield what is to be
+computed, as (slice of queries, slice of keys, is_causal), for every pair of pieces and every
+document that reaches into both. The slices count within the rank's own tokens: piece 0 is [0,
+width), piece 1 is [width, 2 width). Where both are the same piece, attention is causal; keys of a
+later piece are not seen; never yield an empty slice.
 Read: rectangles.py of extensions/documents.
 
 ? Three loops: pieces of queries, pieces of keys, documents. What do two intervals share?
 ? accumulate(lengths, initial=0), pairwise, max of the begins, min of the ends, slice.
 ? A document [begin, end) has queries max(begin, q) to min(end, q + width); its keys likewise with
-  k. Take q off to count from the piece's begin, and add the pieces before it: i * width.
-! A boolean mask for 32k tokens is 1 GB, and says what a few lengths say. With documents of 900
-  tokens on average a tenth of the pairs is left. In production: `flash_attn_varlen_func`,
-  FlexAttention.
+  k. Take q off to count from the piece's start, and add the pieces before it: i * width.
+! A boolean mask for 32k tokens is 1 GB; the lengths of the documents say the same in a few numbers.
+  In production: `flash_attn_varlen_func`, FlexAttention.
 """
 
 from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
-    """Rows of documents, cut zigzag or not at all."""
     some = [Case(1, size=n, width=dice.randint(3, 5), seed=dice.randint(0, 99)) for n in (2, 3)]
     return [
         *some,
@@ -107,7 +105,7 @@ def picture(runs) -> str:
                 for a in range(top, bottom):
                     for b in range(left, min(right, a - top + left + 1) if causal else right):
                         cells[rows_at[a]][columns_at[b]] = "AB"[mine]
-    lines = ["documents of 5, 2 and 9 tokens: a row a query, a column a key, a letter a rank", ""]
+    lines = ["documents of 5, 2 and 9 tokens: row: query, column: key, letter: rank", ""]
     return "\n".join([*lines, *(" ".join(row) for row in cells)])
 
 
@@ -124,12 +122,12 @@ never_causal: The own piece is not causal: a query sees the tokens behind it in 
     q == k => False
 always_causal: All rectangles are causal. Between different pieces every query sees every key.
     q == k => True
-in_the_row: The slices count from the begin of the row, not within the rank's own tokens.
+in_the_row: Slices of queries count from the start of the row, not within the rank's own tokens.
     slice(i * width + first, i * width + last) => slice(q + first, q + last)
 within_a_piece: The slices count within a piece: those of the late piece are taken for the early
     one's.
-- rows = slice(i * width + first, i * width + last)
-- yield rows, slice(j * width + left, j * width + right), q == k
+- queries = slice(i * width + first, i * width + last)
+- yield queries, slice(j * width + left, j * width + right), q == k
 + yield slice(first, last), slice(left, right), q == k
 whole_pieces: Of a document that begins or ends inside a piece all of the piece's keys are taken.
     max(begin, k) - k, min(end, k + width) - k => 0, width
@@ -144,12 +142,12 @@ empty_ones: Documents that do not reach into a piece are yielded as empty slices
 """
 
 ALSO_RIGHT = """
-def rectangles(lengths, queries, keys, width):
+def rectangles(lengths, query_starts, key_starts, width):
     found, begin = [], 0
     for length in lengths:
         mine, begin = range(begin, begin + length), begin + length
-        for i, q in enumerate(queries):
-            for j, k in enumerate(keys):
+        for i, q in enumerate(query_starts):
+            for j, k in enumerate(key_starts):
                 rows = [p - q + i * width for p in mine if q <= p < q + width]
                 columns = [p - k + j * width for p in mine if k <= p < k + width]
                 if rows and columns and k <= q:

@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotary)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         self.core_attention = FlashAttention()
         self.head_dim = D
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple) -> Tensor:
         q, k, v = self.project(x)
         cos, sin, *extra = rotary
         B, S, _ = q.shape  # x may be a part of the sequence

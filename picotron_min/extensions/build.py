@@ -80,15 +80,10 @@ def extensions_of(
     return chosen
 
 
-def open_batches(
-    workload: Workload, ends: np.ndarray | None, tokens: np.ndarray, **options
-) -> Batches:
+def open_batches(workload: Workload, ends: np.ndarray, tokens: np.ndarray, **options) -> Batches:
     """Any micro-batch of a rank; `ends` of the documents among the tokens."""
     if not workload.document_mask:
         return Batches(tokens, **options)
-    if ends is None:
-        problem = "dataset.document_mask=true needs to know where documents end"
-        raise ValueError(f"{problem}, and ready token ids do not tell: set it to false")
     from picotron_min.extensions.documents.batches import DocumentBatches
 
     return DocumentBatches(tokens, ends=ends, **options)

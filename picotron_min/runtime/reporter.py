@@ -84,11 +84,11 @@ class Reporter(ExitStack):
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
         per_layer = config.logging.moe_per_layer_logging
-        attended, imbalance = None, {}
+        attended = imbalance = None
         if config.dataset.document_mask:
-            attended, busiest = batches.attended(step - 1, config.distributed.cp_size)
-            if config.distributed.cp_size > 1 and config.distributed.cp_engine == "ring":
-                imbalance = {"cp_imbalance": busiest}
+            attended, layout = batches.attended_length(step - 1), config.layout
+            if self.run_log and layout.cp > 1 and layout.cp_engine == "ring":  # where it is written
+                imbalance = batches.ring_imbalance(step - 1, layout.cp)
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -99,7 +99,7 @@ class Reporter(ExitStack):
             step_seconds=seconds,
             comm_bytes=take_bytes(self.axes),
             balance={k: v for k, v in result.measures.items() if per_layer or "per_layer" not in k},
-            **imbalance,
+            cp_imbalance=imbalance,
             **self.speedometer.measure(
                 batches.tokens_per_step / seconds, config.world_size, attended
             ),

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.context_parallel import POSITIONS, zigzag_positions
-from picotron_min.extensions.build import open_batches
 from picotron_min.extensions.documents.attention import DocumentAttention, inside_documents
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.extensions.documents.extension import DocumentMask
@@ -21,7 +20,6 @@ from picotron_min.extensions.documents.rectangles import (
     ring_plan,
 )
 from picotron_min.extensions.schedules.registry import SCHEDULES
-from picotron_min.extensions.settings import Workload
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
 from picotron_min.runtime.architectures import to_hf
@@ -83,10 +81,15 @@ def test_the_imbalance_of_a_ring_is_the_busiest_rank_to_the_mean():
     batches = make_batches([5, 2, 9, 16, 1], S=16, B=2)  # its step has both rows
     plans = [ring_plan(Documents(((5, 2, 9), (16,))), rank, 2, 4) for rank in range(2)]
     assert [num_pairs(plan) for plan in plans] == [40 + 68, 23 + 68]
-    length, imbalance = batches.attended(0, cp=2)
-    assert imbalance == pytest.approx(108 / 99.5)
-    assert length == pytest.approx((25 + 4 + 81 + 256) / 32)
-    assert make_batches([16, 17], S=16, B=2).attended(0, cp=2) == (16, 1), "zigzag is balanced"
+    assert batches.ring_imbalance(0, 2) == pytest.approx(108 / 99.5)
+    assert make_batches([16, 17], S=16, B=2).ring_imbalance(0, 2) == 1, "zigzag is balanced"
+
+
+def test_attention_costs_as_in_rows_of_the_documents_own_lengths():
+    # Rows of 7 tokens: 2 cp need not divide them where there is no ring.
+    batches = make_batches([5, 2, 7, 1], S=7, B=2)
+    assert batches.attended_length(0) == pytest.approx((25 + 4 + 49) / 14)
+    assert make_batches([7, 8], S=7, B=2).attended_length(0) == 7, "as without the mask"
 
 
 def make_batches(lengths: list[int], S=8, positions=None, B=1) -> DocumentBatches:
@@ -199,12 +202,6 @@ def test_a_row_that_is_one_document_is_the_row_without_the_mask_to_the_last_bit(
     assert torch.equal(
         DocumentAttention(FlashAttention())(q, k, v, documents), FlashAttention()(q, k, v)
     )
-
-
-def test_borders_that_are_not_known_are_refused():
-    workload = Workload(16, document_mask=True)
-    with pytest.raises(ValueError, match=r"needs to know where documents end.*set it to false"):
-        open_batches(workload, None, tokens=np.arange(40))
 
 
 def test_a_batch_moves_its_tensors_alone(monkeypatch):

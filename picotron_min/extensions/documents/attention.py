@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from picotron_min.attention import Kernel, merge_blocks
-from picotron_min.collectives import Shift, ring
+from picotron_min.collectives import Axis, Shift, ring
 from picotron_min.context_parallel import RingAttention, UlyssesAttention
 from picotron_min.extensions.documents.rectangles import Documents, ring_plan
 from picotron_min.loss import wide
@@ -43,7 +43,7 @@ class DocumentAttention(nn.Module):
 
 
 class VarlenAttention(nn.Module):
-    """The same in one kernel, on GPUs in 16 bits; torch has none for CPUs."""
+    """Causal attention inside documents in one kernel call; torch has it for GPUs, in 16 bits."""
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -67,10 +67,11 @@ def _borders(documents: Documents, device: torch.device) -> tuple[Tensor, int]:
 class DocumentRing(nn.Module):
     """RingAttention, but a rank computes only the rectangles inside documents.
 
-    The same messages: a block that this rank does not see is not computed, and still travels.
+    It sends what RingAttention sends: a block that this rank does not see still travels. Each
+    rectangle is a call of the kernel: on a GPU, many short ones where documents are short.
     """
 
-    def __init__(self, axis, kernel: Kernel) -> None:
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
         super().__init__()
         self.axis, self.kernel = axis, kernel
 
@@ -80,7 +81,7 @@ class DocumentRing(nn.Module):
         return _DocumentRing.apply(q, k, v, self.axis, self.kernel, plan)
 
 
-class _DocumentRing(torch.autograd.Function):  # in the order of _RingAttention: see there
+class _DocumentRing(torch.autograd.Function):  # _RingAttention explains the order of messages
     @staticmethod
     def forward(ctx, q, k, v, axis, kernel, plan):
         kv = torch.stack((k, v))
@@ -88,8 +89,9 @@ class _DocumentRing(torch.autograd.Function):  # in the order of _RingAttention:
         lse = torch.empty_like(out[..., 0])
         for source, block in ring(kv, axis):
             for row, queries, keys, is_causal in plan[source]:
-                ours, (k, v) = (slice(row, row + 1), slice(None), queries), block[:, row, None]
-                part = kernel.attend(q[ours], k[:, :, keys], v[:, :, keys], is_causal)
+                ours = slice(row, row + 1), slice(None), queries
+                k, v = block[:, row, None, :, keys]
+                part = kernel.attend(q[ours], k, v, is_causal)
                 if not is_causal:  # every query is in one square, and these came first
                     part = merge_blocks(out[ours], lse[ours], *part)
                 out[ours], lse[ours] = part
@@ -102,7 +104,7 @@ class _DocumentRing(torch.autograd.Function):  # in the order of _RingAttention:
         (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
         dq, shift = torch.zeros_like(q, dtype=lse.dtype), None
         for source, block in ring(kv, axis):
-            parts = []  # before the wait: so the message travels meanwhile
+            parts = []  # computed before the wait, while the gradients travel
             for row, queries, keys, is_causal in ctx.plan[source]:
                 ours, theirs = (slice(row, row + 1), slice(None), queries), (row, slice(None), keys)
                 k, v = block[:, row, None, :, keys]

@@ -5,8 +5,8 @@
     positions    0 1 2 3 4 5 6 7      from 0 in each document
     targets      h e _ c a t E .      none for the end of a document
 
-A document that a row cuts begins again at position 0 in the next row. The rows themselves are those
-of a run without `document_mask`, and so is their order.
+The rows, and their order, are those of a run without `document_mask`. So a document that a row cuts
+begins again at position 0 in another row.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -22,38 +22,41 @@ from picotron_min.loss import IGNORE_INDEX
 @dataclass(eq=False)
 class DocumentBatches(Batches):
     _: KW_ONLY
-    ends: np.ndarray  # int64, [documents]: where in the stream each one ends, its E included
+    ends: np.ndarray  # int64, [documents]: the place in the stream just after each one's E
 
     def _read(self, starts: list[int] | np.ndarray) -> Batch:
-        batch, rows = super()._read(starts), [self._lengths(start) for start in starts]
-        positions = torch.from_numpy(_positions(rows))  # [B, S + 1]
-        batch.targets[positions[:, self.positions + 1] == 0] = IGNORE_INDEX  # another's first token
-        for lengths in rows:
-            lengths[-1] -= 1  # the row itself has S tokens
-        documents = Documents(tuple(tuple(row[row > 0].tolist()) for row in rows))
-        return batch._replace(positions=positions[:, self.positions], extra=(documents,))
+        batch = super()._read(starts)
+        rows = [self._lengths(start, self.seq_length + 1) for start in starts]
+        begins = [np.repeat(np.cumsum(lengths) - lengths, lengths) for lengths in rows]
+        in_document = torch.arange(self.seq_length + 1) - torch.from_numpy(np.stack(begins))
+        begins_another = in_document[:, self.positions + 1] == 0  # the next token does
+        batch.targets[begins_another] = IGNORE_INDEX
+        rows = (self._lengths(start, self.seq_length).tolist() for start in starts)
+        documents = Documents(tuple(map(tuple, rows)))
+        return batch._replace(positions=in_document[:, self.positions], extra=(documents,))
 
-    def _lengths(self, start: int) -> np.ndarray:
-        """Of the documents, or parts of them, in the S + 1 tokens from `start` on."""
-        stop = start + self.seq_length + 1
-        first, last = np.searchsorted(self.ends, (start + 1, stop))
-        return np.diff(self.ends[first:last], prepend=start, append=stop)
+    def _lengths(self, start: int, tokens: int) -> np.ndarray:
+        """Of the documents, or parts of them, in so many tokens from `start` on."""
+        first, last = np.searchsorted(self.ends, (start + 1, start + tokens))
+        return np.diff(self.ends[first:last], prepend=start, append=start + tokens)
 
-    def attended(self, step: int, cp: int) -> tuple[float, float]:
-        """Of a step: the length of rows whose attention costs as much, and a ring's imbalance.
+    def _rows(self, step: int) -> list[np.ndarray]:
+        starts = self._starts(step, range(self.global_batch))
+        return [self._lengths(start, self.seq_length) for start in starts]
 
-        The imbalance is the work of the busiest of `cp` ranks to the mean, over micro-batches. Both
-        follow from the lengths in the global batch, which every rank knows: no message.
+    def attended_length(self, step: int) -> float:
+        """The length of rows whose attention costs as much as the global batch's documents do."""
+        lengths = np.concatenate(self._rows(step)).astype(float)
+        return (lengths**2).sum() / lengths.sum()
+
+    def ring_imbalance(self, step: int, size: int) -> float:
+        """Work of a ring's busiest rank to the mean, averaged over the step's micro-batches.
+
+        It follows from the lengths, which every rank knows: no message.
         """
-        rows = [self._lengths(start) for start in self._starts(step, range(self.global_batch))]
-        seen = _positions(rows)[:, :-1] + 1  # keys of each query
-        pieces = seen.reshape(-1, self.micro_batch_size, 2 * cp, self.seq_length // (2 * cp))
-        pieces = pieces.sum((1, 3))  # [micro-batches of all ranks, pieces]: zigzag has two a rank
-        ranks = (pieces + pieces[:, ::-1])[:, :cp]
-        return 2 * seen.mean() - 1, (ranks.max(1) / ranks.mean(1)).mean()
-
-
-def _positions(rows: list[np.ndarray]) -> np.ndarray:
-    """[rows, tokens]: from 0 in each document."""
-    begins = [np.repeat(np.cumsum(lengths) - lengths, lengths) for lengths in rows]
-    return np.arange(len(begins[0])) - np.stack(begins)
+        rows = [np.concatenate([np.arange(n) + 1 for n in row]) for row in self._rows(step)]
+        keys = np.stack(rows)  # that each query sees
+        width = self.seq_length // (2 * size)
+        pieces = keys.reshape(-1, self.micro_batch_size, 2 * size, width).sum((1, 3))
+        ranks = (pieces + pieces[:, ::-1])[:, :size]  # zigzag: piece r and 2 size - 1 - r
+        return (ranks.max(1) / ranks.mean(1)).mean()

@@ -1,8 +1,8 @@
 """Rectangles: which queries of a rank see which keys, when no document sees another.
 
 Within a document attention is causal. Between a piece of a row and an earlier piece, at most one
-document reaches across both. So all that is to be computed is squares with the causal half, and
-rectangles without a mask; `#` below. With 2 ranks and documents of 5, 2 and 9 tokens:
+document reaches into both. So a rank computes causal squares where both pieces are the same, and
+full rectangles elsewhere. With 2 ranks, pieces of 4 and documents of 5, 2 and 9 tokens:
 
     keys of rank 0     0-3  12-15        keys of rank 1     4-7  8-11
     queries    0-3      ◣                queries    0-3
@@ -10,7 +10,8 @@ rectangles without a mask; `#` below. With 2 ranks and documents of 5, 2 and 9 t
     queries    4-7      #                queries    4-7      ◣
               8-11      .                          8-11      #    ◣
 
-Standard library only.
+◣: the same piece, a causal square for each document in it. #: some of these queries see some of
+these keys. A dot: no document is in both. Blank: later keys. Standard library only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,39 +25,39 @@ from typing import NamedTuple
 class Documents:
     """The lengths of the documents in each row of a micro-batch; together S in every row."""
 
-    # Not a tuple by itself: torch.compile would compile a layer again for other lengths.
+    # A class, not a plain tuple: torch.compile would compile again for the numbers of each batch.
     lengths: tuple[tuple[int, ...], ...]
 
 
 class Rectangle(NamedTuple):
-    row: int
+    row: int  # of the batch
     queries: slice  # of a rank's own S/n
     keys: slice  # likewise
     is_causal: bool  # then it is a square
 
 
 def rectangles(
-    lengths: Sequence[int], queries: Sequence[int], keys: Sequence[int], width: int
+    lengths: Sequence[int], query_starts: Sequence[int], key_starts: Sequence[int], width: int
 ) -> Iterator[tuple[slice, slice, bool]]:
-    """What is to be computed in a row: `queries` and `keys` are where pieces of `width` begin."""
+    """What is to be computed in a row, for pieces of `width` that start there."""
     documents = list(pairwise(accumulate(lengths, initial=0)))  # where each begins and ends
-    for i, q in enumerate(queries):
-        for j, k in enumerate(keys):
+    for i, q in enumerate(query_starts):
+        for j, k in enumerate(key_starts):
             for begin, end in documents if k <= q else ():
                 first, last = max(begin, q) - q, min(end, q + width) - q
                 left, right = max(begin, k) - k, min(end, k + width) - k
-                if first < last and left < right:  # an empty key would kill the process
-                    rows = slice(i * width + first, i * width + last)
-                    yield rows, slice(j * width + left, j * width + right), q == k
+                if first < last and left < right:  # torch's kernel crashes on empty keys
+                    queries = slice(i * width + first, i * width + last)
+                    yield queries, slice(j * width + left, j * width + right), q == k
 
 
-@lru_cache(maxsize=256)  # for all layers, forward and backward, of the micro-batches that are alive
+@lru_cache(maxsize=256)  # for all layers, of the micro-batches that are alive
 def ring_plan(
     documents: Documents, rank: int, size: int, width: int
 ) -> tuple[tuple[Rectangle, ...], ...]:
     """For each rank of a ring, cut zigzag, the rectangles of its keys; causal ones come first."""
 
-    def pieces(rank: int) -> tuple[int, int]:
+    def starts(rank: int) -> tuple[int, int]:
         return rank * width, (2 * size - 1 - rank) * width
 
     plan = []
@@ -64,7 +65,7 @@ def ring_plan(
         found = [
             Rectangle(row, *rectangle)
             for row, lengths in enumerate(documents.lengths)
-            for rectangle in rectangles(lengths, pieces(rank), pieces(source), width)
+            for rectangle in rectangles(lengths, starts(rank), starts(source), width)
         ]
         plan.append(tuple(sorted(found, key=lambda rectangle: not rectangle.is_causal)))
     return tuple(plan)
