@@ -62,7 +62,7 @@ def apply_context_parallel(model: Llama, axis: Axis, engine: str, kernel: Kernel
 
 
 class RingAttention(nn.Module):
-    """Causal attention to the keys of all ranks; backward sends both in the same order."""
+    """Causal attention to the keys of all ranks. Backward sends keys and values round again."""
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
         super().__init__()

@@ -63,10 +63,10 @@ def matmul_parameters(model_config: ModelConfig) -> int:
 
 
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
-    """How many layers each pipeline stage has: as given, or so that the slowest is fastest."""
+    """How many layers each pipeline stage has: as given, or so that the slowest is least slow."""
     if layout.pp_layers or layout.num_stages == 1:
         return list(layout.pp_layers or [model_config.num_hidden_layers])
-    # Backward costs twice as much everywhere, so that forward is enough to compare stages. The last
+    # Backward costs twice as much everywhere, so forward is enough to compare stages. The last
     # one also has lm_head; the embedding of the first is a lookup.
     layers = [sum(parts.values()) for parts in flops_of_layers(model_config, seq_length)]
     return layout.split(layers, head=2 * model_config.vocab_size * model_config.hidden_size)

@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Of all axes but `ends`, whose size differs between ranks."""
+        """The size of each axis but `ends`, whose size differs between ranks."""
         return {axis: grid.size(axis) for grid in self.grids for axis in grid.axes}
 
     @property
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def rules(self) -> list[Callable]:
-        """Of placement.Rule: what extensions change in the placement table."""
+        """What extensions change in the placement table; each is a placement.Rule."""
         return []
 
     def coordinates(self, rank: int) -> Coordinates:

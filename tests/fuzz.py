@@ -1,12 +1,12 @@
-"""Fuzz: random layouts train what one rank trains, and continue each other's checkpoints.
+"""Fuzz: random layouts train what one rank trains, and resume from another's checkpoint.
 
     python -m tests.fuzz --seed 1 --minutes 10
     python -m tests.fuzz --pair '{"saved": {...}, "resumed": {...}}'    one again, as it was printed
 
 A pair is two configs of train.py with the same model, data and global batch: the first trains two
 steps and saves, the second loads that and trains two more. In float64 with SGD, losses, norms,
-gradients, weights and routes must be one rank's within 1e-10: else the exit code is 1. Whatever a
-layout or a step can choose is drawn from where it is declared; config_checks.py says what is valid.
+gradients, weights and routes must be one rank's within 1e-10: else the exit code is 1. Switches and
+named choices are drawn from where they are declared; config_checks.py says what is valid.
 """
 
 import argparse
@@ -33,7 +33,8 @@ from tests.pool import MAX_RANKS, Pool, RankFailed
 
 STEPS = 2  # before the save, and again after it
 GLOBAL_BATCH = 24
-FIXED = ("dtype", "document_mask", "compile", "fp8")  # of a pair; what takes seconds; what rounds
+# The mask of documents is of a pair, compiling takes seconds, and the others round.
+FIXED = ("dtype", "document_mask", "compile", "fp8")
 
 
 def main() -> None:
@@ -175,7 +176,7 @@ def draw_config(rng: random.Random, model: dict, training: dict) -> dict[str, di
 
 
 def choices(kind: type) -> dict[str, tuple]:
-    """What the fields of a dataclass that are switches, or one of some names, can be, by key."""
+    """The allowed values of each field that is a bool or a Literal, by its key in a config."""
     types = {KEY.get(f.name, f.name): f.type for f in fields(kind) if f.name not in FIXED}
     types = {key: Literal[False, True] if kind is bool else kind for key, kind in types.items()}
     return {key: get_args(kind) for key, kind in types.items() if get_origin(kind) is Literal}
