@@ -4,8 +4,7 @@
 
 writes runs/first/config.json. Every key of picotron_min/runtime/config.py is a flag; those that
 picotron's create_config.py has go by its names too (`--tp`, `--mbs`, ...). Only what is given is
-written, everything else stays at its default. Nothing is ever deleted, no other file is overwritten
-without --force, and the network is not used.
+written, nothing deleted, no other file overwritten without --force, and the network not used.
 """
 
 import argparse

@@ -224,11 +224,9 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> dict[str, list]:
 def _open_token_file(folder: Path) -> TokenFile:
     metadata = read_json(folder / "metadata.json")
     tokens = np.memmap(folder / "tokens.bin", dtype=metadata["dtype"], mode="r")
-    if len(tokens) != (expected := metadata["num_tokens"]):
-        problem = f"{folder} is damaged: it has {len(tokens)} tokens instead of {expected}"
-        raise ValueError(f"{problem}. Delete it, and it will be made again")
     ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
-    if len(ends) != metadata["num_documents"] or ends[-1] != expected:
-        problem = f"{folder} is damaged: its documents do not end with its {expected} tokens"
-        raise ValueError(f"{problem}. Delete it, and it will be made again")
+    expected = metadata["num_tokens"], metadata["num_documents"], metadata["num_tokens"]
+    if (found := (len(tokens), len(ends), int(ends[-1]))) != expected:
+        what = f"tokens, documents and the end of the last are {found} instead of {expected}"
+        raise ValueError(f"{folder} is damaged: {what}. Delete it, and it will be made again")
     return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"], ends)
