@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from picotron_min.report.charts import LOSS, Line, curve_pictures, curves, smooth
 from picotron_min.report.page import Cell, cells, gallery, legend, page, paragraph, section, table
-from picotron_min.report.reading import Run
+from picotron_min.report.reading import Run, tokens_of
 from picotron_min.runtime.config import KEYS
 from picotron_min.runtime.wording import duration, shown
 
@@ -15,13 +15,13 @@ def comparison(runs: list[Run]) -> str:
     charts = curve_pictures(runs)
     if len({run.config and run.config.tokens_per_step for run in runs}) > 1:
         charts.insert(1, _loss_by_tokens(runs))
-    how = paragraph("Faint: each step. Strong: smoothed.")
+    lines = legend([*named]), paragraph("Faint: each step. Strong: smoothed.")
     return page(
         "Runs compared",
         [*(note for run in runs for note in run.notes), *_validated_differently(runs)],
         section("Results", _results(named)),
         section("What differs in their settings", _differences(named)),
-        section("How they went", legend([*named]), how, gallery(*charts)),
+        section("How they went", *lines, gallery(*charts)),
     )
 
 
@@ -49,7 +49,7 @@ def _results(named: dict[str, Run]) -> str:
         val_loss = run.evaluations[-1].val_loss if run.evaluations else None
         row = [name, *cells(",", last.step, last.tokens), Cell(duration(seconds))]
         row += cells(".4f", last.loss, val_loss)
-        row += cells(",.0f", run.tokens / seconds if seconds else None)
+        row += cells(",.0f", tokens_of(run.all_steps) / seconds if seconds else None)
         row += cells(".2%", run.mean_over_time("mfu"), run.mean_over_time("mfu_common"))
         rows.append(row)
     return table(head, rows, "Losses are those of the last step and of the last validation.")

@@ -16,17 +16,10 @@ from typing import NamedTuple
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.report.rank_traffic import AXES
+from picotron_min.runtime import metrics
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace, read_trace
-from picotron_min.runtime.metrics import (
-    EVENTS,
-    RUN_LOG,
-    EvalRecord,
-    Ranks,
-    SaveRecord,
-    Start,
-    StepRecord,
-)
+from picotron_min.runtime.metrics import EvalRecord, SaveRecord, Start, StepRecord
 from picotron_min.runtime.wording import counted
 
 
@@ -39,27 +32,16 @@ class Run(NamedTuple):
     saves: list[SaveRecord]  # these, and all_steps, with what a resume has repeated
     all_steps: list[StepRecord]
     starts: list[Start]  # one more for each resume
-    ranks: Ranks | None
+    config: Config | None  # of the latest start
+    model: ModelConfig | None
+    ranks: metrics.Ranks | None
     trace: MeasuredStep | None
     notes: list[str]
-
-    @property
-    def config(self) -> Config | None:
-        """The settings of the latest start."""
-        return self.starts[-1].config if self.starts else None
-
-    @property
-    def model(self) -> ModelConfig | None:
-        return self.starts[-1].model if self.starts else None
 
     @property
     def seconds(self) -> float:
         """Of all steps, also of those that a resume has repeated: they cost as much."""
         return sum(step.step_seconds or 0.0 for step in self.all_steps)
-
-    @property
-    def tokens(self) -> float:
-        return tokens_of(self.all_steps)
 
     def mean_over_time(self, name: str) -> float | None:
         known = [s for s in self.all_steps if getattr(s, name) is not None and s.step_seconds]
@@ -76,11 +58,11 @@ def read_run(folder: Path) -> Run:
     notes = []
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: name the checkpoint.save_dir of a run")
-    starts, ranks = _read_run_log(folder / RUN_LOG, notes)
+    starts, ranks = _read_run_log(folder / metrics.RUN_LOG, notes)
     if not starts:
-        missing = f"{folder / RUN_LOG} has no settings of the run"
-        notes.append(f"{missing}: only what metrics.jsonl has is shown")
-    config = starts[-1].config if starts else None
+        why = f"{folder / metrics.RUN_LOG} has no settings"
+        notes.append(f"{why} of the run: only what metrics.jsonl has is shown")
+    config, model = (starts[-1].config, starts[-1].model) if starts else (None, None)
     steps, all_steps, evaluations, saves = [], [], [], []
     path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
     if not path.is_file():
@@ -105,15 +87,15 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{folder} has no record of a step: {why}")
     if ranks and config and len(ranks.ranks) != config.world_size:
         count = f"{len(ranks.ranks)} of {counted(config.world_size, 'rank')}"
-        notes.append(f"{folder / RUN_LOG} has what {count} sent: it is left out")
+        notes.append(f"{folder / metrics.RUN_LOG} has what {count} sent: it is left out")
         ranks = None
     trace = None
     try:
         trace = config and _read_trace(folder, config, starts)
     except (OSError, *UNREADABLE) as error:
-        notes.append(str(error))
-    records = steps, evaluations, saves, all_steps
-    return Run(folder, *records, starts, ranks, trace, notes)
+        notes.append(f"{config.logging.trace_file} is left out: {error}")
+    settings = starts, config, model
+    return Run(folder, steps, evaluations, saves, all_steps, *settings, ranks, trace, notes)
 
 
 def _find(name: str | None, folder: Path) -> Path | None:
@@ -145,8 +127,7 @@ def _small(number: float) -> float:
 
 NUMBER = {"parse_int": lambda text: _small(int(text))}
 NUMBER |= {"parse_float": lambda text: _small(float(text))}
-OTHERS = {"step", "comm_bytes", "balance"}
-NUMBERS = [field.name for field in fields(StepRecord) if field.name not in OTHERS]
+NUMBERS = {field.name for field in fields(StepRecord)} - {"step", "comm_bytes", "balance"}
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
@@ -175,42 +156,39 @@ def _number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], Ranks | None]:
+def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], metrics.Ranks | None]:
     events = [*_parse_lines(path, _event, notes)] if path.is_file() else []
     starts = [event for event in events if isinstance(event, Start)]
     # What ranks measured before the latest start may be of another layout.
-    return starts, events[-1] if events and isinstance(events[-1], Ranks) else None
+    return starts, events[-1] if events and isinstance(events[-1], metrics.Ranks) else None
 
 
-def _event(values: dict) -> Start | Ranks:
+def _event(values: dict) -> Start | metrics.Ranks:
     (key,) = values  # ValueError unless there is exactly one
-    event = EVENTS[key].model_validate(values[key])
-    if isinstance(event, Ranks) and {a for r in event.ranks for a in r.sent} - AXES:
+    event = metrics.EVENTS[key].model_validate(values[key])
+    if isinstance(event, metrics.Ranks) and {a for r in event.ranks for a in r.sent} - AXES:
         raise ValueError("axes")
     return event
 
 
 def _read_trace(folder: Path, config: Config, starts: list[Start]) -> MeasuredStep | None:
-    """The trace that the config names; ValueError or OSError if it is not of this run."""
+    """The trace that the config names; OSError or one of UNREADABLE if it is not of this run."""
     name = config.logging.trace_file
     if not name:
         return None
     path = _find(name, folder)
     if path is None:
-        raise ValueError(f"logging.trace_file={name} does not exist: it is written at the end")
-    try:
-        trace = read_trace(str(path))
-        planned = plan_of_trace(trace.measured, trace.engine)  # if no action is missing
-        if not math.isfinite(planned.makespan):
-            raise ValueError("a time is no number")
-    except UNREADABLE as error:
-        raise ValueError(f"{path} is damaged, and left out: {error}") from None
+        raise ValueError("it does not exist, and is written at the end")
+    trace = read_trace(str(path))
     wanted = f"{config.layout.pp_engine} with pp {config.layout.pp}"
     found = f"{trace.engine} with pp {trace.measured.num_ranks}"
     if found != wanted:
-        raise ValueError(f"{path} is of another run: of {found}, not of {wanted}; it is left out")
+        raise ValueError(f"it is of another run: of {found}, not of {wanted}")
     # A file of this name may be left from an earlier run, or have been replaced by a later one.
-    if starts and trace.run_began not in {start.at.isoformat() for start in starts}:
+    if trace.run_began not in {start.at.isoformat() for start in starts}:
         of = f"that began {trace.run_began}" if trace.run_began else "of an older version"
-        raise ValueError(f"{path} is of another run, {of}; it is left out")
+        raise ValueError(f"it is of another run, {of}")
+    # An action may be missing, and a time no number.
+    if not math.isfinite(plan_of_trace(trace.measured, trace.engine).makespan):
+        raise ValueError("its times are damaged")
     return trace

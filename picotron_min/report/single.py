@@ -45,20 +45,19 @@ def header(run: Run) -> str:
     saving = sum(save.save_seconds for save in run.saves)
     rows["took"] = f"{duration(run.seconds)} in steps, {duration(saving)} in saves"
     rows["took"] += "; starting, validating and waiting for data are not recorded"
-    rows["tokens"] = f"{run.tokens:,.0f}"
+    tokens = tokens_of(run.all_steps)
+    rows["tokens"] = f"{tokens:,.0f}"
     if repeated:
-        rows["tokens"] += f", {run.tokens - tokens_of(run.steps):,.0f} of them in repeated steps"
+        rows["tokens"] += f", {tokens - tokens_of(run.steps):,.0f} of them in repeated steps"
     if run.config:
-        flops = run.tokens * model_flops_per_token(run.model, run.config.training.seq_length)
+        flops = tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         rows["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"
     return section("The run", table((), rows.items()), mfu_table(run))
 
 
+DEFINITIONS = {"mfu": (model_flops_per_token, "matmuls, and the causal half of attention")}
 COMMON = "6 N + 12 L H Q T: with the embedding, and all of attention"
-DEFINITIONS = {
-    "mfu": (model_flops_per_token, "matmuls, and the causal half of attention"),
-    "mfu_common": (common_flops_per_token, COMMON),
-}
+DEFINITIONS["mfu_common"] = common_flops_per_token, COMMON
 
 
 def mfu_table(run: Run) -> str:
@@ -180,8 +179,7 @@ def pipeline(run: Run) -> str:
         return ""
     if run.trace:
         return section("The pipeline", _planned_and_measured(run.trace))
-    how = "Set logging.trace_file in the config to measure when each rank computes what."
-    parts = [paragraph(how)]
+    parts = [paragraph("Set logging.trace_file in the config to measure when ranks compute what.")]
     if layout.num_stages * m <= pictures.MOST_SPANS:  # more would take long, and show little
         plans = build_plans(layout.pp_engine, layout.pp, m, layout.pp_chunks)
         planned = simulate(plans, place=layout.schedule.place)
@@ -197,7 +195,6 @@ def _planned_and_measured(trace: MeasuredStep) -> str:
         busy = (1 - bubbles[1]) * measured.makespan / 1e3
         rows.append((str(rank), *cells(".1%", *bubbles), Cell.of(busy, ".2f")))
     head = "rank", "planned bubble", "measured bubble", "computes (ms)"
-    step = trace.step + 1  # a trace counts from 0
-    caption = f"{trace.engine}, step {step}. Planned: every action takes its kind's mean."
+    caption = f"{trace.engine}, step {trace.step + 1}. Planned: every action takes its kind's mean."
     figure = pictures.pipeline_picture({"planned": planned, "measured": measured})
     return gallery(figure) + table(head, rows, caption)

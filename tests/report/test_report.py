@@ -256,7 +256,7 @@ def test_a_damaged_trace_is_left_out(tmp_path, damage):
     trace = json.loads(path.read_text())
     damage(trace["traceEvents"])
     path.write_text(json.dumps(trace))
-    assert "trace.json is damaged, and left out: " in report(tmp_path).text
+    assert "trace.json is left out: " in report(tmp_path).text
 
 
 def test_of_repeated_steps_the_later_ones_count(tmp_path):
@@ -318,13 +318,13 @@ def test_a_trace_of_another_run_is_left_out(tmp_path):
     recorded_runs.write_trace(tmp_path, other)
     run = read_run(tmp_path)
     assert run.trace is None
-    assert "of 1f1b with pp 4, not of 1f1b with pp 2; it is left out" in run.notes[0]
+    assert "trace.json is left out: it is of another run: of 1f1b with pp 4, not" in run.notes[0]
     for hours, began in ((-1, "05:30"), (2, "08:30")):  # earlier, or in the same place later
         of_other = recorded_runs.STARTED + timedelta(hours=hours)
         recorded_runs.write_trace(tmp_path, config, of_other)
         run = read_run(tmp_path)
         assert run.trace is None
-        assert f"trace.json is of another run, that began 2026-11-22T{began}" in run.notes[0]
+        assert f"it is of another run, that began 2026-11-22T{began}" in run.notes[0]
     recorded_runs.write_trace(tmp_path, config, None)
     run = read_run(tmp_path)
     assert run.trace is None and "of another run, of an older version" in run.notes[0]
