@@ -193,7 +193,8 @@ def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
     if config.distributed.use_cpu and config.model.offload:
         print("offload          saves nothing on a CPU: the copies are in the same memory")
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
-        print_offload(config, model_config, gpu)
+        if config.model.offload:
+            print_offload(config, model_config, gpu)
         print_prediction(config, model_config, gpu, is_assumed)
 
 
@@ -250,8 +251,6 @@ def print_memory(config: Config, model_config: ModelConfig) -> None:
 def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
     """What offload saves, and whether its copies are hidden."""
     m, t, layout, work = config.model, config.training, config.layout, config.workload
-    if not m.offload:
-        return
     without, here = (
         memory_per_rank(model_config, layout, replace(work, offload=layers)).activations
         for layers in (0, m.offload)
