@@ -60,8 +60,7 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{folder} is not a folder: name the checkpoint.save_dir of a run")
     starts, ranks = _read_run_log(folder / metrics.RUN_LOG, notes)
     if not starts:
-        why = f"{folder / metrics.RUN_LOG} has no settings"
-        notes.append(f"{why} of the run: only what metrics.jsonl has is shown")
+        notes.append(f"{folder / metrics.RUN_LOG} has no settings: only metrics.jsonl is shown")
     config, model = (starts[-1].config, starts[-1].model) if starts else (None, None)
     steps, all_steps, evaluations, saves = [], [], [], []
     path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
