@@ -373,7 +373,7 @@ def test_a_run_with_experts_exports_the_model_of_its_validation_loss(
     config = load_config(f"{model_type}.json")
     data = open_data(config, open_text(config, BytesTokenizer(), 257), dp_rank=0)
     total, num_targets = 0.0, 0
-    for index, micro_batch in itertools.product(range(2), repeat=2):
+    for index, micro_batch in itertools.product(range(data.num_eval_batches), range(2)):
         batch = data.eval_batch(index, micro_batch)
         logits = model(batch.tokens).logits.flatten(0, 1)
         total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
