@@ -47,7 +47,7 @@ class Layout:
     pp_engine: str = "1f1b"  # a name in pipeline_schedule.SCHEDULES
     pp_chunks: int = 1  # stages of a rank, for schedules that take several
     pp_layers: tuple[int, ...] | None = None  # of each stage; None: balanced, see costs.py
-    cp_engine: Literal["ring", "ulysses"] = "ring"
+    cp_engine: Literal["ring", "ulysses"] = "ring"  # how attention reaches across the cuts
     sequence_parallel: bool = False  # with tp: norms and residuals are cut along the sequence
 
     @property
@@ -103,9 +103,9 @@ class Workload:
 
     seq_length: int  # tokens
     micro_batch_size: int = 1  # sequences
-    num_micro_batches: int = 1
+    num_micro_batches: int = 1  # of a rank in a step; their gradients are added
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of matmuls
-    flash_attention: bool = True
+    flash_attention: bool = True  # fused, where there is a kernel
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class Recipe:
     """How the weights are updated."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = 3e-4
+    learning_rate: float = 3e-4  # the highest
     min_learning_rate: float = 0.0  # where cosine and wsd end
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up
-    warmup_steps: int = 0
-    total_train_steps: int = 200
+    warmup_steps: int = 0  # in which the rate rises
+    total_train_steps: int = 200  # of the schedule, and of the run
     weight_decay: float = 0.1  # of matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     grad_clip: float | None = 1.0  # largest norm of the whole gradient; None: no clipping
     count_zeros: bool = False  # record how many elements of the gradient are exactly zero
-    fused: bool = True
+    fused: bool = True  # one kernel for the whole update

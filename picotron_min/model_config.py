@@ -23,16 +23,16 @@ class RopeScaling:
 class ModelConfig:
     """The shape of a Llama. ValueError if its numbers contradict each other."""
 
-    vocab_size: int
-    hidden_size: int
+    vocab_size: int  # token ids
+    hidden_size: int  # numbers of a token between layers
     intermediate_size: int  # of the MLP
-    num_hidden_layers: int
-    num_attention_heads: int
+    num_hidden_layers: int  # decoder layers
+    num_attention_heads: int  # of queries
     num_key_value_heads: int  # each serves the same number of attention heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    rope_theta: float = 10_000.0
+    rope_theta: float = 10_000.0  # the base of rotary frequencies
     rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-5  # added below the root of a norm
     tie_word_embeddings: bool = False  # one matrix is both embed_tokens and lm_head
     max_position_embeddings: int = 2048  # the longest sequence that it is meant for
 

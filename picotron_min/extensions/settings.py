@@ -86,7 +86,7 @@ class Routing:
     moe_router_bias_update_rate: float = 0.001  # of the bias that sigmoid routers have
     moe_expert_capacity_factor: float | None = None  # None: no token is dropped
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # which tokens an expert keeps
-    moe_pad_expert_input_to_capacity: bool = False
+    moe_pad_expert_input_to_capacity: bool = False  # so that shapes never change
     moe_router_force_load_balancing: bool = False  # random experts, for benchmarks
 
 

@@ -102,7 +102,7 @@ A_STEP = keys_of(Workload, "num_micro_batches", seq_length=256, micro_batch_size
 
 
 class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing))):
-    seed: int = Field(42, ge=0, le=2**63 - 1)
+    seed: int = Field(42, ge=0, le=2**63 - 1)  # of weights and of the order of the data
     max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
     num_samples: PositiveInt | None = None  # documents read of the dataset; null: all
     eval_frequency: NonNegativeInt = 0  # steps between validations; 0: only at the end
@@ -111,9 +111,9 @@ class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing)
 
 class Dataset(section(keys_of(Workload, "document_mask"))):  # the text
     name: Name = "stdlib"  # Python's own library, a local file or folder, or a hub id
-    subset_name: Text | None = None
-    split: Text = "train"
-    text_column: Text = "text"
+    subset_name: Text | None = None  # of a dataset on the hub
+    split: Text = "train"  # of the dataset
+    text_column: Text = "text"  # of documents
     tokenizer: OptionalName = None  # bytes, a folder, a .json file, or a hub id; null: the model's
     num_workers: NonNegativeInt = 0  # picotron's; unused: tokens are read from mapped memory
     num_proc: int = Field(1, ge=1, le=1024)  # processes that tokenize
@@ -121,7 +121,7 @@ class Dataset(section(keys_of(Workload, "document_mask"))):  # the text
 
 
 class Checkpoint(Section):  # what is saved, and what a run starts from
-    save_dir: Name = "checkpoints"
+    save_dir: Name = "checkpoints"  # of checkpoints, records and the finished model
     save_frequency: NonNegativeInt = 0  # steps; 0: only at the end
     keep: NonNegativeInt = 2  # how many of the newest; 0: all
     in_background: bool = Field(False, alias="async")  # training continues during a save
@@ -129,9 +129,9 @@ class Checkpoint(Section):  # what is saved, and what a run starts from
 
 
 class Logging(section(keys_of(Recipe, "count_zeros"))):  # what is recorded
-    use_wandb: bool = False
-    project_name: Text = "picotron-min"
-    run_name: Text | None = None
+    use_wandb: bool = False  # the same records there, too
+    project_name: Text = "picotron-min"  # for wandb
+    run_name: Text | None = None  # for wandb; null: it chooses one
     metrics_file: Name | None = None  # null: metrics.jsonl in checkpoint.save_dir
     trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
     moe_per_layer_logging: bool = False  # metrics of experts also for each layer, as lists
@@ -139,7 +139,7 @@ class Logging(section(keys_of(Recipe, "count_zeros"))):  # what is recorded
 
 class Environment(Section, strict=False):  # of every process; picotron writes "1" and "false"
     OMP_NUM_THREADS: int | None = Field(None, ge=1, le=1024)  # threads of each process
-    TOKENIZERS_PARALLELISM: bool | None = None
+    TOKENIZERS_PARALLELISM: bool | None = None  # threads of a tokenizer
     FLASH_ATTEN: bool | None = None  # false: as use_flash_attention false
     HF_TOKEN: None = None  # picotron's template has it, as null
 

@@ -63,7 +63,8 @@ def test_every_key_of_the_schema_has_a_flag(create, capsys):
     keys = [f"{s}.{key}" for s in schema.SECTIONS for key in schema.SECTIONS[s]]
     assert stopped.value.code == 0
     shown = " ".join(shown.split())
-    assert [key for key in keys if f"{key}, default" not in shown] == []
+    said = {key: shown.partition(f"{key}, default ")[2].partition(" --")[0] for key in keys}
+    assert [key for key, text in said.items() if ": " not in text] == [], "a comment in the source"
     assert 'dataset.name, default "stdlib": Python\'s own library, a local file' in shown
     assert "distributed.pp_size, default 1: pipeline parallel: each rank has some" in shown
     assert "--schedule constant|cosine|wsd training.schedule" in shown

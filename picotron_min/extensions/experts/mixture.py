@@ -26,7 +26,7 @@ class Mixture(ModelConfig):
     """A model some of whose layers have experts; without experts the numbers have no meaning."""
 
     num_local_experts: int = 0  # MLPs of a layer, of which each token uses some; 0: one MLP for all
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: int = 2  # chosen by the router
     moe_intermediate_size: int | None = None  # of an expert; None: intermediate_size
     n_shared_experts: int = 0  # every token also uses an MLP of this many times an expert's size
     moe_shared_expert_gate: bool = False  # which a learned number between 0 and 1 scales
@@ -34,7 +34,7 @@ class Mixture(ModelConfig):
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # turns a router's logits into scores
     norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
     n_group: int = 1  # with sigmoid: a token's experts are in the best topk_group of n_group
-    topk_group: int = 1
+    topk_group: int = 1  # of a token: see n_group
     routed_scaling_factor: float = 1.0  # of the weights
 
     def __post_init__(self) -> None:
