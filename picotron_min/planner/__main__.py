@@ -125,7 +125,8 @@ def run_search(flags: argparse.Namespace) -> None:
         print(show.plan_text(request, found))
     if flags.write:
         config_files.write(request, found[0][0], flags.write)
-        print(f"\nwrote {flags.write}", file=sys.stderr)
+        left = "dataset.name, training.learning_rate and total_train_steps, checkpoint.load_path"
+        print(f"\nwrote {flags.write}: yours to add are {left}", file=sys.stderr)
 
 
 def as_numbers(request: Request, candidate: Candidate) -> dict:

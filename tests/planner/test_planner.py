@@ -212,7 +212,9 @@ def test_the_ten_best_layouts_are_written_and_train(pool, tmp_path, capsys):
         choices, path = numbers["choices"], tmp_path / str(i) / "config.json"
         fixed = ",".join(f"{name}={json.dumps(v).strip(chr(34))}" for name, v in choices.items())
         written = plan(*ASKED, "--fix", fixed, "--write", path, "--hardware", hardware)
-        assert written == 0 and "nothing" not in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert written == 0 and "nothing" not in error
+        assert "yours to add are dataset.name, training.learning_rate" in error
         config = load_config(path)
         layout = vars(config.layout) | vars(config.workload)
         assert {name: layout[name] for name in choices} == choices
