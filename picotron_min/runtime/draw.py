@@ -197,9 +197,11 @@ def read_trace(path: str) -> MeasuredStep:
         for e in sorted(events, key=lambda e: e["ts"]):
             if e["args"]["step"] == step:
                 action = Action(Kind(e["name"][0]), e["args"]["micro_batch"], e["args"]["chunk"])
+                if not math.isfinite(e["ts"] + e["dur"]):
+                    raise ValueError(f"{action} is at no time")
                 duration = max(e["dur"], 1e-3)  # a clock may be too coarse for a tiny model
                 spans.append(Span(e["pid"], action, e["ts"], e["ts"] + duration))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
     ranks = sorted({span.rank for span in spans})
     if ranks != list(range(max(1, len(ranks)))):

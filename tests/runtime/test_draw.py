@@ -162,10 +162,18 @@ def test_the_cause_of_a_slow_step_is_named_with_its_time(
     assert set(found.values()) == {0}
 
 
+def event(name: str, begins: str) -> str:
+    of = '"args": {"micro_batch": 0, "chunk": 0, "step": 1}'
+    return f'{{"name": "{name}", "ts": {begins}, "dur": 1, "pid": 0, {of}}}'
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
         ("{", "is not a trace of a pipeline: JSONDecodeError"),
+        (f'{{"traceEvents": [{event("F0", "NaN")}]}}', "ValueError('F0 is at no time')"),
+        (f'{{"traceEvents": [{event("F0", "1e400")}]}}', "ValueError('F0 is at no time')"),
+        (f'{{"traceEvents": [{event("", "1")}]}}', "is not a trace of a pipeline: IndexError"),
         ('{"otherData": {"pp_engine": "x"}}', "is not a trace of a pipeline: KeyError('x')"),
         (
             '{"traceEvents": [{"name": "F0", "ph": "X", "ts": 1, "dur": 2, "pid": 1,'
