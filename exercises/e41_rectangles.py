@@ -4,7 +4,7 @@ A row holds several documents. A token sees only those before it in its own docu
 ring has some pieces of the row, and computes attention to the pieces of one rank after another.
 
 target: extensions.documents.rectangles:rectangles
-train: distributed.cp_size=2 distributed.tp_size=1 dataset.document_mask=true
+no training: the files that it would read are so long that no row has the border of a document.
 
 `lengths` are those of the documents in a row; `query_starts` and `key_starts` say where in the row
 the pieces of one rank and of another start, each piece `width` tokens long. Yield what is to be

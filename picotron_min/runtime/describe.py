@@ -13,19 +13,21 @@ from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from picotron_min.collectives import Ledger
-from picotron_min.data import Batch
 from picotron_min.extensions.build import build_model
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.parallelize import ParallelModel
 from picotron_min.pipeline_schedule import Action
 from picotron_min.runtime.failures import RankMonitor
+from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.processes import start_run
+from picotron_min.runtime.token_file import TokenFile
 
 METHODS = ("forward", "project", "loss")  # that a parallelism or an extension may replace
 
@@ -109,13 +111,13 @@ def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
         if loss := getattr(head, "loss", None):  # what training calls instead of forward
             note = partial(log.note_module, "lm_head", _kind(head))
             head.loss = lambda *args, note=note, loss=loss: note() or loss(*args)
-    shape = workload.micro_batch_size, workload.seq_length // config.layout.cp
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    batch = Batch(tokens, tokens, torch.arange(shape[1]))
+    size = 4 * (workload.seq_length + 1)  # tokens, enough for a batch to be read
+    text = TokenFile(np.zeros(size, np.uint16), size, 1, np.array([size]))
+    batches = open_data(config, text, axes.dp.rank, axes.cp.rank)
     for gradients in model.gradients:
         gradients.begin(workload.num_micro_batches)
     with model.autocast():
-        model.pipeline.run(model.plan, lambda _: batch, log.watch)
+        model.pipeline.run(model.plan, partial(batches.batch, 0), log.watch)
     for gradients in model.gradients:
         gradients.wait()
     axes_of_gradients = {axis for placement in model.placements.values() for axis in placement.sums}

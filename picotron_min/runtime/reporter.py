@@ -159,6 +159,8 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     config, done, last = inputs.config, inputs.first_step, inputs.last_step
     if inputs.metadata:
         yield from resume_warnings(inputs.metadata, config)
+    if config.logging.trace_file and done < last < done + 3:
+        yield f"trace_file stays empty: it records steps {done + 3} to {done + 5} of {last}"
     if config.layout.sequence_parallel and config.layout.tp == 1:
         yield "sequence_parallel=true changes nothing with tp_size=1"
     has_experts = inputs.model_config.num_local_experts > 0
@@ -215,6 +217,6 @@ def describe(inputs: Inputs) -> dict[str, str]:
         f" {counted(batches.num_eval_sequences, 'sequence')} to validate",
         "tokenizer": config.tokenizer,
         "MFU": f"{flops} FLOPs a token: matmuls, causal half of attention"
-        + ("; in records, that of documents" if apart else ""),
+        + (", less by the lengths of documents" if apart else ""),
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
     }

@@ -1,5 +1,7 @@
 """What a rank runs, as runtime/describe.py prints it."""
 
+from functools import partial
+
 import torch
 
 from picotron_min.extensions.build import build_model
@@ -8,8 +10,8 @@ from picotron_min.runtime.describe import lines_of_a_step
 from tests.assembled import MODEL, make_config
 
 
-def described(overlap: bool) -> list[str]:
-    config, device = make_config(tp=2, overlap=overlap, micro_batches=2), torch.device("cpu")
+def described(**layout) -> list[str]:
+    config, device = make_config(**layout, micro_batches=2), torch.device("cpu")
     axes = build_axes(device, config.layout)
     model_config = MODEL.override(num_hidden_layers=3)
     model = build_model(model_config, config.layout, config.workload, axes, device)
@@ -25,7 +27,7 @@ def test_each_sublayer_has_what_is_replaced_and_its_messages_with_their_bytes(po
         (True, "project: _Enter"),
         (False, "forward: _between of SelfAttention.forward"),
     ):
-        lines, _ = pool.run(2, described, overlap)
+        lines, _ = pool.run(2, partial(described, tp=2, overlap=overlap))
         assert lines[:2] == ["plan: F0, B0", "F0"]
         assert lines[2:4] == ["  model.embed_tokens: VocabularyParallelEmbedding", message]
         assert f"  model.layers.0.self_attn: SelfAttention, {attention}" in lines
@@ -36,3 +38,8 @@ def test_each_sublayer_has_what_is_replaced_and_its_messages_with_their_bytes(po
         assert forward.count(message) == 1 + 2, "the embedding, and two of a layer"
         assert backward.count(message) == 1 + 2 * 3, "lm_head, and two of each layer"
         assert lines[-1] == "all of the step, of gradients and weights", "no dp: nothing is sent"
+
+
+def test_documents_apart_are_described_too(pool):
+    lines, _ = pool.run(2, partial(described, cp=2, document_mask=True))
+    assert sum("shift over cp" in line for line in lines) > 0, "keys and values go round"

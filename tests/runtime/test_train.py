@@ -37,6 +37,7 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.inputs import open_text
+from picotron_min.runtime.reporter import warnings_of
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import State, make_config, make_training, run_steps
 from tests.training import Training, open_data, with_autograd
@@ -267,6 +268,17 @@ def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace)
     assert "no step is left: runs/again/step-00000006 has 6 of 6" in outcome.output
     assert "dataset.name was" not in outcome.output
     assert "sequence_parallel=true changes nothing with tp_size=1" in outcome.output
+
+
+def test_a_resumed_run_that_ends_before_its_trace_warns():
+    config = Config(logging={"trace_file": "t.json"})
+    same = {"config": config, "metadata": None, "model_config": resolve_model(config)}
+    for first, last, expected in (
+        (6, 8, ["trace_file stays empty: it records steps 9 to 11 of 8"]),
+        (6, 9, []),
+    ):
+        found = SimpleNamespace(first_step=first, last_step=last, **same)
+        assert list(warnings_of(found)) == expected
 
 
 def test_a_mistake_in_the_config_is_reported_without_a_traceback(workplace):
