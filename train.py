@@ -49,7 +49,7 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
     saver = Saver(run, inputs, monitor.long_group)
     with Reporter(inputs, axes) as reporter:
-        monitor.wait_for_all()  # weights, and the folders of an earlier run, may take some a while
+        monitor.wait_for_all()  # some ranks read more weights, and one moves an earlier run aside
         train_steps(run, inputs, reporter, saver, monitor)
 
 

@@ -100,7 +100,11 @@ def append_event(path: Path, event: Start | Ranks) -> None:
 
 def open_lines(path: Path) -> TextIO:
     """A file to add lines to; a last one that a kill has torn does not swallow the next."""
-    is_torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+    is_torn = False
+    if path.is_file() and (size := path.stat().st_size):
+        with path.open("rb") as file:
+            file.seek(size - 1)
+            is_torn = file.read() != b"\n"
     file = path.open("a", encoding="utf-8", buffering=1)  # by line: a kill loses none
     file.write("\n" * is_torn)
     return file

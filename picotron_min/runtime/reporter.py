@@ -85,9 +85,9 @@ class Reporter(ExitStack):
         config, batches = self.inputs.config, self.inputs.batches
         per_layer = config.logging.moe_per_layer_logging
         attended = imbalance = None
-        if config.dataset.document_mask:
+        if config.dataset.document_mask and self.run_log:  # for what this rank writes
             attended, layout = batches.attended_length(step - 1), config.layout
-            if self.run_log and layout.cp > 1 and layout.cp_engine == "ring":  # where it is written
+            if layout.cp > 1 and layout.cp_engine == "ring":
                 imbalance = batches.ring_imbalance(step - 1, layout.cp)
         record = StepRecord(
             step=step,

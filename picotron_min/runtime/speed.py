@@ -8,6 +8,7 @@ import platform
 import resource
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -36,16 +37,21 @@ class Speedometer:
 
         `attended`: the length of rows whose attention costs as much, if not that of the rows.
         """
-        c, S, recompute = self._model_config, self._work.seq_length, self._work.recompute
-        flops = {
-            "mfu": costs.model_flops_per_token(c, attended or S),
-            "mfu_common": common_flops_per_token(c, S),
-            "hfu": hardware_flops_per_token(c, attended or S, recompute),
-        }
+        attended = attended or self._work.seq_length
+        flops = _flops_per_token(self._model_config, self._work, attended)
         speed, peak = tokens_per_second / devices, self.peak
         shares = {name: peak and flops[name] * speed / peak for name in flops}
         speeds = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_device": speed}
         return speeds | shares | {"memory_gb": memory_gb(self._device)}
+
+
+@lru_cache(maxsize=1)  # only with documents apart the length is another in every step
+def _flops_per_token(c: ModelConfig, work: Workload, attended: float) -> dict[str, float]:
+    return {
+        "mfu": costs.model_flops_per_token(c, attended),
+        "mfu_common": common_flops_per_token(c, work.seq_length),
+        "hfu": hardware_flops_per_token(c, attended, work.recompute),
+    }
 
 
 def device_name(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer, tokenizer_files
 
 VERSION = 3  # of what is written
+PART = 2**24  # ids that are looked at together: a file may be larger than memory
 
 
 class TokenFile(NamedTuple):
@@ -74,11 +75,15 @@ def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
         found = f"{tokens.ndim} axes of {tokens.dtype}"
         raise ValueError(f"dataset.name={name} has {found}: write one of uint16 or uint32")
-    if (largest := tokens.max(initial=0)) >= vocab_size:
+    largest, ends = 0, [len(tokens)]  # of the last document, whether it is whole or cut off
+    for start in range(0, len(tokens), PART):
+        part = tokens[start : start + PART]
+        largest = max(largest, part.max())
+        ends = np.append(ends, start + 1 + np.flatnonzero(part == tokenizer.eos_token_id))
+    if largest >= vocab_size:
         problem = f"dataset.name={name} has the token id {largest}, and the model {vocab_size} ids"
         raise ValueError(f"{problem}: set model.vocab_size, or dataset.tokenizer to its maker's")
-    ends = np.flatnonzero(tokens[:-1] == tokenizer.eos_token_id) + 1
-    ends = np.append(ends, len(tokens))  # of the last document, whether it is whole or cut off
+    ends = np.unique(ends)
     return TokenFile(tokens, None, len(ends), ends)
 
 

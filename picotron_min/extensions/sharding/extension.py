@@ -103,7 +103,7 @@ def _gathering(forward: Callable, units: Units, after: Units, before: Units | No
         if not units[0].frees:
             return forward(x, *rest)
         if before and x.requires_grad:
-            x = x.view_as(x)  # for this hook alone: a stage's input is a buffer that is used again
+            x = x.view_as(x)  # so that this hook runs before one of x, which gathers
             x.register_hook(free)  # backward is through this module: no product needs a weight now
         out = forward(x, *rest)
         free()
