@@ -66,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--fill", type=share, default=0.92, help="share of the memory that may be planned")
     add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node")
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
+    about = "a token file's documents.bin: attention inside documents of these lengths"
+    add("--documents", type=Path, metavar="FILE", help=about)
     add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
     about = "what --calibrate has found, default: %(default)s"
     add("--hardware", type=Path, default=machine.HARDWARE, metavar="FILE", help=about)
@@ -94,8 +96,8 @@ def above_zero(kind: type, most: float = math.inf, why: str = "") -> Callable[[s
 OF_MACHINE = {"gpu", "gpus_per_node", "network", "cores", "hardware"}
 READS = {
     "validate": set(),
-    "calibrate": OF_MACHINE,
-    "config": OF_MACHINE | {"fill", "metrics", "json"},
+    "calibrate": OF_MACHINE | {"documents"},
+    "config": OF_MACHINE | {"documents", "fill", "metrics", "json"},
 }
 
 

@@ -48,6 +48,8 @@ class Request:
     fill: float = 0.92  # share of the memory that may be planned
     max_tp: int = 8
     fixed: Mapping[str, object] = field(default_factory=dict)  # some of CHOICES
+    document_mask: bool = False
+    attended: float | None = None  # its mean over a token file: see attended_length
 
     @property
     def device(self) -> str:
@@ -60,7 +62,7 @@ class Request:
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
         system = our_system(workload, self.device)
-        return Setting(self.model_config, self.gpu, layout, workload, system)
+        return Setting(self.model_config, self.gpu, layout, workload, system, self.attended)
 
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:
         return memory_per_rank(self.model_config, layout, workload, self.device)

@@ -3,9 +3,11 @@
 import argparse
 import json
 import sys
+from array import array
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 from picotron_min.extensions.settings import ModelConfig
@@ -31,24 +33,56 @@ def request_of(flags: argparse.Namespace) -> Request:
     gpu = gpu_of(flags, flags.gpu or "H100", flags.gpus)
     dtype = flags.dtype or ("float32" if gpu.name == "cpu" else "bfloat16")
     asked = {"model": {"name": flags.model, "dtype": dtype, "compile": flags.compile}}
+    asked["dataset"] = {"document_mask": bool(flags.documents)}
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
     max_tp = flags.max_tp or flags.gpus_per_node or GPUS_PER_NODE
     options = {"fill": flags.fill, "max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
-    sizes = flags.gpus, flags.global_batch
-    return _request(config, model_of(config), gpu, *sizes, **options)
+    options["documents"] = flags.documents
+    return _request(config, model_of(config), gpu, flags.gpus, flags.global_batch, **options)
 
 
 def _request(
-    config: Config, model_config: ModelConfig, gpu: Gpu, gpus: int, global_batch: int, **options
+    config: Config,
+    model_config: ModelConfig,
+    gpu: Gpu,
+    gpus: int,
+    global_batch: int,
+    documents: Path | None = None,
+    **options,
 ) -> Request:
     work = config.workload
+    if documents and not work.document_mask:
+        raise ValueError(f"--documents {documents}: not used without dataset.document_mask")
     if work.dtype not in gpu.peaks:
         why = f"--gpu {gpu.name} has no peak for {work.dtype}"
         raise ValueError(f"{why}: use {choice(gpu.peaks)}")
-    options |= {name: getattr(work, name) for name in ("dtype", "compile", "optimizer")}
+    names = ("dtype", "compile", "optimizer", "document_mask")
+    options |= {name: getattr(work, name) for name in names}
+    options["attended"] = documents and attended_length(documents, work.seq_length)
     sizes = gpus, work.seq_length, global_batch
     return Request(model_config, gpu, *sizes, model_name=config.model.name, **options)
+
+
+def attended_length(path: Path, seq_length: int) -> float:
+    """The length of rows whose attention costs as much as the documents of a token file.
+
+    The mean of (document's length)^2 over tokens, where rows of `seq_length` cut documents. `path`
+    is documents.bin, where each document ends in the stream, or its folder. ValueError if damaged.
+    """
+    path = path / "documents.bin" if path.is_dir() else path
+    ends, data = array("q"), path.read_bytes()
+    if data and len(data) % ends.itemsize == 0:
+        ends.frombytes(data)
+    if not ends or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
+        raise ValueError(f"{path} is no documents.bin: name one in a folder of dataset.cache_dir")
+    squares = begin = 0
+    for end in ends:
+        first = min(end, begin - begin % seq_length + seq_length) - begin  # up to its row's end
+        rows, last = divmod(end - begin - first, seq_length)
+        squares += first**2 + rows * seq_length**2 + last**2
+        begin = end
+    return squares / begin
 
 
 def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
@@ -105,18 +139,19 @@ def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate
     name = flags.gpu or ("cpu" if config.distributed.use_cpu else "H100")
     if config.distributed.use_cpu and name != "cpu":
         raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
-    return predicted(config, model_of(config), gpu_of(flags, name, config.world_size), flags.fill)
+    gpu = gpu_of(flags, name, config.world_size)
+    return predicted(config, model_of(config), gpu, fill=flags.fill, documents=flags.documents)
 
 
 def predicted(
-    config: Config, model_config: ModelConfig, gpu: Gpu, fill: float = 1.0
+    config: Config, model_config: ModelConfig, gpu: Gpu, **options
 ) -> tuple[Request, Candidate]:
-    """A config on a GPU; ValueError if the GPU has no peak for its dtype."""
+    """A config on a GPU, with options of Request; ValueError if it has no peak for the dtype."""
     layout, workload = config.layout, config.workload
     if workload.fp8:
         raise ValueError("model.fp8=true: how fast that is, is not modelled; set it to false")
     sizes = layout.world_size, config.global_batch
-    request = _request(config, model_config, gpu, *sizes, fill=fill)
+    request = _request(config, model_config, gpu, *sizes, **options)
     return request, request.candidate(layout, workload)
 
 
@@ -135,6 +170,8 @@ def config_of(request: Request, candidate: Candidate) -> dict:
     for name in CHOICES:
         section, key = CHOICES[name].split(".")
         raw[section][key] = chosen[name]
+    if request.document_mask:
+        raw["dataset"] = {"document_mask": True}
     if request.compile:
         raw["model"]["compile"] = True
     if request.device == "cpu":

@@ -60,6 +60,7 @@ class LayerTimes:
     def __init__(self, setting: Setting) -> None:
         self.config, self.gpu, self.layout = setting.model_config, setting.gpu, setting.layout
         self.work, self.system = setting.workload, setting.system
+        self.attended = setting.attended or self.work.seq_length  # S of attention
         self.tokens = self.work.micro_batch_size * self.work.seq_length / self.layout.cp  # N
         self.width = BYTES[self.work.dtype]  # w
         self.peak = self.gpu.peaks[self.work.dtype]
@@ -113,7 +114,7 @@ class LayerTimes:
 
     def _attention(self) -> tuple[float, float]:
         """Forward and backward of attention itself."""
-        D, S = self.config.head_dim, self.work.seq_length
+        D, S = self.config.head_dim, self.attended
         pairs = self.tokens * self.config.num_attention_heads / self.layout.tp * S
         if self.work.flash_attention:
             forward = 2 * pairs * D / (self.gpu.attention_share * self.peak)

@@ -41,19 +41,24 @@ def plan_text(request: Request, found: list[list[Candidate]], width: int = 100) 
 
 
 def uncertain(request: Request) -> str:
-    gpu = request.gpu
+    gpu, documents = request.gpu, ""
+    if request.attended:
+        documents = f"Attention is as costly as in rows of {request.attended:,.0f} tokens"
+        documents = f"{documents}, by the documents' lengths.\n"
+    elif request.document_mask:
+        documents = "Planned for one document a row: --documents FILE has their lengths.\n"
     if request.device == "cpu":
         how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see --calibrate"
-        return f"Times of this CPU are {how}. {NOT_COUNTED}"
+        return f"{documents}Times of this CPU are {how}. {NOT_COUNTED}"
     similar = f"None was on {gpu.name}, whose shares of the peak are those of a similar GPU.\n"
-    return f"{OTHERS_RUNS}\n{UNCERTAIN}\n{'' if gpu.validated else similar}{NOT_COUNTED}"
+    return f"{documents}{OTHERS_RUNS}\n{UNCERTAIN}\n{'' if gpu.validated else similar}{NOT_COUNTED}"
 
 
 def measures(request: Request, candidate: Candidate) -> dict[str, float]:
     """Speed, MFU and HFU, as a run reports them."""
-    config, S = request.model_config, request.seq_length
+    config, S = request.model_config, request.attended or request.seq_length
     step, peak = candidate.prediction.step, request.gpu.peaks[request.dtype]
-    speed = request.global_batch * S / step / request.gpus
+    speed = request.global_batch * request.seq_length / step / request.gpus
     flops = hardware_flops_per_token(config, S, candidate.workload.recompute)
     return {
         "tokens_per_second_per_device": speed,
@@ -116,7 +121,8 @@ def times(best: Candidate, width: int) -> str:
 
 
 def memory(request: Request, of: RankMemory) -> str:
-    lines = [f"memory {gb(of.total)} of {gb(request.budget)} a GPU, on the fullest rank"]
+    what = "process, without torch itself" if request.device == "cpu" else "GPU"
+    lines = [f"memory {gb(of.total)} of {gb(request.budget)} a {what}, on the fullest rank"]
     for name, number in of._asdict().items():
         lines.append(f"  {name.replace('_', ' '):<16}{number / 1e9:>9.4g} GB")
     return "\n".join(lines)
@@ -129,7 +135,7 @@ def traffic(request: Request, best: Candidate) -> str:
         seconds = sent / over.bandwidth + calls * over.latency
         exposed = best.prediction.parts.get(PARTS.get(axis))
         hidden = "" if exposed is None else f"{max(0.0, 1 - exposed / seconds):>8.0%}"
-        kind = "network" if over.is_network else "NVLink"
+        kind = "memory" if request.device == "cpu" else "network" if over.is_network else "NVLink"
         number = f"{sent / 1e9:>12.4g}{calls:>11,.0f}"
         lines.append(f"  {axis:<15}{number}  {kind:<8}{seconds:>8.3g}{hidden}")
     return "\n".join(lines)

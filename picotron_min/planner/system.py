@@ -62,3 +62,4 @@ class Setting:
     layout: Layout
     workload: Workload
     system: System
+    attended: float | None = None  # tokens of the rows whose attention costs as much, if not S

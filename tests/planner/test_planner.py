@@ -9,14 +9,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import create_config
+from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner import calibrate, machine
 from picotron_min.planner.__main__ import main
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules
-from picotron_min.planner.config_files import config_of, fixed_choices
+from picotron_min.planner.config_files import attended_length, config_of, fixed_choices
 from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.search import TIE, options, search
@@ -225,6 +227,44 @@ def test_the_ten_best_layouts_are_written_and_train(pool, tmp_path, capsys):
     assert all(second == pytest.approx(losses[0][1], rel=1e-4) for _, second in losses)
 
 
+def test_documents_shorten_the_attention_that_is_planned(tmp_path, capsys):
+    # Documents of 8, 32 and 56 tokens; rows of 32 cut the second into 24 + 8, the third 24 + 32.
+    (tmp_path / "documents.bin").write_bytes(np.array([8, 40, 96]).tobytes())
+    length = attended_length(tmp_path, 32)
+    assert length == attended_length(tmp_path / "documents.bin", 32)
+    assert length == pytest.approx((8**2 + 24**2 + 8**2 + 24**2 + 32**2) / 96)
+    sizes = {"micro_batch_size": 3, "num_micro_batches": 1, "dp_rank": 0, "dp_size": 1}
+    ends = np.array([8, 40, 97])  # one token more, which the last row predicts
+    batches = DocumentBatches(np.arange(97), seq_length=32, seed=0, ends=ends, **sizes)
+    assert length == pytest.approx(batches.attended_length(0)), "of all three rows"
+    asked = (*ASKED, "--top", 1, "--fix", "tp=1,dp=4", "--json")
+    config = tmp_path / "config.json"
+
+    def planned(*arguments: object) -> dict:
+        assert plan(*arguments) == 0
+        numbers = json.loads(capsys.readouterr().out)
+        return numbers[0] if isinstance(numbers, list) else numbers
+
+    whole, apart = planned(*asked), planned(*asked, "--documents", tmp_path, "--write", config)
+    ratio = apart["parts"]["attention"] / whole["parts"]["attention"]
+    assert ratio == pytest.approx(length / 32)
+    assert apart["mfu"] < whole["mfu"] * whole["step_seconds"] / apart["step_seconds"]
+    # The config has the mask, and without the file the planner says what it takes for granted.
+    same = planned("--config", config, "--cores", 2, "--documents", tmp_path, "--json")
+    assert same["step_seconds"] == pytest.approx(apart["step_seconds"])
+    assert plan("--config", config, "--cores", 2) == 0
+    text = capsys.readouterr().out
+    assert "Planned for one document a row: --documents FILE" in text
+    assert " memory " in text and "NVLink" not in text and "without torch itself" in text
+
+
+@pytest.mark.parametrize("damage", [b"", b"1234", np.array([8, 8]).tobytes()], ids=repr)
+def test_damaged_documents_are_refused(tmp_path, capsys, damage):
+    (tmp_path / "documents.bin").write_bytes(damage)
+    assert plan(*ASKED, "--documents", tmp_path) == 2
+    assert "is no documents.bin: name one in a folder of" in capsys.readouterr().err
+
+
 def test_nothing_fits(capsys):
     asked = ("--model", "Llama-3.1-8B", "--gpus", 2, "--seq_length", 4096, "--global_batch", 8)
     assert plan(*asked, "--gpu", "RTX-4090") == 2
@@ -250,6 +290,7 @@ def test_nothing_fits(capsys):
         (("--config", "config.json", "--gpu", "L4"), "--gpu L4: not used for config.json, which"),
         ((*ASKED, "--write", "docs"), "docs: Is a directory: name another file"),
         ((*ASKED, "--hardware", "docs"), "--hardware docs is no file: write it with"),
+        (("--config", "config.json", "--documents", "docs"), "not used without dataset.document_"),
         (("--calibrate", "config.json"), "give pairs"),
         (("--config", "missing.json"), "missing.json"),
         (("--config", "config.json", "--model", "tiny"), "--model: not used with --config"),
