@@ -25,21 +25,40 @@ from torch.utils.flop_counter import FlopCounterMode
 from exercises.exercise import Case, Dice
 from exercises.pictures import bars
 from picotron_min.attention import SoftmaxAttention
-from picotron_min.model import Llama
-from picotron_min.model_config import ModelConfig
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.model import MLP, Llama
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
     sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3)}
-    return [
+    some = [
         Case(1, **sizes, length=n, tied=tied) for n, tied in ((5, False), (16, False), (9, True))
     ]
+    sizes["layers"] = 3  # of a mixture: the first has no experts
+    return [*some, Case(1, **sizes, length=5, tied=False, experts=4)]
 
 
 def model_config(case: Case):
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
-    return config.override(tie_word_embeddings=case.tied)
+    more = {"num_local_experts": case.experts, "mlp_only_layers": (0,)} if has_experts(case) else {}
+    return config.override(tie_word_embeddings=case.tied, **more)
+
+
+def has_experts(case: Case) -> bool:
+    return hasattr(case, "experts")
+
+
+class Mixture(torch.nn.Module):
+    """As many products as those of a router, and of the two experts that a token uses."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(case.hidden, case.experts, bias=False)
+        self.experts = MLP(case.hidden, 2 * case.inner)
+
+    def forward(self, x):
+        return self.experts(x) + self.router(x).mean()
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -52,7 +71,9 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     model = Llama(model_config(case))
-    for layer in model.model.layers.values():
+    for i, layer in model.model.layers.items():
+        if has_experts(case) and i != "0":
+            layer.mlp = Mixture(case)
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
     tokens = torch.zeros(1, case.length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
@@ -82,6 +103,11 @@ tied_head_forgotten: Where the head shares the embedding's matrix, its product i
     layers + 2 * => layers + (not model_config.tie_word_embeddings) * 2 *
 head_forgotten: The head is left out: each token is multiplied with all V rows of it.
     2 * model_config.vocab_size * model_config.hidden_size => 0
+layers_alike: All layers are counted as the first one: in a mixture some have experts, and others
+    have none.
+- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
++ first = sum(flops_of_layers(model_config, seq_length)[0].values())
++ layers = model_config.num_hidden_layers * first
 attention_not_halved: All pairs of attention are counted: a causal model needs half of them.
     sum(parts.values()) => sum(parts.values()) + parts["attention"]
 attention_forgotten: Attention's own products are left out: scores and weighted sums have no

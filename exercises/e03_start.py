@@ -63,17 +63,20 @@ def on_rank(rank, case: Case) -> dict:
     for name in names_of_stage(list(shapes), axes.pp.rank, case.pp):
         mine = part_of(name, torch.empty(shapes[name]), axes.tp.rank, case.tp)
         parameters[name] = torch.nn.Parameter(torch.zeros(mine.shape))
+    before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     rank.course.initialise.initialise(parameters, config, case.seed, table, axes)
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]]
+    return {name: p.detach() for name, p in parameters.items()} | {"in new memory": moved}
 
 
 def expected(case: Case) -> list[dict]:
     shapes = shape_of(case).parameter_shapes()
     whole = {n: initial_weight(n, s, case.seed, initial_std(n, 2)) for n, s in shapes.items()}
     ranks = [divmod(rank, case.tp) for rank in range(case.ranks)]
+    of_ranks = [(tp, names_of_stage(list(shapes), pp, case.pp)) for pp, tp in ranks]
     return [
-        {n: part_of(n, whole[n], tp, case.tp) for n in names_of_stage(list(shapes), pp, case.pp)}
-        for pp, tp in ranks
+        {n: part_of(n, whole[n], tp, case.tp) for n in names} | {"in new memory": []}
+        for tp, names in of_ranks
     ]
 
 
@@ -102,6 +105,14 @@ seed_plus_rank: The seed depends on the tp rank: the parts are not of one matrix
     starts elsewhere.
 - whole = initial_weight(name, shapes[name], seed, std)
 + whole = initial_weight(name, shapes[name], seed + axes.tp.rank, std)
+seed_plus_index: The seed depends on the place among this rank's parameters: a pipeline stage counts
+    others before a parameter, and starts with other weights. The name is enough.
+- for name, parameter in parameters.items():
++ for i, (name, parameter) in enumerate(parameters.items()):
+    shapes[name], seed, std) => shapes[name], seed + i, std)
+new_memory: Parameters get new tensors, and are not filled in place: whatever holds the old ones,
+    such as a buffer or an optimizer, keeps what was there.
+    parameter.data.copy_(whole[mine]) => parameter.data = whole[mine].clone()
 one_generator: All names share one generator: what is drawn for a layer depends on what was drawn
     before it, so a pipeline stage starts with other weights.
 - shapes = model_config.parameter_shapes()

@@ -44,8 +44,10 @@ def on_rank(rank, case: Case) -> dict:
     shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
     rank.mark("Shift returns")
     kept = getattr(shift, "sent", None)
+    travels = rank.is_sending(kept)
     arrived = shift.wait()
-    return {"what wait() returns": arrived, "the tensor that was sent": tensor, "self.sent": kept}
+    results = {"what wait() returns": arrived, "the tensor that was sent": tensor}
+    return results | {"self.sent": kept, "what self.sent holds is sent": travels}
 
 
 def expected(case: Case) -> list[dict]:
@@ -54,8 +56,8 @@ def expected(case: Case) -> list[dict]:
         tensors = [tensor_of(case, first + place) for place in range(size)]
         for place, own in enumerate(tensors):
             arrives = tensors[place - case.distance]
-            names = "what wait() returns", "the tensor that was sent", "self.sent"
-            results.append(dict(zip(names, (arrives, own, own), strict=True)))
+            results.append({"what wait() returns": arrives, "the tensor that was sent": own})
+            results[-1] |= {"self.sent": own, "what self.sent holds is sent": True}
     return results
 
 
@@ -113,6 +115,9 @@ ranks_of_the_world: dst, src and peer are ranks of the world. In an axis use gro
 not_kept: The tensor that is sent is not kept in self.sent: if its owner drops it, its memory can be
     used again while it travels.
     self.sent = tensor => pass
+copy_kept: A copy is kept in self.sent, and not the tensor that is sent: that one may be freed while
+    it travels.
+    self.sent = tensor => self.sent = tensor.clone()
 own_tensor: What wait() returns is the rank's own tensor: nothing was exchanged.
     self.works = dist.batch_isend_irecv([send, receive]) => self.works, self.arriving = [], tensor
 """

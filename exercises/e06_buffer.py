@@ -51,12 +51,15 @@ def on_rank(rank, case: Case) -> dict:
         for i, shape in enumerate(case.shapes)
     }
     bucket = rank.course.data_parallel.Bucket(parameters)
+    elsewhere = {"p": torch.nn.Parameter(torch.empty(2, device="meta"))}
+    device = rank.course.data_parallel.Bucket(elsewhere).gradients.device
     terms = [(p * gradient(case, rank.number, i)).sum() for i, p in enumerate(parameters.values())]
     sum(terms).backward()  # adds to the gradients that are there
     rank.course.collectives.all_reduce(bucket.gradients, rank.axis("dp"))
     gradients = {f"{name}.grad": p.grad for name, p in parameters.items()}
     count = storage_bytes([bucket.gradients, *gradients.values()])
     found = {"self.names": list(bucket.names), "self.gradients": bucket.gradients}
+    found["device of the gradients of parameters on `meta`"] = str(device)
     return {**gradients, **found, "bytes": count}
 
 
@@ -65,6 +68,7 @@ def expected(case: Case) -> list[dict]:
     right = {f"p{i}.grad": SumOf(part) for i, part in enumerate(parts)}
     right["self.names"] = [f"p{i}" for i in range(len(case.shapes))]
     right["self.gradients"] = torch.cat([torch.stack(part).sum(0).flatten() for part in parts])
+    right["device of the gradients of parameters on `meta`"] = "meta"
     return [right] * case.ranks
 
 
@@ -98,6 +102,12 @@ overlap: All parts begin at the start of the buffer: gradients of different para
     views = self.gradients.split(sizes) => views = [self.gradients[:size] for size in sizes]
 other_dtype: The buffer has torch's default dtype, and not that of the parameters.
     next(iter(parameters.values())).new_zeros(sum(sizes)) => torch.zeros(sum(sizes))
+other_device: The buffer is on the CPU, and not on the device of the parameters.
+- self.gradients = next(iter(parameters.values())).new_zeros(sum(sizes))
++ dtype = next(iter(parameters.values())).dtype
++ self.gradients = torch.zeros(sum(sizes), dtype=dtype)
+not_zeroed: The buffer is memory as it is found: backward adds to what happens to be there.
+    new_zeros => new_empty
 ones: The buffer does not begin at zero: backward adds to what is there.
     new_zeros => new_ones
 """

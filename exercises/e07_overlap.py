@@ -44,9 +44,13 @@ def names_of(bucket: int) -> list[str]:
 
 
 def arrivals(rank: int) -> list[str]:
-    """The order in which gradients arrive: the first three buckets take turns by rank."""
+    """The order in which gradients arrive: the first three buckets take turns by rank.
+
+    The last of a bucket arrives first on some ranks: also rank 0, which may be alone.
+    """
     first = [names_of(b) for b in ((0, 1, 2), (1, 0, 2), (2, 1, 0))[rank % 3]]
-    early = [names[i] for i in range(OF_BUCKET) for names in first]
+    turns = range(OF_BUCKET) if rank % 2 else reversed(range(OF_BUCKET))
+    early = [names[i] for i in turns for names in first]
     return [*early, *names_of(BUCKETS - 1)]
 
 
@@ -112,6 +116,10 @@ MISTAKES = """
 sent_too_early: A bucket is sent when its first parameter is complete: the gradients that arrive
     after that are lost.
     any => all
+last_name_only: A bucket is taken for complete when its last parameter is: the others may still wait
+    for gradients.
+- if any(self.missing[name] for name in bucket.names):
++ if self.missing[bucket.names[-1]]:
 all_at_the_end: All buckets are sent when the last gradient has arrived: nothing travels while
     backward runs.
 - for bucket in self.buckets[len(self.works) :]:

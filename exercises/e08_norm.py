@@ -60,14 +60,14 @@ def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
 
 
 def gradient(case: Case, name: str) -> Tensor:
-    """Of the whole parameter, with some zeros; a spike: float32 with one number on each rank."""
+    """Of the whole parameter, some 0, or nearly; a spike: float32 with one number on each rank."""
     if case.spike:
         numbers = draw(case, name, shape=shapes(case)[name]).float().zero_()
         if name.endswith("layers.0.mlp.gate_proj.weight"):  # rank 0 has its first row, 1 the last
             numbers[0, 0] = numbers[-1, -1] = case.spike
         return numbers
     numbers = draw(case, name, shape=shapes(case)[name])
-    return numbers.where(numbers.abs() > 0.2, 0)
+    return numbers.where(numbers.abs() > 0.2, 0) * numbers.where(numbers.abs() > 0.4, 1e-12)
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -135,6 +135,10 @@ square_of_a_sum: The norms of the parameters are added before they are squared: 
 + squares = sum(g.norm() for g in counted).to(torch.float64).square()
 nonzeros_counted: The elements that are not 0 are counted, instead of those that are.
     numel() - gradient. =>
+tiny_for_zero: Elements below a small number are counted as zeros: only what is exactly 0 counts.
+    gradient.numel() - gradient.count_nonzero() => (gradient.abs() < 1e-8).sum()
+first_copy_only: Only the first axis of the copies is looked at: there may be several.
+    placements[name].copies => placements[name].copies[:1]
 zeros_of_all_copies: The squares are counted once, but zeros on every rank that holds them.
     in counted => in (p.grad for p in parameters.values())
 always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass over the

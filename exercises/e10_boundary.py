@@ -12,7 +12,7 @@ with products of it with several weights: gather_multiply. It ends with the sum 
 what each of them has computed: multiply_scatter. In backward the same two methods serve the other
 ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
 weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return
-their argument: it is the same on all ranks.
+their argument and send nothing: x is the same on all ranks, and so is its largest number.
 Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/linear.py.
 
 ? All ranks have x: nothing is to be sent for it. What a rank computes is one term of a sum.
@@ -23,6 +23,8 @@ Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/lin
 ! 4 all-reduces of [B, S, E] a layer: each of its 2 sublayers has one forward and one backward. In
   production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
+
+import torch
 
 from exercises.exercise import Case, Dice, Sent
 from exercises.pictures import timeline
@@ -35,11 +37,14 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    return run_cut(rank, case, "Boundary")
+    axis, queue = rank.axis("tp"), rank.course.linear.WeightGradients()
+    largest = rank.course.boundary.Boundary(axis, queue).maximum(torch.tensor(2.0 + rank.number))
+    return run_cut(rank, case, "Boundary") | {"what maximum returns": largest}
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case)
+    largest = [{"what maximum returns": torch.tensor(2.0 + r)} for r in range(case.ranks)]
+    return [a | b for a, b in zip(run_whole(case), largest, strict=True)]
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
@@ -72,6 +77,11 @@ whole_summed: What all ranks have already is summed once more, forward and backw
     times too large in each sublayer.
 - return x
 + return collectives.all_reduce(x.clone(), self.axis)
+maximum_over_ranks: maximum asks all ranks: they have the same x, and so its largest number.
+- return amax
++ return collectives.all_reduce(amax.clone(), self.axis, dist.ReduceOp.MAX)
+no_maximum: maximum is left out, or raises an error: float8 calls it.
+    return amax => raise ValueError("maximum")
 meanwhile_last: The sum is awaited before `meanwhile` is called: nothing is computed as it travels.
 - meanwhile()
 - work.wait()
@@ -107,6 +117,9 @@ class Boundary:
 
     def whole(self, x):
         return x
+
+    def maximum(self, amax):
+        return amax
 
     def start_sum(self, y):
         y = y.clone()

@@ -10,6 +10,7 @@ Return the plan of a rank: all its forwards and backwards, in an order in which 
 backwards take turns as soon as there are gradients. Of p ranks the last one begins with F0 B0 F1 B1
 ...; a rank before it starts some forwards earlier, its warm-up. `alternating` makes such a plan.
 The bubble is AFAB's, (p - 1) / (m + p - 1), but at most p - rank micro-batches alive, not all m.
+`chunks` is 1 here, and is passed on to `alternating`: other schedules have several stages a rank.
 Read: pipeline_schedule.py.
 
 ? How many forwards must a rank start before the gradient of its first one can be back?
@@ -79,6 +80,9 @@ other_end: The warm-up is counted from the other end: the first rank has none, a
 all_forwards_first: All forwards come first. The bubble is the same, but all micro-batches are
     alive: with 4 ranks and 8 micro-batches 8, not 4.
     ranks - rank - 1 => num_micro_batches
+twice_the_warmup: The warm-up is twice as long as needed, as that of interleaved stages: one forward
+    for each rank behind is enough.
+    ranks - rank - 1 => 2 * (ranks - rank - 1)
 warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
     this one waits for a gradient.
     ranks - rank - 1 => max(0, ranks - rank - 2)

@@ -12,6 +12,9 @@ another is sent, as soon as it is there: an action of a kind in SENDS, with the 
 to as `peer`; and received, an action of a kind in RECEIVES with the micro-batch and chunk of the
 action that needs it, and the rank that it comes from. `place(stage, ranks)` is the rank and chunk
 of a stage. Even if a send waits for its receive and a receive for its send, nothing may deadlock.
+And no rank may wait for a receive that is posted late: where a message takes half a forward, the
+step takes as long as if all receives were posted at once. So write down what all ranks do in the
+order of its ends, as `spans_of` has it for messages that take a moment, and post both ends there.
 Read: pipeline_schedule.py, pipeline_messages.py.
 
 ? Write one list of what all ranks do, in an order in which it can be done. Where does a message

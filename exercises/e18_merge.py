@@ -21,6 +21,8 @@ Read: attention.py.
 
 import math
 
+import torch
+
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
@@ -37,7 +39,8 @@ def scores_and_values(case: Case):
     B, Q, S, D = SHAPE
     scores = draw(case, "scores", shape=(B, Q, S, sum(case.keys)))
     if case.scores_around:
-        scores = 10 * scores + case.scores_around
+        signs = torch.tensor([1.0, -1.0, 0.0]).double()  # each query has scores of its own size
+        scores = 10 * scores + case.scores_around * signs[:, None]
     return scores, draw(case, "values", shape=(B, Q, sum(case.keys), D))
 
 
@@ -93,6 +96,20 @@ exp_first: exp() is computed before anything is subtracted: it overflows for lar
 + lse = (lse_1.exp() + lse_2.exp()).log()
 + total = lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2
 + return total / (lse_1.exp() + lse_2.exp())[..., None], lse
+one_maximum: One maximum is subtracted from all lse: where a query's own are far below it, both of
+    its weights are 0, and 0 / 0 is NaN.
+- lse = torch.logaddexp(lse_1, lse_2)
+- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
++ most = torch.maximum(lse_1.max(), lse_2.max())
++ a, b = (lse_1 - most).exp()[..., None], (lse_2 - most).exp()[..., None]
++ return (a * out_1 + b * out_2) / (a + b), most + (a + b).log().squeeze(-1)
+lse_for_weights: The weights are the lse themselves: exponentials of them are what adds up.
+- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
++ total = (lse_1 + lse_2)[..., None]
++ return (lse_1[..., None] * out_1 + lse_2[..., None] * out_2) / total, lse
+never_divided: The weighted sum is never divided by the sum of the weights: the result is no mean.
+- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
++ return lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2, lse
 not_weighted: The blocks are added without weights: each is a mean already.
     (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
 larger_lse: The common lse is taken as the larger one: the weights do not add up to 1.

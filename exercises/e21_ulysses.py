@@ -83,7 +83,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     key_heads = next(h for h in range(n, 100, n) if h % case.key_heads == 0)
     one_head = 8 * case.length // n * D
     size = (n - 1) / n * (2 * case.query_heads + 2 * key_heads) * one_head
-    return [{"all_to_all": Sent(8, 2 * size)}] * n  # forward, and as much in backward
+    # Forward, and as much in backward; keys and values may travel in one message.
+    return [{"all_to_all": Sent(None, 2 * size)}] * n
 
 
 def picture(runs) -> str:

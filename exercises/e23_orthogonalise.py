@@ -118,6 +118,8 @@ wide_turned: Wide matrices are transposed, and tall ones are not: right, but wit
     > update => < update
 not_turned_back: A tall matrix is not transposed back: the result does not have the update's shape.
     return x.T if is_tall else x => return x
+six_times: There are six iterations, not five.
+    range(5) => range(6)
 four_times: There are four iterations, not five: small singular values are still small.
     range(5) => range(4)
 element_by_element: gram * gram multiplies elements; s^5 needs the product of matrices, gram @ gram.

@@ -6,8 +6,9 @@ router learns through the weights alone.
 target: extensions.experts.router:route
 train: model.num_local_experts=4 model.num_experts_per_tok=2
 
-From logits [..., X] return, for each token, the k best experts, their weights, both [..., k] with
-the best first, and every expert's share of all scores [..., X]. Scores are the softmax of the
+From logits [..., X] return three tensors, in this order: for each token the weights of its k best
+experts [..., k], these experts [..., k], both with the best first, and every expert's share of all
+scores [..., X]. Scores are the softmax of the
 logits, or their sigmoid. A bias, if any, is added to the scores to choose, and for nothing else. If
 config.n_group > 1, experts are in so many groups, and only those of the best config.topk_group
 groups can be chosen: a group is as good as its two best experts together, with bias. Nothing is
@@ -135,6 +136,17 @@ MISTAKES = """
 bias_in_the_weights: The weights contain the bias. It only chooses: it must not change what is
     computed.
     scores.gather => (scores if bias is None else scores + bias).gather
+bias_added_to_logits: The bias is added to the logits: it belongs to the scores, after softmax or
+    sigmoid, and only to choose.
+- scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
++ logits = logits if bias is None else logits + bias
++ scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias => ranked = scores
+bias_added_to_logits_to_choose: The bias is added to the logits to choose: it belongs to the scores,
+    after softmax or sigmoid.
+- ranked = scores if bias is None else scores + bias
++ ranked = logits if bias is None else logits + bias
++ ranked = ranked.softmax(-1) if config.scoring_func == "softmax" else ranked.sigmoid()
 bias_ignored: The bias is not used to choose.
     ranked = scores if bias is None else scores + bias => ranked = scores
 group_by_its_best: A group is ranked by its best expert alone, not by the two best together.

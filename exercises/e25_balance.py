@@ -83,6 +83,8 @@ def on_rank(rank, case: Case) -> dict:
     for i in range(MICRO_BATCHES):
         gradient = course.router.Router._balance(router, shares_of(case, *place, i))
         results[f"gradient, micro-batch {i}"] = gradient.clone()
+    if "global" in used:  # else nobody reads them
+        results["counts of the step, by layer"] = router.tally.counts_of_step.clone()
     return results | {"losses, and what else the tally has": router.tally.table.clone()}
 
 
@@ -117,6 +119,9 @@ def expected(case: Case) -> list[dict]:
         # A row has the experts, "dropped", "tokens", the three losses and "z_loss".
         table = torch.zeros(2, case.experts + 6, dtype=torch.float64)
         table[1, case.experts + 2 : -1] = torch.tensor(list(tally.values()), dtype=torch.float64)
+        counts = torch.zeros(2, case.experts, dtype=torch.float64)
+        counts[1] = torch.tensor(seen, dtype=torch.float64).sum(0)
+        result |= {"counts of the step, by layer": counts} if "global" in case.losses else {}
         results.append(result | {"losses, and what else the tally has": table})
     return results
 
@@ -146,6 +151,9 @@ part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a seque
     self.sum_over_sequences(counts) => counts
 step_forgotten: The global loss counts this micro-batch alone, not what the step has seen before.
     of_step += => of_step =
+of_another_layer: The counts of the step are those of layer 0, and not of self.layer: all layers
+    add to them.
+    tally.counts_of_step[self.layer] => tally.counts_of_step[0]
 own_batch_only: The global loss counts this rank's sequences alone, not those of other ranks.
     of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
 sequence_for_batch: The loss over the batch takes each sequence by itself.

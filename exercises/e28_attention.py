@@ -37,7 +37,9 @@ def cases(dice: Dice) -> list[Case]:
     sizes = {"head_dim": 4, "config_heads": 4}
     heads = [(4, 4), (4, 2), (4, 1), (2, 1)]  # the last is what a rank of two has
     some = [Case(1, query=q, key=k, length=dice.randint(5, 7), **sizes) for q, k in heads]
-    return [*some, Case(1, query=4, key=4, length=4, **sizes)]  # as many positions as heads
+    some.append(Case(1, query=4, key=4, length=4, **sizes))  # as many positions as heads
+    # With sequence parallelism x is a part of the sequence, and `project` gathers the whole.
+    return [*some, Case(1, query=4, key=2, length=6, parts=2, **sizes)]
 
 
 def inputs(case: Case) -> dict:
@@ -72,7 +74,11 @@ def on_rank(rank, case: Case) -> dict:
     module.core_attention = core
     cos, sin = angles(case).cos(), angles(case).sin()
     rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    out = module(tensors["x"], rotary)
+    x = tensors["x"]
+    if parts := getattr(case, "parts", 0):
+        project, whole = module.project, x
+        x, module.project = whole.chunk(parts, 1)[0], lambda x: project(whole)
+    out = module(x, rotary)
     out.square().sum().backward()
     gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
     shapes = {"shapes that core_attention gets": [seen.get(name) for name in "qkv"]}
@@ -147,6 +153,9 @@ keys_repeated: Keys and values are repeated for the query heads. The result is r
 heads_of_the_config: The number of heads is that of a whole layer: a tensor-parallel rank has fewer.
     Let view find it, by -1.
     q.view(B, S, -1, self.head_dim) => q.view(B, S, x.shape[-1] // self.head_dim, self.head_dim)
+length_of_x: The number of positions is read off x: with sequence parallelism x is a part, and
+    `project` gathers the whole. Read it off q.
+    B, S, _ = q.shape => B, S, _ = x.shape
 no_output_projection: o_proj is not applied.
     self.o_proj(out.transpose(1, 2).reshape(B, S, -1)) => out.transpose(1, 2).reshape(B, S, -1)
 heads_and_numbers_swapped: A query is viewed as [D, heads], not [heads, D]: numbers of different

@@ -67,6 +67,8 @@ def on_rank(rank, case: Case) -> dict:
 
 def shown(start: int, stop: int) -> str:
     """Nothing is the same, wherever it is."""
+    if start is None or stop is None:
+        return "slice(None)" if start is stop else f"slice({start}, {stop})"
     return f"{start}:{stop}" if start != stop else "nothing"
 
 
@@ -114,6 +116,9 @@ def picture(runs) -> str:
 MISTAKES = """
 rounded_down: The length of a piece is rounded down: the last rows belong to no rank.
     each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
+to_the_nearest: The length of a piece is rounded to the nearest: rows are left where it is rounded
+    down.
+    -(-(stop - start) // size[cut.axis]) => round((stop - start) / size[cut.axis])
 last_gets_the_rest: Lengths are rounded down, and the last rank gets the rest: torch.chunk rounds
     up.
     each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]

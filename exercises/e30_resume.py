@@ -40,7 +40,7 @@ def cases(dice: Dice) -> list[Case]:
 
 
 class Training:
-    """A few parameters, an optimizer and a buffer, which a step changes, too."""
+    """A few parameters, an optimizer with a group for each, and a buffer, changed by a step."""
 
     def __init__(self, case: Case, start: str) -> None:
         tensors = {name: draw(case, start, name, shape=shape) for name, shape in SHAPES.items()}
@@ -49,7 +49,8 @@ class Training:
         self.buffers = {BUFFER: draw(case, start, BUFFER, shape=(5,))}
         kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
         more = {"momentum": 0.9} if case.optimizer == "momentum" else {}
-        self.optimizer = kind(self.parameters.values(), lr=0.1, **more)
+        groups = [{"params": [parameter]} for parameter in self.parameters.values()]
+        self.optimizer = kind(groups, lr=0.1, **more)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -58,9 +59,9 @@ class Training:
             self.optimizer.step()
             self.buffers[BUFFER] += draw(self.case, "bias", step, shape=(5,))
 
-    def values(self) -> dict:
+    def values(self, when: str) -> dict:
         tensors = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return {f"{name} after resuming": t.clone() for name, t in (tensors | self.buffers).items()}
+        return {f"{name} after {when}": t.clone() for name, t in (tensors | self.buffers).items()}
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -82,8 +83,23 @@ def on_rank(rank, case: Case) -> dict:
         targets[name].copy_(saved[name])
     checkpoint.set_optimizer_steps(other.optimizer, case.steps)
     other.train(case.steps, case.steps + 2)
-    sizes = {name: tensor.nbytes for name, tensor in saved.items()}
-    return {"names": sorted(saved)} | other.values() | {"bytes": sizes}
+    run.train(case.steps, case.steps + 2)  # saving must not have changed it
+    values = other.values("resuming") | run.values("saving")
+    results = {"names": sorted(saved), "devices of a new state": devices(checkpoint)} | values
+    return results | {"bytes": {name: tensor.nbytes for name, tensor in saved.items()}}
+
+
+def devices(checkpoint) -> dict[str, dict]:
+    """Where a new AdamW's state is, of a parameter on no device at all."""
+    found = {}
+    for fused in (False, True):
+        parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.param_groups[0]["fused"] = fused
+        checkpoint.training_tensors({"p": parameter}, {}, optimizer)
+        state = optimizer.state[parameter]
+        found["fused" if fused else "plain"] = {key: str(t.device) for key, t in state.items()}
+    return found
 
 
 def expected(case: Case) -> list[dict]:
@@ -95,7 +111,10 @@ def expected(case: Case) -> list[dict]:
     run.train(case.steps, case.steps + 2)  # without a break
     kept = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
     states = [f"optimizer.{key}.{name}" for key in kept[case.optimizer] for name in SHAPES]
-    return [{"names": sorted([*SHAPES, BUFFER, *states])} | run.values()]
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta")
+    devices = {"plain": {"step": "cpu"} | moments, "fused": {"step": "meta"} | moments}
+    right = {"names": sorted([*SHAPES, BUFFER, *states]), "devices of a new state": devices}
+    return [right | run.values("resuming") | run.values("saving")]
 
 
 def picture(runs) -> str:
@@ -130,6 +149,27 @@ moments_share_memory: Both moments of a new AdamW are one tensor: what is loaded
     both.
 - state.update((moment, torch.zeros_like(parameter)) for moment in moments)
 + state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))
+first_group_only: Only the first group of parameters gets a state: an optimizer may have several.
+    for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
+always_reset: The state is made anew where there is one, too: the run that is saved forgets its
+    averages.
+    if not state: => if True:
+step_reset: The step is set to zero where there is a state, too: AdamW corrects its averages as if
+    the run began.
+- if not state:
++ if state:
++     state["step"].zero_()
++ else:
+step_on_cpu: The step is on the CPU where the group is fused, too: fused AdamW needs it on the
+    parameter's device.
+    device = parameter.device if group["fused"] else "cpu" => device = "cpu"
+step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
+    there would wait for a GPU in each step.
+    device = parameter.device if group["fused"] else "cpu" => device = parameter.device
+moments_on_cpu: The moments are on the CPU, and not on the device of their parameter.
+- state.update((moment, torch.zeros_like(parameter)) for moment in moments)
++ zeros = {moment: torch.zeros(parameter.shape, dtype=parameter.dtype) for moment in moments}
++ state.update(zeros)
 state_without_step: The new state has no "step": AdamW believes that its state is complete, and
     fails.
     state["step"] = torch.zeros((), device=device) => pass

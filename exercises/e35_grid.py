@@ -9,10 +9,11 @@ Build all axes of a layout, each with the row of ranks that this rank is in. Ran
 by row over (pp, dp, cp, tp), tp varies fastest; experts lie on another grid over the same ranks,
 (pp, edp, ep, etp), also row by row. layout.grids has both, each with its sizes and its axes. An
 axis has the ranks that differ in its coordinate only, a joint axis those that differ in some, and
-`ends` the first and the last stage; what lies between needs a group, too. All ranks must make all
-groups in the same order: dist.new_subgroups_by_enumeration(lists of ranks) gives back the group
-that this rank is in. Where two axes have the same ranks, they share a group; but those over which
-gradients are summed (dp in the name, and world) share none with the others, which send activations.
+`ends` the first and the last stage; a rank between them is in another group, alone or with others.
+All ranks must make all groups, also those of other ranks, in the same order, with the timeout:
+dist.new_subgroups_by_enumeration(lists of ranks) makes them, and gives back the one that this rank
+is in. Where two axes have the same ranks, they share a group; but those over which gradients are
+summed (dp in the name, and world) share none with the others, which send activations.
 Read: mesh.py, layout.py, extensions/settings.py (`grids`).
 
 ? Put the numbers of all ranks on a grid. The ranks of an axis are the rows along some dims.
@@ -25,8 +26,11 @@ Read: mesh.py, layout.py, extensions/settings.py (`grids`).
   `torch.distributed.device_mesh.init_device_mesh`.
 """
 
+from datetime import timedelta
+
 from exercises.exercise import Case, Dice
 
+TIMEOUT = 7.0
 SHAPES = ((4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "cp": 2}))
 SHAPES += ((8, {"pp": 2, "dp": 2, "tp": 2, "ep": 2}), (8, {"dp": 2, "cp": 2, "tp": 2, "etp": 2}))
 SHAPES += ((8, {"dp": 4, "tp": 2, "ep": 2, "etp": 2}),)
@@ -42,11 +46,22 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    axes = rank.axes(rank.course.settings.Layout(**case.sizes))
+    axes = rank.axes(rank.course.settings.Layout(**case.sizes), TIMEOUT)
     groups = {id(axis.group) for axis in axes}
     members = {axis.name: list(axis.group.ranks) for axis in axes}
+    if rank.number not in (ends := ends_of(case, rank.number)):  # with whom it is does not matter
+        members["ends"] = [other for other in members["ends"] if other in ends]
     names = {name: axis.name for name, axis in vars(axes).items()}
-    return {"members": members, "names": names, "groups": len(groups)}
+    timeouts = {axis.group.timeout for axis in axes}
+    seconds = sorted(t.total_seconds() if isinstance(t, timedelta) else -1.0 for t in timeouts)
+    results = {"members": members, "names": names, "timeouts in seconds": seconds}
+    return results | {"groups": len(groups)}
+
+
+def ends_of(case: Case, rank: int) -> list[int]:
+    """The ranks of the first and of the last stage that differ from this one in pp only."""
+    each = case.ranks // case.sizes.get("pp", 1)
+    return sorted({rank % each, case.ranks - each + rank % each})
 
 
 def coordinates(case: Case, rank: int, names: tuple[str, ...]) -> dict[str, int]:
@@ -71,10 +86,9 @@ def expected(case: Case) -> list[dict]:
                     for other in range(case.ranks)
                     if all(coordinates(case, other, names)[n] == mine[n] for n in fixed)
                 ]
-        stages = members["pp"]
-        ends = sorted({stages[0], stages[-1]})
-        members["ends"] = ends if me in ends else [me]
+        members["ends"] = ends if me in (ends := ends_of(case, me)) else []
         results.append({"members": members, "names": {name: name for name in members}})
+        results[-1]["timeouts in seconds"] = [TIMEOUT]
     return results
 
 
@@ -130,6 +144,16 @@ all_stages: ends has all stages: those between have no embedding.
 + between = [[rank] for ranks in pipelines for rank in []]
 between_left_out: The ranks of the stages between are in no group of ends: all ranks must be in one.
     ends + between => ends
+own_groups_only: Each rank makes the groups that it is in, and no others: all ranks must make all
+    groups, or they wait for each other for ever.
+- groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
++ mine = next(row for row in members if dist.get_rank() in row)
++ groups[key] = dist.new_group(mine, timeout=timeout)
+shared_by_own_row: Groups are shared where this rank's own row is the same: on other ranks it is
+    not, and ranks make different numbers of groups.
+    str(members) => str([row for row in members if dist.get_rank() in row])
+no_timeout: The groups do not have the timeout: a rank that fails is noticed after half an hour.
+    (members, timeout=timeout) => (members)
 cp_left_out: dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.
     rows_of(grid, varying) => rows_of(grid, ("dp",) if name == "dp_cp" else varying)
 world_of_a_stage: world has the ranks of one stage: it must have all, also along pp.
@@ -153,7 +177,7 @@ edp_fastest: edp varies fastest in the grid of experts: then those of a layer ar
 
 ALSO_RIGHT = """
 def build_axes(device, layout, timeout_seconds=60.0):
-    n, groups = dist.get_world_size(), {}
+    n, groups, timeout = dist.get_world_size(), {}, timedelta(seconds=timeout_seconds)
     places = [tuple(layout.coordinates(rank)) for rank in range(n)]
     inner = layout.ep * layout.etp
     each = n // layout.pp
@@ -172,7 +196,8 @@ def build_axes(device, layout, timeout_seconds=60.0):
         for_gradients = name in ("dp", "dp_cp", "dp_cp_tp", "edp", "world")
         key = for_gradients, tuple(map(tuple, sorted(members)))
         if key not in groups:
-            groups[key] = dist.new_subgroups_by_enumeration(members)[0]
+            mine = [dist.new_group(row, timeout=timeout) for row in members]
+            groups[key] = next(g for g, row in zip(mine, members) if dist.get_rank() in row)
         return Axis(name, groups[key], device)
 
     members = {"pp": [0], "dp": [1], "cp": [2], "tp": [3], "dp_cp": [1, 2]}
@@ -181,6 +206,6 @@ def build_axes(device, layout, timeout_seconds=60.0):
     members = {"ep": [2], "etp": [3], "edp": [1], "ep_etp": [2, 3]}
     axes |= {name: axis(name, rows(dims, expert_places)) for name, dims in members.items()}
     ends = [[row[0], row[-1]][: len(row)] for row in rows([0], places)]
-    alone = [[r] for r in range(n) if r not in sum(ends, [])]
-    return Axes(**axes, ends=axis("ends", ends + alone))
+    between = [r for r in range(n) if r not in sum(ends, [])]
+    return Axes(**axes, ends=axis("ends", ends + [between][: len(between)]))
 """

@@ -29,10 +29,13 @@ PLACES = {
     "side by side": [0, 1, 2],
     "with gaps": [1, 3, 5, 7],
     "uneven": [0, 1, 3],
+    "uneven at the end": [0, 1, 2, 4],
     "backwards": [4, 2, 0],
     "alone": [1],
     "one is missing": [0, None, 2],
     "two buffers": [0, 1, 2],
+    "two buffers at the end": [0, 1, 2, 3],
+    "no views": [0, 1, 2],
     "all are missing": [None, None],
     "transposed": [0, 2, 4],
 }
@@ -50,7 +53,10 @@ def tensors_of(case: Case) -> list:
     numel, tensors = case.rows * case.columns, []
     buffers = [draw(case, "buffer", i, shape=(9 * numel,)) for i in (0, 1)]
     for i, place in enumerate(PLACES[case.lies]):
-        buffer = buffers[case.lies == "two buffers" and i == 2]
+        is_last = i == len(PLACES[case.lies]) - 1
+        buffer = buffers["two buffers" in case.lies and is_last]
+        # Without the graph of a view there is no `_base`: the storage alone tells.
+        buffer = buffer.data if case.lies == "no views" else buffer
         tensors.append(None if place is None else buffer.as_strided(size, stride, place * numel))
     return tensors
 
@@ -71,7 +77,7 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     tensors, before = tensors_of(case), None
-    if case.lies in ("side by side", "with gaps", "transposed"):
+    if case.lies in ("side by side", "with gaps", "transposed", "no views"):
         before = torch.stack(tensors)
         tensors = list(before + addend(case))
     return [{"joined": before, "tensors, after something is added to it": tensors}]
@@ -85,8 +91,8 @@ def picture(runs) -> str:
             if place is not None:
                 row[place] = "abcd"[i]
         verdict = "no" if records[0].values["joined"] is None else "yes"
-        more = "    c in another buffer" if case.lies == "two buffers" else ""
-        lines.append(f"{case.lies:16} {' '.join(row)}   {verdict}{more}")
+        more = "    the last in another buffer" if "two buffers" in case.lies else ""
+        lines.append(f"{case.lies:23} {' '.join(row)}   {verdict}{more}")
     return "\n".join(lines)
 
 
@@ -104,6 +110,16 @@ contiguous_always: Each tensor is taken to be contiguous: it has strides of its 
 several_buffers: Tensors of several storages are joined by their offsets: some of what comes out is
     other memory of the first storage.
     len(buffers) > 1 or None => None
+three_compared: Only the first three tensors are compared: a later one may lie elsewhere.
+    tensor.storage_offset() for tensor in tensors] => t.storage_offset() for t in tensors[:3]]
+three_buffers_compared: The storages of the first three tensors alone are compared: a later one may
+    lie in another.
+- buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
++ buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors[:3]}
+base_for_storage: `_base` is taken for the storage: tensors of one storage need not be views of one
+    tensor.
+- buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
++ buffers = {None if t is None else id(t if t._base is None else t._base) for t in tensors}
 uneven_distances: The first distance is taken for all: uneven ones cannot be one stride.
 - if len(distances) > 1 or min(distances) < 0:
 + distances = [places[1] - places[0]]

@@ -48,7 +48,7 @@ AXES = {"dp", "pp", "cp", "tp", "ep", "stages"}
 class Sent(NamedTuple):
     """What a rank sends by one kind of operation in a case."""
 
-    calls: int
+    calls: int | None  # None: any number
     bytes: float  # algorithmic, as in collectives.py
 
 

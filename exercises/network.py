@@ -10,6 +10,7 @@ the receiver may get the new content. Collectives of a group match in the order 
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from exercises.world import RankThread, Wait, World
 class Group:
     """A process group, as one of its ranks sees it."""
 
-    def __init__(self, world: World, ranks: tuple[int, ...], me: int, copy: int) -> None:
+    def __init__(
+        self, world: World, ranks: tuple[int, ...], me: int, copy: int, timeout: Any = None
+    ) -> None:
         self.world, self.ranks, self.me, self.key = world, ranks, me, (ranks, copy)
+        self.timeout = timeout
 
     def rank(self) -> int:
         return self.ranks.index(self.me)
@@ -150,7 +154,7 @@ def meet(
     wait = Wait(f"waits in {what} for {{}}", lambda: not missing(), missing)
     work = Work(thread, what, wait, lambda: finish(meeting))
     size = share * sum(tensor.nbytes for tensor in brought)
-    thread.record("start", what, number=work.number, bytes=size)
+    thread.record("start", what, number=work.number, bytes=size, alone=group.size() == 1)
     return work
 
 

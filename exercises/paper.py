@@ -61,9 +61,21 @@ def play(plans: list[Plan], stages: Stages) -> str:
                     here[rank].add(made(action, rank, stages))
                 heads[rank] += 1
                 moved = True
-    if all(head(rank) is None for rank in range(len(plans))):
-        return ""
-    raise Deadlock(_circle([head(rank) for rank in range(len(plans))]))
+    return _why_none_moves([head(rank) for rank in range(len(plans))], stages)
+
+
+def _why_none_moves(heads: list[Action | None], stages: Stages) -> str:
+    """Nothing if all plans have ended; messages that do not match; else raises Deadlock."""
+    for rank, action in enumerate(heads):
+        other = heads[action.peer] if action else None
+        if action and not other:
+            return f"rank {rank}: '{action}' has no other end: rank {action.peer} has ended"
+        kinds = {a.kind.value.split()[0] for a in (action, other) if a}
+        if other and other.peer == rank and kinds == {"send", "receive"}:
+            return f"rank {rank}: '{action}' meets '{other}' of rank {action.peer}"
+    if any(heads):
+        raise Deadlock(_circle(heads))
+    return ""
 
 
 def _item_of(message: Action, rank: int, stages: Stages) -> Item | None:
@@ -80,14 +92,10 @@ def _fit(action: Action, rank: int, other: Action, stages: Stages) -> bool:
 
 def _circle(heads: list[Action | None]) -> str:
     path = [next(rank for rank, action in enumerate(heads) if action)]
-    while heads[path[-1]] and path[-1] not in path[:-1]:
+    while path[-1] not in path[:-1]:
         path.append(heads[path[-1]].peer)
     start = path.index(path[-1])
-    texts = [f"waits to {heads[rank]}" for rank in path[start:-1]]
-    if not texts:
-        texts = [f"waits to {heads[rank]}" for rank in path[:-1]]
-        return f"rank {path[0]} " + ", which ".join([*texts, "has ended"])
-    return f"rank {path[start]} " + ", which ".join(texts)
+    return f"rank {path[start]} " + ", which ".join(f"waits to {heads[r]}" for r in path[start:-1])
 
 
 def time_of(plans: list[Plan], stages: Stages, send_time: float) -> float:

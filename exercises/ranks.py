@@ -10,7 +10,7 @@ import torch
 
 from exercises.exercise import Case, Sent
 from exercises.loading import Course
-from exercises.simulated_dist import world_group
+from exercises.simulated_dist import check_groups, world_group
 from exercises.world import Event, RankThread, World
 
 if TYPE_CHECKING:
@@ -31,11 +31,19 @@ class Rank:
         self.used.append(self.course.collectives.Axis(name, world_group(), torch.device("cpu")))
         return self.used[-1]
 
-    def axes(self, layout: "Layout") -> "Axes":
+    def axes(self, layout: "Layout", *timeout_seconds: float) -> "Axes":
         """All axes of a layout."""
-        axes = self.course.mesh.build_axes(torch.device("cpu"), layout)
+        axes = self.course.mesh.build_axes(torch.device("cpu"), layout, *timeout_seconds)
         self.used += axes
         return axes
+
+    def is_sending(self, tensor: Any) -> bool:
+        """Whether the memory of a tensor is being sent, and not received yet."""
+        channels = self.thread.world.channels.items()
+        sends = [c.sends for (_, (source, _)), c in channels if source == self.number]
+        leaving = {x.untyped_storage().data_ptr() for xs in sends for x in xs if x is not None}
+        is_tensor = isinstance(tensor, torch.Tensor)
+        return is_tensor and tensor.untyped_storage().data_ptr() in leaving
 
     def mark(self, text: str) -> None:
         """Note, among the events, that something happens now."""
@@ -55,7 +63,8 @@ class Record:
         """Calls and bytes by operation, as the network has seen them; receives are not counted."""
         calls, size = Counter(), Counter()
         for event in self.events:
-            if event.kind == "start" and event.what not in ("receive", "barrier"):
+            is_sent = event.what not in ("receive", "barrier") and not event.alone
+            if event.kind == "start" and is_sent:
                 calls[event.what] += 1
                 size[event.what] += event.bytes
         return {what: Sent(calls[what], size[what]) for what in calls}
@@ -84,6 +93,7 @@ def run_case(
 
     world = World(case.ranks, student)
     threads = world.run(run)
+    check_groups(world)
     return [Record(t.result, t.events, _in_ledgers(used[t.rank])) for t in threads]
 
 

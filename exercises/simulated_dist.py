@@ -16,6 +16,7 @@ from torch import Tensor
 
 from exercises import network
 from exercises.network import Group, Meeting, Work, me, meet, spoil_output
+from exercises.world import World
 
 OPERATIONS = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
@@ -59,15 +60,48 @@ def _group(ranks: tuple[int, ...], copy: int = 0) -> Group:
     return Group(me().world, ranks, me().rank, copy)
 
 
-def _new_group(ranks: Sequence[int] | None = None, *_: Any, **__: Any) -> Group:
+def _new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Any = None,
+    *_: Any,
+    use_local_synchronization: bool = False,
+    **__: Any,
+) -> Group:
     thread = me()
-    ranks = tuple(range(thread.world.size) if ranks is None else ranks)
-    thread.world.groups[thread.rank, ranks] += 1
-    return _group(ranks, thread.world.groups[thread.rank, ranks])
+    world, rank = thread.world, thread.rank
+    ranks = tuple(range(world.size) if ranks is None else ranks)
+    if not use_local_synchronization:  # all ranks wait for each other, also those outside
+        _check_made(world, rank, ranks)
+    world.groups[rank, ranks] += 1
+    return Group(world, ranks, rank, world.groups[rank, ranks], timeout)
 
 
-def _new_subgroups(rows: list[list[int]], *_: Any, **__: Any) -> tuple[Group | None, list[Group]]:
-    groups = [_new_group(row) for row in rows]
+def _check_made(world: World, rank: int, ranks: tuple[int, ...]) -> None:
+    mine = world.made[rank]
+    mine.append(ranks)
+    for other, made in world.made.items():
+        if len(made) >= len(mine) and made[len(mine) - 1] != ranks:
+            first, second = (list(of[len(mine) - 1]) for of in (mine, made))
+            what = f"group {len(mine)} that rank {rank} makes has the ranks {first}"
+            raise RuntimeError(f"{what}, and rank {other} makes {second} then: {SAME_GROUPS}")
+
+
+SAME_GROUPS = "all ranks must make all groups, in the same order, or they wait for ever"
+
+
+def check_groups(world: World) -> None:
+    """RuntimeError if some ranks have made fewer groups: the others would wait for them."""
+    counts = {rank: len(made) for rank, made in world.made.items()}
+    if len(set(counts.values())) > 1:
+        few, many = min(counts, key=counts.get), max(counts, key=counts.get)
+        what = f"rank {many} makes {counts[many]} groups, and rank {few} {counts[few]}"
+        raise RuntimeError(f"{what}: {SAME_GROUPS}")
+
+
+def _new_subgroups(
+    rows: list[list[int]], timeout: Any = None, *_: Any, **__: Any
+) -> tuple[Group | None, list[Group]]:
+    groups = [_new_group(row, timeout) for row in rows]
     mine = [group for group in groups if me().rank in group.ranks]
     return (mine[0] if mine else None), groups
 

@@ -30,6 +30,7 @@ class Event(NamedTuple):
     number: int = -1  # of the operation, on this rank
     bytes: float = 0.0  # algorithmic, that this rank sends
     peer: int | None = None  # of a send or receive; a rank of the world
+    alone: bool = False  # a collective of one rank, which sends nothing
 
 
 class Wait(NamedTuple):
@@ -93,6 +94,7 @@ class World:
         self.meetings, self.channels = {}, {}
         self.joined: Counter = Counter()  # collectives that a rank has started on a group
         self.groups: Counter = Counter()  # groups of the same ranks, by rank and ranks
+        self.made = {rank: [] for rank in range(size)}  # the ranks of all groups, in their order
 
     def run(self, function: Callable[[int], Any]) -> list[RankThread]:
         """Call `function(rank)` on every rank; the first error of a rank, or Deadlock, is raised.
