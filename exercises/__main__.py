@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, function, about in COMMANDS:
         added[name] = commands.add_parser(name, help=about, description=about)
         added[name].set_defaults(function=function)
-        if name not in ("list", "grade"):
+        if name not in ("list", "grade", "handout"):
             what = name if name in ("hunt", "design") else "exercise"
             added[name].add_argument("number", type=int, help=f"of the {what}")
     for name in ("check", "grade"):
@@ -43,6 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     option("--exercises", type=int, nargs="+", default=[], metavar="N", help="default: all")
     option("--wrap", default="", metavar="COMMAND", help="put before each check: a container")
     option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
+    option = added["handout"].add_argument
+    option("folder", type=Path, help="what to write: outside of this one, and new")
+    option("--exercises", type=int, nargs="+", default=[], metavar="N", help="default: all")
     given = parser.parse_args(arguments or ["list"])
     try:
         return given.function(given)
@@ -156,6 +159,13 @@ def grade_all(given: argparse.Namespace) -> int:
     return 0
 
 
+def hand_out(given: argparse.Namespace) -> int:
+    from exercises.handout import handout
+
+    print(*handout(given.folder, given.exercises), sep="\n")
+    return 0
+
+
 COMMANDS = [
     ("list", show_list, "the exercises, and which are solved"),
     ("start", start, "write a file to begin with"),
@@ -165,6 +175,7 @@ COMMANDS = [
     ("train", train, "the real training with your version in it"),
     ("hunt", hunts.command, "a course with one wrong statement: find it from its symptoms"),
     ("design", design, "a task without a single right answer: three marks by measurement"),
+    ("handout", hand_out, "write the tree for a class: without answers"),
     ("grade", grade_all, "check the files of a class"),
 ]
 

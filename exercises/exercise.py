@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from exercises.sealed import text_of
+
 if TYPE_CHECKING:  # torch takes seconds to import, and the list of exercises does not need it
     from torch import Tensor
 
@@ -109,7 +111,7 @@ class Exercise:
     order: Callable[..., str | None] | None
 
     def __init__(self, path: Path) -> None:
-        self.stem, tree = path.stem, ast.parse(path.read_text())
+        self.stem, tree = path.stem, ast.parse(text_of(path))
         number, _, self.name = path.stem.partition("_")
         self.number = int(number[1:])
         about, _, sheet = ast.get_docstring(tree).partition("\n\ntarget: ")

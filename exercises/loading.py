@@ -22,6 +22,7 @@ from typing import Any
 
 from exercises import source
 from exercises.exercise import Exercise
+from exercises.sealed import text_of
 
 FUNCTION = "_replacement"  # what the changed module calls to get the student's definition
 Watch = Callable[[Any], Any]  # a definition -> one that does the same, and is watched
@@ -101,7 +102,7 @@ def imported_by(file: Path, fill: Callable[[ModuleType], None]) -> Iterator[None
 
 def edited(file: Path, old: str, new: str) -> contextlib.AbstractContextManager[None]:
     """Within, a file is imported with a text, which it has once, replaced."""
-    text = file.read_text()
+    text = text_of(file)
     assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times, not once"
     code = compile(text.replace(old, new), str(file), "exec")
     return imported_by(file, lambda module: exec(code, module.__dict__))

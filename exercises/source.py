@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.exercise import FOLDER, GATES, Exercise
+from exercises.sealed import text_of
 
 COURSE = FOLDER.parent / "picotron_min"
 NOT_WRITTEN = "raise NotImplementedError"
@@ -45,9 +46,10 @@ def course_file(exercise: Exercise) -> Path:
     return COURSE.parent / f"{exercise.source_module.replace('.', '/')}.py"
 
 
-def find(exercise: Exercise) -> Target:
+def find(exercise: Exercise, as_handed_out: bool = False) -> Target:
+    """The target, whole; or as a student's tree has it, where other bodies may be missing, too."""
     path = course_file(exercise)
-    source = path.read_text()
+    source = path.read_text() if as_handed_out else text_of(path)
     tree = ast.parse(source)
     node = lookup(tree, exercise.qualified_name)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -81,19 +83,21 @@ def starter(exercise: Exercise) -> str:
     comment += [f"It replaces {exercise.qualified_name} in {read}. Gates: {gates}.", ""]
     comment += [f"    python -m exercises check {exercise.number:02}"]
     header = "\n".join(f"# {line}".rstrip() for line in comment)
-    return f"{header}\n\n{_imports(exercise, target)}\n\n{_emptied(target)}"
+    return f"{header}\n\n{_imports(exercise, target)}\n\n{emptied(target)}"
 
 
 def reading(exercise: Exercise) -> str:
     """The file of the target, without the solution."""
-    target = find(exercise)
+    target = find(exercise, as_handed_out=True)
     lines = target.path.read_text().splitlines()
-    emptied = textwrap.indent(_emptied(target), " " * target.node.col_offset).splitlines()
-    lines[target.first - 1 : target.node.end_lineno] = emptied
+    margin = " " * target.node.col_offset
+    lines[target.first - 1 : target.node.end_lineno] = [
+        textwrap.indent(emptied(target), margin).rstrip()
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _emptied(target: Target) -> str:
+def emptied(target: Target) -> str:
     node, lines = ast.parse(target.text).body[0], target.text.splitlines()
     # A function within a function goes with the body of the outer one.
     members = [n for n in getattr(node, "body", ()) if isinstance(n, ast.FunctionDef)]

@@ -1,0 +1,135 @@
+"""The tree that a class gets: without answers and without history, and what the teacher keeps.
+
+    python -m exercises handout FOLDER --exercises 2 5 10
+
+FOLDER              the course; bodies of the chosen functions raise NotImplementedError
+FOLDER.teacher.md   solutions, known mistakes, the hunts, answers to the course's questions
+"""
+
+import ast
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from exercises.exercise import FOLDER, Exercise, files, load
+from exercises.sealed import FILE, ROOT, lines_in, pack, sealed, shared_lines, without_answers
+from exercises.source import COURSE, NOT_WRITTEN, emptied, find
+
+KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README.md", "LICENSE"]
+KEPT += [".gitignore", "CITATION.cff"]
+FOLDERS = ["picotron_min", "docs", "tests", "benchmarks"]
+FOR_TEACHERS = ["docs/teaching.md", "docs/answers.md", "docs/students.md", "docs/assistants.md"]
+# A page of the handout -> the page that it is here.
+FOR_STUDENTS = {"docs/teaching.md": "docs/students.md", "AGENTS.md": "docs/assistants.md"}
+
+
+def handout(folder: Path, numbers: list[int]) -> list[str]:
+    """Write the tree and the teacher's file; returns lines to print."""
+    if sealed():
+        raise ValueError("this tree is itself a handout: make others from the whole course")
+    teacher = folder.parent / f"{folder.name}.teacher.md"
+    for path in (folder, teacher):
+        if path.exists():
+            raise ValueError(f"{path} is there already: name a new folder")
+    if folder.resolve().is_relative_to(ROOT):
+        raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
+    chosen = [load(number) for number in numbers or files()]
+    folder.mkdir(parents=True)
+    for path in _kept(chosen):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    for name, source in FOR_STUDENTS.items():
+        shutil.copyfile(ROOT / source, folder / name)
+    changed = _without_bodies(chosen)
+    (folder / FILE.relative_to(ROOT)).write_text(pack({n: (ROOT / n).read_text() for n in changed}))
+    for name, text in changed.items():
+        (folder / name).write_text(text)
+    teacher.write_text("\n".join(_for_teacher(chosen)))
+    left_out, shown = _leaks(folder, chosen)
+    lines = [f"{len(chosen)} exercises in {folder}: give this folder to the class"]
+    lines += [f"answers in {teacher}: keep it, with your whole course, which grades"]
+    lines += [f"left out, since lines of a body are in it: {name}" for name in left_out]
+    lines += [f"{name} still has: {line}" for name, line in shown]
+    packed = "packed, not secret: whoever unpacks it can read the answers"
+    return [*lines, f"exercises/{FILE.name} has what the checker needs of them, {packed}"]
+
+
+def _kept(chosen: list[Exercise]) -> Iterator[Path]:
+    """What is copied: named one by one, since a course's folder may have marks in it."""
+    yield from (ROOT / name for name in KEPT)
+    for name in FOLDERS:
+        for path in sorted((ROOT / name).rglob("*")):
+            is_ours = path.is_file() and path.suffix != ".pyc" and path.parent.name != "exercises"
+            if is_ours and path.relative_to(ROOT).as_posix() not in FOR_TEACHERS:
+                yield path
+    # Not the other exercises, nor what somebody has written for them.
+    own = re.compile(r"e?\d|design_\d|hunt_\d")
+    yield from (path for path in sorted(FOLDER.glob("*.py")) if not own.match(path.name))
+    yield from (files()[exercise.number] for exercise in chosen)
+
+
+def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
+    """The texts that a handout has instead of the course's, by file."""
+    texts, targets = {}, [(find(exercise), exercise) for exercise in chosen]
+    # From the end of a file to its beginning, so that the lines of those before stay right.
+    for target, exercise in sorted(targets, key=lambda pair: -pair[0].first):
+        name = target.path.relative_to(ROOT).as_posix()
+        lines = texts.get(name, target.path.read_text()).splitlines()
+        what = f"exercise {exercise.number:02}, {exercise.qualified_name}, is yours to write"
+        body = emptied(target).replace(NOT_WRITTEN, f'{NOT_WRITTEN}("{what}")')
+        margin = " " * target.node.col_offset
+        lines[target.first - 1 : target.node.end_lineno] = [
+            f"{margin}{line}".rstrip() for line in body.splitlines()
+        ]
+        texts[name] = "\n".join(lines) + "\n"
+    for path in (*(files()[e.number] for e in chosen), FOLDER / "hunts.py"):
+        texts[path.relative_to(ROOT).as_posix()] = without_answers(path.read_text())
+    return texts
+
+
+def bodies(chosen: list[Exercise]) -> set[str]:
+    """Lines of the solutions that a student's tree does not show."""
+    targets = [find(exercise) for exercise in chosen]
+    hidden = set().union(*(lines_in(t.text) - lines_in(emptied(t)) for t in targets))
+    return {line for line in hidden if not line.startswith(("#", "def ", "class "))}
+
+
+def _leaks(folder: Path, chosen: list[Exercise]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Removes tests that have lines of a body; returns them, and what other files still show."""
+    left_out, shown, hidden = [], [], bodies(chosen)
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in (".py", ".md"):
+            continue
+        name = path.relative_to(folder).as_posix()
+        found = shared_lines(hidden, path.read_text())
+        if found and name.startswith("tests/"):
+            left_out.append(name)
+            path.unlink()
+        else:
+            shown += [(name, line) for line in found]
+    return left_out, shown
+
+
+def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
+    from exercises.hunts import HUNTS
+
+    yield "# For the teacher: answers\n\nKeep this file. Students' trees have none of it.\n"
+    yield (ROOT / "docs/answers.md").read_text().partition("\n")[2]
+    yield "## Hunts\n"
+    for number, hunt in HUNTS.items():
+        yield f"{number}. {hunt.file}: {hunt.found}\n\n{_block(f'- {hunt.old}', f'+ {hunt.new}')}"
+    for exercise in chosen:
+        target = find(exercise)
+        file = target.path.relative_to(COURSE)
+        yield f"## {exercise.title}\n\n{exercise.qualified_name}, {file}\n"
+        yield f"{_block(target.text)}\nAlso right:\n\n{_block(exercise.also_right)}"
+        yield "Known mistakes, each with its edits:\n"
+        for node in ast.parse(files()[exercise.number].read_text()).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MISTAKES":
+                yield _block(node.value.value)
+
+
+def _block(*texts: str) -> str:
+    return "\n".join(["```", *(text.strip("\n") for text in texts), "```\n"])
