@@ -10,12 +10,13 @@ Write the step of AdamW. For each parameter of each group: count the step; m <- 
 v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both moments, which rounds
 them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
 an average of t steps from the first on. First multiply the parameter by 1 - lr * weight_decay, then
-subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph.
+subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph. A loop over the parameters is right;
+the course takes lists of them, self.chunks(group["params"]), so that a GPU starts fewer kernels.
 Read: extensions/optimizers/adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
 
 ? Count, read both moments wide, change them, store them, decay, update.
 ? self.param_groups, group["params"], ["lr"], ["betas"], ["weight_decay"]; lerp_, addcmul_, copy_,
-  addcdiv_.
+  addcdiv_; or torch._foreach_lerp_, ... of lists.
 ? moment.to(gradient.dtype) is a wide copy, and moment.copy_(wide) rounds it. The mean's correction,
   1 - b1^t, divides the rate; the other one, under its root, divides sqrt(v).
 ! 4 bytes a parameter for both moments instead of 8; with b2 = 0.999 a stored v would never fall. In
@@ -103,69 +104,72 @@ def picture(runs) -> str:
 
 MISTAKES = """
 mean_not_corrected: The mean is not divided by 1 - b1^t: the first updates are far too small.
-    value=-lr / (1 - beta1**steps) => value=-lr
+    -lr / (1 - beta1**steps) => -lr
 square_not_corrected: v is not divided by 1 - b2^t: the first updates are too large.
-    .div_(math.sqrt(1 - beta2**steps)) =>
+    math.sqrt(1 - beta2**steps) => 1.0
 nothing_corrected: The moments are not divided by 1 - b^t: they begin at 0, and are too small at
     first.
-    .div_(math.sqrt(1 - beta2**steps)) =>
-    value=-lr / (1 - beta1**steps) => value=-lr
+    math.sqrt(1 - beta2**steps) => 1.0
+    -lr / (1 - beta1**steps) => -lr
 steps_from_zero: The step is read before it is counted: the first correction divides by 1 - b^0 = 0.
-- state["step"] += 1
-- steps = state["step"].item()
-+ steps = state["step"].item()
-+ state["step"] += 1
+    counts[0].item() => counts[0].item() - 1
 steps_from_zero_in_tensors: The step is read before it is counted: the first correction divides by 1
     - b^0 = 0. A tensor divided by 0 raises no error.
-- state["step"] += 1
-- steps = state["step"].item()
-+ steps = state["step"].item()
-+ state["step"] += 1
-    mean, spread, value=-lr / (1 - beta1**steps) => mean / (1 - beta1**steps), spread, value=-lr
+- steps = counts[0].item()
++ steps = counts[0].item() - 1
++ mean_correction = torch.tensor(1 - beta1**steps)
+    mean, square, -lr / (1 - beta1**steps) => [m / mean_correction for m in mean], square, -lr
 step_not_stored: state["step"] does not grow: all corrections are those of the first step.
-- state["step"] += 1
-- steps = state["step"].item()
-+ steps = state["step"].item() + 1
+    torch._foreach_add_(counts, 1) => counts = torch._foreach_add(counts, 1)
 decay_in_gradient: The decay is added to the gradient, as in Adam with L2: AdamW takes it off the
     weight, so that v does not divide it.
-- steps = state["step"].item()
-+ steps = state["step"].item()
-+ gradient = gradient + group["weight_decay"] * parameter
-    parameter.mul_(1 - lr * group["weight_decay"]) => pass
+- steps = counts[0].item()
++ steps = counts[0].item()
++ gradients = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
+    torch._foreach_mul_(weights, 1 - lr * group["weight_decay"]) => pass
 decay_without_rate: The weight loses its weight_decay-th part in each step: it must be times lr.
     lr * group => group
 no_decay: Weights do not decay.
-    parameter.mul_(1 - lr * group["weight_decay"]) => pass
+    torch._foreach_mul_(weights, 1 - lr * group["weight_decay"]) => pass
 decay_last: The decay comes after the update, and takes a part of that, too.
-- parameter.mul_(1 - lr * group["weight_decay"])
-- parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))
-+ parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))
-+ parameter.mul_(1 - lr * group["weight_decay"])
+- torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+- torch._foreach_addcdiv_(weights, mean, square, -lr / (1 - beta1**steps))
++ torch._foreach_addcdiv_(weights, mean, square, -lr / (1 - beta1**steps))
++ torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
 first_group_for_all: All parameters have the settings of the first group: each group has its own lr
     and weight_decay.
     group["lr"] => self.param_groups[0]["lr"]
     group["weight_decay"] => self.param_groups[0]["weight_decay"]
 not_in_place: The weights do not change: `p = p - ...` makes a new tensor. Change p in place.
-    parameter.mul_(1 => parameter = parameter * (1
+    torch._foreach_mul_(weights, => weights = torch._foreach_mul(weights,
 eps_in_root: 1e-8 is added to v, under the root: it counts 10^4 times as much where v is small.
-    sqrt().div_(math.sqrt(1 - beta2**steps)).add_(1e-8) => div_(1 - beta2**steps).add_(1e-8).sqrt()
+- torch._foreach_sqrt_(square)
+- torch._foreach_div_(square, math.sqrt(1 - beta2**steps))
+- torch._foreach_add_(square, 1e-8)
++ torch._foreach_div_(square, 1 - beta2**steps)
++ torch._foreach_add_(square, 1e-8)
++ torch._foreach_sqrt_(square)
 rounded_before_use: The update uses the moments as they are stored, in three digits: round only what
     is kept.
-    spread = square.sqrt() => spread = state["exp_avg_sq"].to(gradient.dtype).sqrt()
-    mean, spread => state["exp_avg"].to(gradient.dtype), spread
+- torch._foreach_sqrt_(square)
++ mean, square = (wide_copies(narrow, gradients) for narrow in (means, squares))
++ torch._foreach_sqrt_(square)
 rounded_twice: v is multiplied by b2 in bfloat16, and rounded there, before anything is added.
-- square = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2)
-+ square = (state["exp_avg_sq"] * beta2).to(gradient.dtype)
+- torch._foreach_mul_(square, beta2)
++ square = wide_copies(torch._foreach_mul(squares, beta2), gradients)
 square_not_stored: v is not stored: each step begins with that of the first, which is 0.
-    state["exp_avg_sq"].copy_(square) => pass
+    torch._foreach_copy_(squares, square) => pass
 stored_wide: The moments are stored in the gradient's dtype: they need as much memory as ever.
-    ["exp_avg_sq"].copy_(square) => ["exp_avg"], state["exp_avg_sq"] = mean.clone(), square.clone()
+- torch._foreach_copy_(squares, square)
++ for parameter, new_mean, new_square in zip(group["params"], mean, square):
++     state = self.state[parameter]
++     state["exp_avg"], state["exp_avg_sq"] = new_mean.clone(), new_square.clone()
 betas_swapped: The betas are swapped: b1 is for the mean, b2 for the square.
     (beta1, beta2) => (beta2, beta1)
 not_squared: v is a mean of gradients, not of their squares: its root may be NaN.
-    square.addcmul_(gradient, gradient, value=1 - beta2) => square.add_(gradient, alpha=1 - beta2)
+    addcmul_(square, gradients, gradients, 1 - beta2) => add_(square, gradients, alpha=1 - beta2)
 uphill: The update is added: the loss grows.
-    value=-lr => value=lr
+    square, -lr / => square, lr /
 """
 
 ALSO_RIGHT = """

@@ -1,6 +1,8 @@
 """AdamW with bfloat16 moments: torch's updates but for rounding, half the state, and its trap."""
 
 import math
+import weakref
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -8,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min.extensions.optimizers import adamw
-from picotron_min.extensions.optimizers.adamw import NarrowAdamW
+from picotron_min.extensions.optimizers.adamw import CHUNKS, NarrowAdamW
 from picotron_min.runtime.config import Config, ConfigError
 from tests.assembled import assert_same, whole_run
 from tests.core import test_checkpoint
@@ -48,6 +51,80 @@ def test_with_wide_moments_updates_are_torchs():
 def test_rounding_changes_updates_by_less_than_a_hundredth():
     begin, ours, theirs = updated(wide, 0), updated(narrow, 100), updated(wide, 100)
     assert 0 < (ours - theirs).norm() < 0.01 * (theirs - begin).norm()
+
+
+class PlainAdamW(NarrowAdamW):
+    """The same, one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                gradient, state = parameter.grad, self.state[parameter]
+                state["step"] += 1
+                steps = state["step"].item()
+                mean = state["exp_avg"].to(gradient.dtype).lerp_(gradient, 1 - beta1)
+                square = state["exp_avg_sq"].to(gradient.dtype).mul_(beta2)
+                square.addcmul_(gradient, gradient, value=1 - beta2)
+                state["exp_avg"].copy_(mean)
+                state["exp_avg_sq"].copy_(square)
+                spread = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(1e-8)
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1**steps))
+
+
+class Watched(TorchDispatchMode):
+    """Counts operations that compute, and the most bytes of new tensors at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.bytes, self.peak = Counter(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result, name = function(*args, **(kwargs or {})), str(function)
+        if "empty" in name or "_to_copy" in name or name.startswith("aten.sqrt."):
+            self.bytes += result.nbytes
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(result, self.freed, result.nbytes)
+        if not any(word in name for word in ("view", "split", "empty", "profiler")):
+            self.operations[name] += 1
+        return result
+
+    def freed(self, num_bytes: int) -> None:
+        self.bytes -= num_bytes
+
+
+SHAPES = [(40, 30), (16, 16), (7, 3), (5, 300), (33,), (500,), (2,)]
+
+
+# With 512: 1200 in three, the last with 16 x 16 and 7 x 3; 1500 in three; 33; 500 and 2.
+@pytest.mark.parametrize("most,num_chunks", [(512, 3 + 3 + 2), (CHUNKS["cpu"], 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_of_few_operations_has_the_bits_of_a_loop(dtype, most, num_chunks):
+    results, watched = [], []
+    for kind in (PlainAdamW, NarrowAdamW):
+        generator = torch.Generator().manual_seed(0)
+        draw = partial(torch.randn, generator=generator, dtype=dtype)
+        parameters = [nn.Parameter(draw(shape)) for shape in SHAPES]
+        groups = [{"params": parameters[:4], "weight_decay": 0.1}]
+        groups.append({"params": parameters[4:], "weight_decay": 0.0})
+        optimizer = kind([*groups, {"params": [], "weight_decay": 0.0}], 0.01, (0.9, 0.95))
+        for step in range(4):
+            for parameter in parameters:
+                parameter.grad = 0.1**step * draw(parameter.shape)
+            with Watched() as mode, mock.patch.dict(adamw.CHUNKS, cpu=most):
+                optimizer.step()
+        states = [optimizer.state[p] for p in parameters]
+        kept = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step")]
+        results.append([p.detach() for p in parameters] + kept)
+        watched.append(mode)
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(ours, plain)
+    plain, ours = watched
+    assert ours.operations.total() == 13 * num_chunks + 2  # one of the 13 reads the steps
+    assert plain.operations.total() == 14 * len(SHAPES)
+    assert ours.peak <= 2 * most * dtype.itemsize
 
 
 def frozen(beta2: float) -> float:
