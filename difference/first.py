@@ -1,0 +1,131 @@
+"""First: all that the ranks have noted, beside the right run, and the first of it that is wrong.
+
+The order is that of the right run: phases, then tensors as it computed them, step after step. One
+tolerance serves all: in float64 right layouts differ by 1e-12 of a tensor's largest number at most
+(AdamW's weights), and the rounding of float32 is 3e-8.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from difference.places import Here, Indices, here, of_activation, of_parameter, take
+from difference.records import PHASES, Key
+from difference.runs import RankRun
+from difference.tiny import Trial
+from difference.whole import Whole
+
+TOLERANCE = 1e-9  # of the whole tensor's largest number
+
+
+class Compared(NamedTuple):
+    """A tensor of a rank, beside what it should be."""
+
+    key: Key
+    at: Here
+    got: Tensor | None  # None: the rank has never computed it
+    right: Tensor
+    indices: Indices  # of the right whole
+    error: float  # of the whole tensor's largest number
+    ran: list[str]
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= TOLERANCE  # NaN is wrong
+
+
+class Found(NamedTuple):
+    """What comes first among all that is wrong."""
+
+    wrong: list[Compared]  # the same tensor on several ranks, or in several micro-batches
+    num_right: int  # tensors before it, on all ranks
+    others: list[Compared]  # also wrong, in the same phase and step
+    num_wrong: int
+
+
+def compare(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
+    """Every record of every rank, in the order in which the ranks wrote them."""
+    found, layout = [], trial.layout
+    shapes = trial.model_config.parameter_shapes()
+    for rank, run in enumerate(runs):
+        at, parameters = here(rank, layout), {}
+        for record in run.records:
+            key, note = record.key, record.note
+            if key.phase == "initial":
+                parameters[key.name] = note
+            if key.phase == "built":
+                right = torch.tensor([at.pp, at.dp, at.cp, at.tp])
+                found.append(_compared(record, at, right, right, [range(4)]))
+                continue
+            right, indices = whole.get(key), []
+            if key.name == "loss" and key.phase == "forward":
+                lines = of_activation("targets", right.shape, at, layout)
+                right = whole_of = take(right, lines).sum()
+            elif right is None:
+                continue  # it has no tap in the right run: an extension's own
+            elif key.phase in ("forward", "backward"):
+                indices = of_activation(key.name, right.shape, at, layout)
+                whole_of, right = right, take(right, indices)
+            elif (name := key.name.split(" of ")[-1]) in shapes:
+                indices = of_parameter(name, right.shape, at, layout, parameters[name])
+                whole_of, right = right, take(right, indices)
+            else:
+                whole_of = right
+            found.append(_compared(record, at, whole_of, right, indices))
+    return found + _missing(trial, whole, runs)
+
+
+def _compared(record, at: Here, whole: Tensor, right: Tensor, indices: Indices) -> Compared:
+    got, error = record.tensor, float("inf")
+    if got.shape == right.shape:
+        largest = whole.abs().max() if whole.numel() else torch.tensor(1.0)
+        difference = (got - right).abs()
+        error = float(difference.max() / largest.clamp(min=1e-300)) if got.numel() else 0.0
+        error = 0.0 if not difference.any() else error  # both may be zero
+    return Compared(record.key, at, got, right, indices, error, record.ran)
+
+
+def _missing(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
+    """What a rank has never computed though it has computed what comes later."""
+    found, order = [], order_of(whole)
+    for rank, run in enumerate(runs):
+        at, seen = here(rank, trial.layout), {record.key for record in run.records}
+        if not seen:
+            continue
+        last = max((order.get(key, (0,)) for key in seen), default=(0,))
+        names = {(key.phase, key.name) for key in seen if key.phase == "forward"}
+        names |= {("backward", name) for _, name in names if not name.endswith(".input")}
+        for key in whole:
+            if key.phase not in ("forward", "backward") or key.dp != at.dp:
+                continue
+            is_mine = (key.phase, key.name) in names and key not in seen
+            if is_mine and order[key] < last:
+                found.append(Compared(key, at, None, whole[key], [], float("inf"), []))
+    return found
+
+
+def order_of(whole: Whole) -> dict[Key, tuple]:
+    """Step, phase, and place in the right run; equal for the micro-batches of a tensor."""
+    places: dict[tuple, int] = {}
+    for key in whole:
+        places.setdefault((key.phase, key.name), len(places))
+    return {
+        key: (key.step, PHASES.index(key.phase), places[key.phase, key.name])
+        for key in whole
+        if key.phase in PHASES
+    }
+
+
+def first(compared: list[Compared], whole: Whole) -> Found | None:
+    """None if nothing is wrong."""
+    order = order_of(whole)
+    wrong = [one for one in compared if one.is_wrong]
+    if not wrong:
+        return None
+    at = {id(one): order.get(one.key, (0, 0, 0)) for one in compared}
+    least = min(at[id(one)] for one in wrong)
+    mine = [one for one in wrong if at[id(one)] == least]
+    others = [one for one in wrong if at[id(one)][:2] == least[:2] and at[id(one)] > least]
+    num_right = sum(at[id(one)] < least for one in compared)
+    return Found(mine, num_right, others, len(wrong))

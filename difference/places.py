@@ -1,0 +1,90 @@
+"""Places: which part of a whole tensor each rank should have.
+
+Written apart from the code that is checked, on purpose: nothing here asks a placement table, a mesh
+or a context-parallel module. (Two exceptions: rows that sharding gives a rank, and the cuts of
+parameters that a new extension has added, are the run's own.)
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from picotron_min.extensions.settings import Layout
+
+Indices = list[Sequence[int]]  # for each dim of the whole, those that a rank has
+OUT, IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+class Here(NamedTuple):
+    """A rank's coordinates."""
+
+    rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    etp: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}"
+
+
+def here(rank: int, layout: Layout) -> Here:
+    stage, inner = divmod(rank, layout.dp * layout.cp * layout.tp)
+    grid = inner // (layout.cp * layout.tp), inner // layout.tp % layout.cp, inner % layout.tp
+    return Here(rank, stage, *grid, inner // layout.etp % layout.ep, inner % layout.etp)
+
+
+def positions(at: Here, layout: Layout, length: int) -> list[int]:
+    """Of a sequence, those that a context-parallel rank has."""
+    if layout.cp_engine == "ulysses" or layout.cp == 1:
+        each = length // layout.cp
+        return [*range(at.cp * each, (at.cp + 1) * each)]
+    half, last = length // (2 * layout.cp), 2 * layout.cp - 1 - at.cp  # zigzag: early, late
+    return [*range(at.cp * half, (at.cp + 1) * half), *range(last * half, (last + 1) * half)]
+
+
+def chunk(indices: Sequence[int], rank: int, size: int) -> Sequence[int]:
+    """Pieces whose length is rounded up: 10 over 4 ranks gives 3, 3, 3 and 1."""
+    each = -(-len(indices) // size)
+    return indices[rank * each : (rank + 1) * each]
+
+
+def of_activation(name: str, shape: Sequence[int], at: Here, layout: Layout) -> Indices:
+    """The part of a tensor of a whole micro-batch, by its tap's name."""
+    indices, last = [range(n) for n in shape], name.removesuffix(".input").split(".")[-1]
+    dim = 2 if "core_attention" in name else 1
+    indices[dim] = positions(at, layout, shape[dim])
+    if ".core_attention" in name:
+        indices[1] = chunk(indices[1], at.tp, layout.tp)
+    elif last in OUT + IN:
+        indices[2] = chunk(indices[2], at.tp, layout.tp)
+    elif name.endswith((".gate.experts", ".gate.weights")) or (
+        layout.sequence_parallel and name not in ("tokens", "targets")
+    ):  # a router never sees a token twice
+        indices[1] = chunk(indices[1], at.tp, layout.tp)
+    return indices
+
+
+def of_parameter(name: str, shape: Sequence[int], at: Here, layout: Layout, note: dict) -> Indices:
+    """The part of a parameter, gradient or moment; `note` is the rank's, of this parameter."""
+    indices, module = [range(n) for n in shape], name.removesuffix(".weight").split(".")[-1]
+    rank, size = (at.etp, layout.etp) if ".experts." in name else (at.tp, layout.tp)
+    if module in OUT or module in ("embed_tokens", "lm_head"):
+        indices[0] = chunk(indices[0], rank, size)
+    elif module in IN:
+        indices[1] = chunk(indices[1], rank, size)
+    elif note["is_new"]:
+        indices = [range(*pair) for pair in note["cut"]]
+    if note["rows"]:
+        indices[0] = indices[0][slice(*note["rows"])]
+    return indices
+
+
+def take(whole: Tensor, indices: Indices) -> Tensor:
+    for dim, of_dim in enumerate(indices):
+        if len(of_dim) < whole.shape[dim]:
+            whole = whole[(slice(None),) * dim + ([*of_dim],)]
+    return whole

@@ -1,0 +1,249 @@
+"""Runs: the layout's own run, in forked processes over gloo; each writes a file of what it sees.
+
+Nothing is gathered by messages, which could be what is wrong. A rank that dies leaves its records.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import train
+from difference.places import here
+from difference.records import Key, Record, Writer, read
+from difference.taps import ROOT, Profile, attach
+from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
+from picotron_min import data_parallel, layout
+from picotron_min.context_parallel import POSITIONS
+from picotron_min.extensions.build import build_model, open_batches
+from picotron_min.initialise import initialise
+from picotron_min.mesh import build_axes
+from picotron_min.pipeline_schedule import Action, Kind
+from picotron_min.placement import part
+from picotron_min.runtime.failures import GLOO
+from picotron_min.runtime.launch import listen_on_loopback
+
+SILENCE = 20.0  # seconds without a record of any rank, after which all are stopped
+GRACE = 3.0  # seconds in which the other ranks may end by themselves after one has failed
+
+
+class RankRun(NamedTuple):
+    records: list[Record]
+    problem: str = ""  # how it ended, if not well
+    stack: tuple[str, ...] = ()  # where it was, the innermost call first
+    failed_at: float = 0.0
+    lost_another: bool = False  # it only waited for a rank that had failed
+
+
+def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
+    """Train in the layout's processes; what each of them has noted, and how it ended."""
+    context, size = multiprocessing.get_context("fork"), trial.layout.world_size
+    listen_on_loopback()
+    files = [folder / f"rank{rank}" for rank in range(size)]
+    ranks = [
+        context.Process(target=_on_rank, args=(trial, text, folder, rank)) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        if hung := _wait(ranks, files):
+            for process in filter(BaseProcess.is_alive, ranks):
+                os.kill(process.pid, signal.SIGUSR1)  # it writes where it is: see _on_rank
+            time.sleep(0.3)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return [_outcome(file, p.exitcode, hung) for file, p in zip(files, ranks, strict=True)]
+
+
+def _wait(ranks: list, files: list[Path]) -> bool:
+    """Return when all have ended; True if some were silent for too long."""
+    written, since, failed = 0, time.monotonic(), None
+    while any(process.is_alive() for process in ranks):
+        time.sleep(0.02)
+        now, size = time.monotonic(), sum(f.stat().st_size for f in files if f.exists())
+        if size > written:
+            written, since = size, now
+        if failed is None and any(process.exitcode for process in ranks):
+            failed = now
+        if now - since > SILENCE:
+            return True
+        if failed and now - max(failed, since) > GRACE:
+            return False
+    return False
+
+
+def _outcome(file: Path, code: int, hung: bool) -> RankRun:
+    records = [*read(file)]
+    last = records[-1].note["time"] if records else 0.0
+    end = records.pop() if records and records[-1].key.phase in ("done", "failed") else None
+    if end and end.key.phase == "done":
+        return RankRun(records)
+    if end:
+        return RankRun(records, **end.note["failure"], failed_at=last)
+    if hung:
+        found = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack_file(file).read_text())
+        stack = [f"{short_path(path)}:{line} in {name}" for path, line, name in found]
+        what = f"it wrote nothing for {SILENCE:.0f} s, and was stopped"
+        return RankRun(records, what, tuple(_of_project(stack)), last)
+    if code == -signal.SIGKILL:
+        return RankRun(records, "it was killed", failed_at=last)
+    return RankRun(records, f"it ended with code {code}", failed_at=last)
+
+
+def stack_file(file: Path) -> Path:
+    return file.with_suffix(".stack")
+
+
+def short_path(path: str) -> str:
+    return str(Path(path).relative_to(ROOT)) if Path(path).is_relative_to(ROOT) else path
+
+
+def _of_project(stack: list[str]) -> list[str]:
+    """The innermost places in the project's own code."""
+    return [line for line in stack if not line.startswith(("/", "difference/", "<"))][:3]
+
+
+def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    file = folder / f"rank{rank}"
+    stack = stack_file(file).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    writer = Writer(file)
+    try:
+        store = dist.FileStore(str(folder / "store"), trial.layout.world_size)
+        timeout = timedelta(seconds=10 * SILENCE)  # the parent ends a hang, and earlier
+        kind = {"rank": rank, "world_size": trial.layout.world_size, "timeout": timeout}
+        dist.init_process_group("gloo", store=store, **kind)
+        Rank(trial, text, rank, writer).run()
+        writer.write(Key(0, "done", ""), torch.zeros(0))
+        dist.barrier()
+    except BaseException as error:
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        stack = [f"{short_path(f.filename)}:{f.lineno} in {f.name}" for f in frames]
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        is_lost = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
+        failure = {"problem": message, "stack": _of_project(stack), "lost_another": is_lost}
+        writer.write(Key(0, "failed", ""), torch.zeros(0), failure=failure)
+        os._exit(1)
+
+
+class Rank:
+    """One rank of the layout: train_step, unchanged, with taps."""
+
+    def __init__(self, trial: Trial, text: Text, rank: int, writer: Writer) -> None:
+        self.trial, self.writer, self.profile = trial, writer, Profile()
+        self.here, self.at, self.again = here(rank, trial.layout), Key(0, "", ""), False
+        # So that a tiny model, too, has several buckets and several stripes.
+        layout.STRIPE_ROWS["cpu"] = STRIPE_ROWS
+        if not isinstance(data_parallel.GradientBuckets, partial):
+            buckets = partial(data_parallel.GradientBuckets, bucket_bytes=BUCKET_BYTES)
+            data_parallel.GradientBuckets = buckets
+        config, w, size = trial.model_config, trial.workload, trial.layout
+        with self.profile:
+            axes, device = build_axes(torch.device("cpu"), size), torch.device("cpu")
+            batches = open_batches(
+                w,
+                text.ends,
+                text.tokens,
+                seq_length=w.seq_length,
+                seed=trial.seed,
+                micro_batch_size=w.micro_batch_size,
+                num_micro_batches=w.num_micro_batches,
+                dp_rank=axes.dp.rank,
+                dp_size=size.dp,
+                positions=POSITIONS[size.cp_engine](axes.cp.rank, size.cp, w.seq_length),
+            )
+            ranks = [axes[name].rank for name in ("pp", "dp", "cp", "tp")]
+            self.note("built", {"place in the mesh": torch.tensor(ranks)})
+            self.model = build_model(config, size, w, axes, device)
+            self.trained = train.build_run(self.model, trial.recipe, batches)
+            table, parameters = self.model.placements, self.model.parameters
+            initialise(parameters, config, trial.seed, table, axes)
+            self.model.weights_changed()
+        self.note("initial", {n: p.data for n, p in parameters.items()}, self._of_parameter)
+
+    def _of_parameter(self, name: str) -> dict:
+        """What places.py needs to know of a parameter."""
+        placement, axes = self.model.placements[name], self.model.axes
+        shape = self.trial.model_config.parameter_shapes()[name]
+        cut = part(shape, placement.cuts, axes.ranks, axes.sizes)
+        inner = [s.stop - s.start for s in cut]
+        rows = part(inner, placement.further, axes.ranks, axes.sizes)[0]
+        known = ("_proj", "norm", "embed_tokens", "lm_head", "gate", "shared_expert_gate")
+        return {
+            "cut": [(s.start, s.stop) for s in cut],
+            "rows": (rows.start, rows.stop) if placement.further else None,
+            "is_new": not name.removesuffix(".weight").endswith(known),
+        }
+
+    def note(self, phase: str, tensors: dict, of=lambda name: {}) -> None:
+        ran = self.profile.take()
+        for name, tensor in tensors.items():
+            key = self.at._replace(phase=phase, name=name)
+            self.writer.write(key, tensor, ran, **of(name))
+
+    def _tap(self, name: str, out: torch.Tensor, wants_gradient: bool) -> None:
+        at = self.at
+        self.note("forward", {name: out})
+
+        def note(gradient: torch.Tensor) -> None:
+            key = at._replace(phase="backward", name=name)
+            self.writer.write(key, gradient, self.profile.take())
+
+        if wants_gradient and out.requires_grad and not self.again:
+            out.register_hook(note)
+
+    @contextlib.contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        self.at = self.at._replace(micro_batch=action.micro_batch, dp=self.here.dp)
+        self.again = action.kind is not Kind.FORWARD  # recomputed, in a backward
+        yield
+
+    def run(self) -> None:
+        for chunk in self.model.pipeline.chunks:
+            attach(chunk.model, self._tap)
+        for gradients in self.model.gradients:
+            gradients.scale = partial(self._before_scale, gradients.scale)
+        with self.profile:
+            for step in range(self.trial.steps):
+                self._step(step)
+
+    def _before_scale(self, scale, factor: float) -> None:
+        if not self.is_scaled:
+            self.is_scaled = True
+            self.at = Key(self.at.step, "", "")
+            self.note("summed gradient", self._gradients())
+        scale(factor)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad for name, p in self.model.parameters.items()}
+
+    def _step(self, step: int) -> None:
+        self.at, self.is_scaled = Key(step, "", ""), False
+        result = train.train_step(self.trained, step, self.watch)
+        self.at = Key(step, "", "")
+        kind = {"dtype": torch.float64}
+        self.note("loss", {"loss": torch.tensor(result.loss, **kind)})
+        self.note("gradient norm", {"gradient norm": torch.tensor(result.grad_norm, **kind)})
+        self.note("scaled gradient", self._gradients())
+        for name, parameter in self.model.parameters.items():
+            state = self.trained.optimizer.state.get(parameter, {})
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment in state:
+                    self.note("optimizer state", {f"{moment} of {name}": state[moment]})
+        self.note("weights", {n: p.data for n, p in self.model.parameters.items()})

@@ -1,0 +1,146 @@
+"""Tiny: a config's layout with a small model, on data in which every id is a target in each step.
+
+Small sizes show everything only if they are uneven: layers that the stages do not divide, a
+vocabulary that tp does not divide, several gradient buckets, several stripes of the loss.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+
+BUCKET_BYTES, STRIPE_ROWS = 20_000, 24  # several of each, also in a tiny model
+MOST_PARAMETERS = 50_000_000  # the run in one process keeps all its tensors, in float64
+RATES = {"sgd": 0.5, "adamw": 0.01}
+
+
+class Trial(NamedTuple):
+    """What is trained twice: by the ranks of a layout, and by one process without parallelism."""
+
+    model_config: ModelConfig
+    layout: Layout
+    workload: Workload  # of a data-parallel rank
+    recipe: Recipe
+    seed: int
+    steps: int
+    changes: list[str]  # what the config has and the trial has not
+
+    @property
+    def micro_batches(self) -> list[tuple[int, int]]:
+        """All (micro-batch, dp rank) of a step, in the order of the global batch."""
+        m, dp = self.workload.num_micro_batches, self.layout.dp
+        return [(i, d) for i in range(m) for d in range(dp)]
+
+
+def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
+    """The trial of a config; ValueError where the config cannot be compared."""
+    model, layout, workload, recipe = (
+        resolve_model(config),
+        config.layout,
+        config.workload,
+        config.recipe,
+    )
+    changes = _switched_off(config)
+    exact = {"dtype": "float64", "compile": False, "fp8": False, "moments": "float32"}
+    kind = "adamw" if recipe.optimizer == "adamw" else "sgd"
+    routing = replace(
+        workload.routing,
+        moe_global_aux_loss_coeff=0.0,
+        moe_expert_capacity_factor=None,
+        moe_pad_expert_input_to_capacity=False,
+        moe_router_force_load_balancing=False,
+    )
+    workload = replace(workload, **exact, optimizer=kind, routing=routing)
+    clip = recipe.grad_clip and (recipe.grad_clip if own_sizes else 0.5)
+    rate = {"learning_rate": RATES[kind], "schedule": "constant", "warmup_steps": 0}
+    rate |= {"total_train_steps": 100, "grad_clip": clip, "moments": "float32"}
+    recipe = replace(recipe, optimizer=kind, dtype="float64", **rate)
+    if own_sizes:
+        count = sum(map(math.prod, model.parameter_shapes().values()))
+        if count > MOST_PARAMETERS:
+            why = f"{count:,} parameters, and --own-sizes compares at most {MOST_PARAMETERS:,}"
+            raise ValueError(f"the model has {why}: leave it out, or use fewer layers")
+    else:
+        model, layout = tiny_model(model, layout), replace(layout, pp_layers=None)
+        m, most = workload.num_micro_batches, max(4, 2 * layout.pp)
+        sizes = {"seq_length": tiny_length(layout), "micro_batch_size": 4, "offload": 0}
+        workload = replace(workload, **sizes, num_micro_batches=m if m <= 8 else most)
+    return Trial(model, layout, workload, recipe, config.training.seed, steps, changes)
+
+
+def _switched_off(config: Config) -> list[str]:
+    found = {
+        f"dtype {config.model.dtype}": config.model.dtype != "float64",
+        "compile": config.model.compile,
+        "fp8": config.model.fp8,
+        "moments in bfloat16": config.training.moments != "float32",
+        "muon": config.training.optimizer == "muon",
+        "the checkpoint to resume from": config.checkpoint.load_path,
+        "the weights to start from": config.model.weights,
+        "expert capacity": config.workload.routing.moe_expert_capacity_factor,
+        "the global balance loss": config.workload.routing.moe_global_aux_loss_coeff,
+    }
+    return [what for what, is_on in found.items() if is_on]
+
+
+def tiny_length(layout: Layout) -> int:
+    """Tokens of a sequence: pieces of at least two for the ring, and cut by cp and tp."""
+    unit = math.lcm(4 * layout.cp, layout.cp * layout.tp)
+    return unit * -(-16 // unit)
+
+
+def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
+    """A model of the same kind, whose sizes divide as they must and not where they need not."""
+    tp, stages = layout.tp, layout.num_stages
+    unit = tp * (layout.cp if layout.cp_engine == "ulysses" else 1)
+    heads = unit * -(-8 // unit)
+    kv_heads = [n for n in range(tp, heads + 1, tp) if heads % n == 0]
+    vocabulary = 29
+    while tp > 1 and (vocabulary % tp == 0 or (tp - 1) * -(-vocabulary // tp) >= vocabulary):
+        vocabulary += 1
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 4 * heads,
+        "head_dim": None,
+        "intermediate_size": tp * -(-48 // tp),
+        "num_hidden_layers": max(2, stages + (layout.pp > 1)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max([n for n in kv_heads if 2 * n <= heads], default=heads),
+    }
+    if model.num_local_experts:
+        sizes |= {
+            "num_local_experts": layout.ep * -(-4 // layout.ep),
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": layout.etp * -(-16 // layout.etp),
+            "n_shared_experts": min(1, model.n_shared_experts),
+            "mlp_only_layers": (0,) if model.mlp_only_layers else (),
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    return model.override(**sizes)
+
+
+class Text(NamedTuple):
+    tokens: np.ndarray  # of all sequences, joined, and one more
+    ends: np.ndarray  # of documents
+    rows: list[list[int]]  # for each step, where the sequences of its global batch begin
+
+
+def text_of(trial: Trial) -> Text:
+    """A stream in which the targets of each step are one permutation of all ids after another."""
+    dice, V, S = np.random.default_rng(0), trial.model_config.vocab_size, trial.workload.seq_length
+    G = len(trial.micro_batches) * trial.workload.micro_batch_size
+    order = np.random.default_rng((trial.seed, 0)).permutation(G * trial.steps)  # see data.py
+    tokens = np.zeros(G * trial.steps * S + 1, np.uint32)
+    rows = [[int(S * i) for i in of_step] for of_step in order.reshape(trial.steps, G)]
+    for of_step in rows:
+        ids = np.concatenate([dice.permutation(V) for _ in range(-(-G * S // V))])
+        for j, start in enumerate(of_step):
+            tokens[start + 1 : start + S + 1] = ids[j * S : j * S + S]
+    ends = np.cumsum(np.arange(len(tokens)) * 7 % 41 + 1)  # documents of 1 to 41 tokens
+    return Text(tokens, np.append(ends[ends < len(tokens)], len(tokens)), rows)
