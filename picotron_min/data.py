@@ -85,12 +85,12 @@ class Batches:
         # Cut the stream, not the list of sequences, in which neighbours share a token. Batch size,
         # seed and step do not move the cut: a run never trains on what it is validated on.
         held_out = max(min(num_tokens // 10, MOST_HELD_OUT), S + 1) if self.eval_batches else 0
-        cut = num_tokens - held_out
-        self.num_sequences = (cut - 1) // S  # to train on
+        self.cut = num_tokens - held_out
+        self.num_sequences = (self.cut - 1) // S  # to train on
         # In a random but fixed order: the first few are a fair sample of all that is held out, and
         # the same in every layout and batch size.
         sample = np.random.default_rng(0).permutation(max(0, held_out - 1) // S)
-        self._eval_starts = cut + S * sample[: self.eval_batches * EVAL_BATCH]
+        self._eval_starts = self.cut + S * sample[: self.eval_batches * EVAL_BATCH]
         self.num_eval_sequences = len(self._eval_starts)
         self.num_eval_batches = -(-self.num_eval_sequences // self.global_batch)  # rounded up
 

@@ -44,6 +44,7 @@ def make_config(
     layers=None,
     model=(),
     document_mask=False,
+    packing="wrapped",
     **training,
 ) -> Config:
     """A config of MODEL; `layers`: one more than stages, so that they are of different sizes."""
@@ -77,7 +78,7 @@ def make_config(
                 "eval_batches": 1,
             }
             | training,
-            "dataset": {"document_mask": document_mask},
+            "dataset": {"document_mask": document_mask, "packing": packing},
         }
     )
 

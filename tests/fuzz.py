@@ -33,8 +33,8 @@ from tests.pool import MAX_RANKS, Pool, RankFailed
 
 STEPS = 2  # before the save, and again after it
 GLOBAL_BATCH = 24
-# The mask of documents is of a pair, compiling takes seconds, and the others round.
-FIXED = ("dtype", "document_mask", "compile", "fp8")
+# The mask and packing of documents are of a pair, compiling takes seconds, and the others round.
+FIXED = ("dtype", "document_mask", "packing", "compile", "fp8")
 
 
 def main() -> None:
@@ -128,6 +128,7 @@ def draw_model(rng: random.Random) -> dict[str, object]:
 
 def draw_training(rng: random.Random) -> dict[str, object]:
     # Balance within sequences alone: other scopes depend on how sequences lie in micro-batches.
+    mask = rng.random() < 0.4
     return {
         "seed": rng.randrange(1000),
         "seq_length": rng.choice((16, 24, 48)),
@@ -141,7 +142,8 @@ def draw_training(rng: random.Random) -> dict[str, object]:
         "weight_decay": rng.choice((0.0, 0.01)),
         "grad_clip": rng.choice((None, 0.5)),
         "eval_batches": 1,
-        "document_mask": rng.random() < 0.3,
+        "document_mask": mask,
+        "packing": rng.choice(("wrapped", "bfd")) if mask else "wrapped",
         "moe_seq_aux_loss_coeff": rng.choice((0.0, 0.1)),
         "moe_z_loss_coeff": rng.choice((0.0, 0.01)),
         "moe_router_bias_update_rate": 0.01,

@@ -1,8 +1,8 @@
 """Build: the extensions that a run needs, in their order; each is imported only if it is used."""
 
 from functools import partial
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from picotron_min.data import Batches
@@ -80,13 +80,17 @@ def extensions_of(
     return chosen
 
 
-def open_batches(workload: Workload, ends: np.ndarray, tokens: np.ndarray, **options) -> Batches:
-    """Any micro-batch of a rank; `ends` of the documents among the tokens."""
+def open_batches(workload: Workload, text: NamedTuple, **options) -> Batches:
+    """Any micro-batch of a rank; `text` is a TokenFile."""
     if not workload.document_mask:
-        return Batches(tokens, **options)
-    from picotron_min.extensions.documents.batches import DocumentBatches
+        return Batches(text.tokens, **options)
+    if workload.packing == "wrapped":
+        from picotron_min.extensions.documents.batches import DocumentBatches
 
-    return DocumentBatches(tokens, ends=ends, **options)
+        return DocumentBatches(text.tokens, ends=text.ends, **options)
+    from picotron_min.extensions.documents.packing import PackedBatches
+
+    return PackedBatches(text.tokens, ends=text.ends, folder=text.folder, **options)
 
 
 def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:

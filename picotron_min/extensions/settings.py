@@ -100,6 +100,7 @@ class Workload(layout.Workload):
     fp8: bool = False  # layers' linears multiply in 8 bits: see precision/
     fp8_skip: int = 0  # number of first and last layers that stay in `dtype`
     document_mask: bool = False  # attention stays inside documents: see documents/
+    packing: Literal["wrapped", "bfd"] = "wrapped"  # bfd: whole documents in rows, best fit
     optimizer: str = "adamw"  # this and moments as in Recipe
     moments: str = "float32"
     routing: Routing = Routing()

@@ -27,7 +27,8 @@ def comparison(runs: list[Run]) -> str:
 
 def _validated_differently(runs: list[Run]) -> list[str]:
     """A note, unless all runs validate on the same sequences of the same text."""
-    ignored = {"training.seed": None, "sequences a step": None}  # they only order the training
+    # These only order the training.
+    ignored = dict.fromkeys(("training.seed", "sequences a step", "dataset.packing"))
     on = [run.config.data_order | ignored for run in runs if run.config and run.evaluations]
     keys = [key for key in on[0] if len({shown(data[key]) for data in on}) > 1] if on else []
     why = f"{', '.join(keys)}: their val_loss is of different text, and does not compare"

@@ -109,7 +109,7 @@ class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing)
     eval_batches: NonNegativeInt = 4  # of 16 sequences of the text's held-out end; 0: none
 
 
-class Dataset(section(keys_of(Workload, "document_mask"))):  # the text
+class Dataset(section(keys_of(Workload, "document_mask", "packing"))):  # the text
     name: Name = "stdlib"  # Python's own library, a local file or folder, or a hub id
     subset_name: Text | None = None  # of a dataset on the hub
     split: Text = "train"  # of the dataset
@@ -199,9 +199,8 @@ class Config(Section):  # the whole of config.json
         return _build(Recipe, self.model, self.training, self.logging)
 
 
-DATA_ORDER = [
-    f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column", "document_mask")
-]
+OF_TEXT = ("name", "subset_name", "split", "text_column", "document_mask", "packing")
+DATA_ORDER = [f"dataset.{key}" for key in OF_TEXT]
 DATA_ORDER += [f"training.{key}" for key in ("seed", "seq_length", "num_samples", "eval_batches")]
 
 

@@ -44,6 +44,9 @@ def _training_problems(config: Config) -> Iterator[str]:
     if t.moe_pad_expert_input_to_capacity and not t.moe_expert_capacity_factor:
         needs = "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor"
         yield f"{needs}: set it, for example to 1.25"
+    if config.dataset.packing == "bfd" and not config.dataset.document_mask:
+        why = 'packing="bfd" packs whole documents, which document_mask=false does not keep apart'
+        yield f'{why}: set document_mask to true, or packing to "wrapped"'
     if trace_file and steps < 5:
         yield f"trace_file={trace_file} records steps 3 to 5: raise total_train_steps={steps} to 5"
 

@@ -71,7 +71,8 @@ class Inputs(NamedTuple):
         for key in ("model.name", "model.weights", "logging.trace_file"):
             settings[key] = "given" if attrgetter(key)(config) else None  # the paths may differ
         settings["checkpoint.save_frequency"] = config.checkpoint.save_frequency
-        settings["dataset.document_mask"] = config.dataset.document_mask
+        for key in ("document_mask", "packing"):
+            settings[f"dataset.{key}"] = getattr(config.dataset, key)
         return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
 
 
@@ -158,4 +159,4 @@ def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resume
     same |= {"num_micro_batches": t.gradient_accumulation_steps, "dp_size": d.dp_size}
     positions = POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length)
     same |= {"dp_rank": dp_rank, "positions": positions}
-    return open_batches(config.workload, text.ends, tokens=text.tokens, **same, **resumed)
+    return open_batches(config.workload, text, **same, **resumed)

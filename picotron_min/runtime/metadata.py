@@ -109,4 +109,5 @@ def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
         for c in (metadata.config, config)
     )
     effect |= dict.fromkeys(config.data_order, "other data is seen")
+    effect["dataset.document_mask"] = "the new value counts"
     return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]

@@ -202,6 +202,8 @@ def describe(inputs: Inputs) -> dict[str, str]:
     flops = human(model_flops_per_token(shape, t.seq_length))
     rows = len(text.tokens) / t.seq_length
     apart = f", apart, {text.num_documents / rows + 1:.1f} a row"
+    if config.dataset.packing == "bfd":
+        apart = f", apart, best fit with {batches.padding:.1%} padding"
     apart = apart if config.dataset.document_mask else ""
     begins = m.weights or f"random weights, seed {t.seed}"
     return {

@@ -176,7 +176,7 @@ def test_every_model_and_every_choice_trains_as_on_one_rank(pool, model, options
 
 
 def test_a_random_pair_trains_and_resumes_as_one_rank(pool):
-    fuzz.check(pool, **fuzz.draw(random.Random(20)))
+    fuzz.check(pool, **fuzz.draw(random.Random(19)))
 
 
 # dp, tp, pp, cp, sequence parallelism: the forms that the core has, without the extension.

@@ -217,7 +217,7 @@ def test_attention_that_gets_no_documents_fails():
         inside_documents(FlashAttention(), CPU)(q, q, q)
 
 
-# Every kind of layout with the mask; a schedule, a model and a recomputation alternate.
+# Every kind of layout with the mask; a schedule, a model, a recomputation and a packing alternate.
 LAYOUTS = [
     {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "cp_engine": cp_engine}
     for dp, pp, cp, tp in itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 4))
@@ -231,12 +231,16 @@ CHOICES = [
     for model, recompute in [("untied", "none"), ("tied", "full"), ("grouped-query", "selective")]
 ]
 
+PACKINGS = ("wrapped", "bfd")
+
 
 @pytest.mark.turns(1, 4)
 @pytest.mark.parametrize(
-    "layout,choice", list(zip(LAYOUTS, itertools.cycle(CHOICES), strict=False)), ids=str
+    "layout,choice,packing",
+    list(zip(LAYOUTS, itertools.cycle(CHOICES), itertools.cycle(PACKINGS), strict=False)),
+    ids=str,
 )
-def test_n_ranks_equal_one_with_the_mask(pool, layout, choice):
+def test_n_ranks_equal_one_with_the_mask(pool, layout, choice, packing):
     engine, model, recompute = choice
     if MODELS[model].num_key_value_heads % layout["tp"]:
         model = "untied"
@@ -248,6 +252,7 @@ def test_n_ranks_equal_one_with_the_mask(pool, layout, choice):
         sequence_parallel=layout["tp"] > 1 and recompute != "none",
         recompute=recompute,
         document_mask=True,
+        packing=packing,
     )
     assert_trains_as_one_rank(pool, config, model)
 
@@ -279,7 +284,10 @@ def test_other_ways_to_compute_train_the_same_with_the_mask(pool, more):
     assert_trains_as_one_rank(pool, Config.model_validate(raw), "untied")
 
 
-def test_the_mask_changes_what_is_trained(pool):
-    masked = whole_run(pool, make_config(document_mask=True), "tied")
-    plain = whole_run(pool, make_config(), "tied")
-    assert abs(masked.losses[0] - plain.losses[0]) > 1e-3
+def test_mask_and_packing_change_what_is_trained(pool):
+    keys = {"document_mask": True}
+    plain, *others = (
+        whole_run(pool, make_config(**more), "tied").losses[0]
+        for more in ({}, keys, keys | {"packing": "bfd"})
+    )
+    assert min(abs(np.diff([plain, *others]))) > 1e-4

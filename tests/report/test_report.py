@@ -411,6 +411,11 @@ def test_validation_of_other_sequences_is_not_compared_in_silence(folder, tmp_pa
         text = report(folder, tmp_path / name, out=tmp_path / "compared.html").text
         note = "The runs differ in training.eval_batches: their val_loss is of different text"
         assert (note in text) is (name == "more")
+    write_run(tmp_path / "packed", dataset={"document_mask": True, "packing": "bfd"})
+    text = report(folder, tmp_path / "packed", out=tmp_path / "compared.html").text
+    assert "differ in dataset.document_mask: their val_loss" in text, (
+        "packing changes no validation"
+    )
 
 
 def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):

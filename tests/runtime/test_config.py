@@ -93,6 +93,9 @@ BAD = {
         "warmup_steps=50: must be below total_train_steps=50"),
     "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},
         "min_learning_rate=0.1 is above learning_rate=0.01: use at most 0.01"),
+    "best fit without the mask": ("dataset", {"packing": "bfd"},
+        'packing="bfd" packs whole documents, which document_mask=false does not keep apart: set '
+        'document_mask to true, or packing to "wrapped"'),
     "fewer tokens than a step": ("training", {"max_tokens": 100},
         "max_tokens=100: must be at least 2048, the tokens of one step"),
     "nccl without GPUs": ("distributed", {"backend": "nccl", "use_cpu": True},

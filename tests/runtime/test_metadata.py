@@ -249,3 +249,12 @@ def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, e
 def test_a_resume_warns_of_every_setting_that_changes_what_is_learned(change, expected):
     (warning,) = resume_warnings(saved_by(make_config()), make_config(**change))
     assert warning.startswith(expected)
+
+
+def test_a_resume_with_the_mask_of_documents_sees_the_same_data():
+    before = make_config()
+    dataset = before.dataset.model_copy(update={"document_mask": True})
+    (warning,) = resume_warnings(saved_by(before), before.model_copy(update={"dataset": dataset}))
+    assert (
+        warning == "dataset.document_mask was false and is true: from here on the new value counts"
+    )

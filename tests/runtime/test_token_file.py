@@ -278,6 +278,15 @@ def test_other_files_of_token_ids_are_refused(prepare, tmp_path, name, content, 
         prepare(path, num_samples=3)
 
 
+def test_the_mask_of_documents_needs_ids_in_which_documents_end(prepare, tmp_path):
+    np.save(path := tmp_path / "a.npy", np.array([1, 2, 256, 3], np.uint16))
+    assert prepare(path, document_mask=True).ends.tolist() == [3, 4]
+    np.save(path, np.array([1, 2, 3], np.uint16))
+    with pytest.raises(ValueError, match=r"a.npy has no end-of-text id 256: set dataset.tokenizer"):
+        prepare(path, document_mask=True)
+    assert len(prepare(path).tokens) == 3
+
+
 def test_options_choose_documents(prepare, tmp_path):
     saved = write_dataset("saved splits", tmp_path / "saved")
     assert bytes(prepare(saved, split="test").tokens[:-1].tolist()) == b"other"

@@ -1,0 +1,215 @@
+"""Best-fit packing: rows of whole documents, of every token to train on once."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from picotron_min.context_parallel import POSITIONS
+from picotron_min.extensions.documents import packing
+from picotron_min.extensions.documents.batches import DocumentBatches
+from picotron_min.extensions.documents.packing import PackedBatches, best_fit, kept, pack
+from picotron_min.extensions.settings import Workload
+from picotron_min.loss import IGNORE_INDEX
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.inputs import open_data
+from picotron_min.runtime.token_file import TokenFile
+
+
+def slow_best_fit(lengths: list[int], S: int) -> list[list[int]]:
+    """The lengths in each row, by looking at every row for every span."""
+    rows = []
+    for length in sorted(lengths, reverse=True):
+        fits = [row for row in rows if S - sum(row) >= length]
+        if not fits:
+            rows.append([length])
+        else:
+            max(fits, key=sum).append(length)
+    return rows
+
+
+@pytest.mark.parametrize("S", [1, 7, 24, 60])
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_as_full_as_those_that_are_searched_for_one_by_one(S, seed):
+    dice = np.random.default_rng(seed)
+    longest = [S, max(1, S // 2), max(1, S // 5), S, S][seed]
+    lengths = dice.integers(1, longest + 1, size=[1, 40, 300, 300, 5][seed])
+    lengths = np.where(dice.random(len(lengths)) < 0.3, max(1, S // 3), lengths)  # many of one
+    order, ends = best_fit(lengths, S)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert ends[-1] == len(lengths) and (np.diff(ends, prepend=0) > 0).all()
+    ours = [lengths[row].tolist() for row in np.split(order, ends[:-1])]
+    assert max(map(sum, ours)) <= S
+    # Of equally full rows any may be taken, and then they differ in what they have.
+    assert sorted(map(sum, ours)) == sorted(map(sum, slow_best_fit(lengths.tolist(), S)))
+
+
+def test_documents_of_any_length_are_packed_with_hardly_any_padding():
+    lengths = np.random.default_rng(0).lognormal(np.log(450), 1.2, 100_000).astype(np.int64) + 1
+    moved, ends = pack(lengths.cumsum(), lengths.sum(), 2048)
+    padding = np.diff(ends, prepend=0)[moved == packing.PADDING].sum() - 2048  # the last row
+    assert padding < 1e-4 * ends[-1]
+
+
+SIZES = {"micro_batch_size": 2, "num_micro_batches": 2, "dp_rank": 0, "dp_size": 1}
+
+
+def make_batches(lengths, kind=PackedBatches, S=8, **options):
+    """Batches over a stream that counts up, so that a token is its own place."""
+    ends = np.cumsum(lengths)
+    return kind(np.arange(ends[-1]), ends=ends, seq_length=S, **{"seed": 1} | SIZES | options)
+
+
+# In none a document, or a piece of one, begins with the last token of the first: that is padding.
+LENGTHS = [[8, 4, 5, 2, 19, 1, 3] * 5, [2, *[1] * 40], [30, 3, 3, 18], [*range(2, 20)], [5] * 19]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("eval_batches", [0, 9])
+def test_an_epoch_has_every_token_to_train_on_once_in_rows_of_whole_documents(
+    lengths, eval_batches
+):
+    batches = make_batches(lengths, eval_batches=eval_batches)
+    cut = make_batches(lengths, DocumentBatches, eval_batches=eval_batches).cut
+    ends, S = np.cumsum(lengths), 8
+    whole = [range(e - n, e) for n, e in zip(lengths, ends, strict=True) if e <= cut]
+    document_of = {token: tokens for tokens in whole for token in tokens}
+    one = {"micro_batch_size": batches.num_sequences, "num_micro_batches": 1}
+    *epoch, (documents,) = make_batches(lengths, eval_batches=eval_batches, **one).batch(0, 0)
+    found = []
+    for *row, parts in zip(*epoch, documents.lengths, strict=True):
+        assert sum(parts) == S
+        begins = np.cumsum(parts) - parts
+        for begin, length in zip(begins, parts, strict=True):
+            t, y, p = (x[begin : begin + length].tolist() for x in row)
+            assert p == list(range(length))
+            if t[0] == ends[0] - 1:  # padding, at the end of a row
+                assert set(t) == {t[0]} and set(y) == {IGNORE_INDEX} and begin == begins[-1]
+                continue
+            assert t == list(range(t[0], t[0] + length)) and y == [*t[1:], IGNORE_INDEX]
+            document = document_of[t[0]]
+            assert t[-1] in document and (length == len(document) or len(document) > S)
+            found += t
+    assert sorted(found) == sorted(document_of), "each token once"
+    assert batches.padding == pytest.approx(1 - len(found) / (S * batches.num_sequences))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_validation_is_that_of_a_run_without_packing(lengths):
+    packed, wrapped = (
+        make_batches(lengths, kind, eval_batches=2) for kind in (PackedBatches, DocumentBatches)
+    )
+    assert packed.num_eval_batches == wrapped.num_eval_batches > 0
+    for index in range(packed.num_eval_batches):
+        ours, theirs = packed.eval_batch(index, 1), wrapped.eval_batch(index, 1)
+        assert ours.extra == theirs.extra
+        for x, y in zip(ours[:3], theirs[:3], strict=True):
+            assert torch.equal(x, y)
+    trained = [packed.batch(step, 0) for step in range(packed.num_sequences)]
+    assert max(x.max() for batch in trained for x in batch[:2]) < wrapped.cut
+
+
+def test_layouts_and_resumed_runs_read_the_same_rows():
+    one = make_batches(LENGTHS[0], micro_batch_size=4, num_micro_batches=1)
+    for step in range(6):
+        whole = one.batch(step, 0)
+        for engine in POSITIONS:
+            parts = []
+            for rank in range(2):
+                resumed = {"first_step": 2, "seen_before": 2 * 4 * 8} if step > 2 else {}
+                columns = {"positions": POSITIONS[engine](rank, 2, 8)} | resumed
+                two = {"dp_size": 2, "micro_batch_size": 1}
+                ranks = [make_batches(LENGTHS[0], **columns | two | {"dp_rank": r}) for r in (0, 1)]
+                parts = [r.batch(step, m) for m in (0, 1) for r in ranks]
+                for x, *some in zip(whole[:3], *(part[:3] for part in parts), strict=True):
+                    assert torch.equal(x[:, columns["positions"]], torch.cat(some))
+                assert sum((part.extra[0].lengths for part in parts), ()) == whole.extra[0].lengths
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache" / "best-fit.bin"
+
+
+ENDS = np.cumsum([3, 5, 2, 9, 4, 1, 7, 7])
+
+
+def test_spans_are_made_once_and_then_read_without_a_lock(path, monkeypatch):
+    made = kept(path, ENDS, 30, 8)
+    np.testing.assert_array_equal(made, pack(ENDS, 30, 8))
+    monkeypatch.setattr(packing, "FileLock", None)
+    again = kept(path, ENDS, 30, 8)
+    assert isinstance(again.base, np.memmap) and np.array_equal(again, made)
+
+
+def test_damaged_and_stale_spans_are_made_anew(path):
+    expected = kept(path, ENDS, 30, 8).copy()
+    whole = path.read_bytes()
+    other = np.append(ENDS[:-2], [ENDS[-2] + 1, ENDS[-1]])  # as many documents, in as many tokens
+    damaged = [b"", whole[:-8], whole[:-3], whole[8:], whole[:50] + b"\1" + whole[51:], b"\0" * 8]
+    for wrong in damaged:
+        path.write_bytes(wrong)
+        np.testing.assert_array_equal(kept(path, ENDS, 30, 8), expected)
+        assert path.read_bytes() == whole
+    np.testing.assert_array_equal(kept(path, other, 30, 8), pack(other, 30, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "VERSION", packing.VERSION + 1)
+        patch.setattr(packing, "pack", lambda *_: expected * 0)
+        assert not kept(path, other, 30, 8).any(), "of another version"
+
+
+def run_forked(function, count):
+    processes = [multiprocessing.get_context("fork").Process(target=function) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    return [process.exitcode for process in processes]
+
+
+def test_ranks_that_start_together_pack_once_and_a_killed_one_leaves_nothing(
+    path, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(packing.os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert run_forked(lambda: kept(path, ENDS, 30, 8), 1) == [-signal.SIGKILL]
+    assert not path.exists()
+    log = tmp_path / "log"
+
+    def slow_pack(*args):
+        with log.open("a") as file:
+            file.write("packed\n")
+        time.sleep(0.2)
+        return pack(*args)
+
+    monkeypatch.setattr(packing, "pack", slow_pack)
+    assert run_forked(lambda: kept(path, ENDS, 30, 8), 3) == [0, 0, 0]
+    assert log.read_text() == "packed\n"
+    np.testing.assert_array_equal(kept(path, ENDS, 30, 8), pack(ENDS, 30, 8))
+
+
+def test_a_run_keeps_its_spans_beside_its_tokens(tmp_path):
+    config = parse_config(
+        {
+            "dataset": {"document_mask": True, "packing": "bfd"},
+            "training": {"seq_length": 8, "eval_batches": 1},
+        }
+    )
+    text = TokenFile(np.arange(ENDS[-1]), None, len(ENDS), ENDS, tmp_path)
+    batches = open_data(config, text, 0)
+    assert isinstance(batches, PackedBatches)
+    (file,) = tmp_path.glob("*.bin")
+    assert file.name == f"best-fit-8-{ENDS[-1] - 9}.bin"
+    assert "packing" in {field.name for field in dataclasses.fields(Workload)}
+    assert config.data_order["dataset.packing"] == "bfd"
+
+
+def test_a_text_whose_first_document_is_too_long_is_refused():
+    with pytest.raises(ValueError, match=r"has 30 tokens, and there are 27 to train"):
+        make_batches([30, 6], eval_batches=1)
+    assert make_batches([30, 6]).num_sequences == 5, "four rows and a piece; the rest fits its row"
