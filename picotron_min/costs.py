@@ -35,14 +35,14 @@ def layer_flops(model_config: ModelConfig, seq_length: int, layer: int) -> dict[
 def flops_of_layers(model_config: ModelConfig, seq_length: int) -> list[dict[str, int]]:
     """layer_flops of every layer."""
     _refuse_uncounted(model_config)
-    layers = range(model_config.num_hidden_layers)
+    layers = range(model_config.num_layers)
     return [layer_flops(model_config, seq_length, layer) for layer in layers]
 
 
 @cache
 def _refuse_uncounted(c: ModelConfig) -> None:
     """ValueError if layers have matrices without a formula here: their FLOPs would be missing."""
-    for layer in range(c.num_hidden_layers):
+    for layer in range(c.num_layers):
         shapes = (c.attention_shapes() | c.mlp_shapes(layer)).values()
         present = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
         counted = sum(layer_flops(c, 0, layer).values()) // 2 + c.idle_parameters(layer)
@@ -54,7 +54,12 @@ def _refuse_uncounted(c: ModelConfig) -> None:
 def model_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
     """FLOPs of forward and backward, as if nothing were computed twice: the M of MFU."""
     layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
-    return 3 * (layers + 2 * model_config.vocab_size * model_config.hidden_size)  # with lm_head
+    return 3 * (layers + head_flops(model_config))
+
+
+def head_flops(c: ModelConfig) -> int:
+    """Forward FLOPs per token of all uses of lm_head."""
+    return 2 * c.vocab_size * c.hidden_size * (1 + c.num_layers - c.num_hidden_layers)
 
 
 def matmul_parameters(model_config: ModelConfig) -> int:
@@ -64,9 +69,13 @@ def matmul_parameters(model_config: ModelConfig) -> int:
 
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
     """How many layers each pipeline stage has: as given, or so that the slowest is least slow."""
-    if layout.pp_layers or layout.num_stages == 1:
-        return list(layout.pp_layers or [model_config.num_hidden_layers])
-    # Backward costs twice as much everywhere, so forward is enough to compare stages. The last
-    # one also has lm_head; the embedding of the first is a lookup.
-    layers = [sum(parts.values()) for parts in flops_of_layers(model_config, seq_length)]
-    return layout.split(layers, head=2 * model_config.vocab_size * model_config.hidden_size)
+    L, num_layers = model_config.num_hidden_layers, list(layout.pp_layers or ())
+    if not num_layers and layout.num_stages == 1:
+        num_layers = [L]
+    elif not num_layers:
+        # Backward costs twice as much everywhere, so forward is enough to compare stages. The last
+        # one also has what follows: the norm, lm_head; the embedding of the first is a lookup.
+        flops = [sum(parts.values()) for parts in flops_of_layers(model_config, seq_length)]
+        num_layers = layout.split(flops[:L], head=sum(flops[L:]) + head_flops(model_config))
+    num_layers[-1] += model_config.num_layers - L
+    return num_layers

@@ -49,7 +49,7 @@ class Batch(NamedTuple):
         if device.type == "cpu":
             return self
         tensors = (x.pin_memory().to(device, non_blocking=True) for x in self[:3])
-        return Batch(*tensors, self.extra)
+        return type(self)(*tensors, self.extra)
 
 
 @dataclass(eq=False)

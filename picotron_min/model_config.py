@@ -49,6 +49,11 @@ class ModelConfig:
         if (D := self.head_dim) % 2:
             raise ValueError(f"head_dim={D} is odd, but RoPE turns pairs: change it or hidden_size")
 
+    @property
+    def num_layers(self) -> int:
+        """Of all, also behind the norm, where each is a further use of lm_head: of extensions."""
+        return self.num_hidden_layers
+
     def override(self, **changes) -> "ModelConfig":
         """A copy with some numbers changed; those that follow from others do so unless given."""
         if self.head_dim * self.num_attention_heads == self.hidden_size:
@@ -59,7 +64,7 @@ class ModelConfig:
         """Every parameter's full shape by its Hugging Face name, in order of use."""
         V, E = self.vocab_size, self.hidden_size
         shapes = {"model.embed_tokens": (V, E)}
-        for i in range(self.num_hidden_layers):
+        for i in range(self.num_layers):
             of_layer = self.attention_shapes() | self.mlp_shapes(i)
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
         shapes |= {"model.norm": (E,)} | ({} if self.tie_word_embeddings else {"lm_head": (V, E)})

@@ -71,7 +71,9 @@ def check(pool: Pool, saved: dict, resumed: dict) -> None:
             model_config = resolve_model(config)
             one = whole_run(pool, on_one_rank(config), model_config, steps)
             ours = whole_run(pool, config, model_config, steps, train, atol=1e-10)
-            last = {key: getattr(one, key)[-STEPS:] for key in ("losses", "norms", "routed")}
+            last = {
+                key: getattr(one, key)[-STEPS:] for key in ("losses", "norms", "routed", "further")
+            }
             assert_same(ours, one._replace(**last))
 
 
@@ -111,6 +113,7 @@ def draw_model(rng: random.Random) -> dict[str, object]:
         "head_dim": rng.choice((4, 6)),
         "tie_word_embeddings": rng.random() < 0.5,
         "qk_norm": rng.random() < 0.3,
+        "num_nextn_predict_layers": rng.choice((0, 0, 0, 1, 2)),
     }
     if rng.random() < 0.6:
         return model

@@ -25,7 +25,8 @@ STANDARD_LIBRARY_ONLY = {
     f"{folder}{name}.py"
     for folder, names in {
         "": "costs layout model_config pipeline_messages pipeline_schedule placement",
-        "extensions/": "documents/rectangles experts/mixture qk_norm/shape settings sharding/rows",
+        "extensions/": "documents/rectangles experts/mixture multi_token/shape qk_norm/shape"
+        " settings sharding/rows",
         "extensions/schedules/": "registry simulator zero_bubble",
         "planner/": "activations layer_time links memory parameters step_time system traffic",
         "runtime/": "draw hardware json_file public_models wording",

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from picotron_min.data import Batches
@@ -52,6 +53,10 @@ def extensions_of(
 ) -> list[Extension]:
     """In the order in which they change a model."""
     chosen, paused = [], None
+    if model_config.num_nextn_predict_layers:
+        from picotron_min.extensions.multi_token.extension import MultiToken
+
+        chosen.append(MultiToken(model_config, workload, device))
     if workload.document_mask:
         from picotron_min.extensions.documents.extension import DocumentMask
 
@@ -80,17 +85,24 @@ def extensions_of(
     return chosen
 
 
-def open_batches(workload: Workload, text: NamedTuple, **options) -> Batches:
-    """Any micro-batch of a rank; `text` is a TokenFile."""
+def open_batches(workload: Workload, depths: int, text: NamedTuple, **options) -> Batches:
+    """Any micro-batch of a rank; `text` is a TokenFile, `depths` are further tokens to predict."""
     if not workload.document_mask:
-        return Batches(text.tokens, **options)
-    if workload.packing == "wrapped":
+        batches = Batches(text.tokens, **options)
+    elif workload.packing == "wrapped":
         from picotron_min.extensions.documents.batches import DocumentBatches
 
-        return DocumentBatches(text.tokens, ends=text.ends, **options)
-    from picotron_min.extensions.documents.packing import PackedBatches
+        batches = DocumentBatches(text.tokens, ends=text.ends, **options)
+    else:
+        from picotron_min.extensions.documents.packing import PackedBatches
 
-    return PackedBatches(text.tokens, ends=text.ends, folder=text.folder, **options)
+        batches = PackedBatches(text.tokens, ends=text.ends, folder=text.folder, **options)
+    if depths:
+        from picotron_min.extensions.multi_token.batches import look_ahead
+
+        whole = np.array([len(text.tokens)])
+        look_ahead(batches, depths, batches.ends if workload.document_mask else whole)
+    return batches
 
 
 def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from typing import Literal
 from picotron_min import layout
 from picotron_min.extensions.experts.mixture import Mixture, expert_rows
 from picotron_min.extensions.experts.stages import split_unequal
+from picotron_min.extensions.multi_token.shape import Depths, depth_rows
 from picotron_min.extensions.qk_norm.shape import QWEN3, QkNorms, norm_rows
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.registry import chunks_problem as chunks_problem
@@ -26,7 +27,7 @@ LARGEST_BETA2 = 0.99  # of bfloat16 moments: see optimizers/adamw.py
 
 
 @dataclass(frozen=True)
-class ModelConfig(Mixture, QkNorms):
+class ModelConfig(Depths, Mixture, QkNorms):
     """The shape of a model. ValueError if its numbers contradict each other."""
 
 
@@ -69,7 +70,7 @@ class Layout(layout.Layout):
 
     @property
     def rules(self) -> list[Callable]:
-        rules = [partial(expert_rows, layout=self), norm_rows]
+        rules = [partial(expert_rows, layout=self), norm_rows, partial(depth_rows, layout=self)]
         if self.sharding != "none":
             rules.append(partial(sharded_rows, layout=self))
         return rules
@@ -99,6 +100,7 @@ class Workload(layout.Workload):
     offload: int = 0  # layers of each stage whose activations wait on the host
     fp8: bool = False  # layers' linears multiply in 8 bits: see precision/
     fp8_skip: int = 0  # number of first and last layers that stay in `dtype`
+    mtp_loss_scaling_factor: float = 0.1  # of the mean loss of further tokens: see multi_token/
     document_mask: bool = False  # attention stays inside documents: see documents/
     packing: Literal["wrapped", "bfd"] = "wrapped"  # bfd: whole documents in rows, best fit
     optimizer: str = "adamw"  # this and moments as in Recipe

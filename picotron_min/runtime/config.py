@@ -98,7 +98,9 @@ class Model(section(OVERRIDES | keys_of(Workload, *OF_MODEL) | keys_of(Recipe, "
 
 
 OF_TRAINING = [f.name for f in fields(Recipe) if f.name not in ("fused", "count_zeros", "dtype")]
-A_STEP = keys_of(Workload, "num_micro_batches", seq_length=256, micro_batch_size=8)
+A_STEP = keys_of(
+    Workload, "num_micro_batches", "mtp_loss_scaling_factor", seq_length=256, micro_batch_size=8
+)
 
 
 class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing))):

@@ -67,7 +67,7 @@ class Console:
         # The pace so far, with the evaluations and checkpoints between the steps.
         pace = (time.perf_counter() - self._began) / self._total["steps"]
         self._line = (
-            f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}{_balance(record)}"
+            f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}{_of_extensions(record)}"
             f"  {self._speed(self._recent)}  {record.memory_gb:.2f} GB"
             f"  {duration(pace * (last - step))} left"
         )
@@ -111,7 +111,7 @@ class Console:
             rows["loss"], best = f"{first.loss:.4f} -> {latest.loss:.4f}", self._best
             if not latest.loss - best.loss <= abs(best.loss) / 5:  # also if it is not a number
                 rows["loss"] += f", far above the lowest, {best.loss:.4f} in step {best.step}"
-            if latest.balance:
+            if "load_imbalance" in latest.balance:
                 before, now = (r.balance["load_imbalance"] for r in (first, latest))
                 rows["imbalance"] = f"{before:.2f} -> {now:.2f}"
         if self._evaluations:
@@ -127,12 +127,13 @@ class Console:
         return results
 
 
-def _balance(record: StepRecord) -> str:
-    """Of experts: the tokens of the one that has most over the mean, and what was dropped."""
-    if not record.balance:
-        return ""
-    imbalance, dropped = record.balance["load_imbalance"], record.balance["dropped"]
-    return f"  imbalance {imbalance:.2f}" + (f"  {dropped:.1%} dropped" if dropped else "")
+def _of_extensions(record: StepRecord) -> str:
+    """Losses of further tokens; of experts the busiest one's tokens over the mean, and dropped."""
+    measures = record.balance
+    parts = [f"{k} {v:.4f}" for k, v in measures.items() if k.startswith("mtp_")]
+    parts += [f"imbalance {v:.2f}" for k, v in measures.items() if k == "load_imbalance"]
+    parts += [f"{v:.1%} dropped" for k, v in measures.items() if k == "dropped" and v]
+    return "".join(f"  {part}" for part in parts)
 
 
 def _validation(*records: EvalRecord) -> str:

@@ -112,8 +112,9 @@ def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
             note = partial(log.note_module, "lm_head", _kind(head))
             head.loss = lambda *args, note=note, loss=loss: note() or loss(*args)
     size = 4 * (workload.seq_length + 1)  # tokens, enough for a batch to be read
+    depths = model.pipeline.chunks[0].model.config.num_nextn_predict_layers
     text = TokenFile(np.zeros(size, np.uint16), size, 1, np.array([size]))
-    batches = open_data(config, text, axes.dp.rank, axes.cp.rank)
+    batches = open_data(config, text, axes.dp.rank, axes.cp.rank, depths)
     for gradients in model.gradients:
         gradients.begin(workload.num_micro_batches)
     with model.autocast():

@@ -120,7 +120,8 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         weights = find_weights(config.model.weights, model_config, set(config.model.overrides))
     tokenizer, here = load_tokenizer(config.tokenizer), config.layout.coordinates(launch.rank)
     text = open_text(config, tokenizer, model_config.vocab_size)  # may take hours
-    batches = open_data(config, text, here.dp, here.cp, **resumed)
+    depths = model_config.num_nextn_predict_layers
+    batches = open_data(config, text, here.dp, here.cp, depths, **resumed)
     data = (tokenizer, text, batches)
     return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
 
@@ -152,11 +153,16 @@ def check_fp8(config: Config, device: torch.device) -> None:
         raise ValueError(f"{why}: set it to false, or use newer ones, such as L4, RTX 40 or H100")
 
 
-def open_data(config: Config, text: TokenFile, dp_rank: int, cp_rank=0, **resumed: int) -> Batches:
-    """The micro-batches of this rank; for a resumed run see Batches."""
+def open_data(
+    config: Config, text: TokenFile, dp_rank: int, cp_rank=0, depths=0, **resumed: int
+) -> Batches:
+    """The micro-batches of this rank, for a model that predicts `depths` tokens beside the next.
+
+    For a resumed run see Batches.
+    """
     d, t = config.distributed, config.training
     same = t.model_dump(include={"seq_length", "seed", "micro_batch_size", "eval_batches"})
     same |= {"num_micro_batches": t.gradient_accumulation_steps, "dp_size": d.dp_size}
     positions = POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length)
     same |= {"dp_rank": dp_rank, "positions": positions}
-    return open_batches(config.workload, text, **same, **resumed)
+    return open_batches(config.workload, depths, text, **same, **resumed)

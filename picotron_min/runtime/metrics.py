@@ -40,7 +40,7 @@ class StepRecord:
     comm_bytes: dict[str, int]  # axis -> bytes this rank sent in the step
     num_zeros_in_grad: int | None = None  # on request: elements of the gradient that are 0
     cp_imbalance: float | None = None  # with documents apart: of a ring's busiest rank to the mean
-    balance: dict[str, object] = field(default_factory=dict)  # of experts: see balance.py
+    balance: dict[str, object] = field(default_factory=dict)  # of extensions, by name
 
 
 @dataclass(frozen=True)

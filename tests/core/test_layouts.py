@@ -144,6 +144,7 @@ def test_context_parallel_layouts_train_the_same_model(pool, layout, variant):
 # of model is one more line of KINDS; its parameters have names and sums of their own.
 KINDS = MODELS | {
     "qk-norm": MODEL.override(qk_norm=True),
+    "depths": MODEL.override(num_nextn_predict_layers=2),
     "experts": MODEL.override(
         num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=(0,)
     ),
@@ -163,7 +164,7 @@ for key, kind in {"recompute": Workload, "sharding": Layout}.items():
     names = get_args(kind.__annotations__[key])
     CHOICES |= {f"{key} {name}": {"dp": 2, "micro_batches": 2, key: name} for name in names}
 EACH_ONCE = [(model, *axis) for model in KINDS for axis in AXES.items()]
-EACH_ONCE += [("tied", *choice) for choice in CHOICES.items()]
+EACH_ONCE += [("depths", *choice) for choice in CHOICES.items()]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ MODELS = {
         tie_word_embeddings=True,
     ),
 }
+MODELS["depths"] = MODELS["sigmoid"].override(num_nextn_predict_layers=1)
 # Which losses are on, and for which one-rank run: see `reference`.
 SCOPES = {
     "sequence": {"moe_seq_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01},
@@ -128,7 +129,8 @@ TURNS = [
 ]
 ENGINES, RECOMPUTE = ("1f1b", "interleaved", "afab"), ("none", "full", "selective")
 MESSAGES = ("alltoall", "allgather"), ("ring", "ulysses")
-CHOICES = list(itertools.product(MODELS, SCOPES, ENGINES, RECOMPUTE, *MESSAGES))
+KINDS = ("softmax", "gated", "depths")  # the last with all that sigmoid has
+CHOICES = list(itertools.product(KINDS, SCOPES, ENGINES, RECOMPUTE, *MESSAGES))
 random.Random(32293).shuffle(CHOICES)  # a seed with which every pair of choices meets
 
 

@@ -115,7 +115,7 @@ class Mixture(ModelConfig):
 
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The biases of routers."""
-        layers = range(self.num_hidden_layers) if self.scoring_func == "sigmoid" else ()
+        layers = range(self.num_layers) if self.scoring_func == "sigmoid" else ()
         name, shape = "mlp.gate.e_score_correction_bias", (self.num_local_experts,)
         return {f"model.layers.{i}.{name}": shape for i in layers if self.has_experts(i)}
 

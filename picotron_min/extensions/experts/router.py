@@ -164,7 +164,7 @@ class RoutingCounts:
     COLUMNS = ("dropped", "tokens", *LOSSES)  # after the experts
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        X, layers = config.num_local_experts, config.num_hidden_layers
+        X, layers = config.num_local_experts, config.num_layers
         kind = {"dtype": torch.float64, "device": device}
         self.num_experts, self.is_paused = X, False  # while a forward is run again, for backward
         self.table = torch.zeros(layers, X + len(self.COLUMNS), **kind)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from picotron_min.extensions.overlap.linear import linears
@@ -34,7 +34,7 @@ def apply_offload(model: Llama, num_layers: int, device_type: str) -> None:
     if not num_layers:
         return
     # A stage's input stays with the pipeline, which needs its gradient, and then its memory.
-    keeps_input = isinstance(model.model.embed_tokens, nn.Identity)
+    keeps_input = "0" not in model.model.layers
     offload = Offload(HostMemory(device_type), num_layers, keeps_input)
     # And the next layer, which is not offloaded: while it runs, the last copies leave and return.
     for i, layer in enumerate([*model.model.layers.values()][: num_layers + 1]):

@@ -1,0 +1,76 @@
+"""Multi-token prediction: layers behind the last one predict tokens further ahead."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from picotron_min.extension import Extension
+from picotron_min.extensions.multi_token.model import add_prediction_layers
+from picotron_min.extensions.settings import ModelConfig, Workload
+from picotron_min.loss import IGNORE_INDEX, head_loss
+from picotron_min.model import Head, Llama
+from picotron_min.placement import Table
+from picotron_min.tensor_parallel import VocabularyParallelHead
+
+
+class MultiToken(Extension):
+    def __init__(self, model_config: ModelConfig, workload: Workload, device: torch.device) -> None:
+        D = model_config.num_nextn_predict_layers
+        further = workload.mtp_loss_scaling_factor / D
+        wide = torch.promote_types(getattr(torch, workload.dtype), torch.float32)
+        self.scales = torch.tensor([1.0, *[further] * D], dtype=wide, device=device)
+        # Summed losses and numbers of targets of a step, by depth.
+        self.table = torch.zeros(2, 1 + D, dtype=torch.float64, device=device)
+        self.first_stage = None
+
+    def swap(self, model: Llama) -> None:
+        if isinstance(model.model.embed_tokens, nn.Embedding):
+            self.first_stage = model
+        if isinstance(model.lm_head, Head):
+            add_prediction_layers(model)
+
+    def connect(self, model: Llama, table: Table) -> None:
+        if isinstance(model.lm_head, Head):
+            model.lm_head.loss = partial(self.loss, model.lm_head, model.lm_head.loss)
+
+    def wrap(self, model: Llama) -> None:
+        # In a V the first and the last stage are on one rank, and their embeddings are one.
+        if self.first_stage and isinstance(model.lm_head, Head):
+            model.model.embed_tokens.weight = self.first_stage.model.embed_tokens.weight
+            model.tie_weights()
+
+    def loss(self, head: Head, of_next_token: Callable, x: Tensor, targets: Tensor) -> Tensor:
+        """x [(1 + D) B, S, E], targets [1 + D, B, S] -> [], the summed loss of depth 0.
+
+        Its gradient is that of the sum of each depth's loss times its scale. One call for all
+        depths: with several, as many gradients of lm_head would be kept until backward.
+        """
+        if targets.ndim == 2:  # as in validation
+            return of_next_token(x, targets)
+        start, per_depth = 0, targets[0].numel()
+
+        def of_stripe(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal start
+            losses, gradient = head.stripe_loss(x, weight, targets)
+            depths = torch.arange(start, start + len(x), device=x.device) // per_depth
+            start += len(x)
+            self.table[0].index_add_(0, depths, losses.double())
+            self.table[1].index_add_(0, depths, (targets != IGNORE_INDEX).double())
+            return losses * (depths == 0), gradient.mul_(self.scales[depths, None])
+
+        if isinstance(head, VocabularyParallelHead):
+            x = head.ends.enter(x)
+        return head_loss(x, head.weight, targets, of_stripe)
+
+    def begin(self) -> None:
+        self.table.zero_()
+
+    def counts(self) -> Tensor:
+        return self.table[:, 1:].flatten()
+
+    def measures(self, totals: Tensor) -> dict[str, object]:
+        sums, numbers = totals.view(2, -1)  # tp times each: tensor-parallel ranks have the same
+        means = (sums / numbers).tolist()
+        return {f"mtp_{j}_loss": mean for j, mean in enumerate(means, 1)}
