@@ -6,7 +6,8 @@
     O order    what was started before what
 
 When a gate fails, every known mistake of the exercise is run in the same cases. One that does the
-same as the student's version, in every case, is named.
+same as the student's version in all cases that fail is named. What is said of others is about the
+smallest case that fails.
 """
 
 import traceback
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.compare import equal, first_difference, patterns
-from exercises.exercise import Case, Exercise, Sent
-from exercises.forms import Call, Calls, form_problem
+from exercises.exercise import Case, Exercise, Mistake, Sent, size_of
+from exercises.forms import Call, Calls, wrong_call
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -69,9 +70,14 @@ class Verdict(NamedTuple):
     picture: str
 
 
-def outcome_of(exercise: Exercise, text: str, path: Path, seed: int = 0) -> Outcome:
-    """Run all cases with the definition in a student's text."""
+def outcome_of(
+    exercise: Exercise, text: str, path: Path, seed: int = 0, places: list[int] | None = None
+) -> Outcome:
+    """Run all cases, or those at some places, with the definition in a student's text."""
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
+    cases = cases if places is None else [cases[i] for i in places]
+    if not cases:
+        return []
     with simulated():
         try:
             with course_with(exercise, text, path, calls.watch) as course:
@@ -189,8 +195,8 @@ def verdict_on(
 ) -> Verdict:
     """What a check answers, given what a student's version did in all cases."""
     gates = dict.fromkeys(exercise.gates, "")
-    failed = [result for result in outcome if result.failure or result.problems]
-    for result in reversed(failed):  # what remains is of the first case
+    failed = sorted((r for r in outcome if r.failure or r.problems), key=lambda r: size_of(r.case))
+    for result in reversed(failed):  # what remains is of the smallest case
         if result.failure:
             gates = dict.fromkeys(gates, "not checked")
         gates |= {gate: f"{result.case}: {text}" for gate, text in result.problems.items()}
@@ -201,43 +207,72 @@ def verdict_on(
     if crash and crash.failure.kind in ("not written", "file"):
         kind = crash.failure.kind.replace(" ", "_")
         return Verdict(False, gates, kind, crash.failure.text, "")
-    others = {} if others is None else others
-    texts = [f"With {crash.case}:\n{crash.failure.text}"] if crash else []
-    for mistake in exercise.mistakes:
-        if mistake.name not in others:
-            text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
-            others[mistake.name] = outcome_of(exercise, text, path, seed)
-        pairs = zip(outcome, others[mistake.name], strict=True)
-        if all(mine.same_as(its) for mine, its in pairs):
-            return Verdict(False, gates, mistake.name, "\n".join([*texts, mistake.sentence]), "")
-    name, sentence = _explanation(exercise, outcome, failed, seed, others)
-    return Verdict(False, gates, name, "\n".join([sentence, *texts] if sentence else texts), "")
+    text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
+    known, almost = _known(exercise, outcome, failed, seed, others or {})
+    if known:
+        texts = [text, known.sentence]
+        return Verdict(False, gates, known.name, "\n".join(filter(None, texts)), "")
+    name, sentence = _unlisted(exercise, outcome, failed, seed)
+    if name == "unknown" and almost:
+        sentence = f"{UNKNOWN} With {failed[0].case} it does as if: {almost.sentence}"
+    return Verdict(False, gates, name, "\n".join(filter(None, [sentence, text])), "")
 
 
-def _explanation(
+def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
-) -> tuple[str, str]:
-    """The first explanation that fits: a name for it, and a sentence, if any."""
-    first = failed[0]
-    if not first.failure:  # versions may crash in the same way for different reasons
-        # A version may be wrong twice, or a known mistake in more cases.
-        i = outcome.index(first)
-        same = [m for m in exercise.mistakes if first.same_as(others[m.name][i])]
-        if len({mistake.sentence for mistake in same}) == 1:
-            return same[0].name, f"With {first.case}: {same[0].sentence}"
+) -> tuple[Mistake | None, Mistake | None]:
+    """The known mistake that does the same, and the only one that does so in the smallest case.
+
+    It does the same in all cases; or in all that fail, of which some do not end in an exception:
+    different mistakes crash in the same way, and right cases may be right for another reason.
+    """
+
+    def agrees(mistake: Mistake, results: Outcome) -> bool:
+        places = [outcome.index(result) for result in results]
+        if mistake.name in others:
+            its = [others[mistake.name][i] for i in places]
+        else:
+            text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
+            its = outcome_of(exercise, text, path, seed, places)
+        return all(mine.same_as(other) for mine, other in zip(results, its, strict=True))
+
+    rest, passed = failed[1:], [result for result in outcome if result not in failed]
+    at_first = [mistake for mistake in exercise.mistakes if agrees(mistake, failed[:1])]
+    whole = [mistake for mistake in at_first if agrees(mistake, rest)]
+    for mistake in whole:
+        if agrees(mistake, passed):
+            return mistake, None
+    crashes = [r.failure and r.failure.kind == "exception" for r in failed]
+    of_failed = whole if not all(crashes) else []
+    return _only(of_failed), _only(at_first if not crashes[0] else [])
+
+
+def _only(mistakes: list[Mistake]) -> Mistake | None:
+    """One of several with the same sentence."""
+    return mistakes[0] if len({mistake.sentence for mistake in mistakes}) == 1 else None
+
+
+def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
+    """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
+    crash = next((result.failure for result in failed if result.failure), None)
+    if crash and crash.kind != "exception":
+        return crash.kind, ""
+    if not crash:
         found, *more = [
             dict(patterns(exercise.factors(r.case), [x.values for x in r.records], r.expected))
             for r in failed
-            if r.problems
         ]
         for kind in found:
             if all(kind in of_another for of_another in more):
                 return "pattern", found[kind]
-    elif first.failure.kind != "exception":
-        return first.failure.kind, ""
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
-    for mine, right in zip(outcome, rights, strict=True):
-        if mine in failed and (sentence := form_problem(mine.calls, right.calls)):
-            # The text of a crash begins with its case.
-            return "wrong_type", sentence if mine.failure else f"With {mine.case}: {sentence}"
-    return ("exception", "") if first.failure else ("unknown", UNKNOWN)
+    by_case = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
+    of_type = [bool(found and found.is_type) for found in by_case]
+    # It explains the failure if it is there in all cases that fail, and in no other.
+    if of_type == [result in failed for result in outcome]:
+        first = by_case[outcome.index(failed[0])]
+        return "wrong_type", f"With {failed[0].case}: {first.text}"
+    if crash:
+        return "exception", ""
+    first = by_case[outcome.index(failed[0])]
+    return "unknown", f"{UNKNOWN}\nWith {failed[0].case}: {first.text}" if first else UNKNOWN

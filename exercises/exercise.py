@@ -43,6 +43,18 @@ class Case(SimpleNamespace):
         return ", ".join([*ranks, *sizes])
 
 
+def size_of(case: Case) -> tuple[int, float]:
+    """By which cases are compared: a reader wants to see the smallest."""
+    return case.ranks, _total([value for key, value in vars(case).items() if key not in HIDDEN])
+
+
+def _total(value: Any) -> float:
+    """All numbers in a value, added up."""
+    if isinstance(value, list | tuple | dict):
+        return sum(map(_total, value.values() if isinstance(value, dict) else value))
+    return abs(value) if isinstance(value, int | float) else 0
+
+
 HIDDEN = ("ranks", "seed")
 AXES = {"dp", "pp", "cp", "tp", "ep", "stages"}
 

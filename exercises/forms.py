@@ -1,10 +1,11 @@
-"""The forms of what a version returns: type, number of values, shape, dtype; no values.
+"""What a version returns, beside what the course's own function returns in the same call.
 
     joined_view returned None; it should return a tensor [3, 2, 4] of float64
+    part(shape=(5, 3), cuts=[], ...) returned (slice(0, 5), slice(3)), the course's own (...)
 
-What the right form is in a call is not written down anywhere. The course's own function is called
-in the same case, and its results have it. Calls are compared one by one, as long as both versions
-get arguments of the same forms.
+The first such call is shown to a student. Calls are compared one by one, as long as both versions
+get the same arguments: first by form, which is type, number of values, shape and dtype; then by
+what they hold.
 """
 
 import functools
@@ -17,7 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Size, Tensor
 
+from exercises.compare import LONGEST, differences, equal, shown
+
 MANY = 6  # values; a tuple of more is not a function's several results
+MOST = 200  # of a list, that are compared
 
 
 class Form(NamedTuple):
@@ -27,6 +31,8 @@ class Form(NamedTuple):
 
     def fits(self, right: "Form") -> bool:
         """Whether it can stand where the right one is wanted; a list may have another length."""
+        if right.kind == "iterator":
+            return self.kind in ("iterator", "list")
         if right.kind in ("list", "tuple"):
             if self.kind not in ("list", "tuple"):
                 return False
@@ -61,11 +67,38 @@ def form_of(value: Any) -> Form:
     return Form(kind, "None" if value is None else a_kind)
 
 
+def content_of(value: Any) -> Any:
+    """A copy that can be compared and shown; of other objects their text, or their kind."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, str | int | float | slice):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): content_of(part) for key, part in value.items()}
+    if type(value) in (list, tuple, range, Size):
+        return [content_of(part) for part in value[:MOST]]
+    has_text = type(value).__str__ is not object.__str__  # as an action of a pipeline: "F0"
+    return str(value) if has_text else f"<{type(value).__name__}>"
+
+
 class Call(NamedTuple):
     name: str
     arguments: Form
     verb: str  # returned, yielded
     result: Form
+    given: dict[str, Any]  # the arguments, by name
+    got: Any  # what the result holds
+
+    def text(self) -> str:
+        texts = [f"{name}={shown(value)[0]}" for name, value in self.given.items()]
+        return f"{self.name}({', '.join(texts)})"
+
+
+class WrongCall(NamedTuple):
+    """The first call whose result is not that of the course's own function."""
+
+    text: str
+    is_type: bool  # it has another form
 
 
 class Calls:
@@ -91,30 +124,43 @@ class Calls:
         return self._watched(definition) if isinstance(definition, FunctionType) else definition
 
     def _watched(self, function: FunctionType) -> FunctionType:
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount]
+
+        def note(rank: int | None, call: tuple, verb: str, result: Any) -> None:
+            name, form, given = call
+            call = Call(name, form, verb, form_of(result), given, content_of(result))
+            self.noted[rank].append(call)
+
         @functools.wraps(function)
         def watched(*args: Any, **options: Any) -> Any:
             rank = getattr(threading.current_thread(), "rank", None)
             if rank in self.within:
                 return function(*args, **options)
-            call = function.__qualname__, form_of((*args, *options.values()))
+            name, given = function.__qualname__, {**dict(zip(names, args, strict=False)), **options}
+            given.pop("self", None)
+            call = name, form_of((*args, *options.values())), content_of(given)
             self.within.add(rank)
             try:
                 result = function(*args, **options)
             finally:
                 self.within.discard(rank)
-            self.noted[rank].append(Call(*call, "returned", form_of(result)))
+            note(rank, call, "returned", result)
             return yields(rank, call, result) if isinstance(result, GeneratorType) else result
 
-        def yields(rank: int | None, call: tuple[str, Form], results: Iterator) -> Iterator[Any]:
+        def yields(rank: int | None, call: tuple, results: Iterator) -> Iterator[Any]:
             for result in results:
-                self.noted[rank].append(Call(*call, "yielded", form_of(result)))
+                note(rank, call, "yielded", result)
                 yield result
 
         return watched
 
 
-def form_problem(found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]) -> str:
-    """The first call whose result has another form than the right one, in a sentence; or ""."""
+def wrong_call(
+    found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]
+) -> WrongCall | None:
+    """The first call with the same arguments and another result: first by form, then by content."""
+    different = None
     for rank in found.keys() & right.keys():
         for call, other in zip(found[rank], right[rank], strict=False):
             if call[:3] != other[:3]:  # from here on they do different things
@@ -122,5 +168,19 @@ def form_problem(found: dict[int | None, list[Call]], right: dict[int | None, li
             if not call.result.fits(other.result):
                 verb = other.verb.removesuffix("ed")
                 should = f"it should {verb} {other.result.text}"
-                return f"{call.name} {call.verb} {call.result.text}; {should}."
-    return ""
+                return WrongCall(f"{call.name} {call.verb} {call.result.text}; {should}.", True)
+            if not equal(call.given, other.given):
+                break
+            if not different and not equal(call.got, other.got):
+                different = WrongCall(_difference(call, other, rank, len(found)), False)
+    return different
+
+
+def _difference(call: Call, other: Call, rank: int | None, ranks: int) -> str:
+    index, *pair = next(differences(call.got, other.got))
+    where = f" at {list(index)}" if index else ""
+    if len(str(call.got)) < LONGEST:  # all of it
+        where, pair = "", [call.got, other.got]
+    mine, right = shown(*pair)
+    on = f"on rank {rank} " * (ranks > 1)
+    return f"{on}{call.text()}\n    {call.verb}{where} {mine}\n    the course's own {right}"
