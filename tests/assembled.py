@@ -83,7 +83,7 @@ def make_config(
     )
 
 
-def make_training(config: Config, model_config: ModelConfig) -> Training:
+def make_training(config: Config, model_config: ModelConfig, meters=()) -> Training:
     t, device = config.training, torch.device("cpu")
     axes = build_axes(device, config.layout)
     tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
@@ -93,7 +93,7 @@ def make_training(config: Config, model_config: ModelConfig) -> Training:
     text = TokenFile(tokens.astype(np.uint16), len(tokens), len(ends), ends)
     depths = model_config.num_nextn_predict_layers
     data = open_data(config, text, axes.dp.rank, axes.cp.rank, depths)
-    return Training(config, model_config, axes, device, data)
+    return Training(config, model_config, axes, device, data, meters=meters)
 
 
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there

@@ -34,6 +34,7 @@ STANDARD_LIBRARY_ONLY = {
     for name in names.split()
 }
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub", "matplotlib"}
+HEAVY |= {"pynvml"}
 DRAWS = ("charts", "pictures")  # of a report, and imported where one is made
 
 FILES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py") if path.stem != "__init__")

@@ -1,5 +1,6 @@
 """One rank's run as an object, for tests: what train.py does, without files and console."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from torch import nn
 
 import train
 from picotron_min.data import Batches
+from picotron_min.extension import Extension
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.experts.extension import Experts
 from picotron_min.extensions.overlap.linear import Linear, linears
@@ -72,6 +74,7 @@ class Training:
         device: torch.device,
         batches: Batches,
         weights: Path | None = None,
+        meters: Sequence[Extension] = (),
     ) -> None:
         tokenizer, start = BytesTokenizer(), (None, None, weights, None)
         self.inputs = Inputs(config, device, "gloo", model_config, tokenizer, None, batches, *start)
@@ -81,7 +84,8 @@ class Training:
             for kind in (nn.Linear, nn.Embedding, nn.RMSNorm):
                 nothing = mock.patch.object(kind, "reset_parameters", lambda _: None)
                 stack.enter_context(nothing)
-            self.model = build_model(model_config, config.layout, config.workload, axes, device)
+            sizes = model_config, config.layout, config.workload
+            self.model = build_model(*sizes, axes, device, meters)
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks

@@ -1,5 +1,6 @@
 """Build: the extensions that a run needs, in their order; each is imported only if it is used."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,12 +16,18 @@ from picotron_min.parallelize import ParallelModel, Parts, parallelize, simple_p
 
 
 def build_model(
-    model_config: ModelConfig, layout: Layout, workload: Workload, axes: Axes, device: torch.device
+    model_config: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    axes: Axes,
+    device: torch.device,
+    more: Sequence[Extension] = (),
 ) -> ParallelModel:
-    """This rank's part of a model, with the extensions of its settings."""
+    """This rank's part of a model, with the extensions of its settings, and more of the run's."""
     settings = model_config, layout, workload
     parts = parts_of(*settings, device)
-    return parallelize(*settings, axes, device, parts, extensions_of(*settings, axes, device))
+    extensions = [*extensions_of(*settings, axes, device), *more]
+    return parallelize(*settings, axes, device, parts, extensions)
 
 
 def parts_of(

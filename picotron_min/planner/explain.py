@@ -15,6 +15,7 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.choices import Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb
+from picotron_min.runtime.hardware import WATTS
 
 TOSS_UP = 0.01  # of the step: too little for a reason
 # The choices that are explained, and their names where another one reads better.
@@ -32,6 +33,17 @@ class Reason(NamedTuple):
     other: object
     text: str
     candidate: Candidate | None = None  # None where the rules allow no such layout
+
+
+def energy(request: Request, step: float) -> str:
+    """A bound of a step's energy: no published run tells which share of the limit it used."""
+    watts, gpus = WATTS.get(request.gpu.name), request.gpus
+    if watts is None:  # of a CPU
+        return ""
+    joules = gpus * watts * step
+    each = 1e3 * joules / (request.global_batch * request.seq_length)
+    made = f"{gpus} GPUs x {watts} W x {step:.3g} s"
+    return f"energy: at most {joules / 1e3:.3g} kJ a step ({made}), {each:.3g} mJ a token"
 
 
 def why(request: Request, best: Candidate) -> Iterator[Reason]:

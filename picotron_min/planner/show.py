@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from picotron_min import costs
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.planner.choices import CHOICES, Request
-from picotron_min.planner.explain import EXPLAINED, lines_of, shown, why
+from picotron_min.planner.explain import EXPLAINED, energy, lines_of, shown, why
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
 from picotron_min.planner.memory import RankMemory, gb, gigabytes
@@ -102,6 +102,8 @@ def details(request: Request, best: Candidate, width: int) -> str:
     """Where time, memory and bytes of a layout go, and its schedule."""
     blocks = [times(best, width), memory(request, best.memory), traffic(request, best)]
     m, layout = best.workload.num_micro_batches, best.layout
+    if bound := energy(request, best.prediction.step):
+        blocks.append(bound)
     if layout.pp > 1 and layout.pp * m * layout.pp_chunks <= MOST_DRAWN:
         schedule = layout.schedule
         plans = [schedule.plan(r, layout.pp, m, layout.pp_chunks) for r in range(layout.pp)]

@@ -119,6 +119,7 @@ OTHERS = [
     Quantity("Speed", "tokens/s", "tokens_per_second"),
     Quantity("MFU: mfu", "% of the peak", "mfu", scale=100),
     Quantity("MFU: mfu_common", "% of the peak", "mfu_common", scale=100),
+    Quantity("Power", "W, mean of what is measured", "watts"),
     Quantity("Zeros in the gradient", "elements", "num_zeros_in_grad"),
     Quantity("Imbalance", "fullest expert / mean", "load_imbalance"),
     Quantity("Imbalance of a ring", "busiest rank / mean", "cp_imbalance"),

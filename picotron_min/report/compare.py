@@ -1,5 +1,6 @@
 """Several runs' page: their curves on shared axes, and how their settings differ."""
 
+from itertools import accumulate
 from operator import attrgetter
 
 from picotron_min.report.charts import LOSS, Line, curve_pictures, curves, smooth
@@ -14,7 +15,12 @@ def comparison(runs: list[Run]) -> str:
     named = {str(run.folder): run for run in runs}
     charts = curve_pictures(runs)
     if len({run.config and run.config.tokens_per_step for run in runs}) > 1:
-        charts.insert(1, _loss_by_tokens(runs))
+        tokens = [[step.tokens for step in run.steps] for run in runs]
+        about = "A step of these runs is not of one size: tokens are the fairer axis."
+        charts.insert(1, _loss_by("tokens", tokens, runs, about))
+    if all(run.joules is not None for run in runs):
+        joules = [[*accumulate(step.joules for step in run.steps)] for run in runs]
+        charts.insert(1, _loss_by("joules", joules, runs, "Those of resumed steps count once."))
     lines = legend([*named]), paragraph("Faint: each step. Strong: smoothed.")
     return page(
         "Runs compared",
@@ -35,23 +41,25 @@ def _validated_differently(runs: list[Run]) -> list[str]:
     return [f"The runs differ in {why}"] if keys else []
 
 
-def _loss_by_tokens(runs: list[Run]) -> str:
-    tokens = [[step.tokens for step in run.steps] for run in runs]
-    lines = [Line(tokens[i], smooth(LOSS.values(run)), i) for i, run in enumerate(runs)]
-    about = "Smoothed. A step of these runs is not of one size: tokens are the fairer axis."
-    return curves(lines, "Loss by tokens", LOSS.unit, "tokens", about)
+def _loss_by(unit: str, spent: list[list[float]], runs: list[Run], about: str) -> str:
+    lines = [Line(spent[i], smooth(LOSS.values(run)), i) for i, run in enumerate(runs)]
+    return curves(lines, f"Loss by {unit}", LOSS.unit, unit, f"Smoothed. {about}")
 
 
 def _results(named: dict[str, Run]) -> str:
-    head = ("run", "steps", "tokens", "took", "loss", "val_loss", "tokens/s", "mfu", "mfu_common")
-    rows = []
+    head = ["run", "steps", "tokens", "took", "loss", "val_loss", "tokens/s", "mfu", "mfu_common"]
+    has_energy, rows = any(run.joules is not None for run in named.values()), []
+    head += ["joules", "joules a token"] * has_energy
     for name, run in named.items():
         last, seconds = run.steps[-1], run.seconds
         val_loss = run.evaluations[-1].val_loss if run.evaluations else None
         row = [name, *cells(",", last.step, last.tokens), Cell(duration(seconds))]
         row += cells(".4f", last.loss, val_loss)
         row += cells(",.0f", tokens_of(run.all_steps) / seconds if seconds else None)
+        tokens = tokens_of(run.all_steps)
+        each = run.joules / tokens if run.joules is not None and tokens else None
         row += cells(".2%", run.mean_over_time("mfu"), run.mean_over_time("mfu_common"))
+        row += cells(",.4g", run.joules, each) * has_energy
         rows.append(row)
     return table(head, rows, "Losses are those of the last step and of the last validation.")
 

@@ -43,6 +43,12 @@ class Run(NamedTuple):
         """Of all steps, also of those that a resume has repeated: they cost as much."""
         return sum(step.step_seconds or 0.0 for step in self.all_steps)
 
+    @property
+    def joules(self) -> float | None:
+        """Of these steps; None unless it was measured in all."""
+        known = [step.joules for step in self.all_steps]
+        return None if None in known else sum(known)
+
     def mean_over_time(self, name: str) -> float | None:
         known = [s for s in self.all_steps if getattr(s, name) is not None and s.step_seconds]
         seconds = sum(s.step_seconds for s in known)

@@ -49,6 +49,9 @@ def header(run: Run) -> str:
     rows["tokens"] = f"{tokens:,.0f}"
     if repeated:
         rows["tokens"] += f", {tokens - tokens_of(run.steps):,.0f} of them in repeated steps"
+    if run.joules is not None:
+        each = f"{run.joules / 1e3:,.2f} kJ, {run.joules / tokens:.3g} J a token"
+        rows["energy"] = f"{each}, {rows.get('energy', 'in all steps')}"
     if run.config:
         flops = tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         rows["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"
@@ -90,12 +93,13 @@ def course(run: Run) -> str:
     """Curves over the steps, and a table of some of them."""
     last, count, rows = len(run.steps) - 1, min(MOST_ROWS, len(run.steps)), []
     losses = {record.step: Cell.of(record.val_loss, ".4f") for record in run.evaluations}
+    columns = COLUMNS if run.joules is None else COLUMNS | {"joules": ",.4g"}
     for i in range(count):
         record = run.steps[round(i * last / max(1, count - 1))]
-        numbers = [Cell.of(getattr(record, name), form) for name, form in COLUMNS.items()]
+        numbers = [Cell.of(getattr(record, name), form) for name, form in columns.items()]
         rows.append((str(record.step), *numbers, losses.get(record.step, Cell(""))))
     which = "All steps" if count > last else f"{count} of {last + 1:,} steps, evenly spaced"
-    numbers = table(("step", *COLUMNS, "val_loss"), rows, f"{which}, from metrics.jsonl.")
+    numbers = table(("step", *columns, "val_loss"), rows, f"{which}, from metrics.jsonl.")
     return section("How it went", gallery(*curve_pictures([run])), numbers)
 
 

@@ -97,7 +97,9 @@ class Console:
         self._print_step()  # below the line of the step that it is about
         self._print(f"warning: {text.strip()}", style="yellow")
 
-    def summary(self, save_dir: str, checkpoint: Path | None, dataset: str) -> dict[str, str]:
+    def summary(
+        self, save_dir: str, checkpoint: Path | None, dataset: str, more: dict | None = None
+    ) -> dict[str, str]:
         """Print the results of the run, which are returned, and how to use its model."""
         rows, work, folder = {}, self._total, Path(save_dir, "hf")
         if self._steps:
@@ -116,6 +118,7 @@ class Console:
                 rows["imbalance"] = f"{before:.2f} -> {now:.2f}"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
+        rows |= more or {}
         results = dict(rows)
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)

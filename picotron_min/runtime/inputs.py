@@ -1,5 +1,6 @@
 """Inputs: what a rank starts from: device, model, tokens, and a checkpoint or initial weights."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ from filelock import FileLock
 from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
+from picotron_min.extension import Extension
 from picotron_min.extensions.build import open_batches
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initialise
@@ -44,6 +46,7 @@ class Inputs(NamedTuple):
     metadata: Metadata | None  # of that checkpoint
     weights: Path | None  # else the folder of the weights to start from
     lock: FileLock | None  # of save_dir, as long as this lives
+    meters: Sequence[Extension] = ()  # extensions that measure a step, for the report
 
     @property
     def first_step(self) -> int:
@@ -71,8 +74,8 @@ class Inputs(NamedTuple):
         for key in ("model.name", "model.weights", "logging.trace_file"):
             settings[key] = "given" if attrgetter(key)(config) else None  # the paths may differ
         settings["checkpoint.save_frequency"] = config.checkpoint.save_frequency
-        for key in ("document_mask", "packing"):
-            settings[f"dataset.{key}"] = getattr(config.dataset, key)
+        for key in ("dataset.document_mask", "dataset.packing", "logging.log_energy"):
+            settings[key] = attrgetter(key)(config)
         return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
 
 
@@ -107,6 +110,7 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     metadata, weights, lock, resumed = None, None, None, {}
     device = choose_device(launch, config.distributed.use_cpu)
     check_fp8(config, device)
+    meters = open_meters(config, device, launch)
     backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
     to_hf(model_config)  # a model that cannot be exported is refused now, not after its last step
@@ -122,8 +126,8 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     text = open_text(config, tokenizer, model_config.vocab_size)  # may take hours
     depths = model_config.num_nextn_predict_layers
     batches = open_data(config, text, here.dp, here.cp, depths, **resumed)
-    data = (tokenizer, text, batches)
-    return Inputs(config, device, backend, model_config, *data, start, metadata, weights, lock)
+    data = (tokenizer, text, batches, start, metadata, weights, lock)
+    return Inputs(config, device, backend, model_config, *data, meters)
 
 
 def fill_weights(run, inputs: Inputs, group: dist.ProcessGroup) -> None:
@@ -151,6 +155,15 @@ def check_fp8(config: Config, device: torch.device) -> None:
     if (major, minor) < (8, 9):
         why = f"model.fp8=true needs GPUs of compute capability 8.9 or more, not {major}.{minor}"
         raise ValueError(f"{why}: set it to false, or use newer ones, such as L4, RTX 40 or H100")
+
+
+def open_meters(config: Config, device: torch.device, launch: Launch) -> list[Extension]:
+    """What the report measures in each step; ValueError if a package is missing."""
+    if not config.logging.log_energy:
+        return []
+    from picotron_min.runtime.energy import open_meter
+
+    return [open_meter(device, launch.local_rank, launch.world_size)]
 
 
 def open_data(

@@ -40,6 +40,9 @@ class StepRecord:
     comm_bytes: dict[str, int]  # axis -> bytes this rank sent in the step
     num_zeros_in_grad: int | None = None  # on request: elements of the gradient that are 0
     cp_imbalance: float | None = None  # with documents apart: of a ring's busiest rank to the mean
+    joules: float | None = None  # on request: see energy.py
+    joules_per_token: float | None = None
+    watts: float | None = None  # mean of a GPU or, on CPUs, of a machine
     balance: dict[str, object] = field(default_factory=dict)  # of extensions, by name
 
 

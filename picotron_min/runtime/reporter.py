@@ -66,6 +66,7 @@ class Reporter(ExitStack):
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
+        self.told = ""  # why energy is not measured
         self.console = Console(done + 1, last, Output(quiet=not writes))
         self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
@@ -83,7 +84,12 @@ class Reporter(ExitStack):
         if step == self.measured_step:
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
-        per_layer = config.logging.moe_per_layer_logging
+        per_layer, energy = config.logging.moe_per_layer_logging, {}
+        for meter in self.inputs.meters:  # one, on request
+            energy = meter.fields(seconds, batches.tokens_per_step)
+            if meter.problem not in ("", self.told):
+                self.told = meter.problem
+                self.console.warn(f"energy is not measured: {self.told}")
         attended = imbalance = None
         if config.dataset.document_mask and self.run_log:  # for what this rank writes
             attended, layout = batches.attended_length(step - 1), config.layout
@@ -100,6 +106,7 @@ class Reporter(ExitStack):
             comm_bytes=take_bytes(self.axes),
             balance={k: v for k, v in result.measures.items() if per_layer or "per_layer" not in k},
             cp_imbalance=imbalance,
+            **energy,
             **self.speedometer.measure(
                 batches.tokens_per_step / seconds, config.world_size, attended
             ),
@@ -145,7 +152,10 @@ class Reporter(ExitStack):
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
         self.log.close()  # wandb prints a summary of its own
         newest = find_start("latest", Path(save_dir))
-        rows = self.console.summary(save_dir, newest, config.dataset.name)
+        more = {}
+        for meter in self.inputs.meters:
+            more["energy"] = meter.summary()
+        rows = self.console.summary(save_dir, newest, config.dataset.name, more)
         if self.axes.world.rank == 0:
             write_card(Path(save_dir, "hf"), self.start.header | rows)
 
@@ -206,7 +216,7 @@ def describe(inputs: Inputs) -> dict[str, str]:
         apart = f", apart, best fit with {batches.padding:.1%} padding"
     apart = apart if config.dataset.document_mask else ""
     begins = m.weights or f"random weights, seed {t.seed}"
-    return {
+    rows = {
         "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
         "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}: {sizes}",
         "step": f"{human(batches.tokens_per_step)} tokens:"
@@ -222,3 +232,6 @@ def describe(inputs: Inputs) -> dict[str, str]:
         + (", less by the lengths of documents" if apart else ""),
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
     }
+    for meter in inputs.meters:
+        rows["energy"] = meter.source
+    return rows

@@ -27,7 +27,7 @@ from picotron_min.planner.step_time import predict
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
-from picotron_min.runtime.hardware import GPUS
+from picotron_min.runtime.hardware import GPUS, WATTS
 from picotron_min.runtime.public_models import find_preset
 from tests.assembled import make_training
 
@@ -164,6 +164,9 @@ def test_every_choice_of_the_best_layout_is_explained():
     assert "tp 4, not 2:" in text and "sequence parallelism on, not off:" in text
     shown = plan_text(asked, [[best]])
     assert text.splitlines()[0] in shown
+    joules, tokens = 32 * 700 * best.prediction.step, 64 * 8192
+    assert f"energy: at most {joules / 1e3:.3g} kJ a step (32 GPUs x 700 W x " in shown
+    assert f" s), {1e3 * joules / tokens:.3g} mJ a token\n" in shown and {*WATTS} == {*GPUS}
     assert all(f"{n:<11}{s:>10.4g} s" in shown for n, s in parts.items() if s > 0)
 
 

@@ -306,10 +306,25 @@ def test_a_single_step_and_numbers_that_were_not_finite_are_drawn(tmp_path):
 def test_what_some_runs_record_is_drawn_for_them(tmp_path):
     config = recorded_runs.config_of(tmp_path, {})
     balance = {"load_imbalance": 1.5, "dropped_per_layer": [0.0], "z_loss": None}
-    write_records(tmp_path, config, [1, 2], balance=balance, num_zeros_in_grad=3)
+    energy = {"joules": 51.2, "joules_per_token": 0.1, "watts": 102.4}
+    write_records(tmp_path, config, [1, 2], balance=balance, num_zeros_in_grad=3, **energy)
     page = report(tmp_path)
-    assert page.pictures == [*CURVES, "Zeros in the gradient", "Imbalance"]
+    assert page.pictures == [*CURVES, "Power", "Zeros in the gradient", "Imbalance"]
     assert "only metrics.jsonl is shown" in page.text
+    tokens = 0.5 * (1001 + 1002)
+    assert page.facts()["energy"] == f"0.10 kJ, {102.4 / tokens:.3g} J a token, in all steps"
+    rows = page.rows("step", "joules")
+    assert [row["joules"] for row in rows.values()] == 2 * [(51.2, "51.2")]
+    for name, values in (("partly", {}), ("dearer", energy | {"joules": 64.0})):
+        (tmp_path / name).mkdir()
+        write_records(tmp_path / name, config, [1], **energy)
+        write_records(tmp_path / name, config, [2], **values)
+    assert read_run(tmp_path / "partly").joules is None
+    page = report(tmp_path, tmp_path / "dearer", out=tmp_path / "dearer.html")
+    assert "Loss by joules" in page.pictures
+    rows = page.rows("run", "joules").values()
+    assert [row["joules"][0] for row in rows] == [102.4, 115.2]
+    assert [row["joules a token"][0] for row in rows] == [102.4 / tokens, 115.2 / tokens]
 
 
 def test_a_trace_of_another_run_is_left_out(tmp_path):

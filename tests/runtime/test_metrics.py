@@ -41,7 +41,7 @@ def test_records_are_json_lines_in_full_precision_and_appended(tmp_path):
     first, second = read(path)
     fields = "step loss grad_norm learning_rate tokens tokens_per_second"
     fields += " tokens_per_second_per_device mfu mfu_common hfu step_seconds memory_gb comm_bytes"
-    fields += " num_zeros_in_grad cp_imbalance"
+    fields += " num_zeros_in_grad cp_imbalance joules joules_per_token watts"
     assert " ".join(first) == fields
     assert first["loss"] == 5.6 / 3 and first["comm_bytes"] == {"dp": 1000, "tp": 0}
     assert (first["step"], second["step"]) == (1, 2)

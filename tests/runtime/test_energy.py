@@ -1,0 +1,261 @@
+"""Energy: what counters have counted, once, and only in steps; and the reason where they do not."""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from picotron_min.runtime import energy
+from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.energy import Meter, nvml_reader, open_meter, rapl_reader
+from picotron_min.runtime.inputs import open_meters
+from picotron_min.runtime.launch import Launch
+from picotron_min.runtime.saver import Saver
+from tests.assembled import MODEL, make_config, make_training
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
+PASS, UPDATE, EVALUATION, SAVE = 3_000_001, 250_000, 10**9, 5 * 10**8  # uJ
+
+
+def packages(folder: Path, *counters: int, wraps_at: int = 10**6) -> Path:
+    """/sys/class/powercap of a machine; what is beside its packages counts the same again."""
+    beside = {"intel-rapl:0:0": "core", "intel-rapl-mmio:0": "package-0", "intel-rapl:9": "psys"}
+    names = {f"intel-rapl:{i}": f"package-{i}" for i in range(len(counters))}
+    for name, kind in (names | beside).items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "name").write_text(f"{kind}\n")
+        (folder / name / "max_energy_range_uj").write_text(f"{wraps_at}\n")
+        (folder / name / "energy_uj").write_text("7\n")
+    for i, counter in enumerate(counters):
+        (folder / f"intel-rapl:{i}" / "energy_uj").write_text(f"{counter}\n")
+    return folder
+
+
+def spend(function, counter: Path, joules: int):
+    """The function, which now makes the counter of its node grow."""
+
+    def spends(*args, **options):
+        if dist.get_rank() == 0:
+            counter.write_text(str(int(counter.read_text()) + joules))
+        return function(*args, **options)
+
+    return spends
+
+
+def powered(folder: Path) -> None:
+    """In a run: its passes, updates, evaluations and saves use what is written above."""
+    counter = packages(folder, 10**6, wraps_at=10**12) / "intel-rapl:0" / "energy_uj"
+    train.measure_gradient = spend(train.measure_gradient, counter, PASS)
+    train.learning_rate_at = spend(train.learning_rate_at, counter, UPDATE)
+    train.evaluate = spend(train.evaluate, counter, EVALUATION)
+    Saver.save = spend(Saver.save, counter, SAVE)
+    energy.rapl_reader = partial(rapl_reader, folder)
+
+
+def test_a_run_has_the_joules_of_its_steps_and_of_nothing_else(workplace):
+    """Two ranks of one node, of which one reads for both: nothing counts twice."""
+    folder = workplace.folder / "powercap"
+    config = workplace.config("energy", logging={"log_energy": True})
+    outcome = workplace.main(config, partial(powered, folder))
+    assert outcome.code == 0, outcome.output
+    steps = workplace.steps("energy")
+    joules = [step["joules"] for step in steps]
+    assert joules == [PASS / 1e6] + 5 * [(PASS + UPDATE) / 1e6]
+    used = int((folder / "intel-rapl:0" / "energy_uj").read_text()) - 10**6
+    left_out = 2 * EVALUATION + 3 * SAVE + UPDATE  # the last update is in no step
+    assert sum(joules) == pytest.approx((used - left_out) / 1e6, abs=1e-9)
+    for step in steps:
+        assert step["watts"] == step["joules"] / step["step_seconds"]
+        assert step["joules_per_token"] == step["joules"] / 256
+    seconds = sum(step["step_seconds"] for step in steps)
+    said = (
+        f"0.02 kJ, {sum(joules) / 256 / 6:.3g} J a token, {sum(joules) / seconds:.3g} W a machine"
+    )
+    assert said in outcome.output
+    assert "of the whole machine, by RAPL\n" in outcome.output and "warning" not in outcome.output
+    assert said in (workplace.folder / "runs/energy/hf/README.md").read_text()
+
+
+class Source:
+    """A counter that grows by so much whenever it is read; broken without a number."""
+
+    def __init__(self, grows: int | None) -> None:
+        self.grows, self.counter = grows, 10**9
+
+    def __call__(self) -> int:
+        if self.grows is None:
+            raise OSError("this counter is broken")
+        self.counter += self.grows
+        return self.counter
+
+
+def two_steps(sources: list[Source | None], is_gpu: bool) -> tuple:
+    """What each rank, with a reader of its own or none, reports; and the bytes that it sends."""
+    config, sent = make_config(dp=2), []
+    meter = Meter(CPU, sources[dist.get_rank()], 2)
+    meter.is_gpu = is_gpu
+    for meters in ([], [meter]):
+        training = make_training(config, MODEL.override(num_hidden_layers=2), meters)
+        for step in (0, 1):
+            training.axes.world.ledger.take_bytes()
+            training.step(step)
+            sent.append(training.axes.world.ledger.take_bytes())
+    return meter.fields(2.0, 100), meter.problem, meter.summary(), sent
+
+
+@pytest.mark.parametrize(
+    ("sources", "is_gpu", "joules", "problem"),
+    [
+        ([Source(5), Source(10**6)], True, 2.00001, ""),
+        ([Source(5), None], False, 0.00001, ""),
+        ([Source(5), Source(None)], True, None, "reported by 1 of 2 GPUs"),
+        ([Source(None), None], False, None, "this counter is broken"),
+    ],
+)
+def test_all_that_should_read_do_or_the_step_has_no_joules(pool, sources, is_gpu, joules, problem):
+    """A step reads when it begins, before its sum, and at its end, which is the next one's."""
+    ranks = pool.run(2, two_steps, sources, is_gpu, timeout=30)
+    for fields, _, _, sent in ranks:
+        assert fields.get("joules") == joules
+        if joules:
+            assert fields["watts"] == joules / 2 / len([*filter(None, sources)])
+            assert fields["joules_per_token"] == joules / 100
+        assert [number - sent[0] for number in sent] == [0, 0, 16, 16], "2 float64, sent once"
+    _, first_problem, summary, _ = ranks[0]  # of the rank that prints
+    assert first_problem == problem and summary.startswith(f"not measured: {problem}") != bool(
+        joules
+    )
+
+
+def break_one_of_two() -> None:
+    def one_of_two(device, local_rank, num_ranks):
+        return Meter(device, Source(None if local_rank else 5), num_ranks)
+
+    energy.open_meter = one_of_two
+
+
+def test_one_warning_and_no_hang_where_a_rank_cannot_read(workplace):
+    config = workplace.config("partial", logging={"log_energy": True})
+    outcome = workplace.main(config, break_one_of_two)
+    assert outcome.code == 0 and outcome.seconds < 30, outcome.output
+    assert [step["joules"] for step in workplace.steps("partial")] == 6 * [None]
+    problem = "not measured: reported by 1 node(s), not by all\n"
+    assert outcome.output.count("warning") == 1 == outcome.output.count(f"energy is {problem}")
+    assert f"  energy      {problem}" in outcome.output
+
+
+def test_without_the_key_nothing_of_it_is_imported(monkeypatch):
+    for name in ("pynvml", "picotron_min.runtime.energy"):
+        monkeypatch.setitem(sys.modules, name, None)  # to import it would raise
+    launch = Launch(0, 0, 1, None)
+    assert open_meters(make_config(), CPU, launch) == []
+    with pytest.raises(ImportError):
+        open_meters(parse_config({"logging": {"log_energy": True}}), CPU, launch)
+
+
+def test_only_packages_count_and_each_may_wrap(tmp_path):
+    read = rapl_reader(packages(tmp_path, 999_000, 40))
+    first = read()
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("500\n")  # 1,500 more, over the end
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("60\n")
+    assert read() - first == 1_500 + 20
+    with pytest.raises(OSError, match=r"there is no .*/intel-rapl:0"):
+        rapl_reader(packages(tmp_path / "virtual"))()
+
+
+def reason_as_nobody(folder: Path, out: int) -> None:
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    meter = Meter(CPU, rapl_reader(folder), 1)
+    meter.begin()
+    os.write(out, meter.problem.encode())
+
+
+def test_a_counter_that_only_root_can_read_is_named(pool):
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        folder = packages(Path(name), 1)
+        (folder / "intel-rapl:0" / "energy_uj").chmod(0)
+        into, out = os.pipe()
+        if not (child := os.fork()):
+            reason_as_nobody(folder, out)
+            os._exit(0)
+        os.waitpid(child, 0)
+        expected = f"{folder}/intel-rapl:0/energy_uj is readable by root only"
+        assert os.read(into, 1000).decode() == expected
+
+
+class FakeNvml(SimpleNamespace):
+    """With no other function than those that are needed: none takes an index."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self) -> None:
+        super().__init__(asked=[], mj=5)
+
+    def nvmlInit(self) -> None:
+        self.asked.append("init")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self.asked.append(uuid)
+        return "a handle"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if self.mj is None:
+            raise self.NVMLError("Not Supported")
+        assert handle == "a handle"
+        return self.mj
+
+
+def test_a_gpu_is_known_by_its_uuid_and_not_by_its_index(monkeypatch):
+    nvml, properties = FakeNvml(), SimpleNamespace(uuid="12-ab")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    read = nvml_reader(GPU)
+    assert [read(), read()] == [5000, 5000] and nvml.asked == ["init", "GPU-12-ab"]
+    nvml.mj = None
+    with pytest.raises(OSError, match=r"^NVML has no energy of GPU-12-ab: Not Supported$"):
+        read()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(
+        ValueError, match=r'run  pip install -e "\.\[energy\]"  or set it to false$'
+    ):
+        open_meter(GPU, 0, 1)
+
+
+@pytest.mark.gpu
+def test_energy_of_a_gpu_is_its_power_over_time():
+    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    device = torch.device("cuda", 0)
+    read, a = nvml_reader(device), torch.randn(4096, 4096, device=device)
+    uuid = torch.cuda.get_device_properties(device).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if read() else None
+    powers, began, first = [], time.perf_counter(), read()
+    while (seconds := time.perf_counter() - began) < 5:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+        powers.append(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+    joules = (read() - first) / 1e6
+    assert joules == pytest.approx(statistics.mean(powers) * seconds, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_numbers_of_a_meter():
+    meter = Meter(torch.device("cuda", 0), Source(5), 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        meter.begin()
+        mine = meter.counts()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert mine.tolist() == [5e-6, 1]
