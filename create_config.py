@@ -267,9 +267,6 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
 
 
 def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_assumed: bool) -> None:
-    if config.model.fp8:
-        print("predicted step   none: how fast FP8 is, is not modelled")
-        return
     request, candidate = predicted(config, model_config, gpu)
     step, number = candidate.prediction.step, measures(request, candidate)
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"

@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seq_length", type=positive, metavar="N", help="tokens")
     add("--global_batch", type=batch, metavar="N", help="sequences a step")
     add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")
+    add("--precision", choices=["bf16", "fp8"], default="bf16", help="of the layers' linears")
     add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     add("--compile", action="store_true", help="with model.compile")
     add("--gpus_per_node", type=positive, metavar="N", help="default: 8")

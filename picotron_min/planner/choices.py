@@ -19,7 +19,7 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.planner.step_time import Prediction, predict
-from picotron_min.planner.system import Setting, our_system
+from picotron_min.planner.system import Setting, System, our_system
 from picotron_min.runtime.config import KEYS, Config, Distributed, Model, Training
 from picotron_min.runtime.config_checks import layout_problems, model_problems
 from picotron_min.runtime.hardware import Gpu
@@ -49,6 +49,9 @@ class Request:
     max_tp: int = 8
     fixed: Mapping[str, object] = field(default_factory=dict)  # some of CHOICES
     document_mask: bool = False
+    fp8: bool = False
+    fp8_skip: int = 0
+    system: System | None = None  # of another code base; None: this project
     attended: float | None = None  # its mean over a token file: see attended_length
 
     @property
@@ -61,7 +64,8 @@ class Request:
         return self.fill * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
-        system = our_system(workload, self.device)
+        layers = self.model_config.num_hidden_layers
+        system = self.system or our_system(workload, self.device, layers)
         return Setting(self.model_config, self.gpu, layout, workload, system, self.attended)
 
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:
@@ -125,7 +129,9 @@ def groups(request: Request) -> Iterator[tuple[Layout, Workload]]:
     for grid in grids(request):
         sequences, ranks = request.global_batch // grid.dp, grid.dp * grid.cp * grid.tp
         kept = {n: request.fixed[n] for n in ("etp", "ep_engine") if n in request.fixed}
-        asked = {n: getattr(request, n) for n in ("dtype", "optimizer", "compile")}
+        asked = {
+            n: getattr(request, n) for n in ("dtype", "optimizer", "compile", "fp8", "fp8_skip")
+        }
         names = ("sequence_parallel", "cp_engine", "ep", "micro_batch_size", "recompute")
         for cut, engine, ep, size, recompute in product(*(request.values(n, grid) for n in names)):
             if sequences % size == 0 and ("ep" in request.fixed or ranks % ep == 0):
@@ -154,15 +160,19 @@ def schedules(request: Request, pp: int) -> dict[str, list[int]]:
     return {layout.pp_engine: request.values("pp_chunks", layout) for layout in layouts}
 
 
-def rule_problems(request: Request, layout: Layout) -> list[str]:
+def rule_problems(request: Request, layout: Layout, work: Workload) -> list[str]:
     """Why config files could not have this layout, as messages."""
     names = set(Distributed.model_fields)
     given = {name if name in names else f"{name}_size": v for name, v in vars(layout).items()}
     config = Config.model_construct(
         distributed=Distributed.model_construct(**given),
-        model=Model.model_construct(name=request.model_name),
+        model=Model.model_construct(
+            name=request.model_name, dtype=request.dtype, fp8=request.fp8, fp8_skip=request.fp8_skip
+        ),
         training=Training.model_construct(
-            seq_length=request.seq_length, optimizer=request.optimizer
+            seq_length=request.seq_length,
+            optimizer=request.optimizer,
+            micro_batch_size=work.micro_batch_size,
         ),
     )
     problems = list(layout_problems(config))

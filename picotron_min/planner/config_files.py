@@ -16,13 +16,13 @@ from picotron_min.planner.machine import machine
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.hardware import Gpu
+from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import parse_json, read_json
 from picotron_min.runtime.wording import choice
 
 ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
 ALIASES |= {"mbs": "micro_batch_size"}
-GPUS_PER_NODE = 8
+MOST_TP = 8  # by default, also where more GPUs are in a node
 
 
 def request_of(flags: argparse.Namespace) -> Request:
@@ -33,10 +33,11 @@ def request_of(flags: argparse.Namespace) -> Request:
     gpu = gpu_of(flags, flags.gpu or "H100", flags.gpus)
     dtype = flags.dtype or ("float32" if gpu.name == "cpu" else "bfloat16")
     asked = {"model": {"name": flags.model, "dtype": dtype, "compile": flags.compile}}
+    asked["model"]["fp8"] = flags.precision == "fp8"
     asked["dataset"] = {"document_mask": bool(flags.documents)}
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
-    max_tp = flags.max_tp or flags.gpus_per_node or GPUS_PER_NODE
+    max_tp = flags.max_tp or min(MOST_TP, gpu.gpus_per_node)
     options = {"fill": flags.fill, "max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
     options["documents"] = flags.documents
     return _request(config, model_of(config), gpu, flags.gpus, flags.global_batch, **options)
@@ -52,12 +53,15 @@ def _request(
     **options,
 ) -> Request:
     work = config.workload
+    if work.fp8 and "float8" not in gpu.peaks:
+        with_8_bits = choice(name for name, other in GPUS.items() if "float8" in other.peaks)
+        raise ValueError(f"{gpu.name} does not multiply in 8 bits: use {with_8_bits}, or bfloat16")
     if documents and not work.document_mask:
         raise ValueError(f"--documents {documents}: not used without dataset.document_mask")
     if work.dtype not in gpu.peaks:
         why = f"--gpu {gpu.name} has no peak for {work.dtype}"
         raise ValueError(f"{why}: use {choice(gpu.peaks)}")
-    names = ("dtype", "compile", "optimizer", "document_mask")
+    names = ("dtype", "compile", "optimizer", "document_mask", "fp8", "fp8_skip")
     options |= {name: getattr(work, name) for name in names}
     options["attended"] = documents and attended_length(documents, work.seq_length)
     sizes = gpus, work.seq_length, global_batch
@@ -97,7 +101,7 @@ def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     if name == "cpu":
         return gpu
     network = 1e9 / 8 * (flags.network or 400)
-    return replace(gpu, gpus_per_node=flags.gpus_per_node or GPUS_PER_NODE, network=network)
+    return replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
 
 
 def model_of(config: Config) -> ModelConfig:
@@ -148,8 +152,6 @@ def predicted(
 ) -> tuple[Request, Candidate]:
     """A config on a GPU, with options of Request; ValueError if it has no peak for the dtype."""
     layout, workload = config.layout, config.workload
-    if workload.fp8:
-        raise ValueError("model.fp8=true: how fast that is, is not modelled; set it to false")
     sizes = layout.world_size, config.global_batch
     request = _request(config, model_config, gpu, *sizes, **options)
     return request, request.candidate(layout, workload)
@@ -172,8 +174,7 @@ def config_of(request: Request, candidate: Candidate) -> dict:
         raw[section][key] = chosen[name]
     if request.document_mask:
         raw["dataset"] = {"document_mask": True}
-    if request.compile:
-        raw["model"]["compile"] = True
+    raw["model"] |= {key: True for key in ("compile", "fp8") if getattr(request, key)}
     if request.device == "cpu":
         raw["distributed"]["use_cpu"] = True
     return raw

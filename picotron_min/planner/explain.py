@@ -66,7 +66,7 @@ def _verdict(
     if isinstance(changed, str):
         return (changed,)
     layout, work = changed
-    if problems := rule_problems(request, layout):
+    if problems := rule_problems(request, layout, work):
         return (f"it is not possible: {problems[0]}",)
     there = request.candidate(layout, work)
     if there.memory.total > request.budget:

@@ -13,7 +13,7 @@ head dimension, M MLP size, X experts of size F; w bytes of a number in the comp
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from operator import add
 from typing import NamedTuple
 
@@ -24,7 +24,15 @@ from picotron_min.planner.system import Setting
 ATTENTION_BACKWARD = 2.5 / 0.6  # 5 products instead of 2, at 0.6 of forward's speed
 WRITTEN_OUT = 0.7  # of f: what the batched matmuls of attention that is not fused reach
 SCORE_BYTES = 14  # read and written for each of its scores: softmax, mask, dropout
-FUSED, UNFUSED = 0.9, 3.2  # times the bytes that must be moved between matmuls
+# Times the bytes that must be moved between matmuls: in norms and residuals, which are few kernels
+# even if nothing fuses them; in rotary and activation, which are many then.
+FUSED, UNFUSED = (0.9, 0.9), (2.0, 3.8)
+CAST_BYTES = {"bf16": 0, "fp8": 4, "mxfp8": 8}  # a number: read, written, and its transpose
+CASTS_INSIDE = 0.3  # of a layer's casts are left if products of experts quantise
+GROUPED = 1.65  # times as long as the same products one by one
+PERMUTES = {"alltoall": 9.0, "fused": 0.9}  # times the bytes, with sorts and waits of the host
+TP_EXPOSED, EP_EXPOSED = 0.45 + 0.1, 0.3  # of messages that products, or other work, hide
+DIRECT = 1.25, 2.0  # an all-to-all to a ring's speed, inside a node and between nodes
 
 
 class Pass(NamedTuple):
@@ -64,52 +72,60 @@ class LayerTimes:
         self.tokens = self.work.micro_batch_size * self.work.seq_length / self.layout.cp  # N
         self.width = BYTES[self.work.dtype]  # w
         self.peak = self.gpu.peaks[self.work.dtype]
+        in_8_bits = self.system.precision != "bf16"
+        self.narrow = in_8_bits * self.system.layers_in_8_bits  # share of products in 8 bits
         self.memory_speed = self.gpu.hbm_share * self.gpu.hbm  # H
 
     def layer(self, has_experts: bool = False) -> Layer:
-        forward, backward = self._attention()
         linears = self._linears(has_experts)
-        matmuls, passes = sum(linears.values()), self._passes(has_experts)
-        tp, cp, ep = self._tp(matmuls), self._cp(forward, backward), self._ep(has_experts)
-        there = Pass(matmuls, forward, passes, tp[0], cp[0], ep)
+        matmuls = sum(linears.values())
+        attention, passes = self._attention(), self._passes(has_experts)
+        tp, cp, ep = self._tp(matmuls), self._cp(*attention), self._ep(has_experts)
         # Of a linear, backward has two products that each cost what the forward's does.
-        back = Pass(2 * matmuls, backward, 2 * passes, tp[1], cp[1], ep)
+        each = (matmuls, 2 * matmuls), attention, passes, tp, cp, (ep, ep)
+        there, back = (Pass(*seconds) for seconds in zip(*each, strict=True))
         return Layer(there, back, self._repeated(there, linears))
 
-    def matmul(self, i: float, k: float, j: float) -> float:
-        flops = 2 * i * j * k / (self.gpu.matmul_share * self.peak)
-        return flops + self.width * (i * k + k * j + i * j) / self.memory_speed
+    def matmul(self, i: float, k: float, j: float, narrow: float = 0.0) -> float:
+        """[i, k] x [k, j]; the mean of such products if this share of them is in 8 bits."""
+        flops, w, H = 2 * i * j * k, self.width, self.memory_speed
+        wide = flops / (self.gpu.matmul_share * self.peak) + w * (i * k + k * j + i * j) / H
+        if not narrow:
+            return wide
+        in_8_bits = flops / (self.gpu.float8_share * self.gpu.peaks["float8"])
+        return wide + narrow * (in_8_bits + (i * k + k * j + w * i * j) / H - wide)
 
     def _linears(self, has_experts: bool) -> dict[str, float]:
         """The forward of a layer's linears, by the parts of costs.layer_flops."""
         c, tp, N = self.config, self.layout.tp, self.tokens
         E, M, D = c.hidden_size, c.intermediate_size / tp, c.head_dim / tp
         Q, K = c.num_attention_heads * D, c.num_key_value_heads * D
-        ups = self.system.mlp_matrices - 1
+        ups, matmul = self.system.mlp_matrices - 1, partial(self.matmul, narrow=self.narrow)
         if self.system.joins_linears:
-            qkv, up = self.matmul(N, E, Q + 2 * K), self.matmul(N, E, ups * M)
+            qkv, up = matmul(N, E, Q + 2 * K), matmul(N, E, ups * M)
         else:
-            qkv = self.matmul(N, E, Q) + 2 * self.matmul(N, E, K)
-            up = ups * self.matmul(N, E, M)
-        attention = {"o": self.matmul(N, Q, E), "q, k, v": qkv}
-        mlp = {"gate, up": up, "down": self.matmul(N, M, E)}
+            qkv, up = matmul(N, E, Q) + 2 * matmul(N, E, K), ups * matmul(N, E, M)
+        attention = {"o": matmul(N, Q, E), "q, k, v": qkv}
+        mlp = {"gate, up": up, "down": matmul(N, M, E)}
         return attention | (self._experts() if has_experts else mlp)
 
     def _experts(self) -> dict[str, float]:
-        """Those of a mixture, if tokens use all experts alike."""
+        """Those of a mixture: the fullest rank has `imbalance` times the mean of the rows."""
         c, layout = self.config, self.layout
         E, F, X = c.hidden_size, c.moe_intermediate_size / layout.etp, c.num_local_experts
         own = self.tokens / layout.tp  # tokens that a rank brings
         here = X // layout.ep  # experts; each has its share of the rows that come from all ranks
-        rows = own * c.num_experts_per_tok * layout.etp / here
-        times = {
-            "router": 2 * own * E * X / (self.gpu.matmul_share * self.gpu.peaks["float32"]),
-            "gate, up": 2 * here * self.matmul(rows, E, F),
-            "down": here * self.matmul(rows, F, E),
+        rows = self.system.imbalance * own * c.num_experts_per_tok * layout.etp / here
+        each = here * (GROUPED if self.system.expert_kernels == "grouped" else 1.0)
+        narrow = self.narrow * self.system.experts_in_8_bits
+        times = {  # the router in TF32, or in the compute dtype
+            "router": own * E * X / (2 * self.gpu.matmul_share * self.gpu.peaks["float32"]),
+            "gate, up": 2 * each * self.matmul(rows, E, F, narrow),
+            "down": each * self.matmul(rows, F, E, narrow),
         }
         if n := c.n_shared_experts:
             inner = n * c.moe_intermediate_size / layout.tp
-            times["shared experts"] = 3 * self.matmul(self.tokens, E, inner)
+            times["shared experts"] = 3 * self.matmul(self.tokens, E, inner, self.narrow)
         return times
 
     def _attention(self) -> tuple[float, float]:
@@ -117,42 +133,72 @@ class LayerTimes:
         D, S = self.config.head_dim, self.attended
         pairs = self.tokens * self.config.num_attention_heads / self.layout.tp * S
         if self.work.flash_attention:
-            forward = 2 * pairs * D / (self.gpu.attention_share * self.peak)
+            share = self.gpu.attention_share
+            if self.system.attention_kernel == "cudnn":
+                share = self.gpu.cudnn_share or share
+            forward = 2 * pairs * D / (share * self.peak)
             return forward, ATTENTION_BACKWARD * forward
         forward = 4 * pairs * D / (WRITTEN_OUT * self.gpu.matmul_share * self.peak)  # no half
         forward += SCORE_BYTES * pairs / self.memory_speed
         return forward, 2 * forward
 
-    def _passes(self, has_experts: bool) -> float:
-        """The forward of what lies between matmuls; backward takes twice as long."""
+    def _passes(self, has_experts: bool) -> tuple[float, float]:
+        """Forward and backward of what lies between matmuls."""
         c, tp, N, w = self.config, self.layout.tp, self.tokens, self.width
         heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim / tp
-        inner = self.system.mlp_matrices * c.intermediate_size / tp  # gate, up and their product
+        inner, permuted = self.system.mlp_matrices * c.intermediate_size, 0.0  # gate, up, product
         if has_experts:
-            F, E = c.moe_intermediate_size, c.hidden_size
-            k = c.num_experts_per_tok / tp
-            # Rows are copied into the order of the experts, and back, on both sides of a message.
-            inner = k * (3 * F + 4 * self.layout.etp * E) + 3 * c.n_shared_experts * F / tp
+            F, k = c.moe_intermediate_size, c.num_experts_per_tok
+            inner = 3 * F * (k + c.n_shared_experts)
+            if self.system.expert_kernels == "grouped":  # into the order of the experts, and back
+                times = PERMUTES[self.system.dispatcher]
+                permuted = times * 4 * w * k * self.layout.etp * c.hidden_size * N / tp
         split = tp if self.layout.sequence_parallel else 1  # of the residual stream
         residuals = (6 * self.system.residual_bytes + 8) * c.hidden_size * N / split
-        moved = residuals + 2 * w * heads * N + w * inner * N
-        return (FUSED if self.system.is_fused else UNFUSED) * moved / self.memory_speed
+        few, many = FUSED if self.system.is_fused else UNFUSED
+        moved = few * residuals + many * w * (2 * heads + inner / tp) * N + permuted
+        there, back = self._casts(has_experts)
+        return (moved + there) / self.memory_speed, (2 * moved + back) / self.memory_speed
+
+    def _casts(self, has_experts: bool) -> tuple[float, float]:
+        """Bytes of rounding to 8 bits: of inputs in forward, of gradients in backward."""
+        c, tp, E = self.config, self.layout.tp, self.config.hidden_size
+        Q, K = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
+        there, back = E + Q / tp, (Q + 2 * K) / tp + E
+        left = 1.0
+        if not has_experts:
+            M = c.intermediate_size / tp
+            there, back = there + E + M, back + (self.system.mlp_matrices - 1) * M + E
+        elif self.system.experts_in_8_bits:
+            F, k = c.moe_intermediate_size, c.num_experts_per_tok
+            there, back = there + k * (E + F) / tp, back + k * (2 * F + E) / tp
+            left = CASTS_INSIDE if self.system.expert_kernels == "fused" else 1.0
+        each = left * CAST_BYTES[self.system.precision] * self.narrow * self.tokens
+        return each * there, each * back
 
     # Messages: what of them is not hidden, forward and backward.
 
-    def _tp(self, weight_gradients: float) -> tuple[float, float]:
-        t = self.tp_message
+    def _tp(self, matmuls: float) -> tuple[float, float]:
+        there, back = (number * self.layer_message for number in self.system.tp_messages)
+        if self.system.overlap == "tp":
+            least = TP_EXPOSED * there, TP_EXPOSED * back
+            return max(least[0], there - matmuls), max(least[1], back - 2 * matmuls)
         if not self.system.hides_tp:
-            return 4 * t, 4 * t
+            return there, back
         # With sequence parallelism the gathers at the end of a sublayer have no cover.
-        exposed, covered = (2 * t, 2 * t) if self.layout.sequence_parallel else (0.0, 4 * t)
-        return 4 * t, exposed + max(0.0, covered - weight_gradients)
+        exposed = back / 2 if self.layout.sequence_parallel else 0.0
+        return there, exposed + max(0.0, back - exposed - matmuls)  # the weights' gradients
 
     @cached_property
     def tp_message(self) -> float:
         """An all-gather or a reduce-scatter of a sublayer's input; an all-reduce is two of them."""
         whole = self.width * self.tokens * self.config.hidden_size
         return link(self.gpu, self.layout.tp, 1).message(whole)
+
+    @property
+    def layer_message(self) -> float:
+        """The mean of a layer's: in 8 bits gathers, a half of the messages, have half the bytes."""
+        return self.tp_message * (0.75 if self.system.tp_gather_bytes == 1 else 1.0)
 
     def _cp(self, forward: float, backward: float) -> tuple[float, float]:
         """Given how long attention computes."""
@@ -173,15 +219,24 @@ class LayerTimes:
         return max(0.0, ring - forward), max(0.0, both - backward) + last
 
     def _ep(self, has_experts: bool) -> float:
-        """Rows travel to their experts and back; balanced, and half of it hides nothing."""
-        layout, c = self.layout, self.config
-        if not has_experts or layout.ep * layout.etp == 1:
+        """Rows travel to their experts, and back."""
+        layout, gpu, n = self.layout, self.gpu, self.layout.ep * self.layout.etp
+        if not has_experts or n == 1:
             return 0.0
-        ranks = link(self.gpu, layout.ep * layout.etp, 1)
-        own = self.tokens / layout.tp * c.hidden_size * self.width
+        ranks = link(gpu, n, 1)
+        own = self.tokens / layout.tp * self.config.hidden_size * self.width
         if layout.ep_engine == "allgather":
-            return 2 * ranks.message(ranks.size * own)
-        return 2 * ranks.message(c.num_experts_per_tok * layout.etp * own)
+            return 2 * ranks.message(n * own)
+        k, nodes = self.config.num_experts_per_tok * layout.etp, math.ceil(n / gpu.gpus_per_node)
+        sent = k * own * (1 if nodes > 1 else (n - 1) / n)
+        seconds = sent / (DIRECT[0] * gpu.link_share * gpu.nvlink)
+        if nodes > 1:
+            far = k * (1 - 1 / nodes)
+            if self.system.dispatcher == "fused":  # once to each node that has one of its experts
+                far = (nodes - 1) * (1 - (1 - 1 / nodes) ** k)
+            seconds = max(seconds, far * own / (DIRECT[1] * gpu.network_share * gpu.network))
+        exposed = EP_EXPOSED if self.system.overlap == "ep" else 1.0
+        return exposed * 2 * (seconds + gpu.latency)
 
     def _repeated(self, forward: Pass, linears: dict[str, float]) -> Pass:
         """What backward runs again: see hardware_flops_per_token in runtime/hardware.py."""
@@ -189,7 +244,7 @@ class LayerTimes:
             matmuls, attention = self.system.repeats
             again = Pass(*(matmuls * seconds for seconds in forward))
             return again._replace(attention=attention * forward.attention)
-        t, cut = self.tp_message, self.layout.sequence_parallel  # then inputs are gathered again
+        t, cut = self.layer_message, self.layout.sequence_parallel  # then inputs are gathered again
         if self.work.recompute == "none":
             return Pass()
         if self.work.recompute == "selective":

@@ -24,9 +24,21 @@ from picotron_min.planner.choices import (
     rule_problems,
     schedules,
 )
-from picotron_min.planner.memory import gb, gigabytes, of_parameters_alone, parameter_bytes
+from picotron_min.planner.memory import (
+    gb,
+    gigabytes,
+    of_parameters_alone,
+    parameter_bytes,
+    sizes_of,
+)
 from picotron_min.planner.parameters import Share, Unit
-from picotron_min.planner.step_time import Rank, StepTime, layer_parameters, ranks_of
+from picotron_min.planner.step_time import (
+    Rank,
+    StepTime,
+    expert_parameters,
+    layer_parameters,
+    ranks_of,
+)
 from picotron_min.runtime.wording import choice
 
 TIE = 1.005  # predictions that are this close are equal
@@ -54,7 +66,7 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
             if len(found) >= top and seconds > TIE * limits[top - 1]:
                 return ranked(found.values())[:top]
             but_for_chunks = replace(layout, pp_chunks=1), work
-            if but_for_chunks in settled or rule_problems(request, layout):
+            if but_for_chunks in settled or rule_problems(request, layout, work):
                 continue
             memory = request.memory(layout, work)
             if memory.total <= request.budget:
@@ -82,7 +94,7 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
     for i in {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values():
         saved, everything = (  # of a layer, for a micro-batch
-            tokens * saved_per_token(c, work.dtype, recompute, layout, i)
+            tokens * saved_per_token(c, work.dtype, recompute, layout, i, work.fp8)
             for recompute in (work.recompute, "none")
         )
         kept[c.has_experts(i)] = saved
@@ -107,12 +119,11 @@ def least_parameters(
 ) -> float:
     """Bytes of the weights, gradients and optimizer state of a rank with these layers at least."""
     layout = replace(layout, sharding=sharding)
-    sizes, units = layout.axis_sizes, []
-    experts = 3 * c.hidden_size * c.moe_intermediate_size * c.num_local_experts
+    sizes, units = sizes_of(layout), []
     for number, has_experts in first.layers:
         of_layer, elements = Counter(dp_cp=layer_parameters(c, layout, has_experts)), Counter()
         if has_experts:
-            of_layer["edp"] = experts / (layout.ep * layout.etp)
+            of_layer["edp"] = expert_parameters(c, layout)
             of_layer["dp_cp"] -= of_layer["edp"] + c.hidden_size * c.num_local_experts  # the router
         sharded = [axis for axis in of_layer if sharding != "none" and sizes[axis] > 1]
         for axis, size in of_layer.items():
@@ -163,7 +174,7 @@ def least_of_all(request: Request) -> float:
     for needed, layout, work in sorted(bounds, key=lambda bound: bound[0]):
         if needed >= smallest:
             break  # all that follow need more
-        if not rule_problems(request, layout):
+        if not rule_problems(request, layout, work):
             smallest = min(smallest, request.memory(layout, work).total)
     return smallest
 

@@ -2,8 +2,8 @@
 
     | micro-batch | micro-batch | ... | bubble | gradients that nothing hides | optimizer |
 
-Pure: a prediction is a function of its Setting. Nothing is counted for reading data, for ranks that
-are slower than others, and for a host that launches kernels too slowly.
+Pure: a prediction is a function of its Setting. Nothing is counted for reading data, for slower
+ranks, and for a host that launches kernels too slowly.
 
 N tokens of a rank's micro-batch, E hidden size, V vocabulary; a message of b bytes as in links.py.
 """
@@ -21,7 +21,6 @@ from picotron_min.planner.links import Link, link
 from picotron_min.planner.system import Setting
 
 Seconds = Counter[str]  # by what they are spent on
-BUCKET_BYTES = 25 * 2**20  # of data_parallel.py
 
 
 class Prediction(NamedTuple):
@@ -95,9 +94,14 @@ def layer_parameters(
     mlp = mlp_matrices * c.intermediate_size / layout.tp
     if has_experts:
         F = c.moe_intermediate_size
-        mlp = 3 * F * c.num_local_experts / (layout.ep * layout.etp)
-        mlp += 3 * F * c.n_shared_experts / layout.tp + c.num_local_experts
-    return E * (heads / layout.tp + mlp)
+        mlp = 3 * F * c.n_shared_experts / layout.tp + c.num_local_experts
+    return E * (heads / layout.tp + mlp) + has_experts * expert_parameters(c, layout)
+
+
+def expert_parameters(c: ModelConfig, layout: Layout) -> float:
+    """Those of a layer's routed experts, which fewer ranks have in common."""
+    number = c.num_local_experts / (layout.ep * layout.etp)
+    return 3 * c.hidden_size * c.moe_intermediate_size * number
 
 
 class StepTime(LayerTimes):
@@ -108,7 +112,10 @@ class StepTime(LayerTimes):
         # By whether a layer has experts.
         self.layers = {kind: self.layer(kind) for kind in layers_by_kind(self.config)}
         self.layer_parts = {k: layer.parts() | {"dp": 0.0} for k, layer in self.layers.items()}
-        self.dp_link = self._dp_link()
+        self.dp_link, self.expert_link = self._dp_links()
+        of, mlps = (self.config, self.layout), self.system.mlp_matrices
+        own = expert_parameters(*of)
+        self.owned = {kind: (layer_parameters(*of, kind, mlps), kind * own) for kind in self.layers}
 
     def at(self, layout: Layout) -> "StepTime":
         """The same with another schedule or sharding, which do not change a layer's time."""
@@ -140,8 +147,10 @@ class StepTime(LayerTimes):
         share = self.gpu.core_share
         parts["bubble"] = max(0.0, share * bubble - (1 - share) * parts.total())
         pipeline = parts.total()
-        parts["dp"] += self.gradients(slowest)
-        parts["optimizer"] = self.optimizer(slowest)
+        # All wait for the rank with the most to do after its last backward.
+        after = [(self.gradients(rank), self.optimizer(rank)) for rank in ranks]
+        gradients, parts["optimizer"] = max(after, key=sum)
+        parts["dp"] += gradients
         return Prediction(dict(parts), pipeline)
 
     def micro_batch(self, rank: Rank) -> Seconds:
@@ -155,7 +164,7 @@ class StepTime(LayerTimes):
                 seconds["dp"] += number * self.gathers(has_experts, *alone)
         if rank.head:
             seconds["head"] = rank.head * self.head
-            seconds["tp"] += rank.head * 2 * self.tp_message
+            seconds["tp"] += rank.head * self.head_messages
         seconds["passes"] += self.accumulation(rank)
         seconds["dp"] += self.each_reduction(rank)
         return seconds
@@ -166,91 +175,121 @@ class StepTime(LayerTimes):
         c, N = self.config, self.tokens
         rows, V = min(N, self.system.stripe_rows or N), c.vocab_size / self.layout.tp
         products = 3 * N / rows * self.matmul(rows, c.hidden_size, V)  # of each stripe
-        moved = self.system.logit_bytes * N * V
+        whole = V if self.system.tp_messages == (4, 4) else c.vocab_size  # gathered
+        moved = self.system.logit_bytes * N * whole
         if self.system.stripe_rows:  # the gradient of lm_head is read and written for each
             moved += 8 * V * c.hidden_size * N / rows
         return products + moved / self.memory_speed
 
-    # Parameters of a rank, and what is done with each.
+    @property
+    def head_messages(self) -> float:
+        """Of tensor parallelism: lm_head's input and its gradient; the logits, if gathered."""
+        whole = self.width * self.tokens * self.config.vocab_size
+        gathered = self.system.tp_messages != (4, 4)
+        return 2 * self.tp_message + gathered * link(self.gpu, self.layout.tp, 1).message(whole)
 
-    def layer_parameters(self, has_experts: bool) -> float:
-        return layer_parameters(self.config, self.layout, has_experts, self.system.mlp_matrices)
+    # Parameters of a rank, and what is done with each.
 
     def parameters(self, rank: Rank) -> float:
         c, vocabulary = self.config, self.config.vocab_size * self.config.hidden_size
         both = rank.embedding and (rank.head == 1) and not c.tie_word_embeddings
         ends = (1 + both) * bool(rank.embedding or rank.head) * vocabulary / self.layout.tp
-        return sum(n * self.layer_parameters(kind) for n, kind in rank.layers) + ends
+        return sum(number * self.owned[kind][0] for number, kind in rank.layers) + ends
+
+    def groups(self, rank: Rank) -> list[tuple[Link, float]]:
+        """The parameters of a rank, by the link of the ranks that share them."""
+        own = sum(number * self.owned[kind][1] for number, kind in rank.layers)
+        return [(self.dp_link, self.parameters(rank) - own), (self.expert_link, own)]
 
     def accumulation(self, rank: Rank) -> float:
         """Adding a micro-batch's gradients to those of the ones before, for one of them."""
-        if self.layout.sharding == "parameters":
+        if self.layout.sharding == "parameters" and self.system.reduces == "micro-batch":
             return 0.0
         g = self.system.gradient_bytes
         bytes_each = self.width + 2 * g if self.work.num_micro_batches > 1 else 6
         return bytes_each * self.parameters(rank) / self.memory_speed
 
     def optimizer(self, rank: Rank) -> float:
-        P, (owned, any_) = self.parameters(rank), self.system.optimizer_bytes
-        share = 1 if self.layout.sharding == "none" else 1 / self.dp_link.size
-        return (owned * share + any_) * P / self.memory_speed
+        sharded, (owned, any_) = self.layout.sharding != "none", self.system.optimizer_bytes
+        each = ((owned / over.size**sharded + any_) * P for over, P in self.groups(rank))
+        return sum(each) / self.memory_speed
 
     # Messages of data parallelism: what of them nothing hides.
 
-    def _dp_link(self) -> Link:
-        """Between the ranks that sum their gradients, and share the parameters."""
-        n, tp = self.layout.dp * self.layout.cp, self.layout.tp
+    def _dp_links(self) -> tuple[Link, Link]:
+        """Between the ranks that sum their gradients, and share the parameters; and of experts."""
+        layout, tp = self.layout, self.layout.tp
+        n, stride = layout.dp * layout.cp, layout.ep * layout.etp
+        experts = link(self.gpu, max(1, n * tp // stride), stride)
         if self.system.shares_in_node:
             n = min(n, self.gpu.gpus_per_node // tp)
-        return link(self.gpu, n, tp)
+        return link(self.gpu, n, tp), experts
 
-    def reduce_scatter(self, elements: float) -> float:
-        g, over = self.system.gradient_bytes, self.dp_link
-        seconds = over.message(g * elements)
+    def gather(self, groups: list[tuple[Link, float]]) -> float:
+        width = self.system.gather_bytes or 2
+        return sum(over.message(width * elements) for over, elements in groups if elements)
+
+    def reduce_scatter(self, groups: list[tuple[Link, float]]) -> float:
+        g = self.system.gradient_bytes
+        seconds = sum(over.message(g * elements) for over, elements in groups if elements)
         if self.system.shares_in_node:  # then the nodes add up theirs
-            nodes = self.layout.dp * self.layout.cp // over.size
-            stride = self.layout.tp * over.size
-            seconds += link(self.gpu, nodes, stride).all_reduce(g * elements / over.size)
+            nodes = self.layout.dp * self.layout.cp // self.dp_link.size
+            among = link(self.gpu, nodes, self.layout.tp * self.dp_link.size)
+            seconds += among.all_reduce(g * groups[0][1] / self.dp_link.size)
         return seconds
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether sharded weights, once gathered in a step, are kept to its end."""
+        once = self.system.reduces == "step" and self.layout.pp > 1
+        return self.system.gather_bytes == 0 or once
+
+    def _of_layer(self, has_experts: bool) -> tuple[float, float]:
+        """With parameters sharded: a layer's gather and reduction in each micro-batch."""
+        rank = Rank(not has_experts, has_experts, 0, 0)
+        gather = 0.0 if self.keeps_weights else self.gather(self.groups(rank))
+        once = self.system.reduces == "step"
+        return gather, 0.0 if once else self.reduce_scatter(self.groups(rank))
 
     def gathers(self, has_experts: bool, forward: float, backward: float) -> float:
         """With parameters sharded: a layer's messages, which its own compute hides."""
-        W = self.layer_parameters(has_experts)
-        gather, reduce = self.dp_link.message(2 * W), self.reduce_scatter(W)
+        gather, reduce = self._of_layer(has_experts)
         return max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
 
     def each_reduction(self, rank: Rank) -> float:
         """With parameters or gradients sharded: a micro-batch's other messages."""
-        c, over = self.config, self.dp_link
         if self.layout.sharding == "parameters":  # the first gather, the last reduction, the ends
-            W = self.layer_parameters(rank.mixtures > rank.dense)
-            ends = 2 * c.vocab_size * c.hidden_size / self.layout.tp
-            return over.message(2 * W) + self.reduce_scatter(W) + over.message(ends)
+            ends = self.config.vocab_size * self.config.hidden_size / self.layout.tp
+            seconds = sum(self._of_layer(rank.mixtures > rank.dense))
+            return seconds + (not self.keeps_weights) * self.gather([(self.dp_link, ends)])
         if self.layout.sharding == "gradients" and self.system.hides_gathers:
-            reduction = self.reduce_scatter(self.parameters(rank))
+            reduction = self.reduce_scatter(self.groups(rank))
             return max(0.0, reduction - self.passes_of(rank)[1])
         return 0.0  # whole gradients are accumulated, and sent after the last micro-batch
 
     def gradients(self, rank: Rank) -> float:
         """Once a step: the messages of gradients, and of updated weights if they are sharded."""
-        over, P, g = self.dp_link, self.parameters(rank), self.system.gradient_bytes
-        kind = self.layout.sharding
-        if kind == "parameters" or over.size == 1:
+        groups, kind, system = self.groups(rank), self.layout.sharding, self.system
+        if all(over.size == 1 for over, elements in groups if elements):
             return 0.0
-        reduce = over.all_reduce if kind == "none" else over.message
-        gather = 0.0 if kind == "none" else over.message(2 * P)
         forward, backward = self.passes_of(rank)
-        if not self.system.hides_gathers:
-            return max(0.0, reduce(g * P) + gather - (backward if self.system.hides_dp else 0.0))
-        # Ours: nothing is left to hide the last bucket behind, or the embedding's gather.
-        embedding = rank.embedding * self.config.vocab_size * self.config.hidden_size
-        embedding *= self.system.residual_bytes / self.layout.tp
-        seconds = reduce(min(g * P, max(BUCKET_BYTES, embedding)))
-        if kind != "gradients":  # else all but the last were sent before
-            seconds = max(seconds, reduce(g * P) - backward)
-        if kind != "none":
-            seconds += max(0.0, gather - forward) + over.message(embedding)
-        return seconds
+        reduce = self.reduce_scatter(groups) * (2 if kind == "none" else 1)
+        gather = 0.0 if kind == "none" else self.gather(groups)
+        hidden = backward if system.hides_dp else 0.0
+        if kind == "parameters":
+            seconds = max(0.0, reduce - hidden) if system.reduces == "step" else 0.0
+            return seconds + (max(0.0, gather - forward) if self.keeps_weights else 0.0)
+        if not system.hides_gathers:
+            return max(0.0, reduce + gather - hidden)
+        # Nothing is left to hide the last bucket behind, or the embedding's gather.
+        seconds = 0.0 if kind == "gradients" else max(0.0, reduce - hidden)
+        if system.exposed_bucket:
+            embedding = rank.embedding * self.config.vocab_size * self.config.hidden_size
+            embedding *= system.residual_bytes / self.layout.tp
+            size = min(system.gradient_bytes * groups[0][1], max(system.exposed_bucket, embedding))
+            seconds = max(seconds, self.dp_link.message(size) * (2 if kind == "none" else 1))
+            seconds += self.dp_link.message(embedding) if kind != "none" else 0.0
+        return seconds + max(0.0, gather - forward)
 
     def passes_of(self, rank: Rank) -> tuple[float, float]:
         """Forward and backward of one micro-batch, behind which messages can travel."""

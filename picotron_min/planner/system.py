@@ -5,6 +5,7 @@ here. This project is one of them; the published runs in docs/planner.md are of 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.layout import STRIPE_ROWS
@@ -16,6 +17,10 @@ from picotron_min.runtime.hardware import Gpu
 class System:
     """How a code base does its work. The defaults are what large code bases have in common."""
 
+    precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"  # of layers' linears; fp8: a scale a tensor
+    layers_in_8_bits: float = 1.0  # the share of layers, if precision is not bf16
+    experts_in_8_bits: bool = True  # with them
+    attention_kernel: Literal["fa2", "cudnn"] = "fa2"  # cudnn: also FlashAttention-3
     residual_bytes: int = 2  # of a number that layers pass on
     gradient_bytes: int = 4  # in which gradients are accumulated and sent
     is_fused: bool = True  # a compiler or kernels by hand join what lies between matmuls
@@ -24,9 +29,23 @@ class System:
     logit_bytes: float = 8.0  # read and written for a logit, beside the matmuls
     stripe_rows: int | None = None  # tokens that the head takes at a time; None: all
     optimizer_bytes: tuple[float, float] = (30.0, 4.0)  # a parameter that is owned; any
+    # Messages of tensor parallelism in a layer's forward and backward: 4 where a sublayer has one
+    # boundary; 7 where q, k, v, gate and up each gather their input, and the head its logits.
+    tp_messages: tuple[int, int] = (4, 4)
+    tp_gather_bytes: int = 2  # of a number; 1: half of the messages travel in 8 bits
     hides_tp: bool = True  # backward's messages, behind weight gradients
+    overlap: Literal["none", "tp", "ep"] = "none"  # tp: products hide messages in both directions
     hides_dp: bool = True  # gradients' messages, behind the last backward
     hides_gathers: bool = False  # of updated weights, behind the next step's forward
+    exposed_bucket: float = 0.0  # bytes of gradients that are sent last, behind nothing
+    # Of sharded parameters. 0 bytes: gathered once a step, and kept.
+    reduces: Literal["micro-batch", "step"] = "micro-batch"  # when gradients are added up
+    gather_bytes: int = 2  # of a weight that is gathered
+    # Of mixtures. fused: one kernel sends, permutes and sends once to each node (DeepEP); products
+    # with quantisation and permutation inside.
+    dispatcher: Literal["alltoall", "fused"] = "alltoall"
+    expert_kernels: Literal["grouped", "fused"] = "grouped"
+    imbalance: float = 1.0  # tokens of the fullest expert, to the mean
     shares_in_node: bool = False  # sharded parameters: each node has all of them ("hybrid")
     # The head's share of the work: None, as layers_of_stages of costs.py balances it; True, all
     # ranks of a pipeline are equally busy; False, equal layers, and the last rank has the head too.
@@ -35,12 +54,16 @@ class System:
     repeats: tuple[float, float] | None = None
 
 
-def our_system(workload: Workload, device: str = "cuda") -> System:
+def our_system(workload: Workload, device: str = "cuda", num_layers: int = 1) -> System:
     """This project as a workload uses it."""
     wide, fused = WIDE[workload.dtype], workload.compile
     # See linear.py (one matmul for each weight), model.py (the residual stream is wide), loss.py
     # (stripes; what is read and written for a logit), adamw (p, m, v twice, g; scale, norm, zero).
     return System(
+        precision="fp8" if workload.fp8 else "bf16",
+        layers_in_8_bits=1 - 2 * workload.fp8_skip / num_layers,
+        experts_in_8_bits=False,
+        tp_gather_bytes=1 if workload.fp8 else 2,
         residual_bytes=wide,
         gradient_bytes=wide,
         is_fused=fused,
@@ -49,6 +72,7 @@ def our_system(workload: Workload, device: str = "cuda") -> System:
         stripe_rows=STRIPE_ROWS[device],
         optimizer_bytes=(50.0, 0.0),
         hides_gathers=True,
+        exposed_bucket=25 * 2**20,  # of data_parallel.py
         is_balanced=None,
     )
 

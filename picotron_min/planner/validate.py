@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.step_time import predict
+from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System
 from picotron_min.runtime.hardware import GPUS
 
@@ -26,6 +26,8 @@ class Run(NamedTuple):
     use: str
     measured: float
     predicted: float
+    setting: Setting
+    prediction: Prediction
 
     @property
     def error(self) -> float:
@@ -39,8 +41,9 @@ def read_runs(path: Path) -> list[Run]:
         for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
             tokens = int(row["global_batch"]) * int(row["seq"]) / int(row["gpus"])  # of a GPU
             measured = float(row["tokens_per_second_per_gpu"])
-            seconds = predict(setting_of(row)).step
-            runs.append(Run(row["id"], row["use"], measured, tokens / seconds))
+            prediction = predict(setting := setting_of(row))
+            speeds = measured, tokens / prediction.step
+            runs.append(Run(row["id"], row["use"], *speeds, setting, prediction))
     except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         why = f"row {len(runs) + 1} is not a run as in tests/published_runs.csv"
         raise ValueError(f"{path}: {why} ({type(error).__name__}: {error})") from None
@@ -49,19 +52,23 @@ def read_runs(path: Path) -> list[Run]:
 
 def setting_of(row: dict[str, str]) -> Setting:
     """The inputs of a prediction from the columns of a row."""
+    row = DEFAULTS | {key: text for key, text in row.items() if text}
     number = {key: int(text) for key, text in row.items() if text.isdigit()}
     gpu = GPUS[row["gpu"]]
     gpu = replace(gpu, gpus_per_node=number["gpus_per_node"])
-    if row["network_gbps"]:  # empty: the run is inside one node
+    if "network_gbps" in row:  # else the run is inside one node
         gpu = replace(gpu, network=1e9 / 8 * float(row["network_gbps"]))
     shape = (number[key] for key in ("vocab", "hidden", "intermediate", "layers", "heads"))
-    model_config = ModelConfig(*shape, number["kv_heads"], tie_word_embeddings=row["tied"] == "1")
+    others = {field: number[key] for field, key in MIXTURE.items() if key in number}
+    others["tie_word_embeddings"] = row["tied"] == "1"
+    model_config = ModelConfig(*shape, number["kv_heads"], **others)
     layout = Layout(
         *(number[key] for key in ("pp", "dp", "cp", "tp")),
         pp_engine=row["engine"],
         pp_chunks=number["chunks"],
         sequence_parallel=row["sp"] == "1",
         sharding={"hybrid": "parameters"}.get(row["sharding"], row["sharding"]),
+        ep=number["ep"],
     )
     workload = Workload(
         number["seq"],
@@ -71,6 +78,11 @@ def setting_of(row: dict[str, str]) -> Setting:
         flash_attention=row["attention"] == "flash",
     )
     system = System(
+        **{name: row[name] for name in ("precision", "attention_kernel", "overlap", "reduces")},
+        **{name: row[name] for name in ("dispatcher", "expert_kernels")},
+        **{name: number[name] for name in ("tp_gather_bytes", "gather_bytes")},
+        tp_messages=tuple(map(int, row["tp_messages"].split())),
+        hides_gathers=row["hides_gathers"] == "1",
         gradient_bytes=number["grad_bytes"],
         is_fused=row["fused"] == "1",
         mlp_matrices=number["mlp_matrices"],
@@ -81,6 +93,15 @@ def setting_of(row: dict[str, str]) -> Setting:
         repeats=(float(row["recompute_matmul"]), float(row["recompute_attention"])),
     )
     return Setting(model_config, gpu, layout, workload, system)
+
+
+# Of columns that a file has not, or that are empty: what the runs of tests/published_runs.csv do.
+DEFAULTS = {"precision": "bf16", "attention_kernel": "fa2", "overlap": "none", "ep": "1"}
+DEFAULTS |= {"tp_messages": "4 4", "tp_gather_bytes": "2", "gather_bytes": "2"}
+DEFAULTS |= {"reduces": "micro-batch", "hides_gathers": "0", "dispatcher": "alltoall"}
+DEFAULTS |= {"expert_kernels": "grouped"}
+MIXTURE = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+MIXTURE |= {"moe_intermediate_size": "expert_intermediate", "head_dim": "head_dim"}
 
 
 class Errors(NamedTuple):

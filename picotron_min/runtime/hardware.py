@@ -4,9 +4,10 @@
     hbm       GB/s of a GPU's own memory         network   Gb/s of a GPU to those of other nodes
     memory    GB of it
 
-These are from the vendors' data sheets. Two numbers a GPU are not: the share of the peak that large
-matmuls and fused attention reach. They were fitted, for the GPUs that are `validated`, to published
-runs (docs/planner.md); other GPUs have those of the nearest one. Standard library only.
+These are from the vendors' data sheets. Four numbers a GPU are not: the shares of the peak that
+large matmuls, those in 8 bits, and two kernels of attention reach. They were fitted, for the GPUs
+and dtypes that are `validated`, to published runs (docs/planner.md); others have those of the
+nearest GPU. Standard library only.
 """
 
 import re
@@ -26,10 +27,12 @@ class Gpu:
     hbm: float  # bytes/s, as all below
     nvlink: float  # one way; of PCIe where there is no NVLink
     matmul_share: float  # of the peak
-    attention_share: float
+    attention_share: float  # FlashAttention-2's
+    cudnn_share: float = 0.0  # cuDNN's and FlashAttention-3's
+    float8_share: float = 0.67  # of the peak in 8 bits, by matmuls
+    gpus_per_node: int = 8  # that NVLink connects
     network: float = 50e9  # one way; 400 Gb/s
-    gpus_per_node: int = 8
-    validated: bool = False  # published runs of it are predicted: see docs/planner.md
+    validated: tuple[str, ...] = ()  # dtypes of published runs on it: see docs/planner.md
     is_calibrated: bool = False
     # One set for all GPUs; `--calibrate` may find others on your machine.
     hbm_share: float = 0.9  # of its memory's speed that a pass over a large tensor reaches
@@ -41,39 +44,51 @@ class Gpu:
 
 
 # Dense peaks in TFLOP/s: bfloat16 and float64 on matrix units with full accumulation, float32
-# without TF32, which torch leaves off. No float64 for consumer cards.
-PEAK_DTYPES = ("bfloat16", "float32", "float64")
-A100, H100, H200 = (312, 19.5, 19.5), (989.4, 66.9, 66.9), (989.4, 66.9, 66.9)
-NVL = (835.5, 60, 60)
+# without TF32, which torch leaves off, and 8 bits. 0: there is none, or too little to train with.
+PEAK_DTYPES = ("bfloat16", "float32", "float64", "float8")
+A100, HOPPER, NVL = (312, 19.5, 19.5), (989.4, 66.9, 66.9, 1979), (835.5, 60, 60, 1671)
+GRACE = (2500, 80, 40, 5000)
+# Shares of the peak: matmuls, fa2, cuDNN, matmuls in 8 bits. GPUs of one kind differ in their limit
+# of power. Only since Hopper is cuDNN's attention the faster one; GB300's exponentials are, too.
+AMPERE, H100, H200 = (0.82, 0.50, 0.50, 0.67), (0.70, 0.30, 0.47, 0.67), (0.74, 0.30, 0.47, 0.67)
+POWER_500W, GH200 = (0.60, 0.26, 0.41, 0.60), (0.55, 0.30, 0.47, 0.67)
+BLACKWELL, ULTRA = (0.75, 0.30, 0.43, 0.61), (0.75, 0.30, 0.70, 0.61)
 
 #  name              peaks        memory  hbm  nvlink  shares   torch's name of the device
 _ROWS = [
-    ("A100-80GB", A100, 80, 2000, 300, 0.82, 0.50, r"A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe"),
-    ("A100-40GB", A100, 40, 1555, 300, 0.82, 0.50, r"A100-(SXM4?|PCIE)-40GB"),
-    ("H100", H100, 80, 3350, 450, 0.70, 0.40, r"H100 80GB HBM3"),  # SXM, 700 W
-    ("H100-500W", H100, 96, 2400, 450, 0.55, 0.32, ""),  # with HBM2e, and a limit of its power
-    ("H100-PCIe", (756, 51.2, 51.2), 80, 2039, 64, 0.70, 0.40, r"H100 PCIe"),
-    ("H100-NVL", NVL, 94, 3938, 64, 0.70, 0.40, r"H100 NVL"),
-    ("H200", H200, 141, 4800, 450, 0.78, 0.39, r"H200"),
-    ("H200-NVL", NVL, 141, 4800, 450, 0.78, 0.39, r"H200 NVL"),
-    ("B200", (2250, 75, 37), 180, 8000, 900, 0.70, 0.40, r"B200"),
-    ("L4", (121, 30.3), 24, 300, 32, 0.82, 0.50, r"L4"),
-    ("L40S", (362, 91.6), 48, 864, 32, 0.82, 0.50, r"L40S"),
-    ("RTX-4090", (165.2, 82.6), 24, 1008, 32, 0.82, 0.50, r"GeForce RTX 4090"),
-    ("RTX-3090", (71, 35.6), 24, 936, 32, 0.82, 0.50, r"GeForce RTX 3090"),
-    ("MI300X", (1307.4, 163.4, 163.4), 192, 5300, 448, 0.70, 0.40, r"Instinct MI300X( OAM)?"),
+    ("A100-80GB", A100, 80, 2000, 300, AMPERE, r"A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe"),
+    ("A100-40GB", A100, 40, 1555, 300, AMPERE, r"A100-(SXM4?|PCIE)-40GB"),
+    ("H100", HOPPER, 80, 3350, 450, H100, r"H100 80GB HBM3"),  # SXM, 700 W
+    ("H100-500W", HOPPER, 96, 2400, 450, POWER_500W, ""),  # with HBM2e
+    ("H100-PCIe", (756, 51.2, 51.2, 1513), 80, 2039, 64, H100, r"H100 PCIe"),
+    ("H100-NVL", NVL, 94, 3938, 64, H100, r"H100 NVL"),
+    ("H200", HOPPER, 141, 4800, 450, H200, r"H200"),
+    ("H200-NVL", NVL, 141, 4800, 450, H200, r"H200 NVL"),
+    ("GH200", HOPPER, 96, 4000, 450, GH200, r"GH200 (480GB|96GB HBM3)"),
+    ("B200", (2250, 75, 37, 4500), 180, 8000, 900, BLACKWELL, r"B200"),
+    ("GB200", GRACE, 186, 8000, 900, BLACKWELL, r"GB200"),
+    ("GB300", GRACE, 279, 8000, 900, ULTRA, r"GB300"),
+    ("L4", (121, 30.3, 0, 242), 24, 300, 32, AMPERE, r"L4"),
+    ("L40S", (362, 91.6, 0, 733), 48, 864, 32, AMPERE, r"L40S"),
+    ("RTX-4090", (165.2, 82.6, 0, 330), 24, 1008, 32, AMPERE, r"GeForce RTX 4090"),
+    ("RTX-3090", (71, 35.6), 24, 936, 32, AMPERE, r"GeForce RTX 3090"),
+    ("MI300X", (1307.4, 163.4, 163.4, 2615), 192, 5300, 448, H100, r"Instinct MI300X( OAM)?"),
 ]
-VALIDATED = ("A100-80GB", "H100", "H100-500W", "H200")
+BOTH = ("bfloat16", "float8")
+VALIDATED = dict.fromkeys(("H100", "H100-500W", "H200", "B200", "GB200", "GB300"), BOTH)
+VALIDATED |= dict.fromkeys(("A100-80GB", "A100-40GB", "GH200"), ("bfloat16",))
+NODES = {"GH200": 4, "GB200": 64, "GB300": 64}  # of the 72 GPUs that are connected, jobs take 64
 
 GPUS = {
     name: Gpu(
         name,
-        {dtype: 1e12 * peak for dtype, peak in zip(PEAK_DTYPES, peaks, strict=False)},
+        {dtype: 1e12 * peak for dtype, peak in zip(PEAK_DTYPES, peaks, strict=False) if peak},
         *(1e9 * number for number in (memory, hbm, nvlink)),
         *shares,
-        validated=name in VALIDATED,
+        gpus_per_node=NODES.get(name, 8),
+        validated=VALIDATED.get(name, ()),
     )
-    for name, peaks, memory, hbm, nvlink, *shares, _ in _ROWS
+    for name, peaks, memory, hbm, nvlink, shares, _ in _ROWS
 }
 
 WATTS = {"A100-80GB": 400, "A100-40GB": 400, "H100": 700, "H100-500W": 500, "H100-PCIe": 350}

@@ -313,10 +313,14 @@ def test_old_gpus_are_refused():
             check_fp8(config, gpu)
 
 
-def test_no_speed_is_predicted_for_8_bits():
-    config = parse_config({"model": {"fp8": True, "dtype": "bfloat16"}})
-    with pytest.raises(ValueError, match=r"model.fp8=true: .* set it to false"):
-        predicted(config, resolve_model(config), GPUS["H100"])
+def test_8_bits_are_planned_where_a_gpu_has_them():
+    steps = []
+    for model in ({}, {"fp8": True, "fp8_skip": 1}, {"fp8": True}):
+        config = parse_config({"model": model | {"name": "Llama-3.1-8B", "dtype": "bfloat16"}})
+        steps.append(predicted(config, resolve_model(config), GPUS["H100"])[1].prediction.step)
+    assert steps == sorted(steps, reverse=True) and len(set(steps)) == 3
+    with pytest.raises(ValueError, match="A100-80GB does not multiply in 8 bits: use H100"):
+        predicted(config, resolve_model(config), GPUS["A100-80GB"])
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -119,8 +119,6 @@ def test_it_names_what_the_prediction_leaves_out(create):
     assert "  as without offload and tp_overlap, whose effect on the time is not modelled\n" in out
     _, out, _ = create(f"{of} {overlap}", exp_name="overlap")
     assert "  as without tp_overlap, whose effect" in out
-    _, out, _ = create(f"{of} --fp8", exp_name="fp8")
-    assert "predicted step   none: how fast FP8 is, is not modelled\n" in out
 
 
 MIXTURE = "--num_local_experts 8 --moe_intermediate_size 96 --mlp_only_layers [0]"

@@ -37,7 +37,7 @@ EIGHT = find_preset("tiny").override(num_local_experts=4, num_experts_per_tok=2)
 EXPERTS = replace(TINY, model_config=EIGHT, gpus=4, global_batch=4)
 SMALL = {
     "dense": replace(TINY, gpus=4, global_batch=2),
-    "experts": replace(EXPERTS, gpus=2, global_batch=2),
+    "experts": replace(EXPERTS, gpus=2, global_batch=2, fp8=True),
 }
 
 
@@ -50,7 +50,7 @@ def everything(name: str) -> list[tuple[float, int]]:
             for chunks, kind in itertools.product(numbers, request.values("sharding", group)):
                 changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
                 layout = replace(group, **changes)
-                if not rule_problems(request, layout):
+                if not rule_problems(request, layout, work):
                     seconds = predict(request.setting(layout, work)).step
                     found.append((seconds, request.memory(layout, work).total))
     return found
@@ -70,18 +70,19 @@ def test_the_search_finds_what_trying_everything_finds(name, share):
     assert found[0][0].prediction.step <= TIE * best
     for c in (c for equal in found for c in equal):
         assert c.memory == memory_per_rank(asked.model_config, c.layout, c.workload)
-        assert c.memory.total <= asked.budget and not rule_problems(asked, c.layout)
+        assert c.memory.total <= asked.budget and not rule_problems(asked, c.layout, c.workload)
         assert c.prediction.step == predict(asked.setting(c.layout, c.workload)).step
 
 
 def test_the_quick_bound_never_exceeds_the_exact_memory():
     draw = random.Random(0)
-    for request in (TINY, EXPERTS, replace(TINY, dtype="float32", optimizer="sgd"), LLAMA):
+    wide, narrow = replace(TINY, dtype="float32", optimizer="sgd"), replace(LLAMA, fp8=True)
+    for request in (TINY, EXPERTS, wide, LLAMA, narrow, replace(EXPERTS, fp8=True)):
         of_request = list(groups(request))
-        for layout, work in draw.sample(of_request, 100 if request is EXPERTS else 15):
+        for layout, work in draw.sample(of_request, 100 if request is EXPERTS else 12):
             every = list(options(request, layout, work))
             for least, at in draw.sample(every, min(6, len(every))):
-                if not rule_problems(request, at):
+                if not rule_problems(request, at, work):
                     assert least <= request.memory(at, work).total, (at, work)
 
 
@@ -92,7 +93,7 @@ def test_a_number_of_chunks_that_does_not_fit_leaves_the_next_fastest(monkeypatc
     assert [c.layout.pp_chunks for (c,) in search(asked)] == [4]
     monkeypatch.setattr(
         "picotron_min.planner.search.rule_problems",
-        lambda request, layout: ["no"] * (layout.pp_chunks == 4),
+        lambda request, layout, work: ["no"] * (layout.pp_chunks == 4),
     )
     assert [c.layout.pp_chunks for (c,) in search(asked)] == [3]
 

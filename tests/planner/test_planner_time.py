@@ -1,8 +1,8 @@
 """Every part of the time model against numbers that were worked out by hand.
 
-The toy GPU has round numbers: 500 FLOP/s in matmuls, 250 in attention, 500 bytes/s of memory. A
-message inside its nodes of 4 has 50 bytes/s, to other nodes 10 of each card. It takes 1 s to
-arrive, and 0.1 s more for each further rank.
+The toy GPU has round numbers: 500 FLOP/s in matmuls, 1000 in 8 bits, 250 in attention (cuDNN's
+500), 500 bytes/s of memory. A message inside its nodes of 4 has 50 bytes/s, to other nodes 10 of
+each card. It takes 1 s to arrive, and 0.1 s more for each further rank.
 
 The toy layer has E 8, two query heads and one key head of 4, and M 16; there are 8 tokens, and 2
 bytes a number. Its linears, inputs x outputs: qkv 8 x 16, o 8 x 8, up (with its gate) 8 x 32, down
@@ -23,12 +23,14 @@ from picotron_min.runtime.public_models import find_preset
 
 TOY = Gpu(
     "toy",
-    peaks={"bfloat16": 1000.0, "float32": 100.0},
+    peaks={"bfloat16": 1000.0, "float32": 100.0, "float8": 2000.0},
     memory=1e9,
     hbm=1000.0,
     nvlink=100.0,
     matmul_share=0.5,
     attention_share=0.25,
+    cudnn_share=0.5,
+    float8_share=0.5,
     network=50.0,
     gpus_per_node=4,
     hbm_share=0.5,
@@ -78,6 +80,8 @@ def test_attention_fused_and_written_out():
     forward, backward, _ = layer()
     assert forward.attention == close(2 * 8 * 2 * 4 * 8 / 250)
     assert backward.attention == close(1024 / 250 * 2.5 / 0.6)
+    cudnn = layer(system=System(attention_kernel="cudnn"))
+    assert cudnn.forward.attention == close(2 * 8 * 2 * 4 * 8 / 500)
     forward, backward, _ = layer(work=replace(WORK, flash_attention=False))
     assert forward.attention == close(2048 / 350 + 14 * 8 * 2 * 8 / 500)
     assert backward.attention == close(2 * forward.attention)
@@ -89,7 +93,7 @@ def test_passes_over_memory():
     assert forward.passes == close(0.9 * (residuals + heads + inner) / 500)
     assert backward.passes == close(2 * forward.passes)
     eager = layer(system=System(is_fused=False, residual_bytes=4))
-    assert eager.forward.passes == close(3.2 * ((6 * 4 + 8) * 64 + heads + inner) / 500)
+    assert eager.forward.passes == close((2 * (6 * 4 + 8) * 64 + 3.8 * (heads + inner)) / 500)
     # Sequence parallelism cuts the residuals, tensor parallelism alone does not.
     tp, sp = (layer(Layout(tp=2, sequence_parallel=cut)) for cut in (False, True))
     assert tp.forward.passes == close(0.9 * (residuals + (heads + inner) / 2) / 500)
@@ -109,6 +113,14 @@ def test_messages_inside_a_node_and_between_nodes():
 
 def test_what_weight_gradients_hide_of_tensor_parallelism():
     t = 0.5 * (2 * 8 * 8) / 50 + 1.1  # one of [8, 8]
+    # Of 7 messages none is hidden; the head gathers its logits, too, and reads all of them.
+    apart = System(tp_messages=(7, 7), hides_tp=False)
+    forward, backward, _ = layer(Layout(tp=2), system=apart)
+    assert forward.tp == backward.tp == close(7 * t)
+    plain, gathering = (StepTime(setting(Layout(tp=2), system=s)) for s in (OTHERS, apart))
+    assert gathering.head == close(plain.head + 8 * 8 * 5 / 500)
+    assert gathering.head_messages == close(2 * t + 0.5 * (2 * 8 * 10) / 50 + 1.1)
+    assert layer(Layout(tp=2), system=System(tp_gather_bytes=1)).forward.tp == close(3 * t)
     # qkv 8 x 8, o 4 x 8, up 8 x 16, down 8 x 8: each 2 i j k / 500 + 2 (i k + k j + i j) / 500
     gradients = 2.816 + (512 / 500 + 2 * (32 + 32 + 64) / 500) + 5.376 + 2.816
     assert gradients > 4 * t
@@ -118,6 +130,9 @@ def test_what_weight_gradients_hide_of_tensor_parallelism():
     sequence = layer(Layout(tp=2, sequence_parallel=True))
     assert sequence.forward.tp == close(4 * t) and sequence.backward.tp == close(2 * t)
     assert layer(Layout(tp=2), system=System(hides_tp=False)).backward.tp == close(4 * t)
+    # Overlapped in both directions: at least 0.55 of the messages stay.
+    forward, backward, _ = layer(Layout(tp=2), system=System(overlap="tp"))
+    assert forward.tp == close(0.55 * 4 * t) and backward.tp == close(0.55 * 4 * t)
     slow = replace(TOY, latency=5.0)  # then more than the gradients is left
     plain, sequence = (
         LayerTimes(replace(setting(Layout(tp=2, sequence_parallel=cut)), gpu=slow)).layer()
@@ -170,7 +185,7 @@ WHOLE = Rank(dense=2, mixtures=0, head=1, embedding=1)
 
 def test_parameters_accumulation_and_optimizer():
     step = StepTime(setting())
-    assert step.layer_parameters(False) == LAYER and step.parameters(WHOLE) == ALL
+    assert step.owned[False] == (LAYER, 0) and step.parameters(WHOLE) == ALL
     assert StepTime(setting(Layout(tp=2))).parameters(WHOLE) == ALL / 2
     tied = MODEL.override(tie_word_embeddings=True)
     assert StepTime(setting(model=tied)).parameters(WHOLE) == ALL - 80
@@ -213,6 +228,7 @@ def test_our_gradients_leave_the_last_bucket_and_the_embedding():
 
 
 def test_messages_of_sharded_parameters():
+    several = replace(WORK, num_micro_batches=2)
     step = StepTime(setting(Layout(dp=2, sharding="parameters")))
     gather, reduction = 0.5 * 2 * LAYER / 50 + 1.1, 0.5 * 4 * LAYER / 50 + 1.1
     assert step.gathers(False, forward=10, backward=30) == close(
@@ -225,7 +241,52 @@ def test_messages_of_sharded_parameters():
     hybrid = System(shares_in_node=True)
     step = StepTime(setting(Layout(dp=8, sharding="parameters"), system=hybrid))
     between = 2 * (0.5 * LAYER / 10 + 1.1)
-    assert step.reduce_scatter(LAYER) == close(0.75 * 4 * LAYER / 50 + 1.3 + between)
+    assert step.reduce_scatter(step.groups(Rank(1, 0, 0, 0))) == close(
+        0.75 * 4 * LAYER / 50 + 1.3 + between
+    )
+    # Reduced once a step: added up in each micro-batch, hidden behind the last one's backward.
+    once = System(reduces="step", hides_dp=False)
+    step = StepTime(setting(Layout(dp=2, sharding="parameters"), several, once))
+    assert step.accumulation(WHOLE) == close((2 + 2 * 4) * ALL / 500)
+    assert step.gradients(WHOLE) == close(0.5 * 4 * ALL / 50 + 1.1)
+    assert step.gathers(False, forward=10, backward=30) == close(gather - 10)
+    assert step.each_reduction(WHOLE) == close(gather + ends)
+    # Kept: gathered once a step, with 0 bytes or in a pipeline; in 8 bits: half as long.
+    kept = StepTime(setting(Layout(dp=2, sharding="parameters"), system=System(gather_bytes=0)))
+    assert kept.gathers(False, forward=0, backward=0) == close(reduction)
+    assert kept.each_reduction(WHOLE) == close(reduction)
+    forward, _ = kept.passes_of(WHOLE)
+    assert kept.gradients(WHOLE) == close(max(0, 0.5 * 2 * ALL / 50 + 1.1 - forward))
+    assert StepTime(setting(Layout(pp=2, dp=2), system=once)).keeps_weights
+    narrow = StepTime(setting(Layout(dp=2, sharding="parameters"), system=System(gather_bytes=1)))
+    assert narrow.gather([(narrow.dp_link, LAYER)]) == close(0.5 * LAYER / 50 + 1.1)
+
+
+EIGHT = MODEL.override(num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=4)
+
+
+def test_products_in_8_bits_and_their_casts():
+    # FLOPs at 1000; inputs have one byte. Casts: E and E, Q, M; back Q + 2 K, E, gate and up, E.
+    f8, plain = System(precision="fp8"), layer()
+    assert LayerTimes(setting(system=f8)).matmul(2, 3, 4, 1.0) == close(48 / 1000 + 34 / 500)
+    there, back, _ = layer(system=f8)
+    flops, inputs = 2 * 8 * 576 / 1000, 8 * (8 + 8 + 8 + 16) + 576
+    outputs = 2 * 8 * (16 + 8 + 32 + 8)
+    assert there.matmuls == close(flops + (inputs + outputs) / 500)
+    assert there.passes - plain.forward.passes == close(4 * 8 * (16 + 8 + 16) / 500)
+    assert back.passes - plain.backward.passes == close(4 * 8 * (16 + 16 + 32) / 500)
+    mx = layer(system=System(precision="mxfp8")).forward.passes
+    assert mx - plain.forward.passes == close(8 * 8 * 40 / 500)
+    half = layer(system=System(precision="fp8", layers_in_8_bits=0.5))
+    assert half.forward.matmuls == close((there.matmuls + plain.forward.matmuls) / 2)
+    # A mixture's rows of experts, once a token and expert: k (E + F) there, k (2 F + E) back.
+    there, wide = (
+        LayerTimes(setting(model=EIGHT, system=s)).layer(has_experts=True)
+        for s in (f8, System(precision="fp8", experts_in_8_bits=False))
+    )
+    assert there.forward.passes - wide.forward.passes == close(4 * 8 * 2 * (8 + 4) / 500)
+    assert there.backward.passes - wide.backward.passes == close(4 * 8 * 2 * (8 + 8) / 500)
+    assert there.forward.matmuls < wide.forward.matmuls
 
 
 def test_experts_compute_and_travel():
@@ -235,15 +296,37 @@ def test_experts_compute_and_travel():
     of = LayerTimes(setting(Layout(dp=2, ep=2), model=model))
     parts = of._experts()
     # 8 tokens x 2 experts from each of two ranks over four experts: 8 rows for each
-    assert parts["gate, up"] == close(2 * 2 * (512 / 500 + 2 * (64 + 32 + 32) / 500))
-    assert parts["down"] == close(2 * (512 / 500 + 2 * (32 + 32 + 64) / 500))
-    assert parts["router"] == close(2 * 8 * 8 * 4 / 50)  # in float32
+    assert parts["gate, up"] == close(1.65 * 2 * 2 * (512 / 500 + 2 * (64 + 32 + 32) / 500))
+    assert parts["down"] == close(1.65 * 2 * (512 / 500 + 2 * (32 + 32 + 64) / 500))
+    assert parts["router"] == close(2 * 8 * 8 * 4 / 50 / 4)  # a quarter of the time in float32
     there = of.layer(has_experts=True).forward
-    assert there.ep == close(2 * (0.5 * (2 * 8 * 8 * 2) / 50 + 1.1))  # and back
+    assert there.ep == close(2 * (0.5 * (2 * 8 * 8 * 2) / 62.5 + 1))  # and back
+    moved = 0.9 * (20 * 64 + 2 * 2 * 12 * 8 + 2 * 2 * 3 * 4 * 8)
+    assert there.passes == close((moved + 9 * 4 * 2 * 2 * 8 * 8) / 500)  # and permuted
+    inside = System(dispatcher="fused", expert_kernels="fused", imbalance=1.5, overlap="ep")
+    kernels = LayerTimes(setting(Layout(dp=2, ep=2), model=model, system=inside))
+    assert kernels._experts()["down"] == close(2 * (768 / 500 + 2 * (48 + 32 + 96) / 500))
+    assert kernels.layer(has_experts=True).forward.passes == close(moved / 500)
+    assert kernels.layer(has_experts=True).forward.ep == close(0.3 * there.ep)
+    fused = LayerTimes(setting(model=model, system=System(dispatcher="fused")))
+    assert fused.layer(has_experts=True).forward.passes == close((moved + 0.9 * 1024) / 500)
+    # 8 ranks in two nodes: half of the rows leave, or each token does with 3/4.
+    for dispatcher, far in (("alltoall", 1.0), ("fused", 0.75)):
+        of = LayerTimes(
+            setting(Layout(dp=8, ep=8), model=EIGHT, system=System(dispatcher=dispatcher))
+        )
+        seconds = max(2 * 128 / 62.5, far * 128 / 20)
+        assert of.layer(has_experts=True).forward.ep == close(2 * (seconds + 1))
     assert of.layer(has_experts=False).forward.ep == 0
     expected = 8 * (2 * 3 * 4 + 3 * 4 * 4 / 2 + 4)  # heads, half of the experts, router
-    step = StepTime(setting(Layout(dp=2, ep=2), model=model))
-    assert step.layer_parameters(True) == expected
+    step = StepTime(setting(Layout(dp=2, ep=2, sharding="optimizer"), model=model))
+    assert step.owned[True] == (expected, 8 * 3 * 4 * 4 / 2)
+    # Experts are on one rank each: not reduced, not gathered, and its own to update.
+    rank, experts = Rank(0, 1, 0, 0), 8 * 3 * 4 * 4 / 2
+    (over, others), (alone, own) = step.groups(rank)
+    assert (over.size, alone.size, own) == (2, 1, experts)
+    assert step.gather(step.groups(rank)) == close(0.5 * 2 * others / 50 + 1.1)
+    assert step.optimizer(rank) == close((30 * (others / 2 + own) + 4 * expected) / 500)
 
 
 def test_ranks_that_share_cores_compute_while_others_wait():
@@ -291,22 +374,36 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("layout", GRID, ids=str)
-def test_better_hardware_is_never_slower(layout):
-    gpu, model = GPUS["H100"], find_preset("Llama-3.2-1B")
-    work = Workload(4096, 1, 4, "bfloat16", "full")
-    now = predict(Setting(model, gpu, layout, work, our_system(work))).step
-    better = [{name: 2 * getattr(gpu, name)} for name in ("hbm", "nvlink", "network")]
-    better += [{name: 1.2 * getattr(gpu, name)} for name in ("matmul_share", "attention_share")]
+LARGE = find_preset("Llama-3.2-1B")
+EXPERTS = LARGE.override(num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024)
+THEIRS = {"attention_kernel": "cudnn", "overlap": "tp", "reduces": "step", "hides_gathers": True}
+THEIRS |= {"dispatcher": "fused", "tp_gather_bytes": 1, "gather_bytes": 1}
+HOW = {"ours": {}, "8 bits": {}, "theirs": THEIRS, "7 messages": {"tp_messages": (7, 7)}}
+
+
+def large(how: str, model: ModelConfig, layout: Layout, recompute="full") -> Setting:
+    work = Workload(4096, 1, 4, "bfloat16", recompute, fp8=how in ("8 bits", "theirs"))
+    system = replace(our_system(work, num_layers=model.num_hidden_layers), **HOW[how])
+    return Setting(model, GPUS["H100"], layout, work, system)
+
+
+@pytest.mark.parametrize("model", [LARGE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("layout", [*GRID, Layout(dp=16, ep=8), Layout(dp=8, tp=2, ep=16)], ids=str)
+def test_better_hardware_is_never_slower(layout, how, model):
+    at = large(how, model, replace(layout, ep=min(layout.ep, model.num_local_experts or 1)))
+    gpu, now = at.gpu, predict(at)
+    assert sum(now.parts.values()) == close(now.step, rel=1e-9)
+    assert all(seconds >= 0 for seconds in now.parts.values())
+    names = ("hbm", "nvlink", "network", "matmul_share", "float8_share", "attention_share")
+    better = [{name: 1.2 * getattr(gpu, name)} for name in (*names, "cudnn_share")]
     better.append({"peaks": {name: 2 * peak for name, peak in gpu.peaks.items()}})
     for change in better:
-        faster = replace(gpu, **change)
-        assert predict(Setting(model, faster, layout, work, our_system(work))).step <= now
+        assert predict(replace(at, gpu=replace(gpu, **change))).step <= now.step, change
 
 
-def test_an_axis_of_one_rank_costs_nothing():
-    work = Workload(4096, 1, 4, "bfloat16")
-    parts = predict(
-        Setting(find_preset("Llama-3.2-1B"), GPUS["H100"], Layout(), work, our_system(work))
-    ).parts
+@pytest.mark.parametrize("model", [LARGE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("how", HOW)
+def test_an_axis_of_one_rank_costs_nothing(how, model):
+    parts = predict(large(how, model, Layout(), "none")).parts
     assert [parts[name] for name in ("tp", "cp", "ep", "dp", "bubble")] == [0] * 5
