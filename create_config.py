@@ -9,13 +9,14 @@ written, nothing deleted, no other file overwritten without --force, and the net
 
 import argparse
 import inspect
-import itertools
 import json
 import re
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 
 from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
@@ -63,8 +64,7 @@ def create(arguments: list[str] | None) -> None:
         parser.error("give --out_dir, --exp_name and flags, or --check FILE alone")
     if flags.check:
         config = parse_config(read_json(flags.check))
-        describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
-        return
+        return describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
@@ -200,8 +200,7 @@ def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
 
 def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
     *rows, tp = sizes
-    places = itertools.product(*map(range, rows))
-    for row, (pp, dp, cp) in enumerate(itertools.islice(places, most_rows)):
+    for row, (pp, dp, cp) in enumerate(islice(product(*map(range, rows)), most_rows)):
         ranks = f"rank {row * tp}" if tp == 1 else f"ranks {row * tp} to {row * tp + tp - 1} (tp)"
         print(f"  pp {pp}  dp {dp}  cp {cp}   {ranks}")
     if (more := rows[0] * rows[1] * rows[2] - most_rows) > 0:
@@ -294,4 +293,5 @@ def launch_command(config: Config) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: end in silence
     sys.exit(main())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from picotron_min.extensions.documents import picture
 from picotron_min.runtime import draw
 
 ROOT = Path(__file__).parent.parent
@@ -69,10 +70,11 @@ def test_the_first_command_is_the_first_block():
     assert re.search(r"```bash\n(.*?)\n```", README.read_text(), re.DOTALL)[1] == command
 
 
-def test_the_picture_is_what_its_command_draws(tmp_path):
+def test_each_picture_is_what_its_command_draws(tmp_path):
     draw.main(["--svg", str(tmp_path / "schedules.svg")])
-    drawn = (tmp_path / "schedules.svg").read_bytes()
-    assert drawn == (ROOT / "docs/schedules.svg").read_bytes()
+    picture.write_picture(tmp_path / "documents.svg")
+    for drawn in tmp_path.iterdir():
+        assert drawn.read_bytes() == (ROOT / "docs" / drawn.name).read_bytes()
 
 
 # Names of other packages, and commands. Where "In production:" stands, all names are theirs.

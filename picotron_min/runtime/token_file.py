@@ -200,6 +200,8 @@ def _load_splits(config: Config, loader: str, files: list[Path], aside: Path) ->
         reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0].rstrip('.')}"
         if isinstance(cause, UnicodeDecodeError):  # see _write_token_file
             raise cause from None
+        if files and not any(file.read_bytes().strip() for file in files):
+            reason = "it holds no text"
         problem = f"cannot read dataset {name!r}: {reason}"
         if loader == "hub":
             problem += f" (of the hub, subset {subset!r}, split {split!r}). Check the spelling and"

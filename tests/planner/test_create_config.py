@@ -1,6 +1,7 @@
 """create_config.py as it is run: what it writes, prints and refuses to do."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -264,9 +265,10 @@ def test_it_runs_as_a_script_without_torch(tmp_path):
     code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:];"
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
-    def run(*flags):
+    def run(*flags, stdout=subprocess.PIPE):
         command = [sys.executable, "-c", code, script, *flags]
-        return subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+        options = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.run(command, cwd=script.parent, **options)
 
     done = run("--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -275,3 +277,7 @@ def test_it_runs_as_a_script_without_torch(tmp_path):
     done = run()
     assert done.returncode == 2 and "give --out_dir, --exp_name" in done.stderr
     assert "Traceback" not in done.stderr
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does, when it has seen enough
+    with os.fdopen(write, "wb") as pipe:
+        assert run("--check", tmp_path / "a b" / "config.json", stdout=pipe).stderr == ""

@@ -390,6 +390,12 @@ def test_bytes_need_no_transformers_and_prepared_tokens_need_no_datasets(tmp_pat
 
 MISTAKES = {  # what is on disk, the options, the message
     "no text at all": ({"a.txt": ""}, {}, "holds no text"),
+    "an empty file of lines": ({"a.jsonl": ""}, {}, r"cannot read dataset .*: it holds no text$"),
+    "a file of empty lines": (
+        {"a.jsonl": "\n\n"},
+        {},
+        r"cannot read dataset .*: it holds no text$",
+    ),
     "only empty documents": (
         {"a.jsonl": '{"text": ""}\n' * 3},
         {},

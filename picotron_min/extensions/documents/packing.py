@@ -124,7 +124,7 @@ class PackedBatches(DocumentBatches):
             raise ValueError(f'{problem}: use more text, or dataset.packing "wrapped"')
         make = partial(kept, self.folder / f"best-fit-{S}-{cut}.bin") if self.folder else pack
         self.moved, self.ends = make(ends, cut, S)
-        self.cut = self.ends[-1] - S - (len(self.tokens) - cut)
+        self.cut = int(self.ends[-1]) - S - (len(self.tokens) - cut)
         self.num_sequences = self.cut // S
         self.padding = 1 - ends[np.searchsorted(ends, cut, "right") - 1] / self.cut
         self._eval_starts += self.cut - cut
