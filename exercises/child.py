@@ -1,7 +1,8 @@
 """One check, in a process of its own: `python -m exercises.child NUMBER FILE SEED VERDICT`.
 
 Started by sandbox.py, never by hand. It limits itself before it reads the student's file, and
-writes its verdict as JSON, as its last act.
+writes its verdict as JSON, as its last act. Without arguments it is a server: it imports torch
+once, which takes seconds, and forks a check for each line that it reads.
 """
 
 import contextlib
@@ -19,6 +20,33 @@ from pathlib import Path
 from exercises.sandbox import LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 
 PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
+
+
+def serve() -> None:
+    """For each line run a check: print its process, and, when it has ended, its exit code."""
+    import torch
+
+    from exercises.checking import check
+    from exercises.exercise import load
+    from exercises.source import solution
+
+    torch.set_num_threads(1)
+    check(exercise := load(4), solution(exercise), Path("solution"))  # for what else is imported
+    for line in sys.stdin:
+        *arguments, work, errors = json.loads(line)
+        if pid := os.fork():
+            print(pid, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            continue
+        os.setsid()  # a group of processes, which is killed as a whole
+        os.chdir(work)
+        for stream, file in enumerate((os.devnull, os.devnull, errors)):
+            os.dup2(os.open(file, os.O_RDWR), stream)
+        try:
+            main(*arguments)
+        finally:  # an error of this checker
+            traceback.print_exc()
+            os._exit(1)
 
 
 def main(number: str, file: str, seed: str, verdict_path: str) -> None:
@@ -97,14 +125,14 @@ class Printed(io.TextIOBase):
 
 def _watch(student: Path, finish: Callable[[dict], None], has_ended: threading.Event) -> None:
     """End a check that computes or sleeps for too long, with the student's line."""
-    active = time.monotonic()
     first = last = time.process_time()
+    idle = 0.0
     while not has_ended.wait(0.2):
-        now, cpu = time.monotonic(), time.process_time()
-        if cpu - last > 0.1:  # on a busy machine it may get little, but not nothing
-            active, last = now, cpu
+        cpu, idle = time.process_time(), idle + 0.2  # by turns: on a busy machine they are rare
+        if cpu - last > 0.1:
+            last, idle = cpu, 0.0
         is_computing = cpu - first > STUCK_CPU_SECONDS
-        if is_computing or now - active > STUCK_SECONDS:
+        if is_computing or idle > STUCK_SECONDS:
             cpu_limit, limit = f"{STUCK_CPU_SECONDS} s of computing", f"{STUCK_SECONDS} s of sleep"
             message = f"Stopped after {cpu_limit if is_computing else limit}: it has not ended."
             if where := _student_line(student):
@@ -123,4 +151,4 @@ def _student_line(student: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if sys.argv[1:] else serve()

@@ -1,15 +1,17 @@
 """Runs one check in a process of its own, with limits, and reads its verdict.
 
     fresh working folder, empty environment, limits on CPU time, memory and files; its process group
-    is killed when the verdict is there, or after KILL_SECONDS
+    is killed when the verdict is there, or when it has not computed for IDLE_SECONDS
 
-It catches accidents: endless loops, too much memory, endless output, sys.exit. It is no prison, see
-WARNING. Standard library only: the process that starts checks needs no torch.
+Servers, which have imported torch, fork the checks. It catches accidents: endless loops, too much
+memory, endless output, sys.exit. It is no prison, see WARNING. Standard library only: the process
+that starts checks needs no torch.
 """
 
 import ctypes
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -17,18 +19,21 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from exercises.exercise import FOLDER, GATES
 
 # A check that has computed, or slept, for so long ends itself and reports the line.
 STUCK_CPU_SECONDS, STUCK_SECONDS = 5, 8
-KILL_SECONDS = 30  # then it is killed
+COMPUTED = "s of computing"  # in the message of a check that was stopped for that
+IDLE_SECONDS, KILL_SECONDS = 30, 600  # without computing, and in all: then it is killed
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
 MORE_PROCESSES = 100  # and threads, than there are on the machine
 LARGEST_VERDICT = 200_000  # bytes
+STREAMS = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of Linux
 WARNING = """\
 Not isolated: a student's code runs as you. It can read what you can read, use the network, signal
@@ -61,53 +66,124 @@ def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
+class Process:
+    """A command in a session of its own, and so a group of processes that is killed as a whole."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        environment = {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, env=environment, start_new_session=True, **STREAMS | options
+        )
+        self.pid, self.code = self.process.pid, None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended; then `code` is its exit code, negative where it was killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self.code = self.process.wait(seconds)
+        return self.code is not None
+
+
+class Server(Process):
+    """A process that has imported torch, and forks checks, one after the other: see child.py."""
+
+    def __init__(self) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": None}
+        # Not buffered, since `select` knows nothing of what a buffer holds.
+        super().__init__([sys.executable, "-m", "exercises.child"], bufsize=0, **pipes)
+
+    def start(self, *arguments: object) -> None:
+        self.code = None
+        with suppress(OSError, ValueError):  # it was killed
+            self.process.stdin.write(json.dumps([*map(str, arguments)]).encode() + b"\n")
+            self.pid = int(self.process.stdout.readline())
+
+    def wait(self, seconds: float) -> bool:  # for the check
+        if self.code is None and select.select([self.process.stdout], [], [], seconds)[0]:
+            self.code = int(self.process.stdout.readline() or -signal.SIGKILL)
+        return self.code is not None
+
+    def end(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                stream.close()
+        self.process.wait()
+
+
 class Sandbox:
     """Runs checks, also several at a time from threads, and leaves nothing running behind."""
 
     def __init__(self, wrap: str = "") -> None:
         """`wrap`: a command that each check's command is put behind, for example a container's."""
         self.wrap = shlex.split(wrap)
-        self.lock, self.running = threading.Lock(), set()
+        self.lock, self.running, self.servers = threading.Lock(), set(), []
+        self.turn, self.checks, self.is_alone = threading.Condition(), 0, False
         self.adopts = _adopts_orphans()
 
     def check(self, number: int | str, file: Path | str, seed: int = 0) -> dict:
-        """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`."""
+        """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`.
+
+        A check that was lost, perhaps because the machine is busy, is repeated alone.
+        """
+        for alone in (False, True):
+            with self._turn(alone):
+                found = self._check(number, file, seed)
+            if found["mistake"] not in ("timeout", "crash") or COMPUTED in found["message"]:
+                break
+        return found
+
+    @contextmanager
+    def _turn(self, alone: bool) -> Iterator[None]:
+        """Within, this check runs, and no other one if it must be alone."""
+        with self.turn:
+            self.turn.wait_for(lambda: not self.is_alone)
+            self.is_alone = alone
+            self.turn.wait_for(lambda: not (alone and self.checks))
+            self.checks += 1
+        try:
+            yield
+        finally:
+            with self.turn:
+                self.checks -= 1
+                self.is_alone = self.is_alone and not alone
+                self.turn.notify_all()
+
+    def _check(self, number: int | str, file: Path | str, seed: int) -> dict:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            verdict, errors = Path(folder, "verdict.json"), Path(folder, "errors")
-            command = [sys.executable, "-m", "exercises.child", str(number), str(file), str(seed)]
-            work = Path(folder, "work")
+            verdict, errors, work = (Path(folder, x) for x in ("verdict.json", "errors", "work"))
             work.mkdir()
-            with errors.open("wb") as stream:
-                code = self._run([*self.wrap, *command, str(verdict)], work, stream)
-            seconds = time.monotonic() - began
-            found = _read(verdict) or _no_verdict(code, errors, seconds >= KILL_SECONDS)
-        return found | {"seconds": round(seconds, 1)}
+            code, late = self._run((number, file, seed, verdict), work, errors)
+            found = _read(verdict) or _no_verdict(code, errors, late)
+        return found | {"seconds": round(time.monotonic() - began, 1)}
 
-    def _run(self, command: list[str], work: Path, errors: BinaryIO) -> int:
-        """Run a command for at most KILL_SECONDS: its exit code, negative where it was killed."""
-        with self.lock:  # it must be known as running before others look for what is left behind
-            process = subprocess.Popen(
-                command,
-                cwd=work,
-                env={"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,  # and so a process group, which is killed as a whole
-            )
-            self.running.add(process.pid)
+    def _run(self, arguments: tuple, work: Path, errors: Path) -> tuple[int, float]:
+        """Run a check: its exit code, and after how many seconds it was killed, if it was."""
+        with self.lock, errors.open("wb") as stream:
+            # It must be known as running before others look for what is left behind.
+            if self.wrap:
+                command = [*self.wrap, sys.executable, "-m", "exercises.child"]
+                check = Process([*command, *map(str, arguments)], cwd=work, stderr=stream)
+            else:
+                check = self.servers.pop() if self.servers else Server()
+            own = {check.process.pid}
+            self.running |= own
+        if not self.wrap:
+            check.start(*arguments, work, errors)
+            own.add(check.pid)
+            self.running.add(check.pid)
+        late = 0.0
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_SECONDS)
+            late = _wait(check)
         finally:
             with suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(check.pid, signal.SIGKILL)
+            check.wait(KILL_SECONDS)
             with self.lock:
-                self.running.remove(process.pid)
+                self.running -= own
+                if not self.wrap and check.process.poll() is None:
+                    self.servers.append(check)
                 self._end_left_behind()
-        return process.returncode
+        return check.code, late
 
     def end(self) -> None:
         """Kill the checks that run: whoever waits for them continues."""
@@ -116,13 +192,38 @@ class Sandbox:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
 
+    def __del__(self) -> None:
+        for server in self.servers:  # those that wait for a next check
+            server.end()
+
     def _end_left_behind(self) -> None:
         """Kill what checks have left behind; the children of each then become ours, and so on."""
-        while self.adopts and (left := _children() - self.running):
+        idle = {server.process.pid for server in self.servers}
+        while self.adopts and (left := _children() - self.running - idle):
             for pid in left:
                 with suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
+
+
+def _wait(check: Process) -> float:
+    """Wait until a check ends: 0, or after how many seconds it has done nothing for too long."""
+    began, last, idle = time.monotonic(), 0.0, 0.0
+    while not check.wait(0.2):
+        idle += 0.2  # of this process's own turns: on a busy machine they are rare, too
+        if (computed := _computed(check.pid)) > last + 0.1:
+            last, idle = computed, 0.0
+        if idle > IDLE_SECONDS or time.monotonic() - began > KILL_SECONDS:
+            return time.monotonic() - began
+    return 0.0
+
+
+def _computed(pid: int) -> float:
+    """Seconds for which a process has computed; 0 where only the clock tells."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _children() -> set[int]:
@@ -148,11 +249,12 @@ def _read(path: Path) -> dict | None:
     return None
 
 
-def _no_verdict(code: int, errors: Path, was_late: bool = False) -> dict:
+def _no_verdict(code: int, errors: Path, late: float = 0.0) -> dict:
     parts = {"passed": False, "gates": {}, "picture": "", "printed": ""}
-    if was_late:
-        late = f"killed after {KILL_SECONDS:g} s: if the machine is busy, try again."
-        return parts | {"mistake": "timeout", "message": f"The check was {late}"}
+    if late:
+        limits = f"it may take {KILL_SECONDS:g} s, and {IDLE_SECONDS:g} s without computing"
+        message = f"The check was killed after {late:.1f} s: {limits}."
+        return parts | {"mistake": "timeout", "message": message}
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     # A student's code may have deleted or replaced it.
     lines = errors.read_text(errors="replace").splitlines()[-5:] if is_plain(errors) else []

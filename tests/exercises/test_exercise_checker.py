@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -395,12 +396,12 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
         if body:
             text = solution(SHIFT).replace("axis.ledger", f"{body.strip()}\n    axis.ledger")
             (tmp_path / student / "04_shift.py").write_text(text)
-    began, table = time.monotonic(), tmp_path / "marks.csv"
+    table = tmp_path / "marks.csv"
     # As a process of its own, because it adopts, and ends, whatever its checks leave behind.
     command = [sys.executable, "-m", "exercises", "grade", tmp_path, "--csv", table]
     options = ["--seed", "7", "--jobs", "2", "--exercises", "4"]
     graded = subprocess.run(
-        [*map(str, command), *options], cwd=ROOT, capture_output=True, text=True, timeout=150
+        [*map(str, command), *options], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert graded.returncode == 0, graded.stderr
     with table.open(newline="") as stream:
@@ -416,7 +417,6 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
     }.items():
         assert rows[student]["exercise"] == "04"
         assert {key: rows[student][key] for key in expected} == expected, student
-    assert float(rows["carol"]["seconds"]) < 30 and time.monotonic() - began < 120
     out = graded.stdout
     assert (
         "Not isolated" in out and "bob  04  unknown" in out and "frank" not in out.split("bob: ")[0]
@@ -427,9 +427,33 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
 
 
 def test_a_check_that_takes_too_long_is_killed_and_the_message_has_the_limit(monkeypatch):
-    monkeypatch.setattr("exercises.sandbox.KILL_SECONDS", 0.2)
+    monkeypatch.setattr("exercises.sandbox.IDLE_SECONDS", 0.2)
     verdict = Sandbox(wrap='python3 -c "import time; time.sleep(60)"').check(4, "solution")
-    assert verdict["mistake"] == "timeout" and "killed after 0.2 s" in verdict["message"]
+    assert verdict["mistake"] == "timeout" and "0.2 s without computing" in verdict["message"]
+
+
+def test_a_check_that_is_lost_is_repeated_while_no_other_runs(monkeypatch):
+    began, now, seen = threading.Barrier(2), [], []
+
+    def run(number, *_):
+        now.append(number)
+        seen.append((number, len(now)))
+        if len(seen) <= 2:
+            began.wait()  # both run
+        time.sleep(0.01)
+        now.remove(number)
+        lost = number == 1 and len([n for n, _ in seen if n == 1]) == 1
+        return {"mistake": "crash" if lost else "", "message": "", "passed": not lost}
+
+    checks = Sandbox()
+    monkeypatch.setattr(checks, "_check", run)
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = list(pool.map(lambda number: checks.check(number, "file"), [1, 2, 2, 2, 2]))
+    assert all(verdict["passed"] for verdict in verdicts)
+    assert [alone for number, alone in seen if number == 1][1] == 1 and len(seen) == 6
+    looped = {"mistake": "timeout", "message": "Stopped after 5 s of computing"}
+    monkeypatch.setattr(checks, "_check", lambda *_: seen.append("again") or looped)
+    assert checks.check(1, "file") == looped and seen.count("again") == 1  # not for want of time
 
 
 def test_what_is_printed_is_cut_after_some_lines_and_characters():
