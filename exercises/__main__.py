@@ -8,9 +8,9 @@ import textwrap
 from pathlib import Path
 
 from exercises import exercise as catalogue
-from exercises import hunts, progress
+from exercises import formats, hunts, progress
 from exercises.exercise import FOLDER, GATES, Exercise
-from exercises.grade import default_jobs, grade, summary
+from exercises.grade import default_jobs, grade, grade_one, parse_task, summary
 from exercises.pictures import WIDTH
 from exercises.sandbox import Sandbox, adopt_orphans
 from exercises.source import reading, starter
@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name, function, about in COMMANDS:
         added[name] = commands.add_parser(name, help=about, description=about)
         added[name].set_defaults(function=function)
-        if name not in ("list", "grade", "handout"):
+        if name not in ("list", *FOR_TEACHERS):
             what = name if name in ("hunt", "design") else "exercise"
             added[name].add_argument("number", type=int, help=f"of the {what}")
-    for name in ("check", "grade"):
+    for name in ("check", "grade", "autograder"):
         added[name].add_argument("--seed", type=int, default=0, help="for other sizes and data")
     added["check"].add_argument("--solution", action="store_true", help="check the course's own")
     option, config = added["train"].add_argument, FOLDER.parent / "config.json"
@@ -37,15 +37,23 @@ def main(arguments: list[str] | None = None) -> int:
     option("--steps", type=int, default=10, help="at most so many; default: 10")
     added["hunt"].add_argument("--run", help="measure this layout: dp=1,cp=2,optimizer=adamw")
     added["hunt"].add_argument("--answer", metavar="FILE:LINE", help="where the mistake is")
+    for name in ("hunt", "design"):
+        added[name].add_argument("--student", metavar="NAME", help="draw one for this student")
     option = added["grade"].add_argument
-    option("folder", type=Path, help="with a folder for each student")
-    option("--csv", type=Path, default=Path("marks.csv"), help="what to write")
-    option("--exercises", type=int, nargs="+", default=[], metavar="N", help="default: all")
+    option("folder", type=Path, nargs="?", help="with a folder for each student")
+    option("--one", type=Path, metavar="FILE", help="instead: a file, or one student's folder")
+    option("--csv", type=Path, default=Path("marks.csv"), help="the table; pages lie beside it")
+    option("--junit", type=Path, metavar="XML", help="write this, too")
+    option("--json", type=Path, help="write this, too: results.json of Gradescope")
     option("--wrap", default="", metavar="COMMAND", help="put before each check: a container")
     option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
     option = added["handout"].add_argument
     option("folder", type=Path, help="what to write: outside of this one, and new")
     option("--exercises", type=int, nargs="+", default=[], metavar="N", help="default: all")
+    added["autograder"].add_argument("zip", type=Path, help="what to write")
+    for name in ("grade", "autograder"):
+        about = "4, 4=20 for 20 points, hunt5, design1; default: all exercises, 10 points each"
+        added[name].add_argument("--exercises", nargs="+", default=[], metavar="N", help=about)
     given = parser.parse_args(arguments or ["list"])
     try:
         return given.function(given)
@@ -148,14 +156,33 @@ def train(given: argparse.Namespace) -> int:
 def design(given: argparse.Namespace) -> int:
     from exercises import designs  # which imports torch
 
-    return designs.command(given.number)
+    return designs.command(given.number, given.student)
 
 
 def grade_all(given: argparse.Namespace) -> int:
     # So that it ends what it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    grade(given.folder, given.csv, given.seed, given.wrap, given.jobs, given.exercises)
-    print(*summary(given.csv), sep="\n")
+    if bool(given.folder) == bool(given.one):
+        raise ValueError("name either a folder with a folder for each student, or --one FILE")
+    common = given.seed, given.wrap, given.exercises
+    if given.one:
+        rows = grade_one(given.one, *common)
+    else:
+        rows = grade(given.folder, given.csv, given.jobs, *common)
+        print(f"the table is {given.csv}, a page for each student in {given.csv.with_suffix('')}/")
+    if given.json:
+        formats.write_results(given.json, rows)
+    if given.junit:
+        formats.write_junit(given.junit, rows)
+    print(*summary(rows), sep="\n")
+    return 0
+
+
+def autograder(given: argparse.Namespace) -> int:
+    for word in given.exercises:
+        parse_task(word)  # which may refuse it
+    formats.write_zip(given.zip, given.exercises, given.seed)
+    print(f"{given.zip} is for Gradescope; it has the answers: students must not get it")
     return 0
 
 
@@ -177,7 +204,9 @@ COMMANDS = [
     ("design", design, "a task without a single right answer: three marks by measurement"),
     ("handout", hand_out, "write the tree for a class: without answers"),
     ("grade", grade_all, "check the files of a class"),
+    ("autograder", autograder, "write the zip for Gradescope"),
 ]
+FOR_TEACHERS = ("handout", "grade", "autograder")
 
 if __name__ == "__main__":
     adopt_orphans()  # not in main: tests call it from processes with other children

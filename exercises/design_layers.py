@@ -1,9 +1,12 @@
 """Design 2: how many layers each pipeline rank gets, where one rank is slower."""
 
 from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
+from exercises.exercise import Dice
 from exercises.marks import Marks
 from picotron_min import costs
 from picotron_min.extensions.schedules.registry import build_plans
@@ -12,44 +15,73 @@ from picotron_min.extensions.settings import Layout
 from picotron_min.pipeline_schedule import Action, Kind, Plan
 from picotron_min.runtime.public_models import PRESETS
 
-RANKS, MICRO_BATCHES = 4, 8
-MODEL, SLOW_RANK, SLOWER, NUM_LAYERS = "meta-llama/Llama-3.2-1B", 1, 4 / 3, 16
+RANKS, MODEL, NUM_LAYERS = 4, "meta-llama/Llama-3.2-1B", 16
 TASK = '''\
-"""Design 2: the 16 layers of Llama-3.2-1B on 4 pipeline ranks, of which rank 1 is a third slower.
+"""Design 2: the 16 layers of Llama-3.2-1B on 4 pipeline ranks, of which one is slow.
 
-1F1B, 8 micro-batches, sequences of 2048 tokens. lm_head, on the last rank, costs as much as four
-layers. Marks: a shorter step than with 4 layers each; than with the split that knows of no slow
-rank, 5 5 5 1; at most 2% longer than the best of all.
+Rank {slow_rank} takes {slower} of the others' time.
+1F1B, {micro_batches} micro-batches, sequences of 2048 tokens.
+lm_head, on the last rank, costs as much as four layers. Marks: a shorter step than with 4 layers
+each; than with the split that knows of no slow rank, 5 5 5 1; at most 2% longer than the best.
 """
 
 PP_LAYERS = [4, 4, 4, 4]
 '''
 
 
-def step_time(layers: list[int], plans: list[Plan]) -> float:
+class Pipeline(NamedTuple):
+    slow_rank: int = 1
+    slower: Fraction = Fraction(4, 3)
+    micro_batches: int = 8
+
+
+def pipeline_of(student: str | None) -> Pipeline:
+    """The one of the course, or a student's own, in which all three marks can be told apart."""
+    dice = Dice(f"design 2 {student}")
+    while student:
+        slower = Fraction(*dice.choice([(5, 4), (4, 3), (3, 2), (8, 5), (9, 5)]))
+        drawn = Pipeline(dice.randrange(RANKS - 1), slower, dice.choice([6, 8, 10, 12, 16]))
+        equal, unknowing, least = (step_time(split, drawn) for split in splits_to_beat(drawn))
+        if equal > unknowing > 1.02 * least:
+            return drawn
+    return Pipeline()
+
+
+def splits_to_beat(pipeline: Pipeline) -> tuple[list[int], list[int], list[int]]:
+    """Equal parts, the split that knows of no slow rank, and the best of all."""
+    blind = costs.layers_of_stages(PRESETS[MODEL], Layout(pp=RANKS), 2048)
+    best = min(all_splits(), key=lambda split: step_time(split, pipeline))
+    return [NUM_LAYERS // RANKS] * RANKS, blind, best
+
+
+def step_time(layers: list[int], pipeline: Pipeline) -> float:
     """FLOPs, as a measure of time: forward takes a third of a stage's, backward two thirds."""
     config = PRESETS[MODEL]
     layer = sum(costs.layer_flops(config, 2048, 0).values())
     times = [number * layer for number in layers]
     times[-1] += 2 * config.vocab_size * config.hidden_size
-    times[SLOW_RANK] *= SLOWER
+    times[pipeline.slow_rank] *= float(pipeline.slower)
 
     def time_of(rank: int, action: Action) -> float:
         return times[rank] * (2 if action.kind is Kind.BACKWARD else 1)
 
-    return simulate(plans, time_of).makespan
+    return simulate(plans_for(pipeline.micro_batches), time_of).makespan
 
 
-def measure_layers(layers: Any) -> Marks:
+@cache
+def plans_for(micro_batches: int) -> list[Plan]:
+    return build_plans("1f1b", RANKS, micro_batches)
+
+
+def measure_layers(layers: Any, student: str | None = None) -> Marks:
     is_numbers = isinstance(layers, list) and all(type(n) is int and n > 0 for n in layers)
     if not is_numbers or len(layers) != RANKS or sum(layers) != NUM_LAYERS:
         need = f"{RANKS} numbers of at least 1 that add up to {NUM_LAYERS}"
         return Marks(0, f"PP_LAYERS = {layers}: it must be {need}")
-    plans = build_plans("1f1b", RANKS, MICRO_BATCHES)
-    blind = costs.layers_of_stages(PRESETS[MODEL], Layout(pp=RANKS), 2048)
-    best = min(all_splits(), key=lambda split: step_time(split, plans))
-    least, mine = step_time(best, plans), step_time(layers, plans)
-    equal, unknowing = step_time([4] * RANKS, plans), step_time(blind, plans)
+    pipeline = pipeline_of(student)
+    fours, blind, best = splits_to_beat(pipeline)
+    equal, unknowing, least = (step_time(split, pipeline) for split in (fours, blind, best))
+    mine = step_time(layers, pipeline)
     marks = sum((mine < equal, mine < unknowing, mine <= 1.02 * least))
     lines = [f"{layers}: {mine / least:.3f} of the shortest step"]
     lines.append(f"4 each: {equal / least:.3f}; {blind}: {unknowing / least:.3f}")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from exercises.exercise import Dice
 from exercises.marks import Marks
 from picotron_min.planner.choices import Request
 from picotron_min.planner.search import search
@@ -22,6 +23,7 @@ JOBS = {
     "slow network": Job(64, 8192, 256, 25),
     "long sequences": Job(16, 32768, 32, 400),
 }
+SIZES = {"sequences": (4096, 8192, 16384), "long": (16384, 32768, 65536), "slow": (20, 25, 40)}
 SHARES = (0.80, 0.90, 0.97)  # of the best tokens/s, in all three jobs: one mark, two, three
 CHOICES = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "sequence_parallel": False, "pp_engine": "1f1b"}
 CHOICES |= {"pp_chunks": 1, "cp_engine": "ring", "sharding": "none", "recompute": "none"}
@@ -29,9 +31,7 @@ CHOICES |= {"micro_batch_size": 1, "ep": 1, "etp": 1, "ep_engine": "alltoall"}
 TASK = '''\
 """Design 3: layouts of Llama-3.1-8B on H100s, in bfloat16 with AdamW, that fit and are fast.
 
-one node         8 GPUs, sequences of 8192 tokens, 64 a step
-slow network     64 GPUs in nodes of 8, 25 Gb/s between nodes for each, 256 sequences a step
-long sequences   16 GPUs, 400 Gb/s, sequences of 32768 tokens, 32 a step
+{jobs}
 
 Marks by the planner's tokens/s: at least 80%, 90%, 97% of its best, in all three. What you leave
 out is 1, or as in config.json. Keys: tp cp pp dp sequence_parallel pp_engine pp_chunks cp_engine
@@ -51,6 +51,27 @@ REASONS = {
     "long sequences": "",
 }
 '''
+
+
+def jobs_of(student: str | None) -> dict[str, Job]:
+    """The jobs of the course, or a student's own."""
+    dice = Dice(f"design 3 {student}")
+    sequences, long, slow = (dice.choice(sizes) for sizes in SIZES.values())
+    own = (
+        JOBS["one node"]._replace(seq_length=sequences),
+        JOBS["slow network"]._replace(network=slow),
+    )
+    own = (*own, JOBS["long sequences"]._replace(seq_length=long))
+    return dict(zip(JOBS, own, strict=True)) if student else JOBS
+
+
+def task_of(student: str | None) -> str:
+    lines = [
+        f"{name:15} {job.gpus} GPUs in nodes of 8, {job.network:g} Gb/s between nodes for each, "
+        f"{job.global_batch} sequences\n{'':16}of {job.seq_length} tokens a step"
+        for name, job in jobs_of(student).items()
+    ]
+    return TASK.replace("{jobs}", "\n".join(lines))
 
 
 def measure_layouts(layouts: Any, jobs: dict[str, Job] = JOBS) -> Marks:

@@ -1,7 +1,9 @@
 """Marks for a class: `python -m exercises grade FOLDER --csv marks.csv`.
 
 FOLDER/alice/04_shift.py        one folder a student, with the files that `start` writes
+FOLDER/alice/hunt_5.py          hunts and designs, too
 FOLDER/bob/04_shift.py          a file that is missing is a line in the table, too
+marks.csv, marks/alice.md       the table, and a page for each student to hand back
 """
 
 import csv
@@ -10,76 +12,221 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from exercises.exercise import GATES, files
+from exercises.copies import flag_copies
+from exercises.exercise import GATES, files, load
+from exercises.marks import constant, student_of
 from exercises.sandbox import WARNING, Sandbox, is_plain
 
-COLUMNS = ["student", "exercise", "passed", *GATES, "mistake", "seconds"]
+COLUMNS = ["student", "exercise", "points", "of", "passed", *GATES, "mistake", "flags", "seconds"]
+POINTS = 10  # of an exercise, where nothing else is given
+Row = dict[str, Any]  # a line of the table, and the `message` of its page
 
 
-def grade(folder: Path, table: Path, seed: int, wrap: str, jobs: int, numbers: list[int]) -> None:
-    """Check the files of all students, and write one line for each student and exercise."""
+class Task(NamedTuple):
+    kind: str  # "exercise", "hunt" or "design"
+    number: int
+    of: float = POINTS  # points
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:02}" if self.kind == "exercise" else f"{self.kind} {self.number}"
+
+    @property
+    def files(self) -> str:
+        return (
+            f"{self.number:02}_*.py" if self.kind == "exercise" else f"{self.kind}_{self.number}.py"
+        )
+
+
+def parse_task(text: str) -> Task:
+    """4, 4=20, hunt5, design1=15; ValueError for all else."""
+    found = re.fullmatch(r"(hunt|design|)(\d+)(?:=(\d+(?:\.\d+)?))?", text)
+    if not found:
+        raise ValueError(f"{text!r} is no task: use 4, 4=20 for 20 points, hunt5, design1")
+    kind, number = found[1] or "exercise", int(found[2])
+    if kind == "exercise":
+        load(number)
+    elif not 1 <= number <= (highest := {"hunt": 5, "design": 3}[kind]):
+        raise ValueError(f"there is no {kind} {number}: use 1 to {highest}")
+    return Task(kind, number, float(found[3] or POINTS))
+
+
+def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
+    """What is named; else all exercises, and those hunts and designs that somebody handed in."""
+    if words:
+        return [parse_task(word) for word in words]
+    names = (path.stem for student in students for path in student.glob("[hd]*_[0-9].py"))
+    handed_in = sorted({name for name in names if re.fullmatch(r"hunt_[1-5]|design_[1-3]", name)})
+    return [Task("exercise", n) for n in files()] + [
+        parse_task(name.replace("_", "")) for name in handed_in
+    ]
+
+
+def students_in(folder: Path) -> list[Path]:
     there = folder.iterdir() if folder.is_dir() else ()
     students = sorted(path for path in there if path.is_dir())
     if not students:
         problem = "has no folders" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {problem}: name one that has a folder for each student")
+    return students
+
+
+def grade(
+    folder: Path, table: Path, jobs: int, seed: int, wrap: str, words: list[str]
+) -> list[Row]:
+    """Check the files of all students; writes a line for each task, and a page for each student."""
+    students, rows = students_in(folder), []
+    tasks = [(student, task) for student in students for task in tasks_of(words, students)]
     print(WARNING)
-    sandbox, tasks = Sandbox(wrap), [(s, n) for s in students for n in numbers or files()]
+    try:
+        check_all(Sandbox(wrap), tasks, seed, jobs, rows)
+        flag_copies(rows, tasks)
+    finally:  # what is done stays, if this is ended
+        with table.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    pages = table.with_suffix("")
+    pages.mkdir(exist_ok=True)
+    for student in students:
+        own = [row for row in rows if row["student"] == student.name]
+        (pages / f"{student.name}.md").write_text(page(student.name, own))
+    return rows
 
-    def line(task: tuple[Path, int]) -> dict:
-        return line_of(sandbox, *task, seed)
 
-    with table.open("w", newline="") as stream, ThreadPoolExecutor(jobs) as pool:
-        writer = csv.DictWriter(stream, COLUMNS)
-        writer.writeheader()
+def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
+    """Rows for the files of one student: a folder, or a single file."""
+    if not path.exists():
+        raise ValueError(f"there is no {path}")
+    folder = path if path.is_dir() else path.parent
+    if not path.is_dir():
+        found = re.match(r"(hunt_|design_|)0?(\d+)", path.name)
+        words = words or [f"{found[1].rstrip('_')}{found[2]}" if found else path.name]
+    rows: list[Row] = []
+    tasks = [(folder, task) for task in tasks_of(words, [folder])]
+    check_all(Sandbox(wrap), tasks, seed, 1, rows)
+    return rows
+
+
+def check_all(
+    sandbox: Sandbox, tasks: list[tuple[Path, Task]], seed: int, jobs: int, rows: list[Row]
+) -> None:
+    """Add a row for each task; what a busy machine may have stopped is checked once more, alone."""
+    with ThreadPoolExecutor(jobs) as pool:
         try:
-            for done, row in enumerate(pool.map(line, tasks), 1):  # in the order of the tasks
-                writer.writerow(row)
-                stream.flush()  # what is done stays, if this is ended
+            found = pool.map(lambda task: row_of(sandbox, *task, seed), tasks)  # in their order
+            for row in found:
+                rows.append(row)
                 if row["mistake"] != "missing":  # these are in the summary
-                    what = "passed" if row["passed"] else row["mistake"]
-                    where = f"{row['student']}  {row['exercise']}"
-                    print(f"{done} of {len(tasks)}  {where}  {what}", flush=True)
+                    what = (
+                        "passed" if row["passed"] else row["mistake"] or f"{row['points']} points"
+                    )
+                    print(
+                        f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}",
+                        flush=True,
+                    )
         except BaseException:  # Ctrl-C and SIGTERM, too: leave nothing running
             pool.shutdown(wait=False, cancel_futures=True)
             sandbox.end()
             raise
+    for i, task in enumerate(tasks):
+        # A process that has slept, or was killed; one that has computed for too long is endless.
+        if rows[i]["mistake"] in ("timeout", "crash") and "of computing" not in rows[i]["message"]:
+            rows[i] = row_of(sandbox, *task, seed)
+            what = "passed" if rows[i]["passed"] else rows[i]["mistake"]
+            print(
+                f"once more, alone: {rows[i]['student']}  {rows[i]['exercise']}  {what}", flush=True
+            )
+    return rows
 
 
-def line_of(sandbox: Sandbox, student: Path, number: int, seed: int) -> dict:
-    """A line of the table."""
-    row = {"student": student.name, "exercise": f"{number:02}", "passed": 0, "seconds": 0}
-    found = sorted(student.glob(f"{number:02}_*.py"))
+def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
+    row = {"student": student.name, "exercise": task.name, "points": 0, "of": task.of}
+    row |= {"passed": 0, "seconds": 0, "flags": "", "message": ""}
+    found = sorted(student.glob(task.files))
     if len(found) != 1:
         return row | {"mistake": "two_files" if found else "missing"}
     if not is_plain(found[0]):
         return row | {"mistake": "no_plain_file"}
-    verdict = sandbox.check(number, found[0].resolve(), seed)
-    row |= {gate: _mark(problem) for gate, problem in verdict["gates"].items()}
-    mistake = re.sub(r"\W", "", verdict["mistake"])[:40]  # from a process with a student's code
-    return row | {
-        "passed": int(verdict["passed"]),
-        "mistake": mistake,
-        "seconds": verdict["seconds"],
-    }
+    measured = {"exercise": _exercise, "hunt": _hunt, "design": _design}[task.kind]
+    try:
+        share, row["message"], more = measured(sandbox, found[0].resolve(), task, seed)
+    except (ValueError, OSError) as error:  # of a hunt or a design that cannot be read
+        return row | {"mistake": "no_answer", "message": str(error)}
+    whose = student_of(found[0]) if task.kind != "exercise" else None
+    if whose not in (None, student.name):
+        row["flags"] = f"drawn for {whose}"
+    row |= more | {"passed": int(share == 1), "points": round(share * task.of, 2)}
+    # From a process with a student's code.
+    return row | {"mistake": re.sub(r"\W", "", more.get("mistake", ""))[:40]}
+
+
+def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
+    verdict = sandbox.check(task.number, path, seed)
+    marks = {gate: _mark(problem) for gate, problem in verdict["gates"].items()}
+    gates = [f"{g} {GATES[g]}: {text or 'passed'}" for g, text in verdict["gates"].items()]
+    text = "\n".join(["passed"] if verdict["passed"] else [verdict["message"], *gates])
+    more = {"mistake": verdict["mistake"], "seconds": verdict["seconds"]}
+    return share_of(verdict["passed"], marks), text, marks | more
+
+
+def share_of(passed: bool, marks: dict[str, str]) -> float:
+    """Gate V is half, the others share the rest. Without V none: doing nothing passes some."""
+    others = [mark == "1" for gate, mark in marks.items() if gate != "V"]
+    if passed or marks.get("V") != "1":
+        return float(passed)
+    return 0.5 + 0.5 * sum(others) / len(others) if others else 0.0
 
 
 def _mark(problem: str) -> str:
     return "" if problem == "not checked" else str(int(not problem))
 
 
+def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
+    from exercises.hunts import hunt_of, judge  # a drawn hunt needs torch
+
+    answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
+    near = judge(hunt_of(task.number, student_of(path)), str(answer))
+    share = float(near in ("right", "function"))
+    found = {"right": "right", "function": "right", "file": "the right file, another function"}
+    text = f"{answer}: {found.get(near, 'no')}\nreason: {reason}"
+    return share, text, {"mistake": "" if share else near}
+
+
+def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
+    from exercises.designs import measure
+
+    found = measure(task.number, path, sandbox)
+    return found.marks / 3, f"{found.text}\n{found.marks} of 3 marks", {}
+
+
+def page(student: str, rows: list[Row]) -> str:
+    """What a student gets back: points, and each task's gates and sentence, as plain text."""
+    points, of = (f"{sum(row[key] for row in rows):g}" for key in ("points", "of"))
+    lines = [f"# {student}: {points} of {of} points", ""]
+    for row in rows:
+        lines += [f"## {row['exercise']}: {row['points']:g} of {row['of']:g}", ""]
+        text = row["message"] or row["mistake"].replace("_", " ")
+        lines += [*(f"    {line}" for line in text.splitlines()), ""]
+    return "\n".join(lines)
+
+
 def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def summary(table: Path) -> Iterator[str]:
-    """How many exercises each student has passed, and which files are missing."""
-    with table.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+def summary(rows: list[Row]) -> Iterator[str]:
+    """What each student has passed, which files are missing, and what is flagged."""
     for student in dict.fromkeys(row["student"] for row in rows):
         own = [row for row in rows if row["student"] == student]
-        yield f"{student}: {sum(row['passed'] == '1' for row in own)} of {len(own)}"
+        points, of = (f"{sum(row[key] for row in own):g}" for key in ("points", "of"))
+        passed = sum(row["passed"] for row in own)
+        yield f"{student}: {passed} of {len(own)}, {points} of {of} points"
         missing = [row["exercise"] for row in own if row["mistake"] == "missing"]
         if missing:
             yield f"    missing: {', '.join(missing)}"
+        for row in own:
+            if row["flags"]:
+                yield f"    {row['exercise']}: {row['flags']}"

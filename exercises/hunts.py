@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from exercises import progress
 from exercises.exercise import FOLDER
+from exercises.sealed import sealed, text_of
 
 ROOT = FOLDER.parent
 STEPS = 20
@@ -32,6 +33,7 @@ class Hunt(NamedTuple):
     found: str  # the explanation, once it is found
     old: str  # once in the file; any of its lines is the answer
     new: str
+    is_drawn: bool = False  # then `old` is a whole function
 
 
 # File, story, runs, hints, explanation, change; one hunt after the other. Each of these statements
@@ -94,6 +96,28 @@ def _hunt_of(sheet: str) -> Hunt:
 
 
 HUNTS = {number: _hunt_of(sheet) for number, sheet in enumerate(SHEETS.split("\n\n"), 1)}
+DRAWN = len(HUNTS) + 1  # another one for each student: drawn.py
+SHEET = '''\
+"""Hunt {number}: name the wrong function, and say how the symptoms led you to it."""
+
+ANSWER = "picotron_min/FILE.py:FUNCTION"
+REASON = ""
+STUDENT = {student!r}
+'''
+
+
+def hunt_of(number: int, student: str | None) -> Hunt:
+    """A hunt by its number; ValueError if there is none."""
+    if number == DRAWN and student:
+        from exercises.drawn import drawn_hunt
+
+        return drawn_hunt(student)
+    if number == DRAWN:
+        raise ValueError(f"hunt {DRAWN} is drawn for each student: add --student NAME")
+    if number not in HUNTS:
+        numbers = ", ".join(map(str, (*HUNTS, DRAWN)))
+        raise ValueError(f"there is no hunt {number}: use one of {numbers}")
+    return HUNTS[number]
 
 
 class Symptoms(NamedTuple):
@@ -103,6 +127,12 @@ class Symptoms(NamedTuple):
     norm: float  # of the gradient, in step 1
     sent: dict[str, int]  # bytes of rank 0 in a step, by axis
     apart: float  # the largest difference between weights that ranks should share
+
+    def distance(self, right: "Symptoms") -> float:
+        """How far the numbers are from the right ones; 1 if other bytes are sent."""
+        pairs = zip((*self.losses, self.norm), (*right.losses, right.norm), strict=True)
+        far = max(abs(a / b - 1) for a, b in pairs)
+        return 1.0 if self.sent != right.sent or far != far else max(far, self.apart)
 
 
 def parse_run(text: str) -> dict[str, Any]:
@@ -125,7 +155,7 @@ def parse_run(text: str) -> dict[str, Any]:
     return run
 
 
-def measure(number: int | None, text: str, steps: int = STEPS) -> Symptoms:
+def measure(hunt: Hunt | None, text: str, steps: int = STEPS) -> Symptoms:
     """Train a tiny model with a hunt's change, or with none."""
     from exercises.exercise import Case
     from exercises.loading import Course, edited, fresh_modules
@@ -138,7 +168,6 @@ def measure(number: int | None, text: str, steps: int = STEPS) -> Symptoms:
     def on_rank(rank, case) -> dict:
         return _train(rank, run, steps)
 
-    hunt = HUNTS.get(number)
     change = edited(ROOT / hunt.file, hunt.old, hunt.new) if hunt else nullcontext()
     with simulated(), fresh_modules(), change:
         records = run_case(Course(), Case(size), on_rank, Path("none"))
@@ -183,24 +212,29 @@ def _apart(records) -> float:
 def command(given: argparse.Namespace) -> int:
     """What `python -m exercises hunt` does; the exit code."""
     number, run = given.number, given.run
-    if number not in HUNTS:
-        raise ValueError(f"there is no hunt {number}: use one of {', '.join(map(str, HUNTS))}")
-    if given.answer is not None:
-        return _take_answer(number, given.answer)
     parse_run(run or "")  # which may refuse it
-    print(f"{HUNTS[number].story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
-    for line in table(number, (run,) if run else HUNTS[number].runs):
+    hunt = hunt_of(number, given.student)
+    if given.answer is not None:
+        return _take_answer(number, hunt, given.answer)
+    print(f"{hunt.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
+    for line in table(hunt, (run,) if run else hunt.runs):
         print(line, flush=True)
-    print(f"\nMeasure others:  python -m exercises hunt {number} --run dp=2,tp=2")
-    print(f"Answer:  python -m exercises hunt {number} --answer picotron_min/FILE.py:LINE")
-    print("(a wrong answer counts as a hint, which it prints)")
+    student = f" --student {given.student}" if given.student else ""
+    print(f"\nMeasure others:  python -m exercises hunt {number}{student} --run dp=2,tp=2")
+    print(f"Answer:  python -m exercises hunt {number}{student} --answer picotron_min/FILE.py:LINE")
+    print("(a wrong answer counts as a hint, which it prints; a function's name will do for LINE)")
+    path = FOLDER / f"hunt_{number}.py"
+    if not path.exists():
+        path.write_text(SHEET.format(number=number, student=given.student))
+    print(f"To hand it in, write the answer and your reason into {path}")
     return 0
 
 
-def _take_answer(number: int, answer: str) -> int:
-    hunt, key, near = HUNTS[number], f"hunt {number}", judge(number, answer)
+def _take_answer(number: int, hunt: Hunt, answer: str) -> int:
+    key, near = f"hunt {number}", judge(hunt, answer)
     before = progress.read(key)
-    if near == "right":
+    # Where bodies are missing, and of a drawn hunt, no statement can be named.
+    if near == "right" or (near == "function" and (hunt.is_drawn or sealed())):
         progress.update(key, passed=True)
         hints = before["hints"]
         print(f"Right, after {hints} hint{'s' * (hints != 1)}. {hunt.found}")
@@ -212,37 +246,53 @@ def _take_answer(number: int, answer: str) -> int:
     return 1
 
 
-def table(number: int | None, runs: tuple[str, ...]) -> Iterator[str]:
+def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
     """The measured symptoms, a line a run."""
     shown = [1, 2, STEPS]
     head = "  ".join(f"{f'loss {step}':>9}" for step in shown)
     width = max(map(len, runs))
     yield f"{'run':{width}}  {head}  grad_norm 1  ranks differ  bytes rank 0 sends in step 1"
     for text in runs:
-        found = measure(number, text)
+        found = measure(hunt, text)
         losses = "  ".join(f"{found.losses[step - 1]:9.6f}" for step in shown)
         sent = ", ".join(f"{axis} {size}" for axis, size in found.sent.items()) or "none"
         yield f"{text:{width}}  {losses}  {found.norm:11.6f}  {found.apart:12.2g}  {sent}"
     yield "\nranks differ: the largest difference between weights that should be equal on all ranks"
 
 
-def judge(number: int, answer: str) -> str:
-    """right, function, file or wrong: how near an answer FILE:LINE is to the change."""
-    hunt = HUNTS[number]
-    file, _, line = answer.rpartition(":")
-    if not line.isdecimal() or not (ROOT / file).is_file():
-        raise ValueError(f"{answer} is no line: answer as picotron_min/mesh.py:12")
-    if not 1 <= int(line) <= (length := len((ROOT / file).read_text().splitlines())):
+def judge(hunt: Hunt, answer: str) -> str:
+    """right, function, file or wrong: how near FILE:LINE or FILE:FUNCTION is to the change."""
+    file, _, place = answer.rpartition(":")
+    if not (ROOT / file).is_file():
+        raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:12")
+    shown, whole = (ROOT / file).read_text(), text_of(ROOT / hunt.file)
+    if place.isdecimal() and not 1 <= int(place) <= (length := len(shown.splitlines())):
         raise ValueError(f"{answer} is no line: {file} has {length}")
     if Path(file) != Path(hunt.file):
         return "wrong"
-    source = (ROOT / hunt.file).read_text()
-    assert source.count(hunt.old) == 1, f"hunt {number}: {hunt.old!r} must be there once"
-    first = source[: source.index(hunt.old)].count("\n") + 1
-    # The innermost comes last: what is in a statement is walked through after it.
-    statements = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt)]
-    *_, statement = around = [n for n in statements if n.lineno <= first <= n.end_lineno]
-    *_, function = [n for n in around if isinstance(n, ast.FunctionDef)]
-    if statement.lineno <= int(line) <= max(statement.end_lineno, first + hunt.old.count("\n")):
+    assert whole.count(hunt.old) == 1, f"{hunt.old!r} must be there once"
+    before, first = whole[: whole.index(hunt.old)], hunt.old.lstrip().partition("\n")[0]
+    lines = [*range(before.count("\n") + 1, before.count("\n") + hunt.old.count("\n") + 2)]
+    if first.startswith("@"):  # a decorator is before its function
+        lines = lines[1:]
+    name, statement = _around(whole, lines[0])
+    if not place.isdecimal():
+        is_near = name.endswith(f".{place}") or f".{place}".startswith(f"{name}.")
+        return "function" if is_near else "file"
+    last = max(statement.end_lineno, lines[-1])
+    if shown == whole and statement.lineno <= int(place) <= last:
         return "right"
-    return "function" if function.lineno <= int(line) <= function.end_lineno else "file"
+    is_near = f"{_around(shown, int(place))[0]}.".startswith(f"{name}.")
+    return "function" if is_near else "file"
+
+
+def _around(source: str, line: int) -> tuple[str, ast.stmt]:
+    """The name of the function that a line is in, after a dot, and the innermost statement."""
+    name, statement = "", ast.Pass(lineno=0, end_lineno=0)
+    # What is in a statement is walked through after it.
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
+            statement = node
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                name += f".{node.name}"
+    return name, statement

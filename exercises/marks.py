@@ -5,6 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+def student_of(path: Path) -> str | None:
+    """For whom the numbers of a file were drawn; None for the course's own."""
+    return constant(path, "STUDENT") if "\nSTUDENT = " in path.read_text() else None
+
+
 class Marks(NamedTuple):
     marks: int  # 0 to 3
     text: str

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from exercises import designs
-from exercises.design_layers import measure_layers
-from exercises.design_layouts import JOBS, measure_layouts
+from exercises.design_layers import measure_layers, pipeline_of, splits_to_beat
+from exercises.design_layouts import JOBS, jobs_of, measure_layouts
 from exercises.design_schedule import TASK, measure_schedule
 from exercises.designs import TASKS, measure
 from exercises.marks import constant
@@ -69,6 +69,21 @@ def test_layers_get_marks_by_the_time_of_a_step(layers, marks):
     assert measure_layers(layers).marks == marks
 
 
+def test_numbers_of_designs_are_drawn_for_a_student_and_read_from_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(designs, "FOLDER", tmp_path)
+    drawn = {name: pipeline_of(name) for name in ("alice", "bob")}
+    assert drawn["alice"] != drawn["bob"]
+    assert designs.command(2, "alice") == 0
+    path, own = tmp_path / "design_2.py", drawn["alice"]
+    text = path.read_text()
+    assert f"Rank {own.slow_rank} takes {own.slower} of" in text and "STUDENT = 'alice'" in text
+    best = splits_to_beat(own)[2]
+    path.write_text(text.replace("[4, 4, 4, 4]", str(best)))
+    assert measure(2, path).marks == 3
+    assert jobs_of(None) is JOBS and jobs_of("alice") != JOBS
+    assert "{" not in TASKS[3](None).partition("LAYOUTS")[0]
+
+
 @pytest.mark.parametrize(
     ("layout", "marks", "text"),
     [
@@ -86,7 +101,7 @@ def test_layouts_get_marks_by_the_planner(layout, marks, text):
 def test_numbers_are_read_and_never_run(tmp_path):
     for number, name in ((2, "PP_LAYERS"), (3, "LAYOUTS"), (3, "REASONS")):
         path = tmp_path / f"design_{number}.py"
-        path.write_text(TASKS[number])
+        path.write_text(TASKS[number](None))
         assert constant(path, name)
     path.write_text("LAYOUTS = print('run')")
     with pytest.raises(ValueError, match="LAYOUTS must be plain"):

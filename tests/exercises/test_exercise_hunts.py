@@ -5,11 +5,16 @@ from functools import cache
 import pytest
 
 from exercises import __main__ as commands
-from exercises import hunts, progress
+from exercises import drawn, hunts, progress
+from exercises import exercise as catalogue
 from exercises.hunts import HUNTS, judge, parse_run
 
 STEPS = 3
-measure = cache(hunts.measure)
+
+
+@cache
+def measure(number, run, steps):
+    return hunts.measure(HUNTS.get(number), run, steps)
 
 
 def test_without_a_change_all_runs_of_all_hunts_are_right():
@@ -55,15 +60,34 @@ def test_an_answer_is_judged_by_its_distance(number):
     lines = (hunts.ROOT / hunt.file).read_text().splitlines()
     (line,) = (i for i, text in enumerate(lines, 1) if hunt.old.splitlines()[0] in text)
     for place in range(line, line + len(hunt.old.splitlines())):
-        assert judge(number, f"{hunt.file}:{place}") == "right"
+        assert judge(hunt, f"{hunt.file}:{place}") == "right"
     start = max(i for i in range(1, line) if lines[i - 1].startswith(("def ", "class ")))
-    assert judge(number, f"{hunt.file}:{start}") == "function"
-    assert judge(number, f"{hunt.file}:1") == "file"
-    assert judge(number, "picotron_min/mesh.py:1") == "wrong"
-    with pytest.raises(ValueError, match="is no line"):
-        judge(number, "nowhere.py:1")
+    assert judge(hunt, f"{hunt.file}:{start}") == "function"
+    name = lines[start - 1].split("(")[0].split()[1]
+    assert judge(hunt, f"{hunt.file}:{name}") == "function"
+    assert judge(hunt, f"{hunt.file}:1") == judge(hunt, f"{hunt.file}:other") == "file"
+    assert judge(hunt, "picotron_min/mesh.py:1") == "wrong"
+    with pytest.raises(ValueError, match="is no place"):
+        judge(hunt, "nowhere.py:1")
     with pytest.raises(ValueError, match=f"{hunt.file} has {len(lines)}"):
-        judge(number, f"{hunt.file}:{len(lines) + 1}")
+        judge(hunt, f"{hunt.file}:{len(lines) + 1}")
+
+
+def test_a_student_draws_a_mistake_that_some_layouts_show(monkeypatch):
+    monkeypatch.setattr(drawn, "LAYOUTS", ("dp=1", "tp=2"))
+    right = [hunts.measure(None, run, drawn.STEPS) for run in drawn.LAYOUTS]
+    start, shift = catalogue.load(3), catalogue.load(4)
+    by_name = {m.name: (e, m) for e in (start, shift) for m in e.mistakes}
+    first = drawn._hunt_of(*by_name[start.mistakes[0].name])
+    assert first.file == "picotron_min/initialise.py" and first.found == start.mistakes[0].sentence
+    assert drawn._runs_that_show(first, right) == ("dp=1", "tp=2")
+    assert judge(first, "picotron_min/initialise.py:initialise") == "function"
+    line = (hunts.ROOT / first.file).read_text().split("def initialise(")[0].count("\n") + 1
+    assert judge(first, f"{first.file}:{line}") == "right"
+    assert drawn._runs_that_show(first._replace(new="1 / 0"), right) == ()  # it crashes
+    assert drawn._runs_that_show(first._replace(new=first.old), right) == ()  # nothing to see
+    with pytest.raises(ValueError, match="add --student NAME"):
+        hunts.hunt_of(hunts.DRAWN, None)
 
 
 def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,64 @@
+"""Equal submissions: the same syntax tree, apart from names of variables, comments and annotations.
+
+A flag is no proof. A body of a few statements is often written in the same way by two people: the
+number of statements is in the flag.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+from exercises.exercise import load
+from exercises.source import Definition, solution
+
+
+def flag_copies(rows: list[dict], tasks: list[tuple[Path, tuple]]) -> None:
+    """Add `flags` to rows whose file is equal to the course's, or to that of other students."""
+    by_shape = defaultdict(list)
+    for row, (student, task) in zip(rows, tasks, strict=True):
+        found = sorted(student.glob(task.files))
+        is_code = task.kind == "exercise" or task.name == "design 1"
+        if is_code and len(found) == 1 and row["mistake"] not in ("not_written", "no_plain_file"):
+            by_shape[task.name, shape_of(found[0].read_text(errors="replace"))].append(row)
+    courses = {}
+    for (name, (shape, statements)), equal in by_shape.items():
+        if not shape:
+            continue
+        flags = []
+        if name.isdecimal():
+            own = courses.setdefault(name, shape_of(solution(load(int(name)))))
+            flags = ["as the course's own"] * (shape == own[0])
+        for row in equal:
+            others = [other["student"] for other in equal if other is not row]
+            texts = flags + [f"equal to {', '.join(others)}"] * bool(others)
+            if texts:
+                row["flags"] = f"{'; '.join(texts)} ({statements} statements)"
+
+
+def shape_of(text: str) -> tuple[str, int]:
+    """The definitions of a file without names of variables, and how many statements they have."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return "", 0
+    nodes = [node for node in tree.body if isinstance(node, Definition)]
+    statements = sum(isinstance(n, ast.stmt) for node in nodes for n in ast.walk(node))
+    return "\n".join(sorted(_plain(node) for node in nodes)), statements
+
+
+def _plain(definition: ast.AST) -> str:
+    inner = [*ast.walk(definition)]
+    bound = {n.arg for n in inner if isinstance(n, ast.arg)}
+    bound |= {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names: dict[str, str] = {}
+    for node in inner:
+        if isinstance(node, Definition):
+            node.body = node.body[bool(ast.get_docstring(node)) :]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+            node.arg = names.setdefault(node.arg, f"v{len(names)}")
+        elif isinstance(node, ast.Name) and node.id in bound:
+            node.id = names.setdefault(node.id, f"v{len(names)}")
+    return ast.dump(definition)

@@ -1,0 +1,79 @@
+"""What is drawn for a student: hunt 5, and the numbers of designs 2 and 3, by their name alone.
+
+Hunt 5 is a known mistake of some exercise that trains without a crash, right in one layout and
+wrong in another. Mistakes are tried in an order that depends on the student's name.
+"""
+
+import ast
+import textwrap
+from functools import cache
+from pathlib import Path
+
+from exercises.exercise import Dice, Exercise, Mistake, files, load
+from exercises.hunts import Hunt, Symptoms, measure
+from exercises.sealed import ROOT, text_of
+from exercises.source import find, lookup, solution
+
+LAYOUTS = ("dp=1", "dp=2", "tp=2", "cp=2", "pp=2", "micro_batches=4", "tp=2,grad_clip=0.5")
+LAYOUTS += ("tp=2,sequence_parallel=1", "pp=2,micro_batches=4")
+STEPS = 2  # of a trial
+SHOWN = 4  # layouts
+TRIED = 3  # mistakes of an exercise, before the next exercise
+
+
+@cache
+def drawn_hunt(student: str) -> Hunt:
+    """The hunt of a student; takes some seconds."""
+    rights = [measure(None, run, STEPS) for run in LAYOUTS]
+    # The runs of hunts use no other extension.
+    trained = [exercise for n in files() if is_run(exercise := load(n))]
+    dice = Dice(f"hunt {student}")
+    dice.shuffle(trained)
+    for exercise in trained:
+        for mistake in dice.sample(exercise.mistakes, TRIED):
+            hunt = _hunt_of(exercise, mistake)
+            if runs := _runs_that_show(hunt, rights):
+                return hunt._replace(runs=runs)
+    raise ValueError("no known mistake can be seen in a run: draw with another name")
+
+
+def is_run(exercise: Exercise) -> bool:
+    module = exercise.source_module
+    return not exercise.no_training and (".extensions." not in module or ".overlap." in module)
+
+
+def _hunt_of(exercise: Exercise, mistake: Mistake) -> Hunt:
+    target = find(exercise)
+    tree = ast.parse(wrong := mistake.apply(solution(exercise)))
+    name = exercise.qualified_name.rpartition(".")[2]
+    node = lookup(tree, name)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    new = "\n".join(wrong.splitlines()[first - 1 : node.end_lineno])
+    old = "\n".join(text_of(target.path).splitlines()[target.first - 1 : target.node.end_lineno])
+    file = target.path.relative_to(ROOT).as_posix()
+    hints = (
+        "Compare the layouts that are wrong. What do they have in common, and do the others lack?"
+    )
+    hints = (hints, f"It is in the folder {Path(file).parent}/.", f"It is in {file}.")
+    story = "A function is wrong in one of the ways in which such functions are wrong. Which one?"
+    new = textwrap.indent(new, " " * target.node.col_offset)
+    return Hunt(file, story, (), hints, mistake.sentence, old, new, is_drawn=True)
+
+
+def _runs_that_show(hunt: Hunt, rights: list[Symptoms]) -> tuple[str, ...]:
+    """Some layouts, right ones first; none if one rank is wrong, all are right, or one crashes."""
+    right, wrong = [], []
+    for run, expected in zip(LAYOUTS, rights, strict=True):
+        try:
+            distance = measure(hunt, run, STEPS).distance(expected)
+        except Exception:  # whatever a wrong version raises: it is no hunt then
+            return ()
+        if distance > 1e-4:
+            wrong.append(run)
+        elif distance < 1e-9:
+            right.append(run)
+        else:
+            return ()  # too little to be seen
+        if not right:
+            return ()
+    return (*right[:2], *wrong[: SHOWN - 2]) if wrong else ()

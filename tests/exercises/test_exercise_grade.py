@@ -1,0 +1,133 @@
+"""Marks for a class: points, hunts and designs, equal submissions, and the formats of others."""
+
+import json
+import zipfile
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+
+from exercises import __main__ as commands
+from exercises import exercise as catalogue
+from exercises import grade
+from exercises.copies import shape_of
+from exercises.design_layers import TASK
+from exercises.formats import results, write_junit, write_zip
+from exercises.grade import Task, parse_task, share_of, tasks_of
+from exercises.hunts import HUNTS, SHEET
+from exercises.source import solution
+
+
+def test_a_lone_file_is_graded_as_gradescope_wants_it(tmp_path, capsys):
+    path, out = tmp_path / "hunt_2.py", tmp_path / "results.json"
+    sheet = SHEET.format(number=2, student=None)
+    for answer, score in (("optimizer.py:measure_gradient", 15), ("optimizer.py:1", 0)):
+        text = sheet.replace("FILE.py:FUNCTION", answer)
+        path.write_text(text.replace('REASON = ""', 'REASON = "norms"'))
+        options = ["--json", str(out), "--exercises", "hunt2=15"]
+        assert commands.main(["grade", "--one", str(path), *options]) == 0
+        (test,) = json.loads(out.read_text())["tests"]
+        assert (test["score"], test["max_score"], test["name"]) == (score, 15, "hunt 2")
+        assert test["status"] == ("passed" if score else "failed") and "norms" in test["output"]
+    path.write_text("ANSWER = print()")
+    assert commands.main(["grade", "--one", str(path), "--json", str(out)]) == 0
+    assert "must be plain" in json.loads(out.read_text())["tests"][0]["output"]
+    assert commands.main(["grade"]) == 2 and commands.main(["grade", "--one", "none"]) == 2
+    assert "there is no none" in capsys.readouterr().err
+
+
+def test_a_class_gets_points_pages_and_flags(tmp_path, monkeypatch):
+    texts = {"alice": solution(catalogue.load(4)), "bob": solution(catalogue.load(4))}
+    texts["bob"] = texts["bob"].replace("receive", "incoming").replace("# may not", "# must not")
+    texts["carol"] = catalogue.load(4).also_right
+    for name, text in texts.items():
+        (tmp_path / "class" / name).mkdir(parents=True)
+        (tmp_path / "class" / name / "04_shift.py").write_text(text)
+    (tmp_path / "class/carol/design_2.py").write_text(
+        TASK.replace("[4, 4, 4, 4]", "[6, 4, 5, 1]") + "STUDENT = 'dave'\n"
+    )
+    verdict = {"gates": {"V": "", "B": "wrong", "O": ""}, "passed": False, "mistake": "a_name"}
+    verdict |= {"message": "# no title", "seconds": 1.0}
+    answers = SimpleNamespace(check=lambda *args: verdict)
+    monkeypatch.setattr(grade, "Sandbox", lambda wrap: answers)
+    table, words = tmp_path / "marks.csv", ["4=20", "design2"]
+    rows = grade.grade(tmp_path / "class", table, 1, 0, "", words)
+    found = {(row["student"], row["exercise"]): row for row in rows}
+    assert {row["points"] for key, row in found.items() if key[1] == "04"} == {15}
+    flags = {key[0]: row["flags"] for key, row in found.items() if key[1] == "04"}
+    assert flags["alice"].startswith("as the course's own; equal to bob (")
+    assert flags["bob"].startswith("as the course's own; equal to alice (") and not flags["carol"]
+    assert found["carol", "design 2"]["flags"] == "drawn for dave"
+    assert found["alice", "design 2"]["mistake"] == "missing"
+    page = (tmp_path / "marks/alice.md").read_text()
+    assert "# alice: 15 of 30 points" in page and "    # no title\n    V value: passed" in page
+    shown = "\n".join(grade.summary(rows))
+    assert "alice: 0 of 2, 15 of 30 points\n    missing: design 2\n    04: as the" in shown
+    write_junit(tmp_path / "marks.xml", [*rows, rows[0] | {"message": "\0<\x1b"}])
+    suites = ElementTree.parse(tmp_path / "marks.xml").getroot()
+    assert [suite.get("failures") for suite in suites] == ["3", "2", "2"]
+    assert results(rows)["execution_time"] == 3
+
+
+def test_a_busy_machine_takes_no_mark(tmp_path, monkeypatch):
+    tries = []
+
+    def check(number, path, seed):
+        tries.append(number)
+        late = tries.count(number) == 1 and number == 5
+        passed = {"gates": {"V": ""}, "passed": not late, "mistake": "timeout" if late else ""}
+        return passed | {"message": "", "seconds": 0.0}
+
+    for name in ("04_shift", "05_ring"):
+        (tmp_path / f"{name}.py").touch()
+    rows, tasks = [], [(tmp_path, Task("exercise", n)) for n in (4, 5)]
+    grade.check_all(SimpleNamespace(check=check), tasks, 0, 2, rows)
+    assert sorted(tries) == [4, 5, 5] and [row["points"] for row in rows] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("passed", "marks", "share"),
+    [
+        (True, {"V": "1", "B": "1"}, 1),
+        (False, {"V": "1", "B": "0", "O": "1"}, 0.75),
+        (False, {"V": "1", "B": "0", "O": "0"}, 0.5),
+        (False, {"V": "0", "B": "1", "O": "1"}, 0),
+        (False, {"V": "", "B": "", "O": ""}, 0),
+        (False, {}, 0),
+    ],
+)
+def test_gate_v_is_half_and_the_others_share_the_rest(passed, marks, share):
+    assert share_of(passed, marks) == share
+
+
+def test_tasks_are_named_with_their_points(tmp_path):
+    assert (
+        parse_task("4=20") == Task("exercise", 4, 20) and parse_task("hunt5").files == "hunt_5.py"
+    )
+    for text, problem in (("x", "is no task"), ("hunt9", "use 1 to 5"), ("99", "no exercise 99")):
+        with pytest.raises(ValueError, match=problem):
+            parse_task(text)
+    (tmp_path / "design_1.py").touch()
+    (tmp_path / "hunt_7.py").touch()
+    names = [task.name for task in tasks_of([], [tmp_path])]
+    assert names[0] == "01" and names[-2:] == ["41", "design 1"]
+    assert len(HUNTS) == 4
+
+
+def test_equal_trees_are_found_under_other_names_and_short_files_say_so():
+    a = 'def f(x: int) -> int:\n    """A."""\n    y = x + 1\n    return y\n'
+    b = "import torch\ndef f(n):\n    # other\n    m = n + 1\n    return m\n"
+    assert shape_of(a)[0] == shape_of(b)[0] and shape_of(b)[1] == 3
+    assert shape_of(a)[0] != shape_of(b.replace("+ 1", "+ 2"))[0]
+    assert shape_of("def (") == ("", 0)
+
+
+def test_the_zip_has_the_scripts_and_the_course(tmp_path):
+    write_zip(tmp_path / "a.zip", ["4=20", "hunt5"], 7)
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        names = archive.namelist()
+        run = archive.read("run_autograder").decode()
+        assert archive.getinfo("run_autograder").external_attr >> 16 == 0o755
+    assert "--seed 7 --exercises 4=20 hunt5" in run and "setup.sh" in names
+    assert "exercises/e04_shift.py" in names and "picotron_min/collectives.py" in names
+    assert not [name for name in names if name.endswith(".pyc") or "tests/" in name]
