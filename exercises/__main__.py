@@ -12,7 +12,7 @@ from exercises import formats, hunts, progress
 from exercises.exercise import FOLDER, GATES, Exercise
 from exercises.grade import default_jobs, grade, grade_one, parse_task, summary
 from exercises.pictures import WIDTH
-from exercises.sandbox import Sandbox, adopt_orphans
+from exercises.sandbox import HAS_FORK, Sandbox, adopt_orphans
 from exercises.source import reading, starter
 from exercises.training import compare
 
@@ -149,6 +149,8 @@ def train(given: argparse.Namespace) -> int:
     exercise = catalogue.load(given.number)
     if exercise.no_training:
         raise ValueError(f"exercise {given.number:02} is not for train: {exercise.no_training}")
+    if not HAS_FORK:
+        raise ValueError("train forks processes, which this system cannot: use Linux, macOS or WSL")
     path, config = written(exercise), json.loads(given.config.read_text())
     return 0 if compare(exercise, path, exercise.changed(config), given.steps) else 1
 

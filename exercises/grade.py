@@ -113,7 +113,7 @@ def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
 def check_all(
     sandbox: Sandbox, tasks: list[tuple[Path, Task]], seed: int, jobs: int, rows: list[Row]
 ) -> None:
-    """Add a row for each task; what a busy machine may have stopped is checked once more, alone."""
+    """Add a row for each task, in their order."""
     with ThreadPoolExecutor(jobs) as pool:
         try:
             found = pool.map(lambda task: row_of(sandbox, *task, seed), tasks)  # in their order
@@ -131,15 +131,6 @@ def check_all(
             pool.shutdown(wait=False, cancel_futures=True)
             sandbox.end()
             raise
-    for i, task in enumerate(tasks):
-        # A process that has slept, or was killed; one that has computed for too long is endless.
-        if rows[i]["mistake"] in ("timeout", "crash") and "of computing" not in rows[i]["message"]:
-            rows[i] = row_of(sandbox, *task, seed)
-            what = "passed" if rows[i]["passed"] else rows[i]["mistake"]
-            print(
-                f"once more, alone: {rows[i]['student']}  {rows[i]['exercise']}  {what}", flush=True
-            )
-    return rows
 
 
 def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:

@@ -32,6 +32,7 @@ COMPUTED = "s of computing"  # in the message of a check that was stopped for th
 IDLE_SECONDS, KILL_SECONDS = 30, 600  # without computing, and in all: then it is killed
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
 MORE_PROCESSES = 100  # and threads, than there are on the machine
+HAS_FORK = hasattr(os, "fork")  # not on Windows: there each check imports torch, and has no limits
 LARGEST_VERDICT = 200_000  # bytes
 STREAMS = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of Linux
@@ -57,6 +58,8 @@ def _adopts_orphans() -> bool:
 
 
 def _prctl(option: int, value: Any) -> None:
+    if not HAS_FORK:
+        return
     if function := getattr(ctypes.CDLL(None), "prctl", None):
         function(option, value, 0, 0, 0)
 
@@ -71,6 +74,7 @@ class Process:
 
     def __init__(self, command: list[str], **options: Any) -> None:
         environment = {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+        environment |= {n: os.environ[n] for n in ("SYSTEMROOT", "TEMP") if n in os.environ}
         self.process = subprocess.Popen(
             command, env=environment, start_new_session=True, **STREAMS | options
         )
@@ -114,7 +118,7 @@ class Sandbox:
 
     def __init__(self, wrap: str = "") -> None:
         """`wrap`: a command that each check's command is put behind, for example a container's."""
-        self.wrap = shlex.split(wrap)
+        self.wrap, self.forks = shlex.split(wrap), HAS_FORK and not wrap
         self.lock, self.running, self.servers = threading.Lock(), set(), []
         self.turn, self.checks, self.is_alone = threading.Condition(), 0, False
         self.adopts = _adopts_orphans()
@@ -160,14 +164,14 @@ class Sandbox:
         """Run a check: its exit code, and after how many seconds it was killed, if it was."""
         with self.lock, errors.open("wb") as stream:
             # It must be known as running before others look for what is left behind.
-            if self.wrap:
+            if not self.forks:
                 command = [*self.wrap, sys.executable, "-m", "exercises.child"]
                 check = Process([*command, *map(str, arguments)], cwd=work, stderr=stream)
             else:
                 check = self.servers.pop() if self.servers else Server()
             own = {check.process.pid}
             self.running |= own
-        if not self.wrap:
+        if self.forks:
             check.start(*arguments, work, errors)
             own.add(check.pid)
             self.running.add(check.pid)
@@ -175,12 +179,11 @@ class Sandbox:
         try:
             late = _wait(check)
         finally:
-            with suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(check.pid, signal.SIGKILL)
+            _kill(check.pid)
             check.wait(KILL_SECONDS)
             with self.lock:
                 self.running -= own
-                if not self.wrap and check.process.poll() is None:
+                if self.forks and check.process.poll() is None:
                     self.servers.append(check)
                 self._end_left_behind()
         return check.code, late
@@ -189,8 +192,7 @@ class Sandbox:
         """Kill the checks that run: whoever waits for them continues."""
         with self.lock:
             for pid in self.running:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                _kill(pid)
 
     def __del__(self) -> None:
         for server in self.servers:  # those that wait for a next check
@@ -204,6 +206,12 @@ class Sandbox:
                 with suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
+
+
+def _kill(pid: int) -> None:
+    """End a group of processes; without groups, the process."""
+    with suppress(OSError):  # all of them have ended
+        os.killpg(pid, signal.SIGKILL) if HAS_FORK else os.kill(pid, signal.SIGTERM)
 
 
 def _wait(check: Process) -> float:

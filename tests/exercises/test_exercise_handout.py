@@ -96,6 +96,11 @@ def test_chosen_exercises_alone_are_handed_out(tmp_path, capsys):
     assert "exercise 05, ring, is yours" in changed and "batch_isend_irecv([send" in changed
     shown = capsys.readouterr().out
     assert "2 exercises in" in shown and "not secret" in shown
+    path = folder / "exercises/18_merge.py"
+    path.write_text(solution(catalogue.load(18)))  # which a server of this tree checks
+    command = [sys.executable, "-m", "exercises", "check", "18"]
+    done = subprocess.run(command, cwd=folder, env={}, capture_output=True, text=True)
+    assert done.returncode == 0 and "Passed. Remember" in done.stdout, done
     for other, problem in ((folder, "there already"), (ROOT / "tests/new", "outside of")):
         assert commands.main(["handout", str(other)]) == 2
         assert problem in capsys.readouterr().err
