@@ -23,7 +23,7 @@ from picotron_min.pipeline_schedule import Schedule
 # Bytes below which a saved tensor is not offloaded: to start a copy takes as long as to make it.
 LEAST_OFFLOAD = 2**20
 
-LARGEST_BETA2 = 0.99  # of bfloat16 moments: see optimizers/adamw.py
+LARGEST_BETA2 = 0.99  # of bfloat16 moments, and of momentum: see optimizers/adamw.py
 
 
 @dataclass(frozen=True)
@@ -117,5 +117,5 @@ class Recipe(layout.Recipe):
 
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"  # muon: of hidden matrices
     momentum: float = 0.95  # of Muon; AdamW, with its betas, updates the rest
-    moments: Literal["float32", "bfloat16"] = "float32"  # in which AdamW keeps its averages
+    moments: Literal["float32", "bfloat16"] = "float32"  # in which the averages are kept
     dtype: str = "float32"  # of matmuls; Muon has some

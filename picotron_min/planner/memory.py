@@ -92,7 +92,7 @@ def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[st
     """Bytes of weights, gradients and optimizer state, by these names."""
     wide, narrow = WIDE[workload.dtype], BYTES[workload.dtype]
     moments = 2 * (BYTES["bfloat16"] if workload.moments == "bfloat16" else wide)
-    states = {"adamw": (moments, moments), "muon": (wide, moments), "sgd": (0, 0)}
+    states = {"adamw": (moments, moments), "muon": (moments / 2, moments), "sgd": (0, 0)}
     of_hidden, of_others = states[workload.optimizer]  # bytes an element
     elements, owned, buffers = Counter(), Counter(), {False: [[]], True: [[]]}
     sizes = sizes_of(layout)

@@ -32,9 +32,11 @@ def problems_of(config: Config) -> Iterator[str]:
 def _training_problems(config: Config) -> Iterator[str]:
     t, trace_file, tokens = config.training, config.logging.trace_file, config.tokens_per_step
     steps, lowest, peak = t.total_train_steps, t.min_learning_rate, t.learning_rate
-    if t.moments == "bfloat16" and t.betas[1] > LARGEST_BETA2:
-        why = f'betas[1]={t.betas[1]} with moments="bfloat16": its average freezes by rounding'
-        yield f"{why}: use at most {LARGEST_BETA2}, or moments float32"
+    decays = {"betas[1]": t.betas[1]} | ({"momentum": t.momentum} if t.optimizer == "muon" else {})
+    for name, decay in decays.items():
+        if t.moments == "bfloat16" and decay > LARGEST_BETA2:
+            why = f'{name}={decay} with moments="bfloat16": its average freezes by rounding'
+            yield f"{why}: use at most {LARGEST_BETA2}, or moments float32"
     if t.warmup_steps >= steps:
         yield f"warmup_steps={t.warmup_steps}: must be below total_train_steps={steps}"
     if lowest > peak:

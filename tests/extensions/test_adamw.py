@@ -153,6 +153,9 @@ def test_the_second_moment_freezes_where_it_is_refused():
     training = {"moments": "bfloat16", "betas": [0.9, 0.999]}
     with pytest.raises(ConfigError, match=r"betas\[1\]=0.999 .* use at most 0.99"):
         test_checkpoint.make_config(**training)
+    training = {"moments": "bfloat16", "optimizer": "muon", "momentum": 0.995}
+    with pytest.raises(ConfigError, match=r"momentum=0.995 .* use at most 0.99"):
+        test_checkpoint.make_config(**training)
 
 
 NARROW = {"moments": "bfloat16"}
@@ -203,6 +206,8 @@ def test_a_resume_with_other_moments_converts_the_saved_ones(pool, tmp_path, lay
     pool.run(2, resume_with, tmp_path, before, after)
 
 
-def test_the_state_is_half_as_large():
-    full, half = (planned(GQA, seq_length=64, moments=m) for m in ("float32", "bfloat16"))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_state_is_half_as_large(optimizer):
+    of = partial(planned, GQA, seq_length=64, optimizer=optimizer)
+    full, half = of(moments="float32"), of(moments="bfloat16")
     assert half.optimizer_state == full.optimizer_state / 2

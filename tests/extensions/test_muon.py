@@ -1,5 +1,7 @@
 """Muon against torch.optim.Muon, over tensor-parallel parts, in every layout, and resumed."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.optimizers.muon import Muon
+from picotron_min.extensions.optimizers.muon import Muon, orthogonalise
 from picotron_min.extensions.settings import Recipe
 from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime.config import Config, ConfigError
@@ -46,6 +48,22 @@ def test_updates_in_bfloat16_are_torchs_bit_for_bit():
         results.append(parameters)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_only_what_is_kept_of_the_momentum_is_rounded():
+    recipe = replace(RECIPE, moments="bfloat16", dtype="float32")
+    weight = nn.Parameter(torch.randn(6, 4))
+    optimizer, mu = Muon({weight: None}, build_optimizer([], recipe), recipe), recipe.momentum
+    kept, expected = torch.zeros(6, 4), weight.detach().clone()
+    for _ in range(4):
+        weight.grad = torch.randn(6, 4)
+        optimizer.step()
+        average = kept.lerp(weight.grad, 1 - mu)
+        kept = average.bfloat16().float()
+        direction = orthogonalise(weight.grad.lerp(average, mu))
+        expected.mul_(1 - 0.02 * 0.1).add_(direction, alpha=-0.02 * 0.2 * math.sqrt(6))
+        assert torch.equal(weight, expected)
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], average.bfloat16())
 
 
 MUON = {"optimizer": "muon", "learning_rate": 0.02, "betas": [0.8, 0.9], "momentum": 0.9}

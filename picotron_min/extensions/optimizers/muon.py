@@ -52,7 +52,8 @@ class Muon(torch.optim.Optimizer):
         self.matrices, self.rest, self.momentum = matrices, rest, recipe.momentum
         self.dtype = getattr(torch, recipe.dtype)
         for parameter in matrices:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            narrow = torch.bfloat16 if recipe.moments == "bfloat16" else parameter.dtype
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=narrow)
         # One optimizer to the outside: a learning rate that is set in these groups is that of rest.
         self.param_groups += rest.param_groups
         self.state |= rest.state
@@ -63,8 +64,9 @@ class Muon(torch.optim.Optimizer):
         self.rest.step()
         rate, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
         for parameter, cut in self.matrices.items():
-            gradient, average = parameter.grad, self.state[parameter]["momentum_buffer"]
-            average.lerp_(gradient, 1 - self.momentum)
+            gradient, stored = parameter.grad, self.state[parameter]["momentum_buffer"]
+            average = stored.to(gradient.dtype).lerp_(gradient, 1 - self.momentum)
+            stored.copy_(average)  # rounds a narrow one, else it is the average
             # Nesterov's: the average that the next step would have if its gradient were this one's.
             update = gradient.lerp(average, self.momentum).to(self.dtype)
             axis, dim = cut or (None, 0)
