@@ -114,12 +114,13 @@ def open_batches(workload: Workload, depths: int, text: NamedTuple, **options) -
 
 def optimizer_of(model: ParallelModel, recipe: Recipe) -> torch.optim.Optimizer:
     """Muon for hidden matrices, and AdamW for the rest; or one optimizer for all parameters."""
-    parameters, hidden = model.parameters.values(), {}
+    parameters, hidden = model.parameters.values(), []
     if recipe.optimizer == "muon":
         from picotron_min.extensions.optimizers.muon import Muon, hidden_matrices
 
-        hidden = hidden_matrices(model.parameters, model.placements, model.axes)
-        parameters = [parameter for parameter in parameters if parameter not in hidden]
+        hidden = hidden_matrices(model)
+        updated = {parameter for batch in hidden for parameter in batch.parameters}
+        parameters = [parameter for parameter in parameters if parameter not in updated]
     if recipe.moments == "float32" or recipe.optimizer == "sgd":
         rest = build_optimizer(parameters, recipe)  # AdamW unless it is SGD
     else:

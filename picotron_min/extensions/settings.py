@@ -61,6 +61,7 @@ class Layout(layout.Layout):
         edp = self.dp * self.cp * self.tp // (self.ep * self.etp)
         sizes = {"pp": self.pp, "edp": edp, "ep": self.ep, "etp": self.etp}
         axes = {name: (name,) for name in ("edp", "ep", "etp")} | {"ep_etp": ("ep", "etp")}
+        axes["edp_etp"] = ("edp", "etp")  # all that have a part of the same experts
         return [core, Grid(sizes, axes)]
 
     def split(self, layers: list[int], head: int) -> list[int]:

@@ -106,7 +106,7 @@ class Request:
                 return KEYS["model.recompute"]["enum"]
             case "sharding":
                 kinds = KEYS["distributed.sharding"]["enum"] if layout.dp * cp > 1 else ["none"]
-                # Whole matrices are as fast as rows and pad more: only Muon needs them.
+                # Whole matrices are as fast as rows and pad more: only Muon may gain by them.
                 return [kind for kind in kinds if kind != "layerwise" or self.optimizer == "muon"]
 
 

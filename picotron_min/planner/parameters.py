@@ -9,12 +9,13 @@ Standard library only.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
+from picotron_min.extensions.optimizers.whole_matrices import Batch, batches
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
 from picotron_min.pipeline_schedule import stages_of
@@ -78,6 +79,17 @@ def share_of_rank(
         groups += [[NORM]] if head in groups else [[NORM], head]  # a tied matrix counts once
     units = [_unit(group, shapes, table, places, layout.axis_sizes) for group in groups]
     return Share(stages, has_head, units)
+
+
+def hidden_batches(
+    model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
+) -> Iterator[Batch]:
+    """The matrices of a rank's layers that Muon makes whole together."""
+    num_layers = tuple(layers_of_stages(model_config, layout, seq_length))
+    shapes, table, names = _table(model_config, layout, num_layers)
+    share = share_of_rank(model_config, layout, seq_length, places)
+    mine = chain(*(names[layer] for layer in share.layers))
+    return batches(mine, shapes, table, places, layout.axis_sizes)
 
 
 def _unit(

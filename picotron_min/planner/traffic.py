@@ -15,16 +15,17 @@ those of the residual stream, of statistics and of gradients. Standard library o
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partialmethod
 from itertools import accumulate, pairwise
 
 from picotron_min.costs import layers_of_stages
+from picotron_min.extensions.optimizers.whole_matrices import Batch
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.pipeline_schedule import ends_share_rank
 from picotron_min.planner.activations import BYTES, WIDE
-from picotron_min.planner.parameters import Unit, share_of_rank
+from picotron_min.planner.parameters import Unit, hidden_batches, share_of_rank
 
 
 class Sent(Counter):
@@ -219,7 +220,10 @@ def _add_parameters(
     places, wide = _places_of(rank, layout), WIDE[workload.dtype]
     pipeline = layout.schedule, layout.pp, layout.pp_chunks
     is_tied = model_config.tie_word_embeddings and ends_share_rank(*pipeline)
-    for unit in share_of_rank(model_config, layout, workload.seq_length, places).units:
+    share = model_config, layout, workload.seq_length, places
+    if workload.optimizer == "muon":
+        _add_updates(sent, hidden_batches(*share), places, BYTES[workload.dtype])
+    for unit in share_of_rank(*share).units:
         for part in unit.parts:
             for axis in () if shard_of(part.placement) else part.placement.sums:
                 sent.all_reduce(axis, wide * part.elements)
@@ -228,17 +232,16 @@ def _add_parameters(
         gathers = 1 if unit.is_end and not is_tied else 2
         reductions = 2 if unit.is_end and is_tied and layout.pp > 1 else 1
         _add_sharded(sent, unit, layout, workload, gathers, reductions)
-        if workload.optimizer == "muon":
-            _add_updates(sent, unit, places, BYTES[workload.dtype])
 
 
 def _places_of(rank: int, layout: Layout) -> dict[str, int]:
     """Where a rank is along the axes that cut parameters: see mesh.py."""
     places = layout.coordinates(rank)._asdict()
     within = rank % (layout.dp * layout.cp * layout.tp)  # its stage, a grid (edp, ep, etp)
-    places["dp_cp"] = within // layout.tp
+    places["dp_cp"], places["dp_cp_tp"] = within // layout.tp, within
     places["edp"], rest = divmod(within, layout.ep * layout.etp)
     places["ep"], places["etp"] = divmod(rest, layout.etp)
+    places["edp_etp"] = places["edp"] * layout.etp + places["etp"]
     return places
 
 
@@ -259,10 +262,11 @@ def _add_sharded(
                 sent.all_reduce(other, wide * R)
 
 
-def _add_updates(sent: Sent, unit: Unit, places: Mapping[str, int], narrow: int) -> None:
-    """Muon makes the matrices whole that this rank updates: see optimizers/muon.py."""
-    for part in unit.parts:
-        shard = shard_of(part.placement)
-        if part.placement.is_hidden_matrix and (not shard or shard.owner == places[shard.axis]):
-            for axis in (cut.axis for cut in part.placement.cuts if cut.owner is None):
-                sent.all_gather(axis, narrow * part.elements * sent.sizes[axis])
+def _add_updates(
+    sent: Sent, hidden: Iterable[Batch], places: Mapping[str, int], narrow: int
+) -> None:
+    """Muon makes matrices whole, and brings parts of the directions back: optimizers/muon.py."""
+    for batch in hidden:
+        for numbers in batch.numbers(places[batch.axis]) if batch.axis else ():
+            leaves = sum(numbers) - numbers[places[batch.axis]]
+            sent.add(batch.axis, "exchange", narrow * leaves)

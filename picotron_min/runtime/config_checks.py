@@ -56,9 +56,6 @@ def _training_problems(config: Config) -> Iterator[str]:
 def layout_problems(config: Config) -> Iterator[str]:
     """What does not fit whatever the model is."""
     d, seq_length = config.distributed, config.training.seq_length
-    if config.training.optimizer == "muon" and d.sharding not in ("none", "layerwise"):
-        why = f'optimizer="muon" needs whole matrices and sharding="{d.sharding}" cuts them'
-        yield f"{why}: use sharding layerwise or none"
     if d.use_cpu and d.backend == "nccl":
         yield "backend=nccl needs GPUs but use_cpu=true: set backend to auto, or use_cpu to false"
     # The ring gives each rank two pieces of a sequence; tensor parallelism splits a rank's part.

@@ -10,18 +10,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_min.extensions.optimizers.muon import Muon, orthogonalise
+from picotron_min.extensions.optimizers.muon import Matrices, Muon, orthogonalise
+from picotron_min.extensions.optimizers.whole_matrices import Batch
 from picotron_min.extensions.settings import Recipe
 from picotron_min.optimizer import build_optimizer
-from picotron_min.runtime.config import Config, ConfigError
-from picotron_min.runtime.config_file import parse_config
+from picotron_min.runtime.config import Config
 from picotron_min.runtime.metadata import read_to_resume
 from tests import assembled
 from tests.assembled import assert_trains_as_one_rank
 from tests.core import test_checkpoint
 from tests.core.test_costs import GQA, planned
+from tests.extensions.test_experts import MODELS, make_expert_config
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (6, 1)]
+
+
+def whole(parameter: nn.Parameter) -> Matrices:
+    everything = tuple(slice(0, length) for length in parameter.shape)
+    return Matrices(Batch(parameter.shape, ["its name"], "", [everything]), [parameter], None)
+
+
 RECIPE = Recipe("muon", 0.02, weight_decay=0.1, momentum=0.9, dtype="bfloat16")
 
 
@@ -31,7 +39,7 @@ def test_updates_in_bfloat16_are_torchs_bit_for_bit():
     options = {"weight_decay": RECIPE.weight_decay, "momentum": RECIPE.momentum}
 
     def ours(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return Muon(dict.fromkeys(parameters), build_optimizer([], RECIPE), RECIPE)
+        return Muon([whole(p) for p in parameters], build_optimizer([], RECIPE), RECIPE)
 
     def theirs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         lr = RECIPE.learning_rate
@@ -53,7 +61,7 @@ def test_updates_in_bfloat16_are_torchs_bit_for_bit():
 def test_only_what_is_kept_of_the_momentum_is_rounded():
     recipe = replace(RECIPE, moments="bfloat16", dtype="float32")
     weight = nn.Parameter(torch.randn(6, 4))
-    optimizer, mu = Muon({weight: None}, build_optimizer([], recipe), recipe), recipe.momentum
+    optimizer, mu = Muon([whole(weight)], build_optimizer([], recipe), recipe), recipe.momentum
     kept, expected = torch.zeros(6, 4), weight.detach().clone()
     for _ in range(4):
         weight.grad = torch.randn(6, 4)
@@ -118,6 +126,7 @@ def test_training_with_muon_is_training_with_torchs(pool, dp, tp, model):
 
 LAYOUTS = [
     {"dp": 2, "micro_batches": 3},
+    {"dp": 2, "tp": 2, "sharding": "optimizer"},
     {"dp": 4, "recompute": "full"},
     {"tp": 2, "sequence_parallel": False},
     {"tp": 4},
@@ -134,6 +143,41 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts_train_the_same_model_with_muon(pool, layout, model):
     assert_trains_as_one_rank(pool, make_config(**layout), model, steps=3)
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_parts_of_experts_are_made_whole_too(pool, sharding):
+    """Two ranks have parts of an expert without sharding, else four."""
+    layout = {"dp": 2, "tp": 4, "ep": 2, "etp": 2, "sharding": sharding}
+    runs = [
+        assembled.whole_run(pool, make_expert_config(**options, **MUON), MODELS["softmax"], 3)
+        for options in ({}, layout)
+    ]
+    assembled.assert_same(*runs)
+
+
+def test_a_rank_without_rows_orthogonalises_nonetheless(pool):
+    """6 rows of gate_proj and up_proj over 8 ranks, of which the last two have none."""
+    model_config = assembled.MODEL.override(intermediate_size=6)
+    config = make_config(8, sharding="optimizer")
+    shape = config.model.model_copy(update={"intermediate_size": 6})
+    assert_trains_as_one_rank(pool, config.model_copy(update={"model": shape}), model_config)
+
+
+def exchanged_in_a_step(config: Config) -> dict[str, float]:
+    training = assembled.make_training(config, assembled.MODEL.override(num_hidden_layers=4))
+    training.step(0)
+    return {axis.name: axis.ledger.bytes["exchange"] for axis in training.axes}
+
+
+@pytest.mark.parametrize("sharding,axis,n", [("none", "tp", 2), ("optimizer", "dp_cp_tp", 4)])
+def test_a_rank_sends_its_part_there_and_gets_it_back(pool, sharding, axis, n):
+    shapes = assembled.MODEL.override(num_hidden_layers=4).parameter_shapes()
+    hidden = sum(math.prod(shape) for name, shape in shapes.items() if "_proj" in name)
+    config = make_config(2, tp=2, sharding=sharding, layers=4)  # matrices of each kind fill batches
+    each_way = 8 * hidden / n * (n - 1) / n  # float64
+    for sent in pool.run(4, exchanged_in_a_step, config):
+        assert {name: bytes for name, bytes in sent.items() if bytes} == {axis: 2 * each_way}
 
 
 CHECKPOINTS = {
@@ -196,16 +240,8 @@ def test_muon_needs_one_state_a_hidden_matrix():
 def test_a_rank_that_has_no_matrix_still_steps():
     norm = nn.Parameter(torch.ones(4))
     norm.grad = torch.ones(4)
-    optimizer = Muon({}, build_optimizer([norm], RECIPE), RECIPE)
+    optimizer = Muon([], build_optimizer([norm], RECIPE), RECIPE)
     for group in optimizer.param_groups:
         group["lr"] = 0.5  # as a step does: all groups are reached
     optimizer.step()
     torch.testing.assert_close(norm.detach(), torch.full((4,), 0.5))
-
-
-@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "parameters"])
-def test_muon_is_refused_where_matrices_are_cut(sharding):
-    distributed = {"dp_size": 2, "sharding": sharding}
-    why = f'needs whole matrices and sharding="{sharding}" cuts them: use sharding layerwise or'
-    with pytest.raises(ConfigError, match=why):
-        parse_config({"distributed": distributed, "training": {"optimizer": "muon"}})

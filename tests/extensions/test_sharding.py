@@ -125,8 +125,7 @@ def config_of(layout: tuple, variant: tuple, **options) -> tuple[Config, str]:
     return make_config(dp, pp, cp, tp, micro_batches=m, **options), model
 
 
-CHOICES = [(sharding, optimizer) for optimizer in ("sgd", "adamw") for sharding in MODES]
-CHOICES += [("layerwise", "muon")]  # it needs whole matrices
+CHOICES = [(sharding, optimizer) for optimizer in OPTIMIZERS for sharding in MODES]
 
 
 CASES = [

@@ -74,6 +74,8 @@ dp=2 tp=2 sp=true sharding=parameters dtype=bfloat16 model=tied
 dp=2 pp=2 sharding=parameters recompute=full m=3 model=tied
 dp=2 tp=2 optimizer=muon
 dp=3 tp=2 sharding=layerwise optimizer=muon dtype=bfloat16
+dp=2 tp=2 sharding=gradients m=3 optimizer=muon dtype=bfloat16 model=repeated
+dp=4 tp=2 ep=2 etp=2 padded sharding=optimizer optimizer=muon model=shared
 dp=2 ep=2 padded moe_global_aux_loss_coeff=0.1 model=experts
 tp=2 dp=2 ep=2 etp=2 padded recompute=full model=shared
 tp=2 cp=2 ep=4 sp=true padded recompute=full model=experts
