@@ -37,6 +37,7 @@ ALIASES = {f"distributed.{axis}_size": axis for axis in AXES}
 ALIASES |= {"model.name": "model_name", "dataset.name": "dataset_name"}
 ALIASES |= {"training.micro_batch_size": "mbs", "training.seq_length": "seq_len"}
 ALIASES |= {"training.gradient_accumulation_steps": "grad_acc_steps"}
+ALIASES |= {"model.num_nextn_predict_layers": "mtp_num_layers"}
 HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
 ASSUMED_GPU = "H100"  # this machine need not have any
 GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine
@@ -163,7 +164,7 @@ def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     """The remedy for an unknown flag: the nearest."""
     word = word.split("=")[0]
     flags = [f for f in parser._option_string_actions if ("--no-" in f) == ("--no-" in word)]
-    names = {flag.lstrip("-"): flag for flag in flags}
+    names = {flag.lstrip("-"): flag for flag in flags if flag != "--mtp_num_layers"}
     meant = names.get(nearest(word.lstrip("-"), names))
     return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
 

@@ -72,6 +72,7 @@ def _needs_qwen2_moe(c: ModelConfig) -> bool:
     return c.num_local_experts > 0 and c.scoring_func == "softmax" and bool(more_than_mixtral)
 
 
+DEPTHS = "num_nextn_predict_layers"
 EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
 EXPERT_MATRICES = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
@@ -81,6 +82,8 @@ ARCHITECTURES = {
         class_name="LlamaForCausalLM",
         fits=lambda model_config: True,
         fixed={"attention_bias": False, "mlp_bias": False},
+        read=lambda hf: {DEPTHS: hf.get("num_mtp_layers", 0)},  # transformers' name, for any model
+        write=lambda c: {"num_mtp_layers": depths} if (depths := getattr(c, DEPTHS)) else {},
     ),
     "mixtral": Architecture(
         class_name="MixtralForCausalLM",
@@ -93,8 +96,8 @@ ARCHITECTURES = {
     "glm4_moe": Architecture(
         class_name="Glm4MoeForCausalLM",
         fits=lambda c: c.num_local_experts > 0 and c.scoring_func == "sigmoid",
-        fixed={"attention_bias": False, "use_qk_norm": False, "num_nextn_predict_layers": 0},
-        fields=EXPERTS + SIGMOID,
+        fixed={"attention_bias": False, "use_qk_norm": False},
+        fields=(*EXPERTS, *SIGMOID, DEPTHS),
         renamed=(("num_local_experts", "n_routed_experts"),),
         read=_read_glm4_moe,
         write=lambda model_config: {"first_k_dense_replace": len(model_config.mlp_only_layers)},

@@ -41,8 +41,14 @@ KEY |= {"flash_attention": "use_flash_attention", "count_zeros": "log_num_zeros_
 LARGEST = dict.fromkeys((*AXES, "pp_chunks", "micro_batch_size"), 10**6)
 LARGEST |= {"num_micro_batches": 10**5, "num_hidden_layers": 10**4, "num_local_experts": 10**4}
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**4)
+LARGEST |= {"num_nextn_predict_layers": 100}
 LARGEST |= {"total_train_steps": 10**8 - 1}  # a checkpoint's name has eight digits
-MAY_BE_ZERO = ("weight_decay", "moe_seq_aux_loss_coeff", "moe_router_bias_update_rate")
+MAY_BE_ZERO = (
+    "weight_decay",
+    "mtp_loss_scaling_factor",
+    "moe_seq_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+)
 TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
 

@@ -79,19 +79,24 @@ def _unknown(*path: str) -> str:
     """The remedy for an unknown section or key: where it belongs, or what is near."""
     where, word = ".".join(path), path[-1]
     own = SECTIONS[path[0]] if len(path) > 1 else SECTIONS
-    everywhere = {key.split(".")[1]: key for key in reversed(KEYS)}
+    everywhere = {key.split(".")[1]: key for key in reversed(KEYS)} | ELSEWHERE
     meant = everywhere.get(word) or nearest(word, own) or everywhere.get(nearest(word, everywhere))
     return f"{where} is not known: {f'did you mean {meant}?' if meant else f'use {choice(own)}'}"
 
 
+ELSEWHERE = {"mtp_num_layers": "model.num_nextn_predict_layers"}  # names of Megatron-LM
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The only known name with all parts of `word`, else one of which it is probably a slip."""
+    """A known name with all parts of `word`, else one of which it is probably a slip."""
     lower, names = word.lower(), {name.lower(): name for name in known}
 
     def likeness(name: str) -> tuple[float, bool]:
         # dp and pp are as much like dpp: a slip is less likely in the first letter.
         return SequenceMatcher(None, lower, name).ratio(), name[:1] == lower[:1]
 
-    whole = [name for name in names if set(lower.split("_")) <= set(name.split("_"))]
-    best = whole[0] if len(whole) == 1 else max(names, key=likeness)
-    return names[best] if len(whole) == 1 or likeness(best)[0] >= 0.75 else None
+    parts = set(lower.split("_"))
+    whole = [name for name in names if parts <= set(name.split("_"))]
+    is_sure = len(whole) == 1 or (len(parts) > 1 and len(whole) > 0)
+    best = max(whole if is_sure else names, key=likeness)
+    return names[best] if is_sure or likeness(best)[0] >= 0.75 else None

@@ -38,27 +38,60 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     if not paths:  # other files can run code
         problem = f"model.weights={name} is no folder with .safetensors files"
         raise ValueError(f"{problem}: save the model with transformers' save_pretrained")
-    shapes, tied = all_shapes(model_config), model_config.tie_word_embeddings
-    found, problems = _match(paths, shapes | ({HEAD: shapes[EMBEDDING]} if tied else {}))
+    problems = _config_problems(folder / "config.json", model_config, given)
+    shapes, copies = all_shapes(model_config), _copies(model_config)
+    also = {copy: shapes[original] for copy, original in copies.items()}
+    found, of_tensors = _match(paths, shapes | also, layers_left_out(folder, model_config))
     missing = shapes.keys() - found
     theirs = {key: their_name(key, model_config) for key in missing}
-    problems += [f"{folder}: {theirs[key]} {shapes[key]} is missing" for key in missing]
+    lacking = {key for key in missing if key.startswith(_prefixes(_further_layers(model_config)))}
+    problems += of_tensors
+    problems += [f"{folder}: {theirs[key]} {shapes[key]} is missing" for key in missing - lacking]
+    if lacking:
+        remedy = "set model.num_nextn_predict_layers to 0 for files without prediction layers"
+        problems.append(f"{folder}: {theirs[min(lacking)]} is missing: {remedy}")
     if missing == {HEAD}:
         problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
-    problems += _config_problems(folder / "config.json", model_config, given)
     if problems:
         about = f"model.weights={name} is not the model of this config: does model.name fit it?"
         more = [f"and {len(problems) - 20} more"] * (len(problems) > 20)
         raise ValueError("\n".join([about, *sorted(problems)[:20], *more]))
-    if tied and HEAD in found:  # files of a tied model may have both
-        head, embedding = (open_safetensors(found[k]).get_tensor(k) for k in (HEAD, EMBEDDING))
-        if not torch.equal(head, embedding):
-            problem = f"{found[HEAD]}: {HEAD} differs from {EMBEDDING}, and this model ties them"
-            raise ValueError(f"{problem}: set model.tie_word_embeddings to false")
+    for copy in copies.keys() & found.keys():
+        pair = copy, copies[copy]
+        first, second = (open_safetensors(found[key]).get_tensor(key) for key in pair)
+        if not torch.equal(first, second):
+            problem = f"{found[copy]}: {copy} differs from {pair[1]}, and this model ties them"
+            remedy = "set model.tie_word_embeddings to false" if copy == HEAD else "use other files"
+            raise ValueError(f"{problem}: {remedy}")
     return folder
 
 
-def _match(paths: list[Path], shapes: dict[str, tuple]) -> tuple[dict[str, Path], list[str]]:
+def _copies(c: ModelConfig) -> dict[str, str]:
+    """What files may have twice: of a tied model, and the ends of a prediction layer."""
+    head = {HEAD: EMBEDDING} if c.tie_word_embeddings else {}
+    ends = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head.get(HEAD, HEAD)}
+    prefixes = _prefixes(_further_layers(c))
+    return head | {prefix + name: own for prefix in prefixes for name, own in ends.items()}
+
+
+def _further_layers(c: ModelConfig) -> range:
+    return range(c.num_hidden_layers, c.num_layers)
+
+
+def _prefixes(layers: range) -> tuple[str, ...]:
+    return tuple(f"model.layers.{layer}." for layer in layers)
+
+
+def layers_left_out(folder: Path, model_config: ModelConfig) -> range:
+    """The prediction layers of a folder that the model does not have."""
+    config = folder / "config.json"
+    theirs = from_hf(read_json(config)) if config.exists() else model_config
+    return range(model_config.num_layers, theirs.num_layers)
+
+
+def _match(
+    paths: list[Path], shapes: dict[str, tuple], left_out: range
+) -> tuple[dict[str, Path], list[str]]:
     """The file of every tensor, by our name, and what is wrong with the tensors."""
     found, problems = {}, []
     has_shared = any(".shared_experts." in name for name in shapes)
@@ -70,6 +103,8 @@ def _match(paths: list[Path], shapes: dict[str, tuple]) -> tuple[dict[str, Path]
             is_gate = name.endswith(".shared_expert_gate.weight")
             if expected is None and (0 in shape or (is_gate and not has_shared)):
                 continue  # transformers writes shared experts also of size 0
+            if name.startswith(_prefixes(left_out)):
+                continue
             if expected is None:
                 problems.append(f"{path}: {key} {shape} is not a tensor of this model")
             elif shape != expected:

@@ -30,7 +30,7 @@ def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
     if seq_length > longest:
         where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
-    for check in (_stage_problems, _expert_problems, _fp8_problems):
+    for check in (_stage_problems, _depth_problems, _expert_problems, _fp8_problems):
         yield from check(config, c)
 
 
@@ -71,6 +71,23 @@ def _stage_problems(config: Config, c: ModelConfig) -> Iterator[str]:
         if offload >= fewest:
             why = f"the last layer of a stage stays on the device, and the smallest has {fewest}"
             yield f"offload={offload}: {why}: use at most {fewest - 1}"
+
+
+def _depth_problems(config: Config, c: ModelConfig) -> Iterator[str]:
+    given, factor = (
+        f"num_nextn_predict_layers={c.num_nextn_predict_layers}",
+        "mtp_loss_scaling_factor",
+    )
+    if not c.num_nextn_predict_layers:
+        return
+    remedy = "or num_nextn_predict_layers to 0"
+    if not getattr(config.training, factor):
+        yield f"{factor}=0 leaves {given} untrained: raise it, {remedy}"
+    unlike = {'scoring_func="softmax"': c.num_local_experts and c.scoring_func == "softmax"}
+    unlike |= {"qk_norm=true": c.qk_norm}
+    for what in (what for what, has in unlike.items() if has):
+        other = 'scoring_func to "sigmoid"' if c.num_local_experts else "qk_norm to false"
+        yield f"{given} with {what} is no model of transformers: set {other}, {remedy}"
 
 
 def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from picotron_min.runtime.console import Console, Output
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import find_start, make_room
 from picotron_min.runtime.hardware import active_parameter_count
-from picotron_min.runtime.hugging_face import write_card
+from picotron_min.runtime.hugging_face import layers_left_out, write_card
 from picotron_min.runtime.inputs import Inputs
 from picotron_min.runtime.metadata import resume_warnings
 from picotron_min.runtime.metrics import (
@@ -171,6 +171,10 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
         yield from resume_warnings(inputs.metadata, config)
     if config.logging.trace_file and done < last < done + 3:
         yield f"trace_file stays empty: it records steps {done + 3} to {done + 5} of {last}"
+    if inputs.weights and (left := layers_left_out(inputs.weights, inputs.model_config)):
+        yield f"model.weights has {counted(len(left), 'prediction layer')} more, which are left out"
+    if (depths := inputs.model_config.num_nextn_predict_layers) > 4:
+        yield f"num_nextn_predict_layers={depths}: the last stage has as many layers and heads more"
     if config.layout.sequence_parallel and config.layout.tp == 1:
         yield "sequence_parallel=true changes nothing with tp_size=1"
     has_experts = inputs.model_config.num_local_experts > 0
@@ -203,6 +207,9 @@ def describe(inputs: Inputs) -> dict[str, str]:
     config, batches, text, shape = inputs.config, inputs.batches, inputs.text, inputs.model_config
     t, m, layout = config.training, config.model, config.layout
     numbers = f"{human(parameter_count(shape))} parameters"
+    if depths := shape.num_nextn_predict_layers:
+        own = parameter_count(shape) - parameter_count(shape.override(num_nextn_predict_layers=0))
+        numbers += f", of which {human(own)} in {counted(depths, 'prediction layer')},"
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
     sizes += f", {layout.pp_engine}" if layout.pp > 1 else ""
     sizes += f", sharding {layout.sharding}" if layout.sharding != "none" else ""

@@ -1,11 +1,15 @@
 """Multi-token prediction: the objective written out, and the same in every layout."""
 
+import json
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -15,8 +19,14 @@ from picotron_min.extensions.multi_token.batches import DepthBatch, look_ahead
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import DecoderLayer, Llama, rotary_table
+from picotron_min.runtime.architectures import from_hf, to_hf
 from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.hugging_face import find_weights, layers_left_out
+from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.assembled import MODEL, assert_trains_as_one_rank, make_config, make_training
+from tests.core.test_model import norm_in_own_dtype
+from tests.runtime.test_hugging_face_experts import InFloat64
 
 DEPTHS = MODEL.override(num_nextn_predict_layers=2, num_hidden_layers=2)
 FACTOR = 0.3
@@ -162,3 +172,109 @@ V = {"engine": "zb_v", "chunks": 2, "pp": 2, "micro_batches": 2}
 def test_n_ranks_equal_one(pool, tied, layout):
     config = make_config(**layout)
     assert_trains_as_one_rank(pool, config, DEPTHS.override(tie_word_embeddings=tied))
+
+
+# transformers' own prediction layers: what goes out is what it computes, and writes text with.
+
+GLM = DEPTHS.override(
+    num_local_experts=8,
+    moe_intermediate_size=16,
+    scoring_func="sigmoid",
+    mlp_only_layers=(0,),
+    n_shared_experts=1,
+)
+OUT = {"llama": DEPTHS, "tied": DEPTHS.override(tie_word_embeddings=True), "glm4_moe": GLM}
+
+
+def export(config: Config, model_config: ModelConfig, folder: Path) -> list[np.ndarray]:
+    """The hidden states of each depth, which leave a norm."""
+    training, hidden = make_training(config, model_config), []
+    training.step(0)
+    training.export(folder, BytesTokenizer())
+    model, batch = training.chunks[-1].model, training.data.batch(0, 0)
+    norms = [m for n, m in model.named_modules() if n.endswith(("model.norm", "shared_head.norm"))]
+    for norm in sorted(norms, key=lambda norm: norm is not model.model.norm):
+        norm.register_forward_hook(lambda *args: hidden.append(args[-1].detach().numpy()))
+    model(batch.tokens, batch.positions, batch.targets)
+    return [batch.tokens.numpy(), batch.targets.numpy(), *hidden]
+
+
+@pytest.mark.parametrize("kind", OUT)
+def test_transformers_computes_and_writes_with_the_prediction_layers(
+    pool, tmp_path, monkeypatch, kind
+):
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    c, folder = OUT[kind].override(vocab_size=257), tmp_path / "hf"
+    ((tokens, targets, *ours),) = pool.run(1, export, make_config(), c, folder)
+    load = partial(AutoModelForCausalLM.from_pretrained, folder, experts_implementation="eager")
+    theirs = load(dtype=torch.float64)
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]
+    theirs.model.rotary_emb.float()
+    further = MtpModel.from_pretrained(theirs)
+    for norm in (LlamaRMSNorm, Glm4MoeRMSNorm):
+        monkeypatch.setattr(norm, "forward", norm_in_own_dtype)
+    with InFloat64(), torch.no_grad():
+        h = theirs.model(torch.from_numpy(tokens)).last_hidden_state
+        for j, expected in enumerate(ours):
+            if j > 0:
+                ids, places = torch.from_numpy(targets[j - 1]).clamp(min=0), torch.arange(16)[None]
+                h = further.forward_layer(j - 1, h, places, None, input_ids=ids)
+            torch.testing.assert_close(torch.from_numpy(expected), h, rtol=0, atol=1e-12)
+    monkeypatch.undo()
+    model, start = load(dtype=torch.float32), torch.tensor([[1, 2, 3]])
+    model._keys_to_ignore_on_load_unexpected = theirs._keys_to_ignore_on_load_unexpected
+    plain, drafted = (
+        model.generate(start, max_new_tokens=20, do_sample=False, use_mtp=use)
+        for use in (False, True)
+    )
+    assert plain.tolist() == drafted.tolist()
+
+
+def write_folder(folder: Path, model_config: ModelConfig, **more: Tensor) -> str:
+    folder.mkdir()
+    tensors = {name: torch.ones(shape) for name, shape in model_config.parameter_shapes().items()}
+    save_file(tensors | more, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(to_hf(model_config)))
+    return str(folder)
+
+
+def test_files_may_have_other_prediction_layers_or_repeat_an_end(tmp_path):
+    fewer = DEPTHS.override(num_nextn_predict_layers=0)
+    assert from_hf(to_hf(DEPTHS)) == DEPTHS and "num_mtp_layers" not in to_hf(fewer)
+    glm = {key: value for key, value in to_hf(GLM).items() if "nextn" not in key}
+    assert from_hf(glm).num_nextn_predict_layers == 1, "as transformers takes an absent key"
+    with_depths = write_folder(tmp_path / "with", DEPTHS)
+    assert find_weights(with_depths, fewer, set())
+    assert layers_left_out(Path(with_depths), fewer) == range(2, 4)
+    remedy = "layers.2.eh_proj.weight is missing: set model.num_nextn_predict_layers to 0"
+    with pytest.raises(ValueError, match=remedy):
+        find_weights(write_folder(tmp_path / "without", fewer), DEPTHS, set())
+    name = "model.layers.2.shared_head.head.weight"
+    same = write_folder(tmp_path / "same", DEPTHS, **{name: torch.ones(61, 32)})
+    assert find_weights(same, DEPTHS, set())
+    other = write_folder(tmp_path / "other", DEPTHS, **{name: torch.zeros(61, 32)})
+    with pytest.raises(ValueError, match=f"{name} differs from lm_head.weight"):
+        find_weights(other, DEPTHS, set())
+
+
+@pytest.mark.parametrize(
+    "model,factor,message",
+    [
+        ({"num_local_experts": 4}, 0.1, '"softmax" is no .* set scoring_func to "sigmoid", or num'),
+        ({"qk_norm": True}, 0.1, "qk_norm=true is no model of transformers: set qk_norm to false"),
+        ({}, 0, "factor=0 leaves .*=1 untrained: raise it, or num_nextn_predict_layers to 0"),
+        ({"mtp_num_layers": 1}, 0.1, "not known: did you mean model.num_nextn_predict_layers"),
+    ],
+    ids=str,
+)
+def test_what_no_model_of_transformers_computes_is_refused(model, factor, message):
+    with pytest.raises(ValueError, match=message):
+        config = make_config(
+            model={"num_nextn_predict_layers": 1, "vocab_size": 257} | model,
+            mtp_loss_scaling_factor=float(factor),
+        )
+        resolve_model(config)

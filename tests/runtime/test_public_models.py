@@ -200,7 +200,6 @@ REFUSED = {  # what this model does not compute, or nobody
         ({"attention_bias": True}, "attention_bias=True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1.0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported: only 0"),
         ({"first_k_dense_replace": 3}, "must name some, not all, of the layers 0 to 2"),
         ({"n_group": 3}, "n_group=3 does not cut num_local_experts=8"),
         ({"topk_group": 5}, "topk_group=5 does not fit"),
@@ -234,7 +233,6 @@ def test_a_model_that_would_be_computed_differently_is_refused(model_type, chang
 
 ABSENT = {  # key: whose file, and what transformers takes for it
     "partial_rotary_factor": ("glm4_moe", 0.5),
-    "num_nextn_predict_layers": ("glm4_moe", 1),
     "qkv_bias": ("qwen2_moe", True),
 }
 
