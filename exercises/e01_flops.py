@@ -96,13 +96,13 @@ def picture(runs) -> str:
 
 MISTAKES = """
 embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
-- return 3 * (layers + 2 * model_config.vocab_size * model_config.hidden_size)
-+ return 3 * (layers + 2 * 2 * model_config.vocab_size * model_config.hidden_size)
+- return 3 * (layers + head_flops(model_config))
++ return 3 * (layers + 2 * head_flops(model_config))
 tied_head_forgotten: Where the head shares the embedding's matrix, its product is left out: it costs
     the same, shared or not.
-    layers + 2 * => layers + (not model_config.tie_word_embeddings) * 2 *
+    layers + head => layers + (not model_config.tie_word_embeddings) * head
 head_forgotten: The head is left out: each token is multiplied with all V rows of it.
-    2 * model_config.vocab_size * model_config.hidden_size => 0
+    + head_flops(model_config) =>
 layers_alike: All layers are counted as the first one: in a mixture some have experts, and others
     have none.
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
