@@ -78,7 +78,7 @@ def write_zip(path: Path, words: Iterable[str], seed: int) -> None:
     files = [
         ROOT / n for n in ("train.py", "config.json", "pyproject.toml", "README.md", "LICENSE")
     ]
-    files += [*(ROOT / "picotron_min").rglob("*"), *FOLDER.glob("[a-z]*.py")]
+    files += [*(ROOT / "picotron_min").rglob("*"), *FOLDER.glob("[a-z_]*.py")]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in scripts.items():
             info = zipfile.ZipInfo(name)
