@@ -28,7 +28,7 @@ from difference.places import (
 )
 from difference.records import Key
 from difference.tiny import Trial
-from difference.whole import RightRun
+from difference.whole import Whole
 from picotron_min.loss import IGNORE_INDEX
 
 
@@ -41,8 +41,8 @@ class Part(NamedTuple):
 class Context:
     """What explanations need beside the tensor itself."""
 
-    def __init__(self, trial: Trial, right: RightRun) -> None:
-        self.trial, self.whole = trial, right.whole
+    def __init__(self, trial: Trial, whole: Whole) -> None:
+        self.trial, self.whole = trial, whole
         self.ranks = [here(rank, trial.layout) for rank in range(trial.layout.world_size)]
 
     @cached_property

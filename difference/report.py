@@ -6,7 +6,7 @@ from difference.first import Compared, Found
 from difference.parts import Context
 from difference.places import Here
 from difference.runs import RankRun
-from difference.suspects import suspects
+from difference.suspects import of_failure, suspects
 from difference.tiny import Trial
 from difference.why import explain
 
@@ -25,6 +25,8 @@ def lines_of(
             yield f"             {place}"
         if not found:
             yield f"             all {len(compared):,} tensors that were recorded before are right"
+            named = of_failure(runs[failed].ran, runs[failed].stack)
+            yield f"look at      {', '.join(named[:3])}"
     if not found and failed is None:
         worst = max((one.error for one in compared), default=0.0)
         what = f"all {len(compared):,} tensors of {len(runs)} ranks"
@@ -56,7 +58,7 @@ def _first_wrong(found: Found, compared: list[Compared], context: Context) -> It
     if names:
         shown = ", ".join(names[:MOST_OTHERS]) + " ..." * (len(names) > MOST_OTHERS)
         yield f"also in {len(names)} others of this phase: {shown}{_spared(found, compared)}"
-    named = suspects(found, compared, " ".join(said), context)
+    named = suspects(found, compared, " ".join(said))
     yield f"look at      {', '.join(named[:3]) or 'no function of the project ran since'}"
 
 

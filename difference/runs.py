@@ -4,17 +4,16 @@ Nothing is gathered by messages, which could be what is wrong. A rank that dies 
 """
 
 import contextlib
-import faulthandler
 import multiprocessing
 import os
-import re
 import signal
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +42,8 @@ GRACE = 3.0  # seconds in which the other ranks may end by themselves after one 
 class RankRun(NamedTuple):
     records: list[Record]
     problem: str = ""  # how it ended, if not well
-    stack: tuple[str, ...] = ()  # where it was, the innermost call first
+    stack: Sequence[str] = ()  # where it was, the innermost call first
+    ran: Sequence[str] = ()  # functions since its last record, the last call first
     failed_at: float = 0.0
     lost_another: bool = False  # it only waited for a rank that had failed
 
@@ -59,15 +59,14 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     for process in ranks:
         process.start()
     try:
-        if hung := _wait(ranks, files):
-            for process in filter(BaseProcess.is_alive, ranks):
-                os.kill(process.pid, signal.SIGUSR1)  # it writes where it is: see _on_rank
-            time.sleep(0.3)
+        if _wait(ranks, files):
+            (folder / "stop").touch()  # each writes where it is: see _watch_for_stop
+            time.sleep(1.0)
     finally:
         for process in ranks:
             process.kill()
             process.join()
-    return [_outcome(file, p.exitcode, hung) for file, p in zip(files, ranks, strict=True)]
+    return [_outcome(file, p.exitcode) for file, p in zip(files, ranks, strict=True)]
 
 
 def _wait(ranks: list, files: list[Path]) -> bool:
@@ -87,66 +86,72 @@ def _wait(ranks: list, files: list[Path]) -> bool:
     return False
 
 
-def _outcome(file: Path, code: int, hung: bool) -> RankRun:
+def _outcome(file: Path, code: int) -> RankRun:
     records = [*read(file)]
     last = records[-1].note["time"] if records else 0.0
     end = records.pop() if records and records[-1].key.phase in ("done", "failed") else None
     if end and end.key.phase == "done":
         return RankRun(records)
     if end:
-        return RankRun(records, **end.note["failure"], failed_at=last)
-    if hung:
-        found = re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack_file(file).read_text())
-        stack = [f"{short_path(path)}:{line} in {name}" for path, line, name in found]
-        what = f"it wrote nothing for {SILENCE:.0f} s, and was stopped"
-        return RankRun(records, what, tuple(_of_project(stack)), last)
-    if code == -signal.SIGKILL:
-        return RankRun(records, "it was killed", failed_at=last)
-    return RankRun(records, f"it ended with code {code}", failed_at=last)
+        last = records[-1].note["time"] if records and end.note["hung"] else last
+        return RankRun(
+            records, end.note["problem"], end.note["stack"], end.ran, last, end.note["lost"]
+        )
+    was_killed = "it was killed" if code == -signal.SIGKILL else f"it ended with code {code}"
+    return RankRun(records, was_killed, failed_at=last)
 
 
-def stack_file(file: Path) -> Path:
-    return file.with_suffix(".stack")
-
-
-def short_path(path: str) -> str:
-    return str(Path(path).relative_to(ROOT)) if Path(path).is_relative_to(ROOT) else path
-
-
-def _of_project(stack: list[str]) -> list[str]:
+def _of_project(frames: Iterable[traceback.FrameSummary]) -> list[str]:
     """The innermost places in the project's own code."""
-    return [line for line in stack if not line.startswith(("/", "difference/", "<"))][:3]
+    paths = [
+        (Path(frame.filename), frame)
+        for frame in frames
+        if Path(frame.filename).is_relative_to(ROOT)
+    ]
+    found = [f"{p.relative_to(ROOT)}:{f.lineno} in {f.name}" for p, f in reversed(paths)]
+    return [line for line in found if not line.startswith("difference/")][:3]
+
+
+def _watch_for_stop(folder: Path, fail: Callable) -> None:
+    while not (folder / "stop").exists():
+        time.sleep(0.2)
+    frame = sys._current_frames()[threading.main_thread().ident]
+    what = f"it wrote nothing for {SILENCE:.0f} s, and was stopped"
+    fail(what, traceback.extract_stack(frame), hung=True)
 
 
 def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    file = folder / f"rank{rank}"
-    stack = stack_file(file).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    writer = Writer(file)
+    writer, profile = Writer(folder / f"rank{rank}"), Profile()
+
+    def fail(problem: str, frames, lost: bool = False, hung: bool = False) -> None:
+        note = {"problem": problem, "stack": _of_project(frames), "lost": lost, "hung": hung}
+        writer.write(Key(0, "failed", ""), torch.zeros(0), [*reversed(profile.called)], **note)
+        os._exit(1)
+
+    threading.Thread(target=_watch_for_stop, args=(folder, fail), daemon=True).start()
     try:
         store = dist.FileStore(str(folder / "store"), trial.layout.world_size)
         timeout = timedelta(seconds=10 * SILENCE)  # the parent ends a hang, and earlier
         kind = {"rank": rank, "world_size": trial.layout.world_size, "timeout": timeout}
         dist.init_process_group("gloo", store=store, **kind)
-        Rank(trial, text, rank, writer).run()
+        Rank(trial, text, rank, writer, profile).run()
         writer.write(Key(0, "done", ""), torch.zeros(0))
         dist.barrier()
     except BaseException as error:
-        frames = reversed(traceback.extract_tb(error.__traceback__))
-        stack = [f"{short_path(f.filename)}:{f.lineno} in {f.name}" for f in frames]
-        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        is_lost = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
-        failure = {"problem": message, "stack": _of_project(stack), "lost_another": is_lost}
-        writer.write(Key(0, "failed", ""), torch.zeros(0), failure=failure)
-        os._exit(1)
+        sys.setprofile(None)
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        lost = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
+        fail(message, traceback.extract_tb(error.__traceback__), lost)
 
 
 class Rank:
     """One rank of the layout: train_step, unchanged, with taps."""
 
-    def __init__(self, trial: Trial, text: Text, rank: int, writer: Writer) -> None:
-        self.trial, self.writer, self.profile = trial, writer, Profile()
+    def __init__(
+        self, trial: Trial, text: Text, rank: int, writer: Writer, profile: Profile
+    ) -> None:
+        self.trial, self.writer, self.profile = trial, writer, profile
         self.here, self.at, self.again = here(rank, trial.layout), Key(0, "", ""), False
         # So that a tiny model, too, has several buckets and several stripes.
         layout.STRIPE_ROWS["cpu"] = STRIPE_ROWS

@@ -10,7 +10,7 @@ from torch import Tensor
 from difference import why
 from difference.first import Compared
 from difference.parts import Context
-from difference.places import here, positions, take
+from difference.places import Here, here, of_parameter, positions, take
 from difference.tiny import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import rotary_table, rotate
@@ -35,7 +35,7 @@ def keys_seen(one: Compared, context: Context) -> str:
         got = one.got[:, :, start : start + piece]
         if why.same(got, one.right[:, :, start : start + piece]):
             continue
-        seen = _seen(q[:, :, rows], k, v, got, piece)
+        seen = _seen(q[:, :, rows], k, v, got, rows[0], piece)
         if seen is None:
             said.append(None)
             continue
@@ -48,7 +48,7 @@ def keys_seen(one: Compared, context: Context) -> str:
     return "; ".join(said[:2])
 
 
-def _seen(q: Tensor, k: Tensor, v: Tensor, got: Tensor, piece: int) -> str | None:
+def _seen(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int, piece: int) -> str | None:
     """With e = exp(q k), got (sum w e) = sum w e v is linear in the weights w of the pieces."""
     e = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
     kinds, columns = [], []
@@ -68,11 +68,14 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, got: Tensor, piece: int) -> str | Non
     if (w - w.round()).abs().max() > 1e-4 or w.min() < -0.5:
         return None
     said = []
-    for times in sorted({int(n) for n in w.round().tolist() if n > 0}):
-        chosen = [kind for kind, n in zip(kinds, w.round().tolist(), strict=True) if n == times]
-        keys = why.ranges(i for start, _ in chosen for i in range(start, start + piece))
-        said.append(f"the keys {keys}" + (f" {times} times" if times > 1 else ""))
-    return " and ".join(said)
+    for (start, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
+        if n:
+            is_usual = is_causal == (start == first)
+            how = "" if is_usual else " causally" if is_causal else " also later than they are"
+            said.append((how + (f" {n} times" if n > 1 else ""), range(start, start + piece)))
+    kinds_said = dict.fromkeys(how for how, _ in said)
+    texts = [why.ranges(i for h, r in said if h == how for i in r) + how for how in kinds_said]
+    return f"the keys {', '.join(texts)}"
 
 
 def rotation(one: Compared, context: Context) -> str:
@@ -119,7 +122,7 @@ def norm(one: Compared, context: Context) -> str:
         for c in sorted(product(counts, repeat=len(squares)), key=lambda c: sum(n != 1 for n in c)):
             total = sum(n * s for n, s in zip(c, squares.values(), strict=True))
             if abs(total - wanted) <= 1e-9 * wanted:
-                said = [f"{n} times {name}" for n, name in zip(c, squares, strict=True) if n != 1]
+                said = [f"{name} {n} times" for n, name in zip(c, squares, strict=True) if n != 1]
                 return f"its square counts {', '.join(said)}"
     return ""
 
@@ -138,6 +141,14 @@ def _norm_groups(sums: dict[str, Tensor], context: Context) -> Iterator[dict[str
         layers.setdefault(f"layer {number}" if number != name else name, []).append(tensor)
     if len(layers) <= 7:
         yield layers
+    if len(context.ranks) <= 8:
+        yield {f"the parts of rank {at.rank}": _parts_on(at, sums, context) for at in context.ranks}
+
+
+def _parts_on(at: Here, sums: dict[str, Tensor], context: Context) -> list[Tensor]:
+    """What a rank has of the gradients, but for sharding; all stages are taken for one."""
+    none, layout = {"rows": None, "is_new": False}, context.trial.layout
+    return [take(t, of_parameter(n, t.shape, at, layout, none)) for n, t in sums.items()]
 
 
 def loss(one: Compared, context: Context) -> str:

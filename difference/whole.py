@@ -6,15 +6,19 @@ compared. Experts, norms of queries and keys, and extensions that you add, are t
 one process: what they do wrong there, too, is not seen.
 """
 
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from difference.records import Key, Record
+from difference.records import Key, Writer, read
 from difference.taps import attach
-from difference.tiny import Text, Trial
+from difference.tiny import Text, Trial, text_of, trial_of
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import extensions_of
 from picotron_min.extensions.settings import Layout
@@ -23,6 +27,7 @@ from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.placement import placements
+from picotron_min.runtime.config_file import load_config
 
 Whole = dict[Key, Tensor]
 
@@ -153,5 +158,21 @@ class RightRun:
         self.note("weights", {name: p.data for name, p in self.parameters.items()})
 
 
-def records_of(run: RightRun) -> list[Record]:
-    return [Record(key, tensor) for key, tensor in run.whole.items()]
+def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
+    """What the right run of another copy of the course computes, in a process of its own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary, "whole")
+        command = [sys.executable, "-m", "difference.whole", config, steps, own_sizes, out]
+        subprocess.run([*map(str, command)], cwd=folder, check=True)
+        return {record.key: record.tensor for record in read(out)}
+
+
+def main(config: str, steps: str, own_sizes: str, out: str) -> None:
+    trial = trial_of(load_config(config), int(steps), own_sizes == "True")
+    writer = Writer(Path(out))
+    for key, tensor in RightRun(trial, text_of(trial)).whole.items():
+        writer.write(key, tensor)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -88,7 +88,7 @@ def _factor(one: Compared, context: Context) -> str:
     c = factor_of(one.got.double(), one.right.double())
     if c is None:
         return ""
-    name = size_named(c, context)
+    name = size_named(c, context) if one.key.phase != "initial" else ""
     if one.got.numel() == 1 and not name:  # any number is some factor times any other
         return ""
     return f"it is {c:.6g} times what it should be" + (f": {name}" if name else "")
