@@ -28,7 +28,8 @@ class Compared(NamedTuple):
     right: Tensor
     indices: Indices  # of the right whole
     error: float  # of the whole tensor's largest number
-    ran: list[str]
+    ran: list[str]  # functions: see records.py
+    running: list[str]
 
     @property
     def is_wrong(self) -> bool:
@@ -83,14 +84,14 @@ def _compared(record, at: Here, whole: Tensor, right: Tensor, indices: Indices) 
         difference = (got - right).abs()
         error = float(difference.max() / largest.clamp(min=1e-300)) if got.numel() else 0.0
         error = 0.0 if not difference.any() else error  # both may be zero
-    return Compared(record.key, at, got, right, indices, error, record.ran)
+    return Compared(record.key, at, got, right, indices, error, record.ran, record.running)
 
 
 def _missing(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
     """What a rank has never computed though it has computed what comes later."""
     found, order = [], order_of(whole)
     for rank, run in enumerate(runs):
-        at, seen = here(rank, trial.layout), {record.key for record in run.records}
+        at, seen = here(rank, trial.layout), {record.key: record for record in run.records}
         if not seen:
             continue
         last = max((order.get(key, (0,)) for key in seen), default=(0,))
@@ -101,7 +102,9 @@ def _missing(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
                 continue
             is_mine = (key.phase, key.name) in names and key not in seen
             if is_mine and order[key] < last:
-                found.append(Compared(key, at, None, whole[key], [], float("inf"), []))
+                of = seen.get(key._replace(phase="forward"))
+                ran = (of.ran, of.running) if of else ([], [])
+                found.append(Compared(key, at, None, whole[key], [], float("inf"), *ran))
     return found
 
 

@@ -5,7 +5,7 @@ Each record is a line of JSON, then the tensor's bytes.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,15 +29,16 @@ class Key(NamedTuple):
 class Record(NamedTuple):
     key: Key
     tensor: Tensor
-    ran: list[str] = ()  # functions of the project since the record before, the last call first
-    note: dict = {}  # noqa: RUF012
+    ran: list[str]  # functions of the project since the record before, the last call first
+    running: list[str]  # those that have not returned, the innermost first
+    note: dict
 
 
 class Writer:
     def __init__(self, path: Path) -> None:
         self.file = path.open("wb", buffering=0)
 
-    def write(self, key: Key, tensor: Tensor, ran: list[str] = (), **note) -> None:
+    def write(self, key: Key, tensor: Tensor, ran: Sequence = ((), ()), **note) -> None:
         values = np.ascontiguousarray(tensor.detach().numpy())
         head = {"key": key, "shape": tuple(tensor.shape), "dtype": values.dtype.str}
         head |= {"ran": ran, "note": note | {"time": time.time()}}
@@ -55,4 +56,4 @@ def read(path: Path) -> Iterator[Record]:
             return
         flat = np.frombuffer(data[end + 1 : at], head["dtype"]).copy()
         tensor = torch.from_numpy(flat.reshape(head["shape"]))
-        yield Record(Key(*head["key"]), tensor, head["ran"], head["note"])
+        yield Record(Key(*head["key"]), tensor, *head["ran"], head["note"])

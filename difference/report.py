@@ -25,7 +25,7 @@ def lines_of(
             yield f"             {place}"
         if not found:
             yield f"             all {len(compared):,} tensors that were recorded before are right"
-            named = of_failure(runs[failed].ran, runs[failed].stack)
+            named = of_failure(runs[failed], context.trial.layout)
             yield f"look at      {', '.join(named[:3])}"
     if not found and failed is None:
         worst = max((one.error for one in compared), default=0.0)
@@ -36,7 +36,7 @@ def lines_of(
 def first_failure(runs: list[RankRun]) -> int | None:
     """The rank that failed first; one that only lost another rank comes last."""
     failed = [rank for rank, run in enumerate(runs) if run.problem]
-    is_lost = {rank: runs[rank].lost_another for rank in failed}
+    is_lost = {rank: runs[rank].lost for rank in failed}
     return min(failed, key=lambda rank: (is_lost[rank], runs[rank].failed_at), default=None)
 
 
@@ -54,11 +54,12 @@ def _first_wrong(found: Found, compared: list[Compared], context: Context) -> It
         yield f"{of[0]}: {text}"
     if len(said) > MOST_RANKS:
         yield f"(and {len(said) - MOST_RANKS} more, which differ in numbers)"
-    names = list(dict.fromkeys(other.key.name for other in found.others))
+    names, spared = list(dict.fromkeys(other.key.name for other in found.others)), ""
     if names:
         shown = ", ".join(names[:MOST_OTHERS]) + " ..." * (len(names) > MOST_OTHERS)
-        yield f"also in {len(names)} others of this phase: {shown}{_spared(found, compared)}"
-    named = suspects(found, compared, " ".join(said))
+        spared = _spared(found, compared)
+        yield f"also in {len(names)} others of this phase: {shown}{spared}"
+    named = suspects(found, compared, " ".join(said) + spared, context.trial.layout)
     yield f"look at      {', '.join(named[:3]) or 'no function of the project ran since'}"
 
 

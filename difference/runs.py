@@ -44,8 +44,9 @@ class RankRun(NamedTuple):
     problem: str = ""  # how it ended, if not well
     stack: Sequence[str] = ()  # where it was, the innermost call first
     ran: Sequence[str] = ()  # functions since its last record, the last call first
+    running: Sequence[str] = ()
     failed_at: float = 0.0
-    lost_another: bool = False  # it only waited for a rank that had failed
+    lost: bool = False  # it only waited for a rank that had failed
 
 
 def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
@@ -101,32 +102,26 @@ def _outcome(file: Path, code: int) -> RankRun:
     return RankRun(records, was_killed, failed_at=last)
 
 
-def _of_project(frames: Iterable[traceback.FrameSummary]) -> list[str]:
-    """The innermost places in the project's own code."""
-    paths = [
-        (Path(frame.filename), frame)
-        for frame in frames
-        if Path(frame.filename).is_relative_to(ROOT)
-    ]
-    found = [f"{p.relative_to(ROOT)}:{f.lineno} in {f.name}" for p, f in reversed(paths)]
-    return [line for line in found if not line.startswith("difference/")][:3]
-
-
 def _watch_for_stop(folder: Path, fail: Callable) -> None:
     while not (folder / "stop").exists():
         time.sleep(0.2)
     frame = sys._current_frames()[threading.main_thread().ident]
     what = f"it wrote nothing for {SILENCE:.0f} s, and was stopped"
-    fail(what, traceback.extract_stack(frame), hung=True)
+    fail(what, traceback.walk_stack(frame), hung=True)
 
 
 def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     writer, profile = Writer(folder / f"rank{rank}"), Profile()
 
-    def fail(problem: str, frames, lost: bool = False, hung: bool = False) -> None:
-        note = {"problem": problem, "stack": _of_project(frames), "lost": lost, "hung": hung}
-        writer.write(Key(0, "failed", ""), torch.zeros(0), [*reversed(profile.called)], **note)
+    def fail(problem: str, frames: Iterable, lost: bool = False, hung: bool = False) -> None:
+        frames = [(frame, line) for frame, line in frames if profile.names_of([frame])]
+        lines = [f"{Path(f.f_code.co_filename).relative_to(ROOT)}:{line}" for f, line in frames]
+        names = profile.names_of(frame for frame, _ in frames)
+        stack = [f"{line} in {n.partition(':')[2]}" for line, n in zip(lines, names, strict=True)]
+        note = {"problem": problem, "stack": stack[:3], "lost": lost, "hung": hung}
+        ran = [*reversed(profile.called)], names
+        writer.write(Key(0, "failed", ""), torch.zeros(0), ran, **note)
         os._exit(1)
 
     threading.Thread(target=_watch_for_stop, args=(folder, fail), daemon=True).start()
@@ -140,9 +135,9 @@ def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
         dist.barrier()
     except BaseException as error:
         sys.setprofile(None)
-        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
         lost = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
-        fail(message, traceback.extract_tb(error.__traceback__), lost)
+        fail(message, reversed([*traceback.walk_tb(error.__traceback__)]), lost)
 
 
 class Rank:
@@ -163,8 +158,8 @@ class Rank:
             axes, device = build_axes(torch.device("cpu"), size), torch.device("cpu")
             batches = open_batches(
                 w,
-                text.ends,
-                text.tokens,
+                0,
+                text,
                 seq_length=w.seq_length,
                 seed=trial.seed,
                 micro_batch_size=w.micro_batch_size,
@@ -242,6 +237,8 @@ class Rank:
         self.at, self.is_scaled = Key(step, "", ""), False
         result = train.train_step(self.trained, step, self.watch)
         self.at = Key(step, "", "")
+        if not self.is_scaled:  # the step was skipped, since the norm is not finite
+            self.note("summed gradient", self._gradients())
         kind = {"dtype": torch.float64}
         self.note("loss", {"loss": torch.tensor(result.loss, **kind)})
         self.note("gradient norm", {"gradient norm": torch.tensor(result.grad_norm, **kind)})

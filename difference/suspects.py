@@ -5,48 +5,67 @@ last those that also ran before right tensors. Of sums of gradients, norms and u
 nothing, since queues and buckets come between: there a table knows who does what.
 """
 
-from collections.abc import Sequence
-
 from difference.first import Compared, Found
+from difference.runs import RankRun
+from picotron_min.extensions.settings import Layout
 
-# phase, a word of the explanation or of the names ("" for any) -> functions. The first row is used.
-BUCKETS = "data_parallel:GradientBuckets."
+# Phase, a word of the explanation ("": any) -> functions. The first row that fits is used.
 TABLE = [
     ("built", "", "mesh:build_axes mesh:rows_of layout:Layout.coordinates"),
     ("initial", "", "initialise:initialise placement:part placement:_placement"),
-    ("summed gradient", "sum over", "placement:_placement B_start_complete_buckets Bwait"),
-    ("summed gradient", "step before", "Bbegin train:train_step Bscale"),
-    ("summed gradient", "", "B_start_complete_buckets Barrived placement:_placement"),
+    ("tokens", "sequences", "data:Batches._places data:Batches._starts data:Batches._read"),
+    ("tokens", "", "context_parallel:{positions} data:Batches._read data:Batches._places"),
+    ("summed gradient", "weights of norms)", "placement:_placement {sums}"),
+    ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
+    ("summed gradient", "", "{sums} {buckets}.wait placement:_placement"),
     ("loss", "", "train:train_step parallelize:ParallelModel.counted_once"),
     ("gradient norm", "", "optimizer:measure_gradient placement:_placement train:train_step"),
-    ("scaled gradient", "", "train:train_step Bscale optimizer:measure_gradient"),
+    ("scaled gradient", "", "train:train_step {buckets}.scale optimizer:measure_gradient"),
     ("optimizer state", "", "optimizer:build_optimizer train:train_step"),
     ("weights", "", "optimizer:parameter_groups train:train_step optimizer:learning_rate_at"),
+    ("missing", "", "extensions/overlap/linear:WeightGradients.run {sums} {buckets}.arrived"),
 ]
+BUCKETS = {
+    "buckets": "data_parallel:GradientBuckets",
+    "sums": "data_parallel:GradientBuckets._start_complete_buckets data_parallel:Bucket.__init__",
+}
+UNITS = {"buckets": (unit := "extensions/sharding/units:ShardedUnit")}
+UNITS["sums"] = f"{unit}.arrived {unit}._finish_reductions"
 
-
-# Among the functions that ran: those that an explanation points at, and helpers.
+# Of the functions that ran: those that an explanation points at, and those that only help.
 POINTS = {
-    "are merged": "merge_blocks _RingAttention.forward Shift.__init__ visible_blocks",
-    "see the keys": "_RingAttention.forward visible_blocks Shift.__init__ ring",
-    "the part of micro-batch": "Pipeline.",
+    "are merged": "merge_blocks _RingAttention.forward Shift.__init__",
+    " times,": "ring Shift.__init__ _RingAttention.forward",
+    "see the keys": "_RingAttention.forward ring visible_blocks",
+    "of micro-batch": "Pipeline.",
     "x micro-batch": "Pipeline.",
     "sum over": "leave reduce sum gather Enter Leave",
 }
 HELPERS = "loss.py:wide loss.py:linear_dtype Ledger Axes Axis. Conjugate layout.py model_config.py"
 
 
-def suspects(found: Found, compared: list[Compared], said: str) -> list[str]:
-    phase = found.wrong[0].key.phase
-    for of_phase, word, names in TABLE:
-        if phase == of_phase and word in said:
-            return [BUCKETS + n[1:] if n[0] == "B" else n for n in names.split()]
+def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) -> list[str]:
+    """The most suspicious functions first, as module:name."""
+    first = found.wrong[0]
+    kind = "tokens" if first.key.name in ("tokens", "targets") else first.key.phase
+    if names := from_table(kind, said, layout, first.key.name):
+        return names
     one = min(found.wrong, key=lambda wrong: compared.index(wrong))
-    innocent = set()
+    innocent = set()  # of what was running when a tensor was right, the end has not been seen
     for other in compared[: compared.index(one)]:
         if other.at == one.at:
-            innocent |= set(other.ran)
-    return ranked(one.ran, innocent, said)
+            innocent |= set(other.ran) - set(other.running)
+    return ranked([*dict.fromkeys(one.ran + one.running)], innocent, said)
+
+
+def from_table(kind: str, said: str, layout: Layout, name: str = "") -> list[str]:
+    is_sharded = layout.sharding != "none" and "norm" not in name
+    names = UNITS if is_sharded else BUCKETS
+    positions = "contiguous" if layout.cp_engine == "ulysses" else "zigzag"
+    for of_kind, word, functions in TABLE:
+        if kind == of_kind and word in said:
+            return functions.format(**names, positions=f"{positions}_positions").split()
+    return []
 
 
 def ranked(ran: list[str], innocent: set[str], said: str = "") -> list[str]:
@@ -56,24 +75,22 @@ def ranked(ran: list[str], innocent: set[str], said: str = "") -> list[str]:
     def order(name: str) -> tuple:
         is_helper = any(helper in name for helper in HELPERS.split())
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        return is_helper, name in innocent, pointed, "collectives.py" in name
+        is_own = name.startswith("exercises/")  # a student's
+        return not is_own, is_helper, name in innocent, pointed, "collectives.py" in name
 
     return [short(name) for name in sorted(ran, key=order)]
 
 
-def of_failure(ran: Sequence[str], stack: Sequence[str]) -> list[str]:
-    """The functions that were running, others of the innermost one's class, and those before."""
-    running = []
-    for line in stack:  # "file:line in name"
-        file, _, name = line.partition(":")
-        found = [r for r in ran if r.startswith(file) and r.endswith(name.rpartition(" ")[2])]
-        running += found[:1]
-    if running and running[0] == ran[0]:
-        beside = [r for r in ran if r.rpartition(".")[0] == running[0].rpartition(".")[0]]
-        ran = [running[0], *beside, *running, *ran]
-    return [
-        short(name) for name in dict.fromkeys(ran) if not any(h in name for h in HELPERS.split())
-    ]
+def of_failure(run: RankRun, layout: Layout) -> list[str]:
+    """What was running, others of the innermost one's class, and what had run before."""
+    if "gradients are missing" in run.problem:
+        return from_table("missing", "", layout)
+    inner, *outer = [*run.running, ""]
+    waits = inner in run.ran[:1]
+    beside = [r for r in run.ran if r.rpartition(".")[0] == inner.rpartition(".")[0]]
+    names = [inner, *beside, *outer] if waits else [inner, *run.ran[:2], *outer]
+    named = [n for n in dict.fromkeys(names) if n and not any(h in n for h in HELPERS.split())]
+    return [short(name) for name in named]
 
 
 def short(name: str) -> str:

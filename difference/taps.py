@@ -9,7 +9,8 @@ methods are called by name, `project` and `loss`: they are wrapped on the instan
 """
 
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -124,12 +125,10 @@ class Profile:
             )
         return self.names[code]
 
-    def take(self) -> list[str]:
-        """Those since the last time, and those still running; the last call first."""
-        frame, stack = sys._getframe(1), []
-        while frame:
-            if name := self._name(frame.f_code):
-                stack.append(name)
-            frame = frame.f_back
+    def take(self) -> tuple[list[str], list[str]]:
+        """Those since the last time, the last call first, and those that are still running."""
         ran, self.called = [*reversed(self.called)], {}
-        return [*dict.fromkeys(ran + stack)]
+        return ran, self.names_of(frame for frame, _ in traceback.walk_stack(None))
+
+    def names_of(self, frames: Iterable) -> list[str]:
+        return [name for frame in frames if (name := self._name(frame.f_code))]

@@ -55,7 +55,8 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
         moe_pad_expert_input_to_capacity=False,
         moe_router_force_load_balancing=False,
     )
-    workload = replace(workload, **exact, optimizer=kind, routing=routing)
+    workload = replace(workload, **exact, optimizer=kind, routing=routing, packing="wrapped")
+    model = model.override(num_nextn_predict_layers=0)
     clip = recipe.grad_clip and (recipe.grad_clip if own_sizes else 0.5)
     rate = {"learning_rate": RATES[kind], "schedule": "constant", "warmup_steps": 0}
     rate |= {"total_train_steps": 100, "grad_clip": clip, "moments": "float32"}
@@ -75,6 +76,8 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
 
 def _switched_off(config: Config) -> list[str]:
     found = {
+        "multi-token prediction": config.model.num_nextn_predict_layers,
+        "packing bfd": config.workload.packing != "wrapped",
         f"dtype {config.model.dtype}": config.model.dtype != "float64",
         "compile": config.model.compile,
         "fp8": config.model.fp8,

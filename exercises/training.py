@@ -37,12 +37,24 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
         halt = f", stopped and resumed after {stops[0]}" if len(stops) > 1 else ""
         print(f"{steps} steps with yours{halt} ...\n", flush=True)
         mine = _losses(exercise, str(file), config, stops, yours, quiet=False)
+        text, is_right = judge(right, mine) if mine else ("", False)
+        if not is_right:
+            print("\nThe first wrong tensor, in a tiny model (docs/difference.md):\n", flush=True)
+            own = Path(folder, "config.json")
+            own.write_text(json.dumps(config))
+            command = [
+                "exercises.training",
+                str(exercise.number),
+                str(file),
+                str(own),
+                "difference",
+            ]
+            _succeeds([sys.executable, "-m", *command], folder, quiet=False)
     if not mine:
         return False
     print("\nstep  the course's loss     yours")
     for step, (a, b) in enumerate(zip(right, mine, strict=True), 1):
         print(f"{step:4}  {a!r:20}  {b!r:20}{'' if a == b else '  differs'}")
-    text, is_right = judge(right, mine)
     print(f"\n{text}")
     return is_right
 
@@ -133,13 +145,20 @@ def lines_to_show(lines: Iterable[str], folder: str) -> Iterator[str]:
             yield line
 
 
-def main(number: str, file: str, config: str) -> None:
-    """Run train.py with a definition from a file: the processes are forked from this one."""
+def main(number: str, file: str, config: str, command: str = "train") -> None:
+    """Run train.py with a definition from a file: the processes are forked from this one.
+
+    Or, for the command "difference", its layout beside one process without that definition.
+    """
     exercise = load(int(number))
     text = solution(exercise) if file == "solution" else Path(file).read_text()
     tree = ast.parse(text) if file == "solution" else parse(exercise, text)
     sys.argv = ["train.py", "--config", config]
     with imported_with(exercise, tree, Path(file)):
+        if command == "difference":
+            from difference.__main__ import main as find
+
+            sys.exit(find(["--config", config, "--against", str(FOLDER.parent)]))
         import train
 
         train.main()

@@ -1,6 +1,9 @@
 """Short runs in any layout, with their parts put together: what one rank would have."""
 
 import functools
+import json
+import tempfile
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +13,7 @@ from torch import Tensor
 from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.placement import part
-from picotron_min.runtime.config import Config
+from picotron_min.runtime.config import OVERRIDES, Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.token_file import TokenFile
 from tests.training import Training, open_data
@@ -223,4 +226,19 @@ def _one_rank(pool, config: str, model: str | ModelConfig, steps: int) -> Run:
 def assert_trains_as_one_rank(pool, config: Config, model: str | ModelConfig, steps=2) -> None:
     plain = on_one_rank(config).model_dump_json(by_alias=True)
     ours = whole_run(pool, config, model, steps, atol=1e-10)
-    assert_same(ours, _one_rank(pool, plain, model, steps))
+    try:
+        assert_same(ours, _one_rank(pool, plain, model, steps))
+    except AssertionError:
+        print(f"the first wrong tensor, and why:\n{command_of(config, model)}")
+        raise
+
+
+def command_of(config: Config, model: str | ModelConfig) -> str:
+    """What explains a difference: see docs/difference.md."""
+    numbers = asdict(model if isinstance(model, ModelConfig) else MODELS[model])
+    raw = config.model_dump(by_alias=True)
+    raw["model"] |= {key: numbers[key] for key in OVERRIDES if key in numbers} | {"vocab_size": 257}
+    raw["model"]["num_hidden_layers"] = config.model.num_hidden_layers
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(raw, file)
+    return f"python -m difference --config {file.name}"
