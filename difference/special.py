@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from difference import why
+from difference.algebra import FITS, ranges, same, sizes
 from difference.first import Compared
 from difference.parts import Context
 from difference.places import Here, here, of_parameter, positions, take
@@ -33,13 +33,13 @@ def keys_seen(one: Compared, context: Context) -> str:
     for start in range(0, len(own), piece):
         rows = own[start : start + piece]
         got = one.got[:, :, start : start + piece]
-        if why.same(got, one.right[:, :, start : start + piece]):
+        if same(got, one.right[:, :, start : start + piece]):
             continue
         seen = _seen(q[:, :, rows], k, v, got, rows[0], piece)
         if seen is None:
             said.append(None)
             continue
-        text = f"queries {why.ranges(rows)} see {seen}"
+        text = f"queries {ranges(rows)} see {seen}"
         said.append(f"{text}, and should see 0-{rows[-1]}")
     if said and None in said:
         is_split = trial.layout.cp > 1
@@ -74,7 +74,7 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int, piece: int) 
             how = "" if is_usual else " causally" if is_causal else " also later than they are"
             said.append((how + (f" {n} times" if n > 1 else ""), range(start, start + piece)))
     kinds_said = dict.fromkeys(how for how, _ in said)
-    texts = [why.ranges(i for h, r in said if h == how for i in r) + how for how in kinds_said]
+    texts = [ranges(i for h, r in said if h == how for i in r) + how for how in kinds_said]
     return f"the keys {', '.join(texts)}"
 
 
@@ -86,7 +86,7 @@ def rotation(one: Compared, context: Context) -> str:
     config, D = context.trial.model_config, context.trial.model_config.head_dim
     x = context.whole[one.key._replace(name=f"{base}.{letter}_proj")].unflatten(-1, (-1, D))
     x = take(x, [one.indices[0], one.indices[2], one.indices[1]])  # [B, s, heads, D]
-    S = context.trial.workload.seq_length
+    S = 2 * context.trial.workload.seq_length
     if x.numel() * S > 5e7:
         return ""
     found = []
@@ -94,14 +94,14 @@ def rotation(one: Compared, context: Context) -> str:
         here_ = x[:, i : i + 1].expand(-1, S, -1, -1)  # at each position
         turned = rotate(here_, *rotary_table(torch.arange(S), config))
         near = (turned - one.got[:, :, i, None].transpose(1, 2)).abs().amax((0, 2, 3))
-        if near.min() > why.FITS * x.abs().max():
+        if near.min() > FITS * x.abs().max():
             return ""
         found.append(int(near.argmin()))
     pairs = [(a, b) for a, b in zip(one.indices[2], found, strict=True) if a != b]
     if not pairs:
         return ""
-    turned = why.ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
-    return f"positions {why.ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
+    turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
+    return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
 
 
 def norm(one: Compared, context: Context) -> str:
@@ -172,16 +172,14 @@ def loss(one: Compared, context: Context) -> str:
     sums["largest logits that are not reduced"] = logits.exp().sum(1).log()
     ends = {"": at_target, "without the other ranks' target logits": at_target * is_here}
     for (a, total), (b, target) in product(sums.items(), ends.items()):
-        if (a or b) and why.same(one.got, ((total - target) * counts).sum()):
+        if (a or b) and same(one.got, ((total - target) * counts).sum()):
             return f"it is the loss with {a}{' and ' * bool(a and b)}{b}".replace(
                 "with without", "without"
             )
     losses = ((sums[""] - at_target) * counts).split(STRIPE_ROWS)
     stripes = [stripe.sum() for stripe in losses]
     for chosen in product((0, 1, 2), repeat=len(losses) if len(losses) <= 7 else 0):
-        if sum(chosen) and why.same(
-            one.got, sum(n * s for n, s in zip(chosen, stripes, strict=True))
-        ):
+        if sum(chosen) and same(one.got, sum(n * s for n, s in zip(chosen, stripes, strict=True))):
             rows = [f"{i * STRIPE_ROWS}-{(i + 1) * STRIPE_ROWS - 1}" for i in range(len(losses))]
             said = [f"{n} x rows {r}" for n, r in zip(chosen, rows, strict=True) if n]
             return f"it is the loss of {' + '.join(said)}, a stripe each"
@@ -196,12 +194,12 @@ def _step_loss(one: Compared, context: Context) -> str:
         for c in range(layout.cp):
             rows = positions(here(c * layout.tp, layout), layout, whole.shape[1])
             label = {"micro-batch": m, "dp": d, "cp": c}
-            label = {a: v for a, v in label.items() if why.sizes(context).get(f"{a}es", 2) > 1}
+            label = {a: v for a, v in label.items() if sizes(context).get(f"{a}es", 2) > 1}
             parts[tuple(label.items())] = float(whole[:, rows].sum())
     wanted = float(one.got) * context.num_targets
     for c in product((0, 1, 2), repeat=len(parts) if len(parts) <= 8 else 0):
         total = sum(n * part for n, part in zip(c, parts.values(), strict=True))
-        if sum(c) and abs(total - wanted) <= why.FITS * abs(wanted):
+        if sum(c) and abs(total - wanted) <= FITS * abs(wanted):
             names = [", ".join(f"{a} {v}" for a, v in part) for part in parts]
             said = [f"{n} x {name}" for n, name in zip(c, names, strict=True) if n]
             return f"it is the mean of {' + '.join(said[:6])} alone"

@@ -15,6 +15,7 @@ TABLE = [
     ("initial", "", "initialise:initialise placement:part placement:_placement"),
     ("tokens", "sequences", "data:Batches._places data:Batches._starts data:Batches._read"),
     ("tokens", "", "context_parallel:{positions} data:Batches._read data:Batches._places"),
+    ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
     ("summed gradient", "weights of norms)", "placement:_placement {sums}"),
     ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
     ("summed gradient", "", "{sums} {buckets}.wait placement:_placement"),

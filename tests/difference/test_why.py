@@ -1,0 +1,164 @@
+"""Each formula gives its sentence, and with noise of 1e-6 it does not: without any process."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from difference import special
+from difference.first import Compared
+from difference.parts import Context, parts_of
+from difference.places import here, of_activation, of_parameter, take
+from difference.records import Key
+from difference.tiny import text_of, trial_of
+from difference.whole import RightRun
+from difference.why import explain
+from tests.assembled import make_config
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+ATTENTION = "model.layers.1.self_attn"
+
+
+@cache
+def context() -> Context:
+    config = make_config(dp=2, cp=2, tp=2, micro_batches=2, sequence_parallel=True)
+    trial = trial_of(config, 2, own_sizes=False)
+    return Context(trial, RightRun(trial, text_of(trial)).whole)
+
+
+def right(phase: str, name: str, step: int = 0, micro_batch: int = 0, rank: int = 0) -> Compared:
+    """A rank's part of a tensor, as it should be."""
+    at, layout = here(rank, context().trial.layout), context().trial.layout
+    is_activation = phase in ("forward", "backward")
+    key = Key(step, phase, name, micro_batch, at.dp) if is_activation else Key(step, phase, name)
+    whole, note = context().whole[key], {"rows": None, "is_new": False}
+    indices = []
+    if is_activation and whole.ndim > 2:
+        indices = of_activation(name, whole.shape, at, layout)
+    elif whole.ndim:
+        indices = of_parameter(name, whole.shape, at, layout, note)
+    part = take(whole, indices) if indices else whole
+    return Compared(key, at, part, part, indices, 0.0, [], [])
+
+
+def part(one: Compared, **label: int) -> Tensor:
+    """The sum of those parts that have these labels."""
+    wanted = [p.tensor for p in parts_of(one, context()) if label.items() <= p.label.items()]
+    return sum(wanted)
+
+
+def attention(queries: range, keys: list[int]) -> Tensor:
+    """Rank 0's output, where its queries of one piece see these keys alone."""
+    one = right("forward", f"{ATTENTION}.core_attention")
+    q, k, v = (context().whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv")
+    k, v = (x.repeat_interleave(2, 1)[:, :4] for x in (k, v))  # of tp 0
+    rows = one.indices[2].index(queries[0])
+    got = one.got.clone()
+    scores = q[:, :4, list(queries)] @ k[:, :, keys].mT / 2  # D is 4
+    got[:, :, rows : rows + len(queries)] = scores.softmax(-1) @ v[:, :, keys]
+    return got
+
+
+def rotated(shift: int) -> Tensor:
+    one = right("forward", f"{ATTENTION}.core_attention.q")
+    x = right("forward", f"{ATTENTION}.q_proj").got.unflatten(-1, (-1, 4))
+    at = torch.tensor(one.indices[2]) - shift
+    return special.rotate(x, *special.rotary_table(at, context().trial.model_config)).transpose(
+        1, 2
+    )
+
+
+def norm(times: int) -> Tensor:
+    sums = [(k, t) for k, t in context().whole.items() if k[:2] == (0, "summed gradient")]
+    squares = sum(t.square().sum() * (times if "norm" in k.name else 1) for k, t in sums)
+    return squares.sqrt() / context().num_targets
+
+
+SUM, OUT = ("summed gradient", Q), ("forward", ATTENTION)
+FORMULAS = {
+    "2 times": (OUT, lambda one: 4 * one.got, "it is 4 times what it should be"),
+    "sign": (SUM, lambda one: -one.got, "it is -1 times what it should be"),
+    "own part of dp": (SUM, lambda one: part(one, dp=0), "own part of a sum over dp"),
+    "own part of cp and dp": (SUM, lambda one: part(one, dp=0, cp=0), "sum over cp and dp"),
+    "a micro-batch lost": (
+        SUM,
+        lambda one: part(one, **{"micro-batch": 1}),
+        "part of micro-batch 1 alone",
+    ),
+    "twice": (SUM, lambda one: one.got + part(one, cp=1), "it counts the part of cp 1 twice"),
+    "tp": (OUT, lambda one: part(one, tp=0), "own part of a sum over tp"),
+    "norms over tp": (
+        ("summed gradient", "model.norm.weight"),
+        lambda one: part(one, tp=0),
+        "own part of a sum over tp",
+    ),
+    "residual": (("forward", "model.layers.1"), lambda one: part(one, which="mlp"), "mlp alone"),
+    "mixture": (
+        OUT,
+        lambda one: one.got + right(*OUT, micro_batch=1).got,
+        "1 x micro-batch 0 + 1 x",
+    ),
+    "another batch": (
+        OUT,
+        lambda one: right(*OUT, micro_batch=1).got,
+        "the tensor of micro-batch 1",
+    ),
+    "another place": (
+        OUT,
+        lambda one: right(*OUT, rank=1).got,
+        "are those of 12-15: they are the part of tp 1",
+    ),
+    "another tensor": (OUT, lambda one: right("forward", "model.norm").got, "it is model.norm"),
+    "float32": (OUT, lambda one: one.got.float().double(), "it is rounded to float32"),
+    "positions": (
+        OUT,
+        lambda one: torch.cat([one.got[:, :2], 0 * one.got[:, 2:]], 1),
+        "positions 2-3 are zero, and the others are right",
+    ),
+    "causal": (
+        ("forward", f"{ATTENTION}.core_attention"),
+        lambda one: attention(range(12, 16), [0, 1, 2, 3]),
+        "queries 12-15 see the keys 0-3, and should see 0-15",
+    ),
+    "rotation": (
+        ("forward", f"{ATTENTION}.core_attention.q"),
+        lambda one: rotated(shift=-1),
+        "are rotated as if they were",
+    ),
+    "norm": (
+        ("gradient norm", "gradient norm"),
+        lambda one: norm(2),
+        "the weights of norms 2 times",
+    ),
+    "not updated": (
+        ("weights", Q),
+        lambda one: right("initial", Q).got,
+        "it has not been updated",
+    ),
+    "rate": (
+        ("weights", Q),
+        lambda one: right("initial", Q).got + 0.25 * (one.got - right("initial", Q).got),
+        "its update is 0.25 times what it should be",
+    ),
+    "nan": (OUT, lambda one: one.got / 0, "are NaN or infinite"),
+    "shape": (OUT, lambda one: one.got.repeat(1, 2, 1), "dim 1 is 2 (tp) times as long"),
+}
+
+
+@pytest.mark.parametrize("what,formula,said", FORMULAS.values(), ids=FORMULAS)
+def test_a_formula_gives_its_sentence_and_noise_does_not(what, formula, said):
+    one = right(*what)
+    got = formula(one)
+    assert said in explain(one._replace(got=got), context())
+    if got.isfinite().all() and got.shape == one.got.shape:
+        noise = 1e-6 * one.right.abs().max() * torch.randn(got.shape, dtype=got.dtype)
+        assert said not in explain(one._replace(got=got + noise), context())
+
+
+def test_stale_weights_are_seen_in_the_second_step():
+    one = right(*OUT, step=1)
+    x = context().whole[one.key._replace(name=f"{ATTENTION}.o_proj.input")]
+    old = x @ context().weight(f"{ATTENTION}.o_proj.weight", 0).T
+    said = explain(one._replace(got=take(old, one.indices)), context())
+    assert said == "it is computed with the weights of the step before"
