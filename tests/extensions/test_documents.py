@@ -20,11 +20,19 @@ from picotron_min.extensions.documents.rectangles import (
     ring_plan,
 )
 from picotron_min.extensions.schedules.registry import SCHEDULES
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
 from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import Config
-from tests.assembled import MODEL, MODELS, assert_trains_as_one_rank, make_config, whole_run
+from tests.assembled import (
+    MODEL,
+    MODELS,
+    assert_trains_as_one_rank,
+    make_config,
+    make_training,
+    whole_run,
+)
 from tests.core.test_model import norm_in_own_dtype
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
@@ -282,6 +290,22 @@ def test_other_ways_to_compute_train_the_same_with_the_mask(pool, more):
     raw = make_config(pp=2, cp=2, micro_batches=2, document_mask=True).model_dump(by_alias=True)
     raw["model"] |= more
     assert_trains_as_one_rank(pool, Config.model_validate(raw), "untied")
+
+
+def sent_in_a_step(config: Config, model_config: ModelConfig) -> dict[str, int]:
+    training = make_training(config, model_config)
+    training.step(0)
+    return {axis.name: axis.ledger.take_bytes() for axis in training.axes}
+
+
+@pytest.mark.parametrize("engine", POSITIONS)
+def test_every_axis_sends_the_bytes_that_it_sends_without_the_mask(pool, engine):
+    layout = {"dp": 2, "cp": 2, "tp": 2, "cp_engine": engine}
+    plain, masked = (
+        pool.run(8, sent_in_a_step, make_config(**layout, document_mask=mask), MODEL)
+        for mask in (False, True)
+    )
+    assert plain == masked and all(plain[0][axis] for axis in ("cp", "tp", "dp_cp"))
 
 
 def test_mask_and_packing_change_what_is_trained(pool):

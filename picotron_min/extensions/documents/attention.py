@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from picotron_min.attention import Kernel, merge_blocks
-from picotron_min.collectives import Axis, Shift, ring
+from picotron_min.attention import merge_blocks
+from picotron_min.collectives import Shift, ring
 from picotron_min.context_parallel import RingAttention, UlyssesAttention
 from picotron_min.extensions.documents.rectangles import Documents, ring_plan
 from picotron_min.loss import wide
@@ -64,16 +64,12 @@ def _borders(documents: Documents, device: torch.device) -> tuple[Tensor, int]:
     return borders.to(device, non_blocking=True), max(lengths)
 
 
-class DocumentRing(nn.Module):
-    """RingAttention, but a rank computes only the rectangles inside documents.
+class DocumentRing(RingAttention):
+    """But a rank computes only the rectangles inside documents.
 
     It sends what RingAttention sends: a block that this rank does not see still travels. Each
     rectangle is a call of the kernel: on a GPU, many short ones where documents are short.
     """
-
-    def __init__(self, axis: Axis, kernel: Kernel) -> None:
-        super().__init__()
-        self.axis, self.kernel = axis, kernel
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -106,16 +102,15 @@ class _DocumentRing(torch.autograd.Function):  # _RingAttention explains the ord
         for source, block in ring(kv, axis):
             parts = []  # computed before the wait, while the gradients travel
             for row, queries, keys, is_causal in ctx.plan[source]:
-                ours, theirs = (slice(row, row + 1), slice(None), queries), (row, slice(None), keys)
+                ours = slice(row, row + 1), slice(None), queries
                 k, v = block[:, row, None, :, keys]
                 tensors = gradient[ours], q[ours], k, v, out[ours], lse[ours]
                 dq_part, *dkv_part = ctx.kernel.backward(*tensors, is_causal)
                 dq[ours] += dq_part
-                parts.append((theirs, dkv_part))
+                parts.append((row, keys, torch.cat(dkv_part)))
             dkv = shift.wait() if shift else torch.zeros_like(kv, dtype=lse.dtype)
-            for theirs, (dk, dv) in parts:
-                dkv[0][theirs] += dk[0]
-                dkv[1][theirs] += dv[0]
+            for row, keys, part in parts:
+                dkv[:, row, :, keys] += part
             if source == axis.rank:
                 own_dkv = dkv
             else:
