@@ -269,10 +269,11 @@ def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
 def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_assumed: bool) -> None:
     request, candidate = predicted(config, model_config, gpu)
     step, number = candidate.prediction.step, measures(request, candidate)
+    low, high = number["interval"]
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     print(f"predicted step   {step:.3g} s, {speed} on {on}: see python -m picotron_min.planner")
-    print(f"  {OTHERS_RUNS}")
+    print(f"  {low:,.0f} to {high:,.0f} tokens/s a GPU in nine of ten runs. {OTHERS_RUNS}")
     chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
     if left_out := " and ".join(key for key, value in chosen.items() if value):
         print(f"  as without {left_out}, whose effect on the time is not modelled")

@@ -5,7 +5,7 @@
 --config FILE --gpu H100              what is predicted for a config, without a search
 --config FILE --metrics FILE          predicted beside measured
 --calibrate CONFIG METRICS ...        what your machine reaches, from runs on it
---validate tests/published_runs.csv   the time model beside published runs
+--validate tests/published_runs*.csv  the time model beside published runs
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from picotron_min.planner import calibrate, config_files, machine, show, validate
+from picotron_min.planner import calibrate, config_files, machine, picture, show, validate
 from picotron_min.planner.choices import CHOICES, Request
 from picotron_min.planner.measured import read_metrics
 from picotron_min.planner.search import Candidate, nothing_fits, search
@@ -76,7 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="FILE", help="predict this one")
     add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")
     add("--calibrate", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
-    add("--validate", type=Path, metavar="FILE", help="published runs")
+    add("--validate", type=Path, nargs="+", metavar="FILE", help="published runs")
+    add("--picture", type=Path, metavar="FILE", help="and draw them, as SVG")
+    add("--system", type=Path, metavar="FILE", help="properties of another code base, as JSON")
     add("--json", action="store_true", help="print numbers, not text")
     return parser
 
@@ -94,9 +96,9 @@ def above_zero(kind: type, most: float = math.inf, why: str = "") -> Callable[[s
 
 
 # What each kind of command reads; without --config, --calibrate and --validate it is a search.
-OF_MACHINE = {"gpu", "gpus_per_node", "network", "cores", "hardware"}
+OF_MACHINE = {"system", "gpu", "gpus_per_node", "network", "cores", "hardware"}
 READS = {
-    "validate": set(),
+    "validate": {"picture"},
     "calibrate": OF_MACHINE | {"documents"},
     "config": OF_MACHINE | {"documents", "fill", "metrics", "json"},
 }
@@ -105,14 +107,17 @@ READS = {
 def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
     kind = next((kind for kind in READS if getattr(flags, kind)), None)
-    if unused := given - {kind} - READS[kind] if kind else given & {"metrics"}:
+    if unused := given - {kind} - READS[kind] if kind else given & {"metrics", "picture"}:
         names, where = ", ".join(f"--{name}" for name in sorted(unused)), "without --config"
         raise ValueError(f"{names}: not used {f'with --{kind}' if kind else where}; leave it out")
     if "hardware" in given and kind != "calibrate" and not flags.hardware.is_file():
         why = f"--hardware {flags.hardware} is no file"
         raise ValueError(f"{why}: write it with --calibrate, or leave it out")
     if kind == "validate":
-        print(validate.report(validate.read_runs(flags.validate)))
+        runs = [run for path in flags.validate for run in validate.read_runs(path)]
+        if flags.picture:
+            flags.picture.write_text(picture.draw(runs), encoding="utf-8")
+        print(validate.report(runs))
     else:
         {"calibrate": run_calibration, "config": run_config, None: run_search}[kind](flags)
 
@@ -155,7 +160,8 @@ def run_config(flags: argparse.Namespace) -> None:
         print(json.dumps(as_numbers(request, candidate) | {"measured": real}, indent=2))
         return
     print(show.table(request, [[candidate]]))
-    print(f"\n{show.details(request, candidate, width=100)}\n\n{show.uncertain(request)}")
+    details = show.details(request, candidate, width=100)
+    print(f"\n{details}\n\n{show.uncertain(request, candidate)}")
     if measured:
         print(f"\n{show.beside(request, candidate, measured)}")
 

@@ -65,7 +65,8 @@ class Request:
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
         layers = self.model_config.num_hidden_layers
-        system = self.system or our_system(workload, self.device, layers)
+        ours = our_system(workload, self.device, layers)
+        system = (self.system and replace(self.system, precision=ours.precision)) or ours
         return Setting(self.model_config, self.gpu, layout, workload, system, self.attended)
 
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:

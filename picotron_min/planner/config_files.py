@@ -11,8 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from picotron_min.extensions.settings import ModelConfig
+from picotron_min.planner import machine
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.machine import machine
+from picotron_min.planner.system import System
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -39,7 +40,7 @@ def request_of(flags: argparse.Namespace) -> Request:
     config = parse_config(asked)
     max_tp = flags.max_tp or min(MOST_TP, gpu.gpus_per_node)
     options = {"fill": flags.fill, "max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
-    options["documents"] = flags.documents
+    options |= {"documents": flags.documents, "system": system_of(flags)}
     return _request(config, model_of(config), gpu, flags.gpus, flags.global_batch, **options)
 
 
@@ -91,7 +92,7 @@ def attended_length(path: Path, seq_length: int) -> float:
 
 def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     """The device of a name, with what the flags state; ValueError for those of another kind."""
-    gpu = machine(name, flags.hardware, ranks, flags.cores)
+    gpu = machine.machine(name, flags.hardware, ranks, flags.cores)
     unused = ("network", "gpus_per_node") if name == "cpu" else ("cores",)
     if given := [f"--{flag}" for flag in unused if getattr(flags, flag)]:
         kind = "a CPU" if name == "cpu" else name
@@ -102,6 +103,10 @@ def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
         return gpu
     network = 1e9 / 8 * (flags.network or 400)
     return replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
+
+
+def system_of(flags: argparse.Namespace) -> System | None:
+    return machine.read_system(flags.system) if flags.system else None
 
 
 def model_of(config: Config) -> ModelConfig:
@@ -144,7 +149,8 @@ def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate
     if config.distributed.use_cpu and name != "cpu":
         raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
     gpu = gpu_of(flags, name, config.world_size)
-    return predicted(config, model_of(config), gpu, fill=flags.fill, documents=flags.documents)
+    options = {"fill": flags.fill, "documents": flags.documents, "system": system_of(flags)}
+    return predicted(config, model_of(config), gpu, **options)
 
 
 def predicted(

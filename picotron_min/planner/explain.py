@@ -15,9 +15,9 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.choices import Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb
+from picotron_min.planner.uncertainty import is_toss_up
 from picotron_min.runtime.hardware import WATTS
 
-TOSS_UP = 0.01  # of the step: too little for a reason
 # The choices that are explained, and their names where another one reads better.
 EXPLAINED = dict.fromkeys(["tp", "cp", "pp"])
 EXPLAINED |= {"micro_batch_size": "micro-batch", "recompute": None}
@@ -77,12 +77,10 @@ def _verdict(
         return f"{needs}: {grew}", there
     before, after = best.prediction.parts, there.prediction.parts
     slower = there.prediction.step / best.prediction.step - 1
-    if abs(slower) < TOSS_UP:
-        return f"a toss-up ({slower:+.1%})", there
-    if slower < 0:  # it is faster, and was not chosen: the search prefers fewer axes in a tie
-        return f"{-slower:.1%} faster, but with more axes", there
     part = sorted(after, key=lambda name: after[name] - before.get(name, 0.0))[-1]
     took = f"{part} {before.get(part, 0.0):.3g} s -> {after[part]:.3g} s"
+    if is_toss_up(best.prediction, there.prediction):
+        return f"a toss-up ({slower:+.1%}; {took})", there
     return f"{slower:.1%} slower: {took}", there
 
 

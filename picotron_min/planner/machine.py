@@ -11,7 +11,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from picotron_min.planner.system import System
 from picotron_min.runtime.hardware import GPUS, Gpu
+from picotron_min.runtime.json_file import read_json
 
 # Of a core, before any run was measured: FLOP/s; bytes/s of the memory that all cores share, and of
 # a message between two processes.
@@ -55,6 +57,20 @@ def read(hardware: Path) -> dict[str, dict[str, float]]:
     except ValidationError:
         why = f"{hardware} is not what --calibrate writes"
         raise ValueError(f"{why}: delete it, calibrate again") from None
+
+
+def read_system(path: Path) -> System:
+    """The properties of a code base, by the fields of System; ValueError if there is another."""
+    raw = read_json(path)
+    if not raw.keys() <= System.__dataclass_fields__.keys():
+        why = f"{path} has other keys than {', '.join(System.__dataclass_fields__)}"
+        raise ValueError(f"{why}: see picotron_min/planner/system.py")
+    try:
+        return TypeAdapter(System).validate_python(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
 def write(hardware: Path, gpu: Gpu) -> None:

@@ -11,6 +11,7 @@ from picotron_min.planner.measured import Measured
 from picotron_min.planner.memory import RankMemory, gb, gigabytes
 from picotron_min.planner.search import Candidate
 from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffic
+from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
 from picotron_min.runtime.draw import draw
 from picotron_min.runtime.hardware import hardware_flops_per_token
 
@@ -18,11 +19,10 @@ MOST_EQUAL = 3  # of a line of the table
 MOST_DRAWN = 4000  # actions of a drawing
 LEGEND = """\
 s: sequence parallelism, u: Ulysses, 1 x 4: sequences of a micro-batch x micro-batches, =: as fast;
-passes: over memory. First is the one with fewest axes within 0.5% of the fastest, then by step."""
-OTHERS_RUNS = "No GPU has run this code yet: times rest on 65 published runs of others."
-UNCERTAIN = """\
-These are predicted with an error of 3% in the median, and below 14% in nine of ten
-(docs/planner.md)."""
+passes: over memory. First is the one with fewest axes within 0.5% of the fastest, then by step.
+~: a toss-up with the first, whose step differs by less than the 90% interval of the difference."""
+OTHERS_RUNS = "No GPU has run this code yet: times rest on 174 published runs of others."
+UNCERTAIN = "Nine of ten of these are within the interval that stands beside a speed."
 NOT_COUNTED = (
     "Not counted: reading data, ranks that are slower than others, a host that is too slow."
 )
@@ -36,11 +36,11 @@ def plan_text(request: Request, found: list[list[Candidate]], width: int = 100) 
     blocks.append(
         f"why (one choice changed, and all others kept, also the micro-batch)\n  {reasons}"
     )
-    blocks.append(uncertain(request))
+    blocks.append(uncertain(request, best))
     return "\n\n".join(blocks)
 
 
-def uncertain(request: Request) -> str:
+def uncertain(request: Request, best: Candidate) -> str:
     gpu, documents = request.gpu, ""
     if request.attended:
         documents = f"Attention is as costly as in rows of {request.attended:,.0f} tokens"
@@ -50,18 +50,21 @@ def uncertain(request: Request) -> str:
     if request.device == "cpu":
         how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see --calibrate"
         return f"{documents}Times of this CPU are {how}. {NOT_COUNTED}"
-    similar = f"None was on {gpu.name}, whose shares of the peak are those of a similar GPU.\n"
-    return f"{documents}{OTHERS_RUNS}\n{UNCERTAIN}\n{'' if gpu.validated else similar}{NOT_COUNTED}"
+    wider = unlike(request.setting(best.layout, best.workload))
+    wider = f"It is twice as wide here: {wider}.\n" if wider else ""
+    return f"{documents}{OTHERS_RUNS}\n{UNCERTAIN}\n{wider}{NOT_COUNTED}"
 
 
-def measures(request: Request, candidate: Candidate) -> dict[str, float]:
-    """Speed, MFU and HFU, as a run reports them."""
+def measures(request: Request, candidate: Candidate) -> dict:
+    """Speed, its 90% interval, MFU and HFU, as a run reports them."""
     config, S = request.model_config, request.attended or request.seq_length
     step, peak = candidate.prediction.step, request.gpu.peaks[request.dtype]
     speed = request.global_batch * request.seq_length / step / request.gpus
     flops = hardware_flops_per_token(config, S, candidate.workload.recompute)
+    setting = request.setting(candidate.layout, candidate.workload)
     return {
         "tokens_per_second_per_device": speed,
+        "interval": interval(speed, candidate.prediction, setting),
         "mfu": costs.model_flops_per_token(config, S) * speed / peak,
         "hfu": flops * speed / peak,
     }
@@ -71,19 +74,22 @@ def table(request: Request, found: list[list[Candidate]]) -> str:
     """A line a layout, and one with those that are equal to it."""
     experts = "  ep " if request.model_config.num_local_experts else ""
     lines = [f"  tp  cp  pp schedule            dp sharding    {experts}recompute  micro-batches"]
-    lines[0] += "   step s  tok/s/GPU   MFU   HFU  memory GB  bubble"
+    lines[0] += "   step s  tok/s/GPU       90% of runs   MFU   HFU  memory GB  bubble"
+    first = found[0][0].prediction
     for candidate, *equal in found:
         layout, work, prediction, needed = candidate
-        speed, mfu, hfu = measures(request, candidate).values()
+        speed, (low, high), mfu, hfu = measures(request, candidate).values()
         tp = f"{layout.tp}{'s' * layout.sequence_parallel}"
         cp = f"{layout.cp}{'u' * (layout.cp > 1 and layout.cp_engine == 'ulysses')}"
         engine = layout.pp_engine if layout.pp > 1 else "-"
         engine += f" x {layout.pp_chunks}" if layout.pp_chunks > 1 else ""
         ep = f"{layout.ep:>4} " if experts else ""
+        mark = "~" if prediction is not first and is_toss_up(first, prediction) else " "
+        range_, engine = f"{low:,.0f}-{high:,.0f}", f"{engine:<17}{layout.dp:>5}"
         lines.append(
-            f"{tp:>4}{cp:>4}{layout.pp:>4} {engine:<17}{layout.dp:>5} {layout.sharding:<12}{ep}"
+            f"{mark}{tp:>3}{cp:>4}{layout.pp:>4} {engine} {layout.sharding:<12}{ep}"
             f"{work.recompute:<11}{work.micro_batch_size:>4} x {work.num_micro_batches:<6}"
-            f"{prediction.step:>9.4g}{speed:>11,.0f}{mfu:>6.1%}{hfu:>6.1%}"
+            f"{prediction.step:>9.4g}{speed:>11,.0f}{range_:>18}{mfu:>6.1%}{hfu:>6.1%}"
             f"{gigabytes(needed.total):>11}{prediction.bubble:>8.1%}"
         )
         if equal:

@@ -1,6 +1,6 @@
 """Predictions beside published runs: how far off the time model is, and by what.
 
-    python -m picotron_min.planner --validate tests/published_runs.csv
+    python -m picotron_min.planner --validate tests/published_runs*.csv --picture docs/planner.svg
 
 A row of the file has every input of a prediction, and the speed that its source gives. `use` is
 "counted"; "rank", for runs that differ in the layout alone, which are to be put in their order; or
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System
+from picotron_min.planner.uncertainty import interval
 from picotron_min.runtime.hardware import GPUS
 
 
@@ -28,6 +29,21 @@ class Run(NamedTuple):
     predicted: float
     setting: Setting
     prediction: Prediction
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return interval(self.predicted, self.prediction, self.setting)
+
+    @property
+    def is_within(self) -> bool:
+        low, high = self.interval
+        return low <= self.measured <= high
+
+    @property
+    def kind(self) -> str:
+        """A class of runs, which are as difficult to predict."""
+        model = "mixtures" if self.setting.model_config.num_local_experts else "dense"
+        return f"{model}, {'bf16' if self.setting.system.precision == 'bf16' else '8 bits'}"
 
     @property
     def error(self) -> float:
@@ -135,6 +151,7 @@ def report(runs: list[Run]) -> str:
     lines = [f"{'run':43}published  predicted   error  (tokens per second and GPU)"]
     for run in runs:
         note = "" if run.use == "counted" else f"  {run.use}"
+        note += "" if run.is_within else "  outside of its interval"
         speeds = f"{run.measured:10,.5g} {run.predicted:10,.5g} {run.error:+8.1%}"
         lines.append(f"{run.name:42.42} {speeds}{note}")
     if counted := [run for run in runs if run.use == "counted"]:
@@ -142,6 +159,16 @@ def report(runs: list[Run]) -> str:
         lines.append(
             f"\n{len(counted)} counted runs: error of MFU {errors.median:.1%} in the median, at"
             f" most {errors.nine_tenths:.1%} in nine of ten, at most {errors.worst:.1%} in all"
+        )
+    kinds = sorted({run.kind for run in counted})
+    for kind in kinds if len(kinds) > 1 else ():
+        of_kind = [run for run in counted if run.kind == kind]
+        errors, within = errors_of(of_kind), sum(run.is_within for run in of_kind) / len(of_kind)
+        width = median(run.interval[1] / run.predicted - 1 for run in of_kind)
+        lines.append(
+            f"{len(of_kind):>4} {kind:16} {errors.median:.1%} in the median, at most"
+            f" {errors.nine_tenths:.1%} in nine of ten; {within:.0%} within their intervals"
+            f" (median width {width:.0%})"
         )
     if ranked := sweep(runs):
         order = spearman([r.measured for r in ranked], [r.predicted for r in ranked])

@@ -91,9 +91,11 @@ GPUS = {
     for name, peaks, memory, hbm, nvlink, shares, _ in _ROWS
 }
 
+# The limit of a board in watts, by data sheets.
 WATTS = {"A100-80GB": 400, "A100-40GB": 400, "H100": 700, "H100-500W": 500, "H100-PCIe": 350}
 WATTS |= {"H100-NVL": 400, "H200": 700, "H200-NVL": 600, "B200": 1000, "L4": 72, "L40S": 350}
-WATTS |= {"RTX-4090": 450, "RTX-3090": 350, "MI300X": 750}  # the limit of a board, by data sheets
+WATTS |= {"RTX-4090": 450, "RTX-3090": 350, "MI300X": 750}
+WATTS |= {"GH200": 700, "GB200": 1200, "GB300": 1400}
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:

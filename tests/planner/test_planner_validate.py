@@ -2,9 +2,12 @@
 
 import csv
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 
+from picotron_min.planner import picture
+from picotron_min.planner.__main__ import main
 from picotron_min.planner.validate import errors_of, read_runs, report, spearman, sweep
 
 FILES = [
@@ -92,3 +95,25 @@ def test_the_report_has_every_row_and_what_they_come_to(runs):
     text = report(runs)
     assert all(run.name[:42] in text for run in runs)
     assert "65 counted runs" in text and "13 layouts of one sweep: Spearman" in text
+
+
+def test_intervals_hold_nine_of_ten_runs(runs, others):
+    """In each class, too; on constants refitted without a run's shape, tests/planner/refit.py."""
+    counted = [run for run in runs if run.use == "counted"] + others
+    kinds = {run.kind for run in counted}
+    assert kinds == set(picture.COLOURS) and 0.90 < mean(run.is_within for run in counted) < 0.98
+    for name in kinds:
+        assert mean(run.is_within for run in counted if run.kind == name) >= 0.9
+    widths = [r.interval[1] / r.predicted - 1 for r in counted if "dense" in r.kind]
+    assert median(widths) < 0.20
+
+
+def test_the_picture_in_docs_is_what_the_command_draws(tmp_path):
+    drawn = tmp_path / "planner.svg"
+    assert main(["--validate", *map(str, FILES), "--picture", str(drawn)]) == 0
+    assert drawn.read_text() == Path("docs/planner.svg").read_text(), "draw it again"
+    circles = [line for line in drawn.read_text().splitlines() if "<circle" in line]
+    assert len(circles) == 65 + 109
+    # A run that is predicted exactly is on the diagonal.
+    x, y = picture.point(1000, 1000)
+    assert (x - picture.LEFT, picture.TOP + picture.SIZE - y) == (x - picture.LEFT,) * 2
