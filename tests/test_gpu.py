@@ -49,36 +49,6 @@ ROOT = Path(__file__).parent.parent
 GPU = torch.device("cuda")
 
 
-class Reads(TorchDispatchMode):
-    """Counts the times that the host asks for a tensor's value, by `item()`, `if` and the like."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket is torch.ops.aten._local_scalar_dense
-        return function(*args, **(kwargs or {}))
-
-
-def reads_of_steps(config) -> tuple[int, int]:
-    training = make_training(config, MODEL.override(num_hidden_layers=4))
-    training.step(0)  # the optimizer begins
-    tolist = mock.Mock(side_effect=Tensor.tolist)
-    with mock.patch.object(Tensor, "tolist", lambda tensor: tolist(tensor)), Reads() as reads:
-        for step in (1, 2):
-            training.step(step)
-        training.evaluate()
-    return tolist.call_count, reads.count
-
-
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2, "recompute": "full"}, {"tp": 2}], ids=str)
-def test_the_host_reads_from_the_device_once_a_step(pool, sizes):
-    config = make_config(micro_batches=4, optimizer="adamw", **sizes)
-    for counts in pool.run(config.world_size, reads_of_steps, config):
-        assert counts == (3, 0), "two steps and one evaluation, each with one tolist"
-
-
 def casts_of_a_step(recompute: str) -> Counter[str]:
     config = make_config(micro_batches=4, recompute=recompute, dtype="bfloat16")
     training = make_training(config, MODEL.override(num_hidden_layers=4))
