@@ -4,7 +4,7 @@ Gradients lie in one buffer, or in several, or at uneven distances. Something is
 tensor, and must reach each of them.
 
 target: extensions.experts.grouped:joined_view
-train: model.num_local_experts=4 model.num_experts_per_tok=2
+train: model.num_local_experts=4 model.num_experts_per_tok=2 model.moe_intermediate_size=64
 
 Return one tensor [X, ...] that has the memory of X tensors of one shape and one stride, or None
 where there is no such tensor: if one of them is None; if they lie in several storages; if the

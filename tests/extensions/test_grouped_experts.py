@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from picotron_min.extensions.experts import grouped as grouped_experts
 from picotron_min.extensions.experts.grouped import (
+    LEAST_IN_PLACE,
     apply_grouped_experts,
     joined_view,
     run_together,
@@ -49,21 +52,35 @@ def make_experts(dtype: torch.dtype, grouped: bool):
     return moe
 
 
+class GroupedProducts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "grouped_mm" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("least", [LEAST_IN_PLACE, 1])
 @pytest.mark.parametrize("sizes", [[3, 4, 2, 5], [0, 9, 0, 2], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_experts_equal_the_loop(dtype, sizes):
+def test_grouped_experts_equal_the_loop(monkeypatch, dtype, sizes, least):
+    monkeypatch.setattr(grouped_experts, "LEAST_IN_PLACE", least)
     results = []
     for grouped in (False, True):
         moe, generator = make_experts(dtype, grouped), torch.Generator().manual_seed(1)
         rows = torch.randn(sum(sizes), 32, generator=generator).to(dtype).requires_grad_()
         weights = torch.rand(sum(sizes), generator=generator).requires_grad_()
         out = moe.run(rows, sizes, weights)
-        out.backward(torch.randn(out.shape, generator=generator).to(dtype))
+        dy = torch.randn(out.shape, generator=generator).to(dtype)
+        with GroupedProducts() as products:
+            out.backward(dy)
         gradients = [x.weight.grad for x in linears(moe.experts).values()]
         results.append([out, rows.grad, weights.grad, *gradients])
     for theirs, ours in zip(*results, strict=True):
         # The order of a sum depends on the shape: seen in float32, hidden by 16 bits.
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=TOLERANCE[dtype])
+    # For dx, and for weights where torch cannot add a product in place, or matrices are small.
+    assert products.count == (3 if dtype == torch.float32 and least == 1 else 6)
     assert any(gradient.any() for gradient in gradients) == any(sizes)
 
 

@@ -3,8 +3,9 @@
     rows, sorted by expert   | of expert 0 |  1  | (none of 2) |    3    |   [r, E]
     times                    |     W0      | W1  |             |   W3    |   one tensor [X, F, E]
 
-The loop is MoE.run in moe.py, which computes the same. Experts stay parameters of their own: their
-weights are views of the one tensor, and backward adds to each expert's gradient, as in linear.py.
+The loop is MoE.run in moe.py, which computes the same. On a CPU the weight gradients of wide
+experts are a loop here as well: it adds them where they lie. Experts stay parameters of their own:
+their weights are views of the one tensor, and backward adds to each one's gradient, as linear.py.
 """
 
 from functools import partial
@@ -18,6 +19,10 @@ from picotron_min.extensions.experts.moe import mixtures, on_device
 from picotron_min.extensions.overlap.linear import Linear, WeightGradients, take_apart
 from picotron_min.loss import wide
 from picotron_min.model import Llama
+
+# Elements of an expert's matrix from which a CPU adds weight gradients one by one, in place: a
+# grouped product writes them to new memory first. Below, it takes longer to start so many products.
+LEAST_IN_PLACE = 2**14
 
 
 def apply_grouped_experts(
@@ -41,9 +46,10 @@ def run_together(
 ) -> Tensor:
     """In place of MoE.run, rows [r, E] -> [r, E]: three products for all experts of a rank."""
     ends = on_device(list(accumulate(sizes)), rows.device).int()  # of the rows of each expert
-    inner = F.silu(_Product.apply(gate, ends, rows)) * _Product.apply(up, ends, rows)
+    groups = sizes, ends
+    inner = F.silu(_Product.apply(gate, groups, rows)) * _Product.apply(up, groups, rows)
     inner = wide(inner) * weights[:, None]
-    return _Product.apply(down, ends, inner.to(rows.dtype))
+    return _Product.apply(down, groups, inner.to(rows.dtype))
 
 
 class Stack:
@@ -64,9 +70,22 @@ class Stack:
             return torch.stack([linear.operand for linear in self.linears])
         return self.joined
 
-    def add_weight_gradient(self, x_ends: tuple[Tensor, Tensor], dy: Tensor) -> None:
+    def adds_in_place(self, x: Tensor) -> bool:
+        """Whether a loop over the experts adds their weight gradients: docs/log.md has times.
+
+        On GPUs, where Linear adds products of bfloat16 in place, it has not been measured.
+        """
+        gradient = self.linears[0].gradient
+        has_kernel = gradient is not None and gradient.dtype == x.dtype and not x.is_cuda
+        return has_kernel and gradient.numel() >= LEAST_IN_PLACE
+
+    def add_weight_gradient(self, x_groups: tuple[Tensor, list[int], Tensor], dy: Tensor) -> None:
         """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
-        x, ends = x_ends  # an expert without rows gets zeros
+        x, sizes, ends = x_groups  # an expert without rows gets zeros
+        if self.adds_in_place(x):
+            for linear, *rows in zip(self.linears, x.split(sizes), dy.split(sizes), strict=True):
+                linear.add_weight_gradient(*rows)
+            return
         gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]
         joined = joined_view([linear.gradient for linear in self.linears])
         if joined is None:  # sharded, or in several buckets
@@ -94,14 +113,14 @@ class _Product(torch.autograd.Function):
     """As in linear.py, of all experts."""
 
     @staticmethod
-    def forward(ctx, stack, ends, x):
-        ctx.stack, ctx.ends = stack, ends
+    def forward(ctx, stack, groups, x):
+        ctx.stack, ctx.groups = stack, groups
         ctx.save_for_backward(x)
-        return F.grouped_mm(x, stack.operand.mT, offs=ends)
+        return F.grouped_mm(x, stack.operand.mT, offs=groups[1])
 
     @staticmethod
     def backward(ctx, dy):
         stack, dy = ctx.stack, dy.contiguous()  # the kernel reads no expanded tensor
-        dx = F.grouped_mm(dy, stack.operand, offs=ctx.ends)
-        stack.queue.put(stack, (*ctx.saved_tensors, ctx.ends), dy)
+        dx = F.grouped_mm(dy, stack.operand, offs=ctx.groups[1])
+        stack.queue.put(stack, (*ctx.saved_tensors, *ctx.groups), dy)
         return None, None, dx
