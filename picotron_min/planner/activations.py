@@ -34,6 +34,9 @@ def saved_per_token(
     selective   4 E                                 2 E + 4 M
     full        1 E: the layer's input              nothing
 
+    A prediction layer keeps 6 E and 2 E more: its input [2E] plain, normalised, and as eh_proj's
+    input, and that of the norm behind it, twice; 3 E of these also where it is recomputed.
+
     Linears in FP8 keep their inputs in one byte a number: norms' outputs, the product, and
     attention's output, which attention itself keeps in the compute dtype, too.
     """
@@ -41,8 +44,9 @@ def saved_per_token(
     _refuse_unknown(c)
     wide, narrow = WIDE[dtype], BYTES[dtype]
     split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
+    is_further = layer >= c.num_hidden_layers
     if recompute == "full":
-        return wide * E / split
+        return wide * E * (4 if is_further else 1) / split
     # Norms' outputs are whole: a projection keeps its input as the all-gather has made it. What is
     # recomputed begins before that, and before anything is rounded to 8 bits.
     attention = narrow * E / split
@@ -55,17 +59,19 @@ def saved_per_token(
         mlp = _saved_by_experts(c, dtype, layout, fp8)
     else:
         mlp = _saved_by_mlp(E, c.intermediate_size / tp, dtype, fp8)
-    return wide * 4 * E / split + attention + mlp
+    further = is_further * (6 * wide + 2 * narrow) * E / split
+    return wide * 4 * E / split + attention + mlp + further
 
 
 KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"}
 KNOWN |= {"gate", "shared_expert_gate"}  # of experts
+KNOWN |= {"enorm", "hnorm", "eh_proj", "norm"}  # of prediction layers
 
 
 @lru_cache(maxsize=64)
 def _refuse_unknown(c: ModelConfig) -> None:
     """ValueError for a parameter of a layer whose activations would not be counted."""
-    kinds = {c.has_experts(layer): layer for layer in range(c.num_hidden_layers)}
+    kinds = {c.has_experts(layer): layer for layer in range(c.num_layers)}
     for name in chain(c.attention_shapes(), *map(c.mlp_shapes, kinds.values())):
         if name.split(".")[-1] not in KNOWN:
             why = f"what {name} keeps for backward is not planned"
@@ -96,7 +102,9 @@ def factors_per_token(
         experts = c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp
         inner = c.n_shared_experts * c.moe_intermediate_size
     mlp = 2 * E + 3 * inner / tp if inner else 0
-    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
+    further = 3 * E * (layer >= c.num_hidden_layers)  # eh_proj's input and gradient
+    further /= tp if layout.sequence_parallel else 1
+    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * (experts + further)
 
 
 def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> float:

@@ -149,9 +149,11 @@ def _memory_of(
         terms["weights"] += cast * V * E  # lm_head's copy
         activations += losses * 2 * wide * E  # the last norm's input, plain and normalised
         # The gradients of lm_head and of its input are made along with the loss, and kept.
-        loss = losses * E * (wide * V + BYTES[work.dtype] * tokens)
+        rows = tokens * (1 + c.num_layers - c.num_hidden_layers)  # of all uses of lm_head
+        loss = losses * E * (wide * V + BYTES[work.dtype] * rows)
         # The last stripe's logits, which become their gradient, and their cast.
-        logits = V * (wide + cast) * min(STRIPE_ROWS[device], tokens)
+        logits = V * (wide + cast) * min(STRIPE_ROWS[device], rows)
+        logits += (rows > tokens) * BYTES[work.dtype] * E * rows  # side by side
     # Backward runs a part of one layer again at a time, when the logits are gone: so only the
     # larger of both counts. (lm_head's copy would go, too; it is counted.)
     again = everything if work.recompute == "full" else map(sub, everything, saved)

@@ -70,10 +70,11 @@ def share_of_rank(
     mine = stages_of(layout.schedule, places["pp"], layout.pp, layout.pp_chunks)
     stops = [0, *accumulate(num_layers)]
     stages = [range(stops[s], stops[s + 1]) for s in mine]
-    groups = [[EMBEDDING]] if 0 in mine else []
+    has_head = layout.num_stages - 1 in mine
+    looks_up = 0 in mine or (has_head and model_config.num_layers > model_config.num_hidden_layers)
+    groups = [[EMBEDDING]] if looks_up else []
     for window in (window for stage in stages for window in windows(stage, shapes, layout)):
         groups.append([name for layer in window for name in names[layer]])
-    has_head = layout.num_stages - 1 in mine
     if has_head:
         head = [saved_name(HEAD, model_config.tie_word_embeddings)]
         groups += [[NORM]] if head in groups else [[NORM], head]  # a tied matrix counts once

@@ -83,7 +83,7 @@ def ranks_of(
 @lru_cache
 def layers_by_kind(model_config: ModelConfig) -> Counter[bool]:
     """How many layers have experts, and how many have none."""
-    return Counter(map(model_config.has_experts, range(model_config.num_hidden_layers)))
+    return Counter(map(model_config.has_experts, range(model_config.num_layers)))
 
 
 def layer_parameters(
@@ -172,7 +172,8 @@ class StepTime(LayerTimes):
     @cached_property
     def head(self) -> float:
         """lm_head and the loss: three products, and passes over the logits."""
-        c, N = self.config, self.tokens
+        c = self.config
+        N = self.tokens * (1 + c.num_layers - c.num_hidden_layers)  # with those further ahead
         rows, V = min(N, self.system.stripe_rows or N), c.vocab_size / self.layout.tp
         products = 3 * N / rows * self.matmul(rows, c.hidden_size, V)  # of each stripe
         whole = V if self.system.tp_messages == (4, 4) else c.vocab_size  # gathered

@@ -23,7 +23,6 @@ from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.optimizers.whole_matrices import Batch
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
-from picotron_min.pipeline_schedule import ends_share_rank
 from picotron_min.planner.activations import BYTES, WIDE
 from picotron_min.planner.parameters import Unit, hidden_batches, share_of_rank
 
@@ -75,8 +74,9 @@ def planned_ledger(
     sent = Sent(layout.axis_sizes | {"ends": ends})
     _Activations(sent, model_config, layout, workload).of_rank(stage)
     _add_parameters(sent, model_config, layout, workload, rank)
-    X, L = model_config.num_local_experts, model_config.num_hidden_layers
+    X, L = model_config.num_local_experts, model_config.num_layers
     numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; RoutingCounts
+    numbers += 2 * (L - model_config.num_hidden_layers)  # losses of further tokens
     sent.all_reduce("world", BYTES["float64"] * numbers)
     return sent
 
@@ -99,13 +99,15 @@ class _Activations:
         for rank, layers in zip(ranks, pairwise(stops), strict=True):
             for layer in range(*layers) if rank == me else ():
                 self._layer(layer)
-        if ranks[0] == me:  # see VocabularyParallelEmbedding: in the dtype of the residual stream
-            self._sum(self.m, self.wide)
-            self._gather(self.m, self.wide)  # backward
+        further = self.config.num_layers - self.config.num_hidden_layers
+        lookups = (ranks[0] == me) + further * (ranks[-1] == me)  # of a token
+        if lookups:  # see VocabularyParallelEmbedding: in the dtype of the residual stream
+            self._sum(self.m, self.wide * lookups)
+            self._gather(self.m, self.wide * lookups)  # backward
         if ranks[-1] == me:  # see VocabularyParallelHead: its input; and three numbers a token
-            self._sum(self.m, self.narrow)
-            self._gather(self.m, self.narrow)
-            self.sent.all_reduce("tp", 3 * self.wide * self.tokens, self.m)
+            self._sum(self.m, self.narrow * (1 + further))
+            self._gather(self.m, self.narrow * (1 + further))
+            self.sent.all_reduce("tp", 3 * self.wide * self.tokens * (1 + further), self.m)
         # An activation to the next stage and a gradient to the one before, if others have them.
         leaving = sum(me in pair and len(set(pair)) == 2 for pair in pairwise(ranks))
         split = layout.tp if layout.sequence_parallel else 1
@@ -218,19 +220,25 @@ def _add_parameters(
 ) -> None:
     """Add to `sent` what a rank sends for its parameters in a step."""
     places, wide = _places_of(rank, layout), WIDE[workload.dtype]
-    pipeline = layout.schedule, layout.pp, layout.pp_chunks
-    is_tied = model_config.tie_word_embeddings and ends_share_rank(*pipeline)
-    share = model_config, layout, workload.seq_length, places
+    of, c = (model_config, layout, workload.seq_length, places), model_config
     if workload.optimizer == "muon":
-        _add_updates(sent, hidden_batches(*share), places, BYTES[workload.dtype])
-    for unit in share_of_rank(*share).units:
+        _add_updates(sent, hidden_batches(*of), places, BYTES[workload.dtype])
+    share = share_of_rank(*of)
+    is_first, is_last, tied = share.stages[0].start == 0, share.has_head, c.tie_word_embeddings
+    looks_further = is_last and c.num_layers > c.num_hidden_layers
+    # In how many chunks the embedding is, and how many modules use it. One chunk uses it once.
+    chunks, uses = is_first + (looks_further or (is_last and tied)), is_first + looks_further
+    if layout.num_stages == 1:
+        chunks = uses = 1
+    for unit in share.units:
         for part in unit.parts:
             for axis in () if shard_of(part.placement) else part.placement.sums:
                 sent.all_reduce(axis, wide * part.elements)
         # A layer's weights are needed for forward and backward, a tied embedding at both ends. A V
         # has the ends in two chunks, which reduce their gradients one by one.
-        gathers = 1 if unit.is_end and not is_tied else 2
-        reductions = 2 if unit.is_end and is_tied and layout.pp > 1 else 1
+        gathers, reductions = (1, 1) if unit.is_end else (2, 1)
+        if unit.is_end and unit is share.units[0]:  # the embedding
+            gathers, reductions = uses + (is_last and tied), chunks
         _add_sharded(sent, unit, layout, workload, gathers, reductions)
 
 

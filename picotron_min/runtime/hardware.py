@@ -130,5 +130,5 @@ def common_flops_per_token(model_config: ModelConfig, seq_length: int) -> int:
 
 def active_parameter_count(model_config: ModelConfig) -> int:
     """The parameters that a token uses."""
-    layers = range(model_config.num_hidden_layers)
+    layers = range(model_config.num_layers)
     return parameter_count(model_config) - sum(map(model_config.idle_parameters, layers))

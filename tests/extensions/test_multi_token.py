@@ -11,20 +11,37 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
+from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batch, Batches
 from picotron_min.extensions.documents.packing import PADDING
+from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.multi_token.batches import DepthBatch, look_ahead
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.multi_token.extension import MultiToken
+from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import DecoderLayer, Llama, rotary_table
+from picotron_min.pipeline_parallel import Stage, keep_stage
+from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.runtime.architectures import from_hf, to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.hardware import hardware_flops_per_token
 from picotron_min.runtime.hugging_face import find_weights, layers_left_out
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from tests.assembled import MODEL, assert_trains_as_one_rank, make_config, make_training
+from tests import fuzz
+from tests.assembled import (
+    MODEL,
+    Run,
+    assert_same,
+    assert_trains_as_one_rank,
+    make_config,
+    make_training,
+    whole_run,
+)
 from tests.core.test_model import norm_in_own_dtype
 from tests.runtime.test_hugging_face_experts import InFloat64
 
@@ -174,6 +191,22 @@ def test_n_ranks_equal_one(pool, tied, layout):
     assert_trains_as_one_rank(pool, config, DEPTHS.override(tie_word_embeddings=tied))
 
 
+def resumed(config: Config, model_config: ModelConfig, steps: int, folder: Path) -> Run:
+    fuzz.train_and_save(config, model_config, fuzz.STEPS, folder)
+    return fuzz.load_and_train(config, model_config, steps, folder)
+
+
+def test_a_resumed_run_is_the_same_and_so_in_another_layout(pool, tmp_path):
+    config, c = make_config(pp=2, tp=2, layers=2), DEPTHS
+    whole = whole_run(pool, config, c, 2 * fuzz.STEPS)
+    last = {key: getattr(whole, key)[-fuzz.STEPS :] for key in ("losses", "norms", "further")}
+    expected = whole._replace(**last)
+    again = partial(resumed, folder=tmp_path)
+    assert_same(whole_run(pool, config, c, 2 * fuzz.STEPS, again), expected, atol=0.0)
+    other, load = make_config(cp=2, dp=2, layers=2), partial(fuzz.load_and_train, folder=tmp_path)
+    assert_same(whole_run(pool, other, c, 2 * fuzz.STEPS, load, atol=1e-10), expected)
+
+
 # transformers' own prediction layers: what goes out is what it computes, and writes text with.
 
 GLM = DEPTHS.override(
@@ -278,3 +311,48 @@ def test_what_no_model_of_transformers_computes_is_refused(model, factor, messag
             mtp_loss_scaling_factor=float(factor),
         )
         resolve_model(config)
+
+
+# Costs: FLOPs and memory, against what torch counts; what is sent is in test_planner_traffic.py.
+
+GQA = ModelConfig(512, 128, 352, 3, 4, 2, num_nextn_predict_layers=1)
+
+
+def stage_of(c: ModelConfig, recompute: str, stage: Stage) -> Llama:
+    model, extension = Llama(c), MultiToken(c, Workload(1024), torch.device("cpu"))
+    keep_stage(model, stage)
+    extension.swap(model)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    extension.connect(model, {})
+    apply_recompute(model, recompute)
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_hardware_flops_are_what_torch_counts(recompute):
+    model = stage_of(GQA, recompute, Stage(range(4), True, True))
+    tokens, targets = torch.randint(512, (2, 64)), torch.randint(512, (2, 2, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(64), targets).backward()
+    # torch's counter does not know attention on a CPU: that term vanishes at length 0
+    assert hardware_flops_per_token(GQA, 0, recompute) * 2 * 64 == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "pp,vocab_size,recompute", [(1, 256, "none"), (2, 2048, "none"), (2, 256, "full")]
+)
+def test_the_fullest_moment_of_a_step_is_as_full_as_planned(pp, vocab_size, recompute):
+    c = GQA.override(vocab_size=vocab_size)
+    layout, work = Layout(pp=pp), Workload(1024, recompute=recompute, optimizer="sgd")
+    *_, last = layers_of_stages(c, layout, 1024)
+    model = stage_of(c, recompute, Stage(range(4 - last, 4), pp == 1, True))
+    tokens, targets = torch.randint(vocab_size, (1, 1024)), torch.randint(vocab_size, (2, 1, 1024))
+    x = tokens if pp == 1 else torch.randn(1, 1024, 128, requires_grad=True)
+    with MemTracker() as tracker:
+        model(x, torch.arange(1024), targets).backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert memory_of_ranks(c, layout, work, "cpu")[-1].total == pytest.approx(peak, rel=0.05)

@@ -58,6 +58,7 @@ MODELS |= {
     "experts": EXPERTS,
     "shared": EXPERTS | SHARED,
     "all": EXPERTS | {"num_experts_per_tok": 4},
+    "depths": {"num_nextn_predict_layers": 2, "num_hidden_layers": 5},
 }
 
 LAYOUTS = """\
@@ -82,6 +83,8 @@ tp=2 cp=2 ep=4 sp=true padded recompute=full model=experts
 dp=2 ep=2 model=all
 dp=4 tp=2 ep=2 etp=2 ep_engine=allgather sharding=parameters recompute=full model=shared
 dp=2 pp=2 cp=2 sharding=optimizer m=3 model=tied
+dp=2 pp=2 tp=2 sp=true m=2 recompute=full dtype=bfloat16 model=depths
+dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding=parameters model=depths
 """.splitlines()
 KINDS = "none", "optimizer", "gradients", "parameters"
 # A V has both ends on one rank.

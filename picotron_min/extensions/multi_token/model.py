@@ -10,10 +10,13 @@ Faster Large Language Models via Multi-token Prediction". In production: Megatro
 `MultiTokenPredictionBlock`.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from picotron_min.extensions.settings import ModelConfig
+from picotron_min.loss import wide
 from picotron_min.model import DecoderLayer, Llama, RMSNorm, rotary_table
 
 
@@ -31,7 +34,7 @@ class PredictionLayer(DecoderLayer):
         # One input, as of any layer: so what is wrapped around layers need not know this one.
         embedding, hidden = x.chunk(2, dim=-1)
         x = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
-        return super().forward(self.eh_proj(x), rotary)
+        return super().forward(wide(self.eh_proj(x)), rotary)  # as the stream of other layers
 
 
 def add_prediction_layers(model: Llama) -> None:
@@ -54,15 +57,22 @@ def forward(
 
     With targets [1 + D, B, S] the loss is that of depth 0, and its gradient that of all depths.
     """
-    rotary, is_first = (*rotary_table(positions, model.config), *extra), not x.is_floating_point()
-    inputs = [x] if is_first else []
-    if targets is not None and targets.ndim == 3:
-        # What one depth predicts, the next one gets. An id that no depth behind it predicts is
-        # as good as any other.
-        inputs += targets[:-1].clamp(min=0)
-    embeddings = model.model.embed_tokens(torch.cat(inputs)).split(len(x)) if inputs else ()
+    rotary = *rotary_table(positions, model.config), *extra
+    has_depths = targets is not None and targets.ndim == 3
+    x = hidden_states(model, x, rotary, targets[:-1] if has_depths else ())
+    return model.lm_head(x) if targets is None else model.lm_head.loss(x, targets)
+
+
+def hidden_states(model: Llama, x: Tensor, rotary: tuple, ids: Iterable[Tensor]) -> Tensor:
+    """What lm_head gets of each depth, [(1 + D) B, S, E]; ids [D, B, S]: the tokens ahead."""
+    # What one depth predicts, the next one gets. Where nothing is predicted, neither is any more
+    # behind it: any id will do.
+    ids, is_first = [tokens.clamp(min=0) for tokens in ids], not x.is_floating_point()
+    ids = [x, *ids] if is_first else ids
+    embeddings = model.model.embed_tokens(torch.cat(ids)).split(len(x)) if ids else ()
     if is_first:
         x, *embeddings = embeddings
+        x = x.clone()  # or the first layer, which saves it, would keep the memory of all
     layers = list(model.model.layers.values())
     L = len(layers) - model.config.num_nextn_predict_layers
     for layer in layers[:L]:
@@ -71,5 +81,4 @@ def forward(
     for layer, embedding in zip(layers[L:], embeddings, strict=False):
         x = layer(torch.cat([embedding, hidden[-1]], dim=-1), rotary)
         hidden.append(layer.shared_head.norm(x))
-    x = torch.cat(hidden)  # [(1 + D) B, S, E]
-    return model.lm_head(x) if targets is None else model.lm_head.loss(x, targets)
+    return torch.cat(hidden)
