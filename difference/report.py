@@ -26,7 +26,8 @@ def lines_of(
         if not found:
             yield f"             all {len(compared):,} tensors that were recorded before are right"
             named = of_failure(runs[failed], context.trial.layout)
-            yield f"look at      {', '.join(named[:3])}"
+            if named:
+                yield f"look at      {', '.join(named[:3])}"
     if not found and failed is None:
         worst = max((one.error for one in compared), default=0.0)
         what = f"all {len(compared):,} tensors of {len(runs)} ranks"
@@ -54,10 +55,10 @@ def _first_wrong(found: Found, compared: list[Compared], context: Context) -> It
         yield f"{of[0]}: {text}"
     if len(said) > MOST_RANKS:
         yield f"(and {len(said) - MOST_RANKS} more, which differ in numbers)"
-    names, spared = list(dict.fromkeys(other.key.name for other in found.others)), ""
+    names = list(dict.fromkeys(other.key.name for other in found.others))
+    spared = _spared(found, compared)
     if names:
         shown = ", ".join(names[:MOST_OTHERS]) + " ..." * (len(names) > MOST_OTHERS)
-        spared = _spared(found, compared)
         yield f"also in {len(names)} others of this phase: {shown}{spared}"
     named = suspects(found, compared, " ".join(said) + spared, context.trial.layout)
     yield f"look at      {', '.join(named[:3]) or 'no function of the project ran since'}"
@@ -106,4 +107,6 @@ def _spared(found: Found, compared: list[Compared]) -> str:
     norms = {name for name in same if "norm" in name}
     if norms and not norms & wrong:
         return "  (not the weights of norms)"
+    if all("embed_tokens" in name or "lm_head" in name for name in wrong):
+        return "  (only the embeddings)"
     return "  (only the weights of norms)" if wrong <= norms else ""

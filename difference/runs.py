@@ -95,9 +95,9 @@ def _outcome(file: Path, code: int) -> RankRun:
         return RankRun(records)
     if end:
         last = records[-1].note["time"] if records and end.note["hung"] else last
-        return RankRun(
-            records, end.note["problem"], end.note["stack"], end.ran, last, end.note["lost"]
-        )
+        note = end.note
+        failure = note["problem"], note["stack"], end.ran, end.running
+        return RankRun(records, *failure, last, note["lost"])
     was_killed = "it was killed" if code == -signal.SIGKILL else f"it ended with code {code}"
     return RankRun(records, was_killed, failed_at=last)
 

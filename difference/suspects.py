@@ -9,6 +9,7 @@ from difference.first import Compared, Found
 from difference.runs import RankRun
 from picotron_min.extensions.settings import Layout
 
+OVERLAP = "extensions/overlap/"
 # Phase, a word of the explanation ("": any) -> functions. The first row that fits is used.
 TABLE = [
     ("built", "", "mesh:build_axes mesh:rows_of layout:Layout.coordinates"),
@@ -17,6 +18,7 @@ TABLE = [
     ("tokens", "", "context_parallel:{positions} data:Batches._read data:Batches._places"),
     ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
     ("summed gradient", "weights of norms)", "placement:_placement {sums}"),
+    ("summed gradient", "(only the", "placement:_placement {sums}"),
     ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
     ("summed gradient", "", "{sums} {buckets}.wait placement:_placement"),
     ("loss", "", "train:train_step parallelize:ParallelModel.counted_once"),
@@ -24,7 +26,11 @@ TABLE = [
     ("scaled gradient", "", "train:train_step {buckets}.scale optimizer:measure_gradient"),
     ("optimizer state", "", "optimizer:build_optimizer train:train_step"),
     ("weights", "", "optimizer:parameter_groups train:train_step optimizer:learning_rate_at"),
-    ("missing", "", "extensions/overlap/linear:WeightGradients.run {sums} {buckets}.arrived"),
+    (
+        "missing",
+        "",
+        f"{OVERLAP}linear:WeightGradients.run {OVERLAP}boundary:_Enter.backward {{sums}}",
+    ),
 ]
 BUCKETS = {
     "buckets": "data_parallel:GradientBuckets",
@@ -42,7 +48,8 @@ POINTS = {
     "x micro-batch": "Pipeline.",
     "sum over": "leave reduce sum gather Enter Leave",
 }
-HELPERS = "loss.py:wide loss.py:linear_dtype Ledger Axes Axis. Conjugate layout.py model_config.py"
+HELPERS = "refuse_missing Linear.operand Linear.product Linear.gradient Ledger Axes Axis. "
+HELPERS += "loss.py:wide loss.py:linear_dtype Conjugate layout.py model_config.py"
 
 
 def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) -> list[str]:
@@ -52,11 +59,15 @@ def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) 
     if names := from_table(kind, said, layout, first.key.name):
         return names
     one = min(found.wrong, key=lambda wrong: compared.index(wrong))
-    innocent = set()  # of what was running when a tensor was right, the end has not been seen
-    for other in compared[: compared.index(one)]:
-        if other.at == one.at:
-            innocent |= set(other.ran) - set(other.running)
-    return ranked([*dict.fromkeys(one.ran + one.running)], innocent, said)
+    before = [other for other in compared[: compared.index(one)] if other.at == one.at]
+    returned = before[-1].running if before and one.got is not None else []
+    returned = [name for name in returned if name not in one.running]
+    # Of what was still running when a tensor was right, the end has not been seen.
+    innocent = {name for other in before for name in other.ran if name not in other.running}
+    fresh = [name for name in one.ran if name not in innocent]
+    named = [*ranked(fresh, said), *returned, *ranked(one.ran, said), *one.running]
+    is_helper = {n: any(helper in n for helper in HELPERS.split()) for n in named}
+    return [short(n) for n in sorted(dict.fromkeys(named), key=lambda n: is_helper[n])]
 
 
 def from_table(kind: str, said: str, layout: Layout, name: str = "") -> list[str]:
@@ -69,17 +80,15 @@ def from_table(kind: str, said: str, layout: Layout, name: str = "") -> list[str
     return []
 
 
-def ranked(ran: list[str], innocent: set[str], said: str = "") -> list[str]:
-    """Functions, the most suspicious first."""
+def ranked(ran: list[str], said: str) -> list[str]:
+    """Functions: a student's first, then those that the explanation points at."""
     words = [word for key, names in POINTS.items() if key in said for word in names.split()]
 
     def order(name: str) -> tuple:
-        is_helper = any(helper in name for helper in HELPERS.split())
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        is_own = name.startswith("exercises/")  # a student's
-        return not is_own, is_helper, name in innocent, pointed, "collectives.py" in name
+        return not name.startswith("exercises/"), pointed, "collectives.py" in name
 
-    return [short(name) for name in sorted(ran, key=order)]
+    return sorted(ran, key=order)
 
 
 def of_failure(run: RankRun, layout: Layout) -> list[str]:

@@ -1,6 +1,8 @@
 """python -m difference: right layouts pass, and known mistakes are found, located and explained."""
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -85,6 +87,32 @@ KNOWN = {
 def test_picotrons_five_known_bugs_are_explained(edit, options, said, function):
     code, text = answer(make_config(**options), (CORE + edit[0], *edit[1:]))
     assert code == 1 and said in text and function in text.rpartition("look at")[2], text
+
+
+def kill_rank_1_in_step_2() -> None:
+    from difference import runs
+
+    step = runs.Rank._step
+
+    def killed(rank, number: int) -> None:
+        if rank.here.rank == number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(rank, number)
+
+    runs.Rank._step = killed
+
+
+def test_what_a_killed_rank_has_recorded_is_compared():
+    code, text = answer(make_config(dp=2), before=kill_rank_1_in_step_2)
+    assert code == 1 and "FAILED       rank 1: it was killed" in text
+    assert "tensors that were recorded before are right" in text
+
+
+def test_an_exception_names_its_place_and_functions():
+    edit = CORE + "data_parallel.py", "self.buckets[len(self.works) :]", "self.buckets"
+    code, text = answer(make_config(dp=2), edit)  # each bucket is sent again
+    assert code == 1 and "zip() argument 2 is longer" in text
+    assert "look at      data_parallel:GradientBuckets.wait" in text
 
 
 def test_a_config_that_cannot_be_compared_is_refused(tmp_path, capsys):
