@@ -1,7 +1,7 @@
 """What your machine reaches of its peaks, from runs that were measured on it.
 
     runs that are given                 what is found, and what else stays as it was
-    one                                 f, the share of the peak in matmuls
+    one                                 f, the share of the peak in matmuls (of runs in FP8: f8)
     two with different sequences        f and a, the share in attention
     more, some with tp, cp or dp        also the share of the links' speed, and a message's latency
 
@@ -52,7 +52,8 @@ def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
 
 def unknowns(runs: Sequence[Observation]) -> list[str]:
     """What the differences between runs show, the most certain first."""
-    names = ["matmul_share"]
+    in_8_bits = {run.setting.system.precision != "bf16" for run in runs}
+    names = ["matmul_share"] * (False in in_8_bits) + ["float8_share"] * (True in in_8_bits)
     if len({run.setting.workload.seq_length for run in runs}) > 1:
         names.append("attention_share")
     if any(run.setting.layout.world_size > run.setting.layout.pp for run in runs):

@@ -20,7 +20,7 @@ from picotron_min.runtime.json_file import read_json
 CORE_PEAKS = {"float32": 80e9, "bfloat16": 80e9, "float64": 40e9}
 CPU_MEMORY_SPEED, CPU_LINK = 20e9, 4e9
 HARDWARE = Path("hardware.json")
-CALIBRATED = ("matmul_share", "attention_share", "link_share", "latency")
+CALIBRATED = ("matmul_share", "float8_share", "attention_share", "link_share", "latency")
 
 
 def machine(name: str, hardware: Path, gpus: int, cores: int | None = None) -> Gpu:

@@ -3,9 +3,9 @@
     sigma^2     0.04^2 + the sum over a step's parts of (share of the step x the part's error)^2
     interval    the prediction, divided and multiplied by exp(2.4 sigma)
 
-2.4 is the 0.9 (n + 1)-th of n published runs by |log error| / sigma, where a run's prediction has
-constants that were fitted without its shape (conformal prediction; with it, 2.1 would do).
-tests/planner/refit.py computes both again.
+2.4 is about the 0.9 (n + 1)-th of n published runs by |log error| / sigma, as in conformal
+prediction: 2.3 with constants that were fitted without the run's shape, 2.5 without its source,
+and 2.1 with the committed ones (tests/planner/refit.py computes them).
 """
 
 import math
