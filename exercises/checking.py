@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.compare import equal, first_difference, patterns
-from exercises.exercise import Case, Exercise, Mistake, Sent, size_of
+from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, size_of
 from exercises.forms import Call, Calls, wrong_call
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
@@ -258,6 +258,11 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     if crash and crash.kind != "exception":
         return crash.kind, ""
     if not crash:
+        gates = [set(result.problems) for result in failed]
+        if "V" not in set.union(*gates) and len(only := set.union(*gates)) == 1:
+            (gate,) = only  # whose sentence has the reason
+            text = f"Results are right. With {failed[0].case}: {failed[0].problems[gate]}."
+            return GATES[gate], text
         found, *more = [
             dict(patterns(exercise.factors(r.case), [x.values for x in r.records], r.expected))
             for r in failed
@@ -275,4 +280,17 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     if crash:
         return "exception", ""
     first = by_case[outcome.index(failed[0])]
-    return "unknown", f"{UNKNOWN}\nWith {failed[0].case}: {first.text}" if first else UNKNOWN
+    text = f"{UNKNOWN}{_only_wrong(failed)}"
+    return "unknown", f"{text}\nWith {failed[0].case}: {first.text}" if first else text
+
+
+def _only_wrong(failed: Outcome) -> str:
+    """Which results are wrong, where others are right in all cases."""
+    right, wrong = {}, {}
+    for result in failed:
+        for record, expected in zip(result.records, result.expected, strict=True):
+            for name, value in expected.items():
+                is_right = first_difference([record.values], [{name: value}]) is None
+                (right if is_right else wrong)[name] = True
+    names = ", ".join(f"`{name}`" for name in wrong)
+    return f" Only {names} differs; all else is right." if right.keys() - wrong and wrong else ""

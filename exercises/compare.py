@@ -1,8 +1,10 @@
 """Results against what they should be: the first difference, and what kind of difference it is."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +64,7 @@ def differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tuple
         both_nan = got != got and expected != expected
         if not (both_nan or abs(got - expected) <= TOLERANCE * max(1.0, abs(expected))):
             yield at, got, expected
-    elif isinstance(got, Tensor) or got != expected:
+    elif isinstance(got, Tensor) or np.any(got != expected):
         yield at, got, expected
 
 
@@ -103,42 +105,124 @@ def _text(value: Any, digits: int) -> str:
     return str(value)
 
 
+class Wrong(NamedTuple):
+    """A wrong result of a rank, with what it should be; both as numbers, where they are some."""
+
+    rank: int
+    name: str
+    got: Any
+    value: Any
+    a: Tensor | None
+    b: Tensor | None
+
+
 def patterns(
     factors: dict[str, float], got: list[dict], expected: list[dict]
 ) -> Iterator[tuple[str, str]]:
     """What all wrong values of a case have in common: its kind, and a sentence with numbers."""
     wrong = [
-        (rank, name, mine.get(name), value)
+        Wrong(rank, name, mine.get(name), value, _numbers(mine.get(name)), _numbers(value))
         for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
         for name, value in right.items()
         if not isinstance(value, bool) and not equal(mine.get(name), _total(value))
     ]
-    if not wrong or not all(_is_tensor(a) for *_, a, _ in wrong):
+    if not wrong:
         return
-    totals = [(a, _total(b)) for *_, a, b in wrong]
+    names = sorted({one.name for one in wrong})
+    if all(isinstance(one.got, list | tuple | dict) and not one.got for one in wrong):
+        yield f"empty {names}", f"{_listed(names)}: there is nothing in it."
+    if all(one.got is None for one in wrong):
+        yield f"None {names}", f"There is no {_listed(names)}: it is None."
+    yield from _of_ranks(wrong, names, got, expected)
+    if all(one.a is not None and one.b is not None and one.a.shape == one.b.shape for one in wrong):
+        yield from _of_numbers(factors, wrong)
+    if all(_is_reordered(one.got, _total(one.value)) for one in wrong):
+        yield "reordered", f"{_listed(names)}: it is all there, but in another order."
+
+
+def _of_ranks(
+    wrong: list[Wrong], names: list[str], got: list[dict], expected: list[dict]
+) -> Iterator[tuple[str, str]]:
+    n, ranks = len(got), {one.rank for one in wrong}
+    if len(names) == 2:
+        turned = dict(zip(names, names[::-1], strict=True))
+        if all(equal(one.got, _total(expected[one.rank].get(turned[one.name]))) for one in wrong):
+            yield f"exchanged {names}", f"{_listed(names)} are exchanged."
+    if n > 1 and ranks == set(range(1, n)):
+        yield "rank 0", "It is right on rank 0 only."
+    is_same = all(equal(one.get(name), got[0].get(name)) for one in got for name in names)
+    if n > 1 and is_same and not any(equal(expected[0].get(x), expected[-1].get(x)) for x in names):
+        yield "same", "It is the same on all ranks, and should differ."
+    for how, step in (("next", 1), ("previous", -1)):
+        others = [(one, expected[(one.rank + step) % n].get(one.name)) for one in wrong]
+        if n > 1 and all(equal(one.got, _total(other)) for one, other in others):
+            yield how, f"Each rank has what the {how} one should have."
+
+
+def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple[str, str]]:
+    pairs = [(one.a, one.b) for one in wrong]
     for name, factor in factors.items():
         for times, how in ((factor, "large"), (1 / (factor or 1), "small")):
-            if factor not in (0, 1) and all(equal(a, times * b) for a, b in totals):
+            if factor not in (0, 1) and all(equal(a, times * b) for a, b in pairs):
                 what = f"too {how} by a factor of {factor:g}: {name}."
                 yield f"{how}: {name}", f"Every wrong number is {what}"
-    if all(a.ndim == 2 and equal(a.mT, b) for a, b in totals):
+    if all(a.ndim == 2 and equal(a.mT, b) for a, b in pairs):
         yield "transposed", "Every wrong matrix is the transpose of the right one."
-    if all(isinstance(b, SumOf) and _is_part(a, b) for *_, a, b in wrong):
+    if all(isinstance(one.value, SumOf) and _is_part(one.a, one.value) for one in wrong):
         yield "part", "It is a part of the right sum: some of its terms are missing."
-    if len(got) > 1 and {rank for rank, *_ in wrong} == set(range(1, len(got))):
-        yield "rank 0", "It is right on rank 0 only."
-    names = {name for _, name, *_ in wrong}
-    is_same = all(equal(one.get(name), got[0].get(name)) for one in got for name in names)
-    if is_same and not any(equal(expected[0].get(n), expected[-1].get(n)) for n in names):
-        yield "same", "It is the same on all ranks, and should differ."
+    is_off = [~torch.isclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True) for a, b in pairs]
+    off = torch.cat([a[i] for (a, _), i in zip(pairs, is_off, strict=True)])
+    right = torch.cat([b[i] for (_, b), i in zip(pairs, is_off, strict=True)])
+    if off.isnan().all():
+        why = "memory that nothing was written to, a message before its `wait`, 0 / 0 or inf / inf"
+        yield "nan", f"Every wrong number is NaN: {why}."
+    elif not off.any():
+        yield "zero", "Every wrong number is 0."
+    elif equal(off, -right):
+        yield "sign", "Every wrong number has the wrong sign."
+    elif len(off) > 1 and right.all() and equal(off, right * (ratio := (off[0] / right[0]).item())):
+        yield f"times {ratio:.6g}", f"Every wrong number is {ratio:.6g} times the right one."
+    elif len(off) > 1 and equal(off, right + (more := (off[0] - right[0]).item())):
+        how = "large" if more > 0 else "small"
+        yield f"plus {more:.6g}", f"Every wrong number is {abs(more):.6g} too {how}."
+    for where, place in (("first", 0), ("last", -1)):
+        for dim in (0, -1):
+            ends = [i.movedim(dim, 0)[place] if i.ndim else i for i in is_off]
+            is_long = all(i.ndim and i.shape[dim] > 2 for i in is_off)
+            if is_long and all(end.sum() == i.sum() for end, i in zip(ends, is_off, strict=True)):
+                yield f"{where} {dim}", f"Only the {where} along dim {dim} is wrong."
+
+
+def _numbers(value: Any) -> Tensor | None:
+    """A tensor, a number or a list of numbers, as a tensor of float64; else None."""
+    value = _total(value)
+    if _is_plain(value):
+        with suppress(ValueError):  # lists of different lengths
+            value = torch.tensor(value, dtype=torch.float64)
+    is_usable = isinstance(value, Tensor) and value.numel() and value.device.type == "cpu"
+    return value.detach().to(torch.float64) if is_usable else None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, float) or (type(value) is list and all(map(_is_plain, value)))
+
+
+def _is_reordered(got: Any, right: Any) -> bool:
+    if isinstance(got, Tensor) and isinstance(right, Tensor):
+        if got.numel() != right.numel() or got.numel() < 2:
+            return False
+        return equal(*(x.detach().double().flatten().sort().values for x in (got, right)))
+    if isinstance(got, list | tuple) and isinstance(right, list | tuple):
+        return len(got) > 1 and sorted(map(str, got)) == sorted(map(str, right))
+    return False
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _total(value: Any) -> Any:
     return value.total() if isinstance(value, SumOf) else value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 def _is_part(a: Tensor, parts: SumOf) -> bool:

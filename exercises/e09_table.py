@@ -55,6 +55,7 @@ def on_rank(rank, case: Case) -> dict:
     results |= put_together(rank, axes, table, shapes, gradients)
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
     results["parts"] = {name: tuple(g.shape) for name, g in gradients.items() if g.numel()}
+    results["of an unknown name"] = course.placement._placement("rotary.scale", layout, False)
     results["elements"] = sum(gradient.numel() for gradient in gradients.values())
     return results
 
@@ -73,11 +74,12 @@ def made_up(case: Case, end: int):
 def expected(case: Case) -> list[dict]:
     if not hasattr(case, "heads"):
         whole = made_up(case, 0) + made_up(case, 1)
-        return [{"hidden matrices": [], f"gradient of {EMBEDDING}": whole}] * case.ranks
+        right = {"hidden matrices": [], "of an unknown name": None}
+        return [right | {f"gradient of {EMBEDDING}": whole}] * case.ranks
     loss, gradients = run_whole(case)
     results = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     results["hidden matrices"] = [n for n in gradients if not any(p in n for p in PLAIN)]
-    return [results | {"loss": loss}] * case.ranks
+    return [results | {"loss": loss, "of an unknown name": None}] * case.ranks
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -126,6 +128,8 @@ norms_not_summed: With sequence parallelism each rank has seen a part of the tok
 norms_always_summed: The gradients of norms are summed over tp without sequence parallelism, too:
     there all ranks have the whole gradient, and it becomes tp times too large.
     ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp_tp",)
+unknown_refused: An unknown name is an error: return None, since an extension may know it.
+    return None => raise KeyError(name)
 tied_not_summed: A tied embedding has a copy on the first and on the last stage, and their gradients
     are not added: the copies drift apart.
     sums=axes => sums=("dp_cp",)

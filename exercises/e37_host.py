@@ -30,7 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
-LEAST = 100  # bytes, in place of LEAST_OFFLOAD
+LEAST_NUMBERS = 13
+LEAST = 8 * LEAST_NUMBERS  # bytes, in place of LEAST_OFFLOAD
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -95,6 +96,8 @@ def on_rank(rank, case: Case) -> dict:
     result |= {"saved tensors that leave": len(sizes), "storages that leave": len(moved)}
     result |= {"bytes of these tensors": sum(sizes), "bytes that leave": bytes_moved}
     is_alive = alive(lambda tensor: offload._pack({}, set(), tensor), case)
+    edge = offload._pack({}, set(), draw(case, "edge", shape=(LEAST_NUMBERS,)))
+    result["exactly LEAST_OFFLOAD bytes leave"] = not hasattr(edge, "detach")
     return result | {"bytes that stay": sum(kept), "alive without backward": is_alive}
 
 
@@ -114,7 +117,8 @@ def expected(case: Case) -> list[dict]:
     leaves = leaves_of(x, weights)
     loss = layer(x, weights)
     loss.backward()
-    return [{"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}]
+    right = {"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}
+    return [right | {"exactly LEAST_OFFLOAD bytes leave": True}]
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -147,6 +151,8 @@ weights_leave: Weights leave, too: they are needed all the time, and that frees 
     LEAST_OFFLOAD or address in stays => LEAST_OFFLOAD
 small_ones_leave: Small tensors leave, too: to start a copy of them takes longer than to make it.
     storage.nbytes() < LEAST_OFFLOAD or address => address
+one_byte_more: A storage of exactly LEAST_OFFLOAD bytes stays: only those with fewer do.
+    nbytes() < => nbytes() <=
 size_of_view: A small view of a large storage stays, and keeps all of that in memory: what counts is
     the storage.
     storage.nbytes() < => tensor.nbytes <

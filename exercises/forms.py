@@ -21,6 +21,7 @@ from torch import Size, Tensor
 from exercises.compare import LONGEST, differences, equal, shown
 
 MANY = 6  # values; a tuple of more is not a function's several results
+SHORT = 70  # characters of an argument that is shown
 MOST = 200  # of a list, that are compared
 
 
@@ -90,8 +91,12 @@ class Call(NamedTuple):
     got: Any  # what the result holds
 
     def text(self) -> str:
-        texts = [f"{name}={shown(value)[0]}" for name, value in self.given.items()]
-        return f"{self.name}({', '.join(texts)})"
+        texts = {name: shown(value)[0] for name, value in self.given.items()}
+        for name, value in self.given.items():
+            if len(texts[name]) > SHORT:
+                is_tensor = isinstance(value, Tensor)
+                texts[name] = f"a tensor {list(value.shape)}" if is_tensor else "..."
+        return f"{self.name}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 class WrongCall(NamedTuple):

@@ -56,7 +56,7 @@ pattern: too small by a factor of 2: the
     isend, tensor => isend, tensor / axis.size
 unknown: do not know this mistake
     isend, tensor => isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)
-unknown: do not know this mistake
+pattern: Every wrong number is 2 times the right one
     isend, tensor => isend, 2 * tensor
 pattern: rank 0 only
 - send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
@@ -279,9 +279,31 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     assert not dict(patterns({}, turned, [{"x": a["x"]} for a in turned]))
     square = [{"x": matrix[:, :2] + rank} for rank in range(2)]
     turned = [{"x": a["x"].T} for a in square]
-    assert [*dict(patterns({}, turned, square))] == ["transposed"]
+    assert [*dict(patterns({}, turned, square))][0] == "transposed"
     assert [*dict(patterns({}, [{"x": matrix - 7}] * 2, right))] == ["same"]
-    assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7}], right))
+    assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7 % 5}], right))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda a, b: (-a, -b), "sign"),
+        (lambda a, b: (0 * a, 0 * b), "zero"),
+        (lambda a, b: (a / 0 - a / 0, b), "nan"),
+        (lambda a, b: (a * 1.5, b * 1.5), "times 1.5"),
+        (lambda a, b: (a - 2, b - 2), "plus -2"),
+        (lambda a, b: (b, a), "exchanged ['x', 'y']"),
+        (lambda a, b: (a.flip(0), b), "reordered"),
+        (lambda a, b: (torch.cat((a[:-1], a[:1])), b), "last 0"),
+        (lambda a, b: (None, b), "None ['x']"),
+        (lambda a, b: ([], b), "empty ['x']"),
+    ],
+)
+def test_what_all_wrong_numbers_have_in_common_is_said(change, kind):
+    a = torch.tensor([[1.0, 2.0], [4.0, 7.0], [5.0, 3.0]]).double()
+    right = [{"x": a, "y": a**3}]
+    found = dict(patterns({}, [dict(zip("xy", change(a, a**3), strict=True))], right))
+    assert kind in found, found
 
 
 def test_an_exception_has_the_line_of_the_student(tmp_path):
