@@ -64,7 +64,7 @@ def on_rank(rank, case: Case) -> dict:
     course, used = rank.course, case.losses.split()
     axes = rank.axes(course.settings.Layout(dp=case.dp, cp=case.cp))
     config = SimpleNamespace(
-        num_local_experts=case.experts, num_hidden_layers=2, num_experts_per_tok=case.k
+        num_local_experts=case.experts, num_layers=2, num_experts_per_tok=case.k
     )
     on = {name: COEFFICIENTS[name] * (name in used) for name in COEFFICIENTS}
     router = SimpleNamespace(

@@ -24,12 +24,13 @@ def tiny_run(
     seed: int = 0,
     model: dict[str, Any] | None = None,
     routing: Any = None,
+    workload: dict[str, Any] | None = None,
     **recipe: Any,
 ) -> "Run":
     """This rank's part of a run in float64, with initial weights: `rank.course.train.train_step`.
 
-    `model` changes SHAPE, `recipe` the training: SGD at a rate of 0.5 without clipping. A step has
-    `global_batch` sequences in any layout.
+    `model` changes SHAPE, `workload` and `recipe` the training: SGD at a rate of 0.5 without
+    clipping. A step has `global_batch` sequences in any layout.
     """
     course = rank.course
     axes, device = rank.axes(layout), torch.device("cpu")
@@ -38,9 +39,8 @@ def tiny_run(
     sizes["micro_batch_size"] = global_batch // (layout.dp * num_micro_batches)
     settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "grad_clip": None}
     settings |= {"dtype": "float64", "fused": False, "total_train_steps": 100} | recipe
-    workload = course.settings.Workload(
-        **sizes, dtype="float64", optimizer=settings["optimizer"], routing=own
-    )
+    given = {"dtype": "float64", "optimizer": settings["optimizer"], "routing": own}
+    workload = course.settings.Workload(**sizes, **given | (workload or {}))
     config: ModelConfig = course.settings.ModelConfig(**(SHAPE | (model or {})))
     positions = course.context_parallel.POSITIONS[layout.cp_engine]
     batches = course.data.Batches(

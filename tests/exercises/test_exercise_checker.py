@@ -279,7 +279,7 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     assert not dict(patterns({}, turned, [{"x": a["x"]} for a in turned]))
     square = [{"x": matrix[:, :2] + rank} for rank in range(2)]
     turned = [{"x": a["x"].T} for a in square]
-    assert [*dict(patterns({}, turned, square))][0] == "transposed"
+    assert next(patterns({}, turned, square))[0] == "transposed"
     assert [*dict(patterns({}, [{"x": matrix - 7}] * 2, right))] == ["same"]
     assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7 % 5}], right))
 

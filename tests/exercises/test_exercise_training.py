@@ -6,6 +6,8 @@ import json
 import signal
 import sys
 import time
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,15 @@ import pytest
 from exercises import __main__ as commands
 from exercises import exercise as catalogue
 from exercises import training
-from exercises.loading import fresh_modules, imported_with
+from exercises.compare import equal
+from exercises.exercise import Case, Exercise
+from exercises.forms import Calls
+from exercises.loading import course_with, fresh_modules, imported_with
+from exercises.ranks import run_case
+from exercises.simulated_dist import simulated
 from exercises.source import find, parse, solution
+from exercises.tiny import tiny_run
+from picotron_min.extensions.settings import Workload
 from picotron_min.runtime.config_file import parse_config
 
 CONFIG = json.loads(Path(catalogue.FOLDER.parent, "config.json").read_text())
@@ -43,6 +52,46 @@ def test_the_config_of_train_is_valid(number, tmp_path):
     parsed = parse_config(short)
     assert parsed.training.max_tokens == 3 * parsed.tokens_per_step
     assert parsed.world_size <= 8 and "max_tokens" not in CONFIG["training"]
+
+
+def trained(exercise: Exercise, text: str) -> tuple[list, bool]:
+    """Losses of a tiny model in the settings of `train`, by rank, and whether a text was run."""
+    config, calls = parse_config(exercise.changed(CONFIG)), Calls()
+    pairs = (setting.partition(".")[2].split("=") for setting in exercise.train.split())
+    given = {key: json.loads(value) for key, value in pairs}
+    kinds = {f.name: given[f.name] for f in fields(Workload) if f.name in given}
+
+    def on_rank(rank, case) -> dict:
+        layout = {f.name: getattr(config.layout, f.name) for f in fields(config.layout)}
+        layout = rank.course.settings.Layout(**layout)
+        model = {key: value for key, value in given.items() if key.startswith("num_")}
+        names = "optimizer", "moments"
+        recipe = {name: getattr(config.recipe, name) for name in names}
+        more = {"workload": kinds, "learning_rate": 0.01, "dtype": kinds.get("dtype", "float64")}
+        run = tiny_run(rank, layout, num_micro_batches=2, model=model, **recipe, **more)
+        losses = [rank.course.train.train_step(run, step).loss for step in range(2)]
+        saved = rank.course.checkpoint.training_tensors(run.model.parameters, {}, run.optimizer)
+        return {"losses": losses, "saved": sorted(saved)}
+
+    path = Path("student.py")
+    with simulated(), course_with(exercise, text, path, calls.watch) as course:
+        records = run_case(course, Case(config.world_size), on_rank, path)
+    return [record.values for record in records], bool(calls.take())
+
+
+@cache  # runs with the course's own functions, by settings
+def right_training(settings: str, number: int) -> list:
+    return trained(catalogue.load(number), solution(catalogue.load(number)))[0]
+
+
+@pytest.mark.turns(1, 5)
+@pytest.mark.parametrize("number", catalogue.files())
+def test_what_a_check_accepts_trains_as_the_course_does(number):
+    exercise = catalogue.load(number)
+    if not exercise.no_training:
+        values, is_called = trained(exercise, exercise.also_right)
+        assert is_called or number in (1, 38)  # for reports; for a GPU's kernel
+        assert equal(values, right_training(exercise.train, number))
 
 
 def test_a_function_that_no_step_calls_is_not_trained_with(capsys):
