@@ -9,8 +9,10 @@ marks.csv, marks/alice.md       the table, and a page for each student to hand b
 import csv
 import os
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from exercises.sandbox import WARNING, Sandbox, is_plain
 
 COLUMNS = ["student", "exercise", "points", "of", "passed", *GATES, "mistake", "flags", "seconds"]
 POINTS = 10  # of an exercise, where nothing else is given
+MEASURING = threading.Lock()  # of hunts and designs, which import the course anew: not in parallel
 Row = dict[str, Any]  # a line of the table, and the `message` of its page
 
 
@@ -142,8 +145,10 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
     if not is_plain(found[0]):
         return row | {"mistake": "no_plain_file"}
     measured = {"exercise": _exercise, "hunt": _hunt, "design": _design}[task.kind]
+    alone = nullcontext() if task.kind == "exercise" else MEASURING
     try:
-        share, row["message"], more = measured(sandbox, found[0].resolve(), task, seed)
+        with alone:
+            share, row["message"], more = measured(sandbox, found[0].resolve(), task, seed)
     except (ValueError, OSError) as error:  # of a hunt or a design that cannot be read
         return row | {"mistake": "no_answer", "message": str(error)}
     whose = student_of(found[0]) if task.kind != "exercise" else None

@@ -43,7 +43,10 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
     for name, source in FOR_STUDENTS.items():
         shutil.copyfile(ROOT / source, folder / name)
     changed = _without_bodies(chosen)
-    (folder / FILE.relative_to(ROOT)).write_text(pack({n: (ROOT / n).read_text() for n in changed}))
+    # With all exercises, so that a hunt is drawn as from the whole course.
+    names = {*changed, *(path.relative_to(ROOT).as_posix() for path in files().values())}
+    packed = pack({name: (ROOT / name).read_text() for name in sorted(names)})
+    (folder / FILE.relative_to(ROOT)).write_text(packed)
     for name, text in changed.items():
         (folder / name).write_text(text)
     teacher.write_text("\n".join(_for_teacher(chosen)))

@@ -31,10 +31,11 @@ WARNING = "Packed texts of the course, for the checker. Unpacking them is lookin
 @cache
 def sealed() -> dict[str, str]:
     """Whole texts by the file's path in the tree; none outside of a handout."""
-    if not FILE.exists():
-        return {}
-    packed = FILE.read_text().removeprefix(WARNING)
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
+    return unpack(FILE.read_text()) if FILE.exists() else {}
+
+
+def unpack(text: str) -> dict[str, str]:
+    return json.loads(zlib.decompress(base64.b64decode(text.removeprefix(WARNING))))
 
 
 def pack(texts: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from exercises import __main__ as commands
 from exercises import exercise as catalogue
 from exercises.checking import check
 from exercises.handout import bodies
-from exercises.sealed import ROOT, lines_in, pack, without_answers
+from exercises.sealed import ROOT, lines_in, pack, unpack, without_answers
 from exercises.source import find, solution, starter
 
 CHECK = """
@@ -94,6 +94,8 @@ def test_chosen_exercises_alone_are_handed_out(tmp_path, capsys):
     assert sheets == ["e05_ring", "e18_merge"]
     changed = (folder / "picotron_min/collectives.py").read_text()
     assert "exercise 05, ring, is yours" in changed and "batch_isend_irecv([send" in changed
+    packed = unpack((folder / "exercises/sealed.txt").read_text())  # hunts are drawn from all
+    assert {f"exercises/{path.name}" for path in catalogue.files().values()} <= packed.keys()
     shown = capsys.readouterr().out
     assert "2 exercises in" in shown and "not secret" in shown
     path = folder / "exercises/18_merge.py"
@@ -117,3 +119,4 @@ def test_texts_of_answers_are_cut_out_of_a_sheet_and_code_stays():
     )
     packed = pack({"a": "answer"})
     assert "answer" not in packed.partition("\n")[2] and "looking up the answers" in packed
+    assert unpack(packed) == {"a": "answer"}
