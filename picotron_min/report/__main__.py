@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from picotron_min.report.reading import read_run
+from picotron_min.report.runs_csv import write_runs
 
 PAGE = b"<!DOCTYPE html>"  # how every report begins
 MOST_RUNS = 18  # each has a line of its own: see COLOURS and DASHES of charts.py
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = given.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     try:
         runs = [read_run(folder) for folder in folders]
+        write_runs(out.with_suffix(".csv"), runs)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(NO_MATPLOTLIB)
         if len(runs) > MOST_RUNS:
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     out.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be any bytes
     for note in (note for run in runs for note in run.notes):
         print(f"warning: {note}", file=sys.stderr)
-    print(f"wrote {out}")
+    print(f"wrote {out} and {out.with_suffix('.csv')}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Several runs' page: their curves on shared axes, and how their settings differ."""
 
 from itertools import accumulate
-from operator import attrgetter
 
 from picotron_min.report.charts import LOSS, Line, curve_pictures, curves, smooth
 from picotron_min.report.page import Cell, cells, gallery, legend, page, paragraph, section, table
 from picotron_min.report.reading import Run, tokens_of
-from picotron_min.runtime.config import KEYS
+from picotron_min.report.runs_csv import differing_keys
 from picotron_min.runtime.wording import duration, shown
 
 
@@ -68,10 +67,5 @@ def _differences(named: dict[str, Run]) -> str:
     unknown = [name for name, run in named.items() if not run.config]
     if unknown:
         return paragraph(f"The settings of {', '.join(unknown)} are not known.")
-    rows = []
-    for key in KEYS:
-        path = key.replace("checkpoint.async", "checkpoint.in_background")
-        values = [shown(attrgetter(path)(run.config)) for run in named.values()]
-        if len(set(values)) > 1:
-            rows.append((key, *values))
+    rows = [(key, *values) for key, values in differing_keys([*named.values()]).items()]
     return table(("key", *named), rows) if rows else paragraph("Nothing: all keys are equal.")

@@ -1,5 +1,6 @@
 """The report of a run, as data and as a page; test_report_browser.py opens it."""
 
+import csv
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from picotron_min.report.__main__ import MOST_RUNS, NO_MATPLOTLIB, main
 from picotron_min.report.charts import COLOURS, DASHES, smooth
 from picotron_min.report.pictures import ranges
 from picotron_min.report.reading import read_run
+from picotron_min.report.runs_csv import write_runs
 from picotron_min.report.single import header, measured_peaks
 from picotron_min.runtime.draw import plan_of_trace
 from picotron_min.runtime.wording import shown
@@ -395,6 +397,9 @@ def test_a_page_that_cannot_be_written_is_reported(folder, tmp_path, capsys):
     assert "no folder" in refusal(capsys, folder, "--out", out)
     main([str(folder)])
     main([str(folder)])  # its own page may be made again
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    error = refusal(capsys, folder, "--out", tmp_path / "other.html")
+    assert "other.csv exists and is not a table of runs" in error
     error = refusal(capsys, folder, "--out", folder / "metrics.jsonl")
     assert "exists and is not a report" in error and len(read_run(folder).steps) == 20
 
@@ -418,6 +423,21 @@ def test_several_folders_are_compared(folder, tmp_path):
         assert results[str(name)]["loss"][0] == run.steps[-1].loss
         assert results[str(name)]["val_loss"][0] == run.evaluations[-1].val_loss
         assert results[str(name)]["tokens"][0] == run.steps[-1].tokens
+    # The same as a table, where the second run has ended and the first has not.
+    (other / "hf").mkdir()
+    (other / "hf/config.json").touch()
+    write_runs(tmp_path / "compared.csv", [read_run(folder), read_run(other)])
+    with (tmp_path / "compared.csv").open(newline="") as file:
+        lines = {line["folder"]: line for line in csv.DictReader(file)}
+    assert [line["ended"] for line in lines.values()] == ["early", "done"]
+    for name in (folder, other):
+        run, line = read_run(name), lines[str(name)]
+        assert float(line["loss"]) == run.steps[-1].loss and line["joules"] == ""
+        assert float(line["val_loss"]) == run.evaluations[-1].val_loss
+        assert float(line["seconds"]) == run.seconds and line["steps"] == "20"
+        assert {key: line[key] for key in rows} == {
+            key: row[str(name)][1].strip('"') for key, row in rows.items()
+        }
 
 
 def test_validation_of_other_sequences_is_not_compared_in_silence(folder, tmp_path):
@@ -439,6 +459,7 @@ def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):
         each.symlink_to(folder)
     assert "name at most 18" in refusal(capsys, *folders, "--out", tmp_path / "out.html")
     assert len(COLOURS) * len(DASHES) == MOST_RUNS
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 20, "a table may have more"
 
 
 def test_layers_of_several_chunks_are_several_ranges():
