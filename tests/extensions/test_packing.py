@@ -66,10 +66,16 @@ def make_batches(lengths, kind=PackedBatches, S=8, **options):
 
 
 # In none a document, or a piece of one, begins with the last token of the first: that is padding.
-LENGTHS = [[8, 4, 5, 2, 19, 1, 3] * 5, [2, *[1] * 40], [30, 3, 3, 18], [*range(2, 20)], [5] * 19]
+LENGTHS = {
+    "mixed": [8, 4, 5, 2, 19, 1, 3] * 5,
+    "short": [2, *[1] * 40],
+    "long": [30, 3, 3, 18],
+    "each": [*range(2, 20)],
+    "half empty": [5] * 19,
+}
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("eval_batches", [0, 9])
 def test_an_epoch_has_every_token_to_train_on_once_in_rows_of_whole_documents(
     lengths, eval_batches
@@ -99,7 +105,7 @@ def test_an_epoch_has_every_token_to_train_on_once_in_rows_of_whole_documents(
     assert batches.padding == pytest.approx(1 - len(found) / (S * batches.num_sequences))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_validation_is_that_of_a_run_without_packing(lengths):
     packed, wrapped = (
         make_batches(lengths, kind, eval_batches=2) for kind in (PackedBatches, DocumentBatches)
@@ -115,7 +121,7 @@ def test_validation_is_that_of_a_run_without_packing(lengths):
 
 
 def test_layouts_and_resumed_runs_read_the_same_rows():
-    one = make_batches(LENGTHS[0], micro_batch_size=4, num_micro_batches=1)
+    one = make_batches(LENGTHS["mixed"], micro_batch_size=4, num_micro_batches=1)
     for step in range(6):
         whole = one.batch(step, 0)
         for engine in POSITIONS:
@@ -124,7 +130,9 @@ def test_layouts_and_resumed_runs_read_the_same_rows():
                 resumed = {"first_step": 2, "seen_before": 2 * 4 * 8} if step > 2 else {}
                 columns = {"positions": POSITIONS[engine](rank, 2, 8)} | resumed
                 two = {"dp_size": 2, "micro_batch_size": 1}
-                ranks = [make_batches(LENGTHS[0], **columns | two | {"dp_rank": r}) for r in (0, 1)]
+                ranks = [
+                    make_batches(LENGTHS["mixed"], **columns | two | {"dp_rank": r}) for r in (0, 1)
+                ]
                 parts = [r.batch(step, m) for m in (0, 1) for r in ranks]
                 for x, *some in zip(whole[:3], *(part[:3] for part in parts), strict=True):
                     assert torch.equal(x[:, columns["positions"]], torch.cat(some))
