@@ -22,7 +22,7 @@ Read: mesh.py, layout.py, extensions/settings.py (`grids`).
 ? For each axis of each grid, rows_of moves the dims that vary to the end and reshapes: each row is
   a group. ends: of each row along pp the first and the last rank, which are one rank if pp is 1;
   and a group of its own for each rank between.
-! 13 axes of 1 numbering: tensor-parallel ranks are neighbours, on one node. In production:
+! 14 axes of 1 numbering: tensor-parallel ranks are neighbours, on one node. In production:
   `torch.distributed.device_mesh.init_device_mesh`.
 """
 
@@ -37,7 +37,8 @@ SHAPES += ((8, {"dp": 4, "tp": 2, "ep": 2, "etp": 2}),)
 GRID, EXPERT_GRID = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
 VARY = {name: (name,) for name in GRID} | {"dp_cp": ("dp", "cp"), "cp_tp": ("cp", "tp")}
 VARY |= {"dp_cp_tp": GRID[1:], "world": GRID}
-EXPERTS_VARY = {name: (name,) for name in EXPERT_GRID[1:]} | {"ep_etp": ("ep", "etp")}
+EXPERTS_VARY = {name: (name,) for name in EXPERT_GRID[1:]}
+EXPERTS_VARY |= {"ep_etp": ("ep", "etp"), "edp_etp": ("edp", "etp")}
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -193,7 +194,7 @@ def build_axes(device, layout, timeout_seconds=60.0):
         return list(found.values())
 
     def axis(name, members):
-        for_gradients = name in ("dp", "dp_cp", "dp_cp_tp", "edp", "world")
+        for_gradients = name in ("dp", "dp_cp", "dp_cp_tp", "edp", "edp_etp", "world")
         key = for_gradients, tuple(map(tuple, sorted(members)))
         if key not in groups:
             mine = [dist.new_group(row, timeout=timeout) for row in members]
@@ -203,7 +204,7 @@ def build_axes(device, layout, timeout_seconds=60.0):
     members = {"pp": [0], "dp": [1], "cp": [2], "tp": [3], "dp_cp": [1, 2]}
     members |= {"dp_cp_tp": [1, 2, 3], "world": [0, 1, 2, 3], "cp_tp": [2, 3]}
     axes = {name: axis(name, rows(dims, places)) for name, dims in members.items()}
-    members = {"ep": [2], "etp": [3], "edp": [1], "ep_etp": [2, 3]}
+    members = {"ep": [2], "etp": [3], "edp": [1], "ep_etp": [2, 3], "edp_etp": [1, 3]}
     axes |= {name: axis(name, rows(dims, expert_places)) for name, dims in members.items()}
     ends = [[row[0], row[-1]][: len(row)] for row in rows([0], places)]
     between = [r for r in range(n) if r not in sum(ends, [])]
