@@ -14,14 +14,15 @@ OVERLAP = "extensions/overlap/"
 TABLE = [
     ("built", "", "mesh:build_axes mesh:rows_of layout:Layout.coordinates"),
     ("initial", "", "initialise:initialise placement:part placement:_placement"),
-    ("tokens", "sequences", "data:Batches._places data:Batches._starts data:Batches._read"),
-    ("tokens", "", "context_parallel:{positions} data:Batches._read data:Batches._places"),
+    ("tokens", "positions", "context_parallel:{positions} data:Batches._read data:Batches._places"),
+    ("tokens", "", "data:Batches._places pipeline_parallel:Pipeline._forward data:Batches._read"),
+    ("head", "", "loss:stripe_loss loss:_HeadLoss.backward tensor_parallel:VocabularyParallelHead"),
     ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
     ("summed gradient", "weights of norms)", "placement:_placement {sums}"),
     ("summed gradient", "(only the", "placement:_placement {sums}"),
     ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
     ("summed gradient", "", "{sums} {buckets}.wait placement:_placement"),
-    ("loss", "", "train:train_step parallelize:ParallelModel.counted_once"),
+    ("loss", "", "train:train_step parallelize:ParallelModel.counted_once {forward}"),
     ("gradient norm", "", "optimizer:measure_gradient placement:_placement train:train_step"),
     ("scaled gradient", "", "train:train_step {buckets}.scale optimizer:measure_gradient"),
     ("optimizer state", "", "optimizer:build_optimizer train:train_step"),
@@ -33,11 +34,12 @@ TABLE = [
     ),
 ]
 BUCKETS = {
+    "forward": "pipeline_parallel:Pipeline._forward",
     "buckets": "data_parallel:GradientBuckets",
     "sums": "data_parallel:GradientBuckets._start_complete_buckets data_parallel:Bucket.__init__",
 }
-UNITS = {"buckets": (unit := "extensions/sharding/units:ShardedUnit")}
-UNITS["sums"] = f"{unit}.arrived {unit}._finish_reductions"
+UNIT = "extensions/sharding/units:ShardedUnit"
+UNITS = BUCKETS | {"buckets": UNIT, "sums": f"{UNIT}.arrived {UNIT}._finish_reductions"}
 
 # Of the functions that ran: those that an explanation points at, and those that only help.
 POINTS = {
@@ -56,6 +58,7 @@ def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) 
     """The most suspicious functions first, as module:name."""
     first = found.wrong[0]
     kind = "tokens" if first.key.name in ("tokens", "targets") else first.key.phase
+    kind = "head" if (kind, first.key.name) == ("backward", "model.norm") else kind
     if names := from_table(kind, said, layout, first.key.name):
         return names
     one = min(found.wrong, key=lambda wrong: compared.index(wrong))

@@ -113,7 +113,7 @@ def _of_groups(axes: tuple, groups: dict[tuple, float], own: tuple, context: Con
 
 def _mixture(one: Compared, context: Context) -> str:
     """A sum over micro-batches where there should be one: a buffer used again, or not emptied."""
-    if one.key.phase not in ("forward", "backward") or one.got.dtype != torch.float64:
+    if one.key.phase not in ("forward", "backward"):
         return ""
     keys = [one.key._replace(micro_batch=m, dp=d) for m, d in context.trial.micro_batches]
     keys = [k for k in keys if k.dp == one.key.dp] + [k for k in keys if k.dp != one.key.dp]
