@@ -114,6 +114,7 @@ class Quantity(NamedTuple):
 
 LOSS = Quantity("Loss", "nats a token", "loss")
 OTHERS = [
+    *(Quantity(f"Loss {j} further ahead", LOSS.unit, f"mtp_{j}_loss") for j in range(1, 5)),
     Quantity("Learning rate", "learning rate", "learning_rate", is_noisy=False),
     Quantity("Gradient norm", "norm before clipping", "grad_norm"),
     Quantity("Speed", "tokens/s", "tokens_per_second"),

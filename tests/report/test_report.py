@@ -307,11 +307,14 @@ def test_a_single_step_and_numbers_that_were_not_finite_are_drawn(tmp_path):
 
 def test_what_some_runs_record_is_drawn_for_them(tmp_path):
     config = recorded_runs.config_of(tmp_path, {})
-    balance = {"load_imbalance": 1.5, "dropped_per_layer": [0.0], "z_loss": None}
+    balance = {"load_imbalance": 1.5, "mtp_1_loss": 2.5, "dropped_per_layer": [0.0], "z_loss": None}
     energy = {"joules": 51.2, "joules_per_token": 0.1, "watts": 102.4}
     write_records(tmp_path, config, [1, 2], balance=balance, num_zeros_in_grad=3, **energy)
     page = report(tmp_path)
-    assert page.pictures == [*CURVES, "Power", "Zeros in the gradient", "Imbalance"]
+    further = "Loss 1 further ahead"
+    others = [*CURVES, "Power", "Zeros in the gradient", "Imbalance"]
+    assert [title for title in page.pictures if title != further] == others
+    assert page.pictures.index(further) < page.pictures.index("Learning rate")
     assert "only metrics.jsonl is shown" in page.text
     tokens = 0.5 * (1001 + 1002)
     assert page.facts()["energy"] == f"0.10 kJ, {102.4 / tokens:.3g} J a token, in all steps"
