@@ -105,7 +105,7 @@ def open_batches(workload: Workload, depths: int, text: NamedTuple, **options) -
 
         batches = PackedBatches(text.tokens, ends=text.ends, folder=text.folder, **options)
     if depths:
-        from picotron_min.extensions.multi_token.batches import look_ahead
+        from picotron_min.extensions.multi_token.targets import look_ahead
 
         whole = np.array([len(text.tokens)])
         look_ahead(batches, depths, batches.ends if workload.document_mask else whole)

@@ -19,8 +19,8 @@ from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batch, Batches
 from picotron_min.extensions.documents.packing import PADDING
 from picotron_min.extensions.memory.recompute import apply_recompute
-from picotron_min.extensions.multi_token.batches import DepthBatch, look_ahead
 from picotron_min.extensions.multi_token.extension import MultiToken
+from picotron_min.extensions.multi_token.targets import DepthBatch, look_ahead
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import DecoderLayer, Llama, rotary_table

@@ -1,0 +1,124 @@
+"""42 targets: each depth predicts one token further, also where sequences are cut zigzag
+
+In multi-token prediction a further layer predicts the token after the next, and so on. A rank of a
+ring has two pieces of each sequence, and what follows a piece is on another rank.
+
+target: extensions.multi_token.targets:look_ahead
+train: model.num_nextn_predict_layers=2 distributed.cp_size=2
+
+Replace `batches.batch`, in place, by a function that returns a DepthBatch: its targets are those of
+the batch, [B, S/cp], and behind them, for each depth j from 1 to `depths`, the token j + 1 places
+behind each position, in one tensor [1 + depths, B, S/cp]. IGNORE_INDEX stands for a token at or
+behind the position's next one of `ends` (places in the stream, up to its last), or behind
+`batches.cut`, where held-out text begins; and at a position where the batch has it already. Rows of
+a micro-batch begin at `batches._starts(step, batches._places(micro_batch))`.
+Read: targets.py of extensions/multi_token, data.py.
+
+? The stream is on every rank. Which places of it does a rank need for its positions and a depth?
+? batches.tokens[start : stop], batches.positions, np.searchsorted(ends, places, side="right").
+? Read S + 1 + depths tokens of each row, up to the cut; take columns positions + 1 + j; put
+  IGNORE_INDEX where 1 + j reaches the next end.
+! Data that is a function of the position needs 0 messages: Megatron-LM rolls tokens, targets and
+  masks by 1 for each depth, and exchanges the borders of both pieces between ranks.
+"""
+
+from bisect import bisect_right
+
+import numpy as np
+
+from exercises.exercise import Case, Dice
+
+IGNORED = -100
+MISTAKES = """
+rolled: It shifts the targets within a rank's part: behind a piece comes another, not what follows.
+    rows[:, batches.positions + ahead] => np.roll(next_token.targets, 1 - ahead, 1)
+one_short: Depth 1 predicts what depth 0 does: each depth is one token short.
+    range(2, depths + 2) => range(1, depths + 1)
+held_out: It trains on tokens behind the cut, on which the run is validated.
+    min(start + len(row), cut) => start + len(row)
+across: It predicts tokens behind an end, as those of another document.
+    ahead < left => left > 0
+at_the_end: The first token behind an end is at the distance `left`: it is predicted, too.
+    ahead < left => ahead <= left
+"""
+
+
+def cases(dice: Dice) -> list[Case]:
+    some = [{"size": n, "depths": d, "width": dice.randint(3, 5)} for n, d in ((2, 2), (3, 1))]
+    some += [{"size": 1, "depths": 3, "width": 4}, {"size": 2, "depths": 1, "width": 4}]
+    return [Case(case["size"], **case, every=dice.randint(5, 9)) for case in some]
+
+
+def stream(case: Case) -> tuple[int, int, list[int]]:
+    """S, the number of tokens, and where documents end; each token is its own place."""
+    S = 2 * case.size * case.width
+    N = 4 * S + 2  # the last of three rows ends at the held-out text
+    return S, N, [*range(case.every, N, case.every), N]
+
+
+def on_rank(rank, case: Case) -> dict:
+    S, N, ends = stream(case)
+    positions = rank.course.context_parallel.zigzag_positions(rank.number, case.size, S)
+    options = {"seq_length": S, "seed": 0, "micro_batch_size": 3, "num_micro_batches": 1}
+    options |= {"dp_rank": 0, "dp_size": 1, "positions": positions, "eval_batches": 1}
+    batches = rank.course.data.Batches(np.arange(N), **options)
+    rank.course.targets.look_ahead(batches, case.depths, np.array(ends))
+    batch = batches.batch(0, 0)
+    order = batch.tokens[:, 0].argsort()
+    return {f"depth {j}": targets[order].tolist() for j, targets in enumerate(batch.targets)}
+
+
+def expected(case: Case) -> list[dict]:
+    # Place by place. A tenth of the text is held out, or one row and a token if that is more.
+    (S, N, ends), results = stream(case), []
+    cut = N - max(N // 10, S + 1)
+    for r in range(case.size):
+        pieces = (r * case.width, (2 * case.size - 1 - r) * case.width)
+        targets = {}
+        for j in range(case.depths + 1):
+            rows = []
+            for start in range(0, 3 * S, S):
+                places = [start + first + i for first in pieces for i in range(case.width)]
+                limits = [min(cut, ends[bisect_right(ends, p)]) if j else N for p in places]
+                both = zip(places, limits, strict=True)
+                rows.append([p + 1 + j if p + 1 + j < limit else IGNORED for p, limit in both])
+            targets[f"depth {j}"] = rows
+        results.append(targets)
+    return results
+
+
+def picture(runs) -> str:
+    case, records = runs[0]
+    lines = [
+        f"targets in the first row, whose documents end every {case.every} tokens; . is none",
+        "",
+    ]
+    for rank, record in enumerate(records):
+        for depth, rows in record.values.items():
+            row = (str(target) if target != IGNORED else "." for target in rows[0])
+            lines.append(f"rank {rank}  {depth}" + "".join(f"{target:>4}" for target in row))
+    return "\n".join(lines)
+
+
+ALSO_RIGHT = """
+def look_ahead(batches: Batches, depths: int, ends: np.ndarray) -> None:
+    of_next_token = batches.batch
+
+    def batch(step: int, micro_batch: int) -> DepthBatch:
+        first = of_next_token(step, micro_batch)
+        targets = [first.targets]
+        starts = batches._starts(step, batches._places(micro_batch))
+        for j in range(1, depths + 1):
+            further = torch.full_like(first.targets, IGNORE_INDEX)
+            for row, start in enumerate(starts):
+                for column, position in enumerate(batches.positions.tolist()):
+                    place = start + position
+                    limit = min(int(ends[ends > place][0]), batches.cut)
+                    known = first.targets[row, column] != IGNORE_INDEX
+                    if known and place + 1 + j < limit:
+                        further[row, column] = int(batches.tokens[place + 1 + j])
+            targets.append(further)
+        return DepthBatch(*first._replace(targets=torch.stack(targets)))
+
+    batches.batch = batch
+"""
