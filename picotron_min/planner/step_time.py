@@ -3,9 +3,7 @@
     | micro-batch | micro-batch | ... | bubble | gradients that nothing hides | optimizer |
 
 Pure: a prediction is a function of its Setting. Nothing is counted for reading data, for slower
-ranks, and for a host that launches kernels too slowly.
-
-N tokens of a rank's micro-batch, E hidden size, V vocabulary; a message of b bytes as in links.py.
+ranks, and for a host that launches kernels too slowly. Letters are those of layer_time.py.
 """
 
 import copy
