@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
             added[name].add_argument("number", type=int, help=f"of the {what}")
     for name in ("check", "grade", "autograder"):
         added[name].add_argument("--seed", type=int, default=0, help="for other sizes and data")
+    added["read"].add_argument("--all", action="store_true", help="also what it does not use")
     added["check"].add_argument("--solution", action="store_true", help="check the course's own")
     option, config = added["train"].add_argument, FOLDER.parent / "config.json"
     option("--config", type=Path, default=config, help="of the run; default: config.json")
@@ -85,7 +86,7 @@ def start(given: argparse.Namespace) -> int:
 
 
 def read(given: argparse.Namespace) -> int:
-    print(reading(catalogue.load(given.number)), end="")
+    print(reading(catalogue.load(given.number), given.all), end="")
     return 0
 
 

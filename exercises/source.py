@@ -5,6 +5,7 @@ cannot drift apart.
 """
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -86,15 +87,36 @@ def starter(exercise: Exercise) -> str:
     return f"{header}\n\n{_imports(exercise, target)}\n\n{emptied(target)}"
 
 
-def reading(exercise: Exercise) -> str:
-    """The file of the target, without the solution."""
+def reading(exercise: Exercise, whole: bool = True) -> str:
+    """The file of the target, without the solution; or what it uses, and what uses it."""
     target = find(exercise, as_handed_out=True)
     lines = target.path.read_text().splitlines()
     margin = " " * target.node.col_offset
     lines[target.first - 1 : target.node.end_lineno] = [
         textwrap.indent(emptied(target), margin).rstrip()
     ]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return text if whole else _near(target, text)
+
+
+def _near(target: Target, text: str) -> str:
+    """Without the definitions that have nothing to do with the target."""
+    used, lines, left_out = _names(target.node), text.splitlines(), []
+    for node in reversed(ast.parse(text).body):
+        is_other = isinstance(node, Definition) and node.name not in used
+        if is_other and target.node.name not in _names(node) | {node.name}:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            lines[first - 1 : node.end_lineno] = []
+            left_out.append(node.name)
+    text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).rstrip() + "\n"
+    return text + (f"\n# Left out: {', '.join(reversed(left_out))}\n" if left_out else "")
+
+
+def _names(node: ast.AST) -> set[str]:
+    """All names and attributes in it, and what it defines."""
+    nodes = list(ast.walk(node))
+    kinds = (ast.Name, "id"), (ast.Attribute, "attr"), (Definition, "name")
+    return {getattr(n, key) for kind, key in kinds for n in nodes if isinstance(n, kind)}
 
 
 def emptied(target: Target) -> str:

@@ -48,6 +48,9 @@ def test_the_file_to_read_lacks_only_the_solution(number):
     assert NOT_WRITTEN in ast.unparse(node)
     node.body = target.node.body
     assert ast.dump(tree) == ast.dump(target.tree)
+    near = reading(exercise, whole=False)  # lines of the whole, and a last one about the others
+    assert NOT_WRITTEN in ast.unparse(lookup(ast.parse(near), exercise.qualified_name))
+    assert set(near.splitlines()[:-1]) <= set(reading(exercise).splitlines())
 
 
 @pytest.mark.parametrize("number", NUMBERS)
