@@ -16,7 +16,11 @@ TABLE = [
     ("initial", "", "initialise:initialise placement:part placement:_placement"),
     ("tokens", "positions", "context_parallel:{positions} data:Batches._read data:Batches._places"),
     ("tokens", "", "data:Batches._places pipeline_parallel:Pipeline._forward data:Batches._read"),
-    ("head", "", "loss:stripe_loss loss:_HeadLoss.backward tensor_parallel:VocabularyParallelHead"),
+    (
+        "head",
+        "all of it",
+        "loss:stripe_loss loss:_HeadLoss.backward tensor_parallel:VocabularyParallelHead",
+    ),
     ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
     ("summed gradient", "weights of norms)", "placement:_placement {sums}"),
     ("summed gradient", "(only the", "placement:_placement {sums}"),
