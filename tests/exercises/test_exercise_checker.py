@@ -108,11 +108,15 @@ exception: AttributeError
 OTHERS = [(number, other) for number, text in OTHERS.items() for other in mistakes_in(text)]
 
 
+def answer_to(number, mistake):
+    exercise = catalogue.load(number)
+    text = mistake.apply(solution(exercise))
+    return exercise, check(exercise, text, Path("student.py"), others=KNOWN[number])
+
+
 @pytest.mark.parametrize(("number", "other"), OTHERS)
 def test_other_mistakes_get_an_honest_answer(number, other):
-    exercise = catalogue.load(number)
-    path, text = Path("student.py"), other.apply(solution(exercise))
-    verdict = check(exercise, text, path, others=KNOWN[number])
+    exercise, verdict = answer_to(number, other)
     assert not verdict.passed and verdict.mistake == other.name, verdict
     assert other.sentence.replace("LINE", LINE) in verdict.message
     if other.name == "exception":  # another mistake may crash in the same way in one case
@@ -182,9 +186,7 @@ RESULTS = [(number, other) for number, text in RESULTS.items() for other in mist
 
 @pytest.mark.parametrize(("number", "other"), RESULTS)
 def test_a_result_of_another_type_is_explained_in_one_sentence(number, other):
-    exercise = catalogue.load(number)
-    path, text = Path("student.py"), other.apply(solution(exercise))
-    verdict = check(exercise, text, path, others=KNOWN[number])
+    _, verdict = answer_to(number, other)
     assert not verdict.passed and verdict.mistake == "wrong_type", verdict
     sentence = verdict.message.splitlines()[0]
     assert re.search(f"{other.name} returned {other.sentence}", sentence), verdict.message
