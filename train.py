@@ -43,8 +43,9 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     from picotron_min.runtime.reporter import Reporter
 
     inputs, axes = start_up(config, monitor)  # all ranks are connected, and have the same settings
-    device, more = inputs.device, inputs.meters  # a GPU of its own, or the CPU
-    model = build_model(inputs.model_config, config.layout, config.workload, axes, device, more)
+    device = inputs.device  # a GPU of its own, or the CPU
+    settings = inputs.model_config, config.layout, config.workload
+    model = build_model(*settings, axes, device, inputs.meters)
     run = build_run(model, config.recipe, inputs.batches)
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
     saver = Saver(run, inputs, monitor.long_group)

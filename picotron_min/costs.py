@@ -69,10 +69,10 @@ def matmul_parameters(model_config: ModelConfig) -> int:
 
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
     """How many layers each pipeline stage has: as given, or so that the slowest is least slow."""
-    L, num_layers = model_config.num_hidden_layers, list(layout.pp_layers or ())
-    if not num_layers and layout.num_stages == 1:
-        num_layers = [L]
-    elif not num_layers:
+    L = model_config.num_hidden_layers
+    if layout.pp_layers or layout.num_stages == 1:
+        num_layers = list(layout.pp_layers or [L])
+    else:
         # Backward costs twice as much everywhere, so forward is enough to compare stages. The last
         # one also has what follows: the norm, lm_head; the embedding of the first is a lookup.
         flops = [sum(parts.values()) for parts in flops_of_layers(model_config, seq_length)]

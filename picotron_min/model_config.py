@@ -51,7 +51,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Of all, also behind the norm, where each is a further use of lm_head: of extensions."""
+        """Decoder layers, and those behind the norm, of extensions: each uses lm_head once more."""
         return self.num_hidden_layers
 
     def override(self, **changes) -> "ModelConfig":
