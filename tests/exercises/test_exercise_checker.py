@@ -433,7 +433,7 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
     passed = {"passed": "1", "V": "1", "B": "1", "M": "", "O": "1", "mistake": ""}
     none = {"passed": "0", "V": "", "B": "", "M": "", "O": ""}
     for student, expected in {
-        "bob": none | {"V": "0", "B": "1", "O": "1", "mistake": "unknown"},
+        "bob": none | {"V": "0", "B": "1", "O": "1", "mistake": "pattern"},
         "carol": none | {"mistake": "timeout"},
         "dave": passed,
         "eve": none | {"mistake": "exception"},
@@ -443,13 +443,13 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
         assert {key: rows[student][key] for key in expected} == expected, student
     out = graded.stdout
     assert (
-        "Not isolated" in out and "bob  04  unknown" in out and "frank" not in out.split("bob: ")[0]
+        "Not isolated" in out and "bob  04  pattern" in out and "frank" not in out.split("bob: ")[0]
     )
     lines = out.splitlines()[-6:]
     assert lines[0] == "bob: 0 of 1, 0 of 20 points"
     assert lines[-2:] == ["frank: 0 of 1, 0 of 20 points", "    missing: 04"]
     page = (tmp_path / "marks/bob.md").read_text()
-    assert "# bob: 0 of 20 points" in page and "    I do not know this mistake" in page
+    assert "# bob: 0 of 20 points" in page and "    V value: " in page
     assert not [line for line in commands_that_run() if str(tmp_path) in line]
 
 
