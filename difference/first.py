@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from difference.places import Here, Indices, here, of_activation, of_parameter, take
+from difference.places import Here, Indices, here, indices_of, take
 from difference.records import PHASES, Key
 from difference.runs import RankRun
 from difference.tiny import Trial
@@ -47,44 +47,33 @@ class Found(NamedTuple):
 
 def compare(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
     """Every record of every rank, in the order in which the ranks wrote them."""
-    found, layout = [], trial.layout
-    shapes = trial.model_config.parameter_shapes()
+    found = []
     for rank, run in enumerate(runs):
-        at, parameters = here(rank, layout), {}
-        for record in run.records:
-            key, note = record.key, record.note
+        at, notes = here(rank, trial.layout), {}
+        for key, got, *ran, note in run.records:
             if key.phase == "initial":
-                parameters[key.name] = note
-            if key.phase == "built":
-                right = torch.tensor([at.pp, at.dp, at.cp, at.tp])
-                found.append(_compared(record, at, right, right, [range(4)]))
-                continue
-            right, indices = whole.get(key), []
-            if key.name == "loss" and key.phase == "forward":
-                lines = of_activation("targets", right.shape, at, layout)
-                right = whole_of = take(right, lines).sum()
-            elif right is None:
+                notes[key.name] = note
+            right = torch.tensor(at[1:5]) if key.phase == "built" else whole.get(key)
+            if right is None:
                 continue  # it has no tap in the right run: an extension's own
-            elif key.phase in ("forward", "backward"):
-                indices = of_activation(key.name, right.shape, at, layout)
-                whole_of, right = right, take(right, indices)
-            elif (name := key.name.split(" of ")[-1]) in shapes:
-                indices = of_parameter(name, right.shape, at, layout, parameters[name])
-                whole_of, right = right, take(right, indices)
-            else:
-                whole_of = right
-            found.append(_compared(record, at, whole_of, right, indices))
+            of = notes.get(key.name.split(" of ")[-1])
+            indices = indices_of(key, right.shape, at, trial.layout, of)
+            part = take(right, indices)
+            if key.name == "loss" and key.phase == "forward":  # of each token in the right run
+                part, indices = part.sum(), []
+            error = error_of(got, part, right)
+            found.append(Compared(key, at, got, part, indices, error, *ran))
     return found + _missing(trial, whole, runs)
 
 
-def _compared(record, at: Here, whole: Tensor, right: Tensor, indices: Indices) -> Compared:
-    got, error = record.tensor, float("inf")
-    if got.shape == right.shape:
-        largest = whole.abs().max() if whole.numel() else torch.tensor(1.0)
-        difference = (got - right).abs()
-        error = float(difference.max() / largest.clamp(min=1e-300)) if got.numel() else 0.0
-        error = 0.0 if not difference.any() else error  # both may be zero
-    return Compared(record.key, at, got, right, indices, error, record.ran, record.running)
+def error_of(got: Tensor, right: Tensor, whole: Tensor) -> float:
+    """The largest difference, as a part of the whole tensor's largest number."""
+    if got.shape != right.shape:
+        return float("inf")
+    difference = (got - right).abs()
+    if not difference.any():
+        return 0.0  # both may be zero, or empty
+    return float(difference.max() / whole.abs().max().clamp(min=1e-300))
 
 
 def _missing(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from difference.records import Key
 from picotron_min.extensions.settings import Layout
 
 Indices = list[Sequence[int]]  # for each dim of the whole, those that a rank has
@@ -52,33 +53,40 @@ def chunk(indices: Sequence[int], rank: int, size: int) -> Sequence[int]:
     return indices[rank * each : (rank + 1) * each]
 
 
-def of_activation(name: str, shape: Sequence[int], at: Here, layout: Layout) -> Indices:
-    """The part of a tensor of a whole micro-batch, by its tap's name."""
+def indices_of(
+    key: Key, shape: Sequence[int], at: Here, layout: Layout, note: dict | None = None
+) -> Indices:
+    """A rank's part of the whole tensor; `note` is what the rank has said of a parameter."""
+    if key.phase in ("forward", "backward"):
+        return _of_activation(key.name, shape, at, layout)
+    return _of_parameter(key.name.split(" of ")[-1], shape, at, layout, note or {})
+
+
+def _of_activation(name: str, shape: Sequence[int], at: Here, layout: Layout) -> Indices:
     indices, last = [range(n) for n in shape], name.removesuffix(".input").split(".")[-1]
     dim = 2 if "core_attention" in name else 1
     indices[dim] = positions(at, layout, shape[dim])
+    is_routed = name.endswith((".gate.experts", ".gate.weights"))  # never the same token twice
+    in_parts = layout.sequence_parallel and name not in ("tokens", "targets", "loss")
     if ".core_attention" in name:
         indices[1] = chunk(indices[1], at.tp, layout.tp)
     elif last in OUT + IN:
         indices[2] = chunk(indices[2], at.tp, layout.tp)
-    elif name.endswith((".gate.experts", ".gate.weights")) or (
-        layout.sequence_parallel and name not in ("tokens", "targets")
-    ):  # a router never sees a token twice
+    elif is_routed or in_parts:
         indices[1] = chunk(indices[1], at.tp, layout.tp)
     return indices
 
 
-def of_parameter(name: str, shape: Sequence[int], at: Here, layout: Layout, note: dict) -> Indices:
-    """The part of a parameter, gradient or moment; `note` is the rank's, of this parameter."""
+def _of_parameter(name: str, shape: Sequence[int], at: Here, layout: Layout, note: dict) -> Indices:
     indices, module = [range(n) for n in shape], name.removesuffix(".weight").split(".")[-1]
     rank, size = (at.etp, layout.etp) if ".experts." in name else (at.tp, layout.tp)
     if module in OUT or module in ("embed_tokens", "lm_head"):
         indices[0] = chunk(indices[0], rank, size)
     elif module in IN:
         indices[1] = chunk(indices[1], rank, size)
-    elif note["is_new"]:
+    elif note.get("is_new"):
         indices = [range(*pair) for pair in note["cut"]]
-    if note["rows"]:
+    if note.get("rows"):
         indices[0] = indices[0][slice(*note["rows"])]
     return indices
 

@@ -1,15 +1,11 @@
-"""Records: what a process has seen of its run, written to a file at once, in case it dies.
+"""Records: what a process computes, written to a file at once, in case the process dies."""
 
-Each record is a line of JSON, then the tensor's bytes.
-"""
-
-import json
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,21 +35,16 @@ class Writer:
         self.file = path.open("wb", buffering=0)
 
     def write(self, key: Key, tensor: Tensor, ran: Sequence = ((), ()), **note) -> None:
-        values = np.ascontiguousarray(tensor.detach().numpy())
-        head = {"key": key, "shape": tuple(tensor.shape), "dtype": values.dtype.str}
-        head |= {"ran": ran, "note": note | {"time": time.time()}}
-        self.file.write(json.dumps(head).encode() + b"\n" + values.tobytes())
+        record = tuple(key), tensor.detach().numpy(), *ran, note | {"time": time.time()}
+        self.file.write(pickle.dumps(record))
 
 
 def read(path: Path) -> Iterator[Record]:
     """All records that are complete."""
-    data, at = path.read_bytes() if path.exists() else b"", 0
-    while (end := data.find(b"\n", at)) >= 0:
-        head = json.loads(data[at:end])
-        values = np.empty(head["shape"], head["dtype"])
-        at = end + 1 + values.nbytes
-        if at > len(data):
-            return
-        flat = np.frombuffer(data[end + 1 : at], head["dtype"]).copy()
-        tensor = torch.from_numpy(flat.reshape(head["shape"]))
-        yield Record(Key(*head["key"]), tensor, *head["ran"], head["note"])
+    with path.open("rb") as file:
+        while True:
+            try:
+                key, values, ran, running, note = pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):  # the process died while it wrote
+                return
+            yield Record(Key(*key), torch.from_numpy(values), ran, running, note)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import train
 from difference.places import here
 from difference.records import Key, Record, Writer, read
-from difference.taps import ROOT, Profile, attach
+from difference.taps import Profile, attach, update_of
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -54,9 +54,8 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     context, size = multiprocessing.get_context("fork"), trial.layout.world_size
     listen_on_loopback()
     files = [folder / f"rank{rank}" for rank in range(size)]
-    ranks = [
-        context.Process(target=_on_rank, args=(trial, text, folder, rank)) for rank in range(size)
-    ]
+    everything = [(trial, text, folder, rank) for rank in range(size)]
+    ranks = [context.Process(target=_on_rank, args=args) for args in everything]
     for process in ranks:
         process.start()
     try:
@@ -88,18 +87,16 @@ def _wait(ranks: list, files: list[Path]) -> bool:
 
 
 def _outcome(file: Path, code: int) -> RankRun:
-    records = [*read(file)]
-    last = records[-1].note["time"] if records else 0.0
+    records = [*read(file)] if file.exists() else []
     end = records.pop() if records and records[-1].key.phase in ("done", "failed") else None
-    if end and end.key.phase == "done":
+    last = records[-1].note["time"] if records else 0.0
+    if not end:
+        was_killed = "it was killed" if code == -signal.SIGKILL else f"it ended with code {code}"
+        return RankRun(records, was_killed, failed_at=last)
+    if end.key.phase == "done":
         return RankRun(records)
-    if end:
-        last = records[-1].note["time"] if records and end.note["hung"] else last
-        note = end.note
-        failure = note["problem"], note["stack"], end.ran, end.running
-        return RankRun(records, *failure, last, note["lost"])
-    was_killed = "it was killed" if code == -signal.SIGKILL else f"it ended with code {code}"
-    return RankRun(records, was_killed, failed_at=last)
+    note, at = end.note, last if end.note["hung"] else end.note["time"]
+    return RankRun(records, note["problem"], note["stack"], end.ran, end.running, at, note["lost"])
 
 
 def _watch_for_stop(folder: Path, fail: Callable) -> None:
@@ -115,12 +112,11 @@ def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
     writer, profile = Writer(folder / f"rank{rank}"), Profile()
 
     def fail(problem: str, frames: Iterable, lost: bool = False, hung: bool = False) -> None:
-        frames = [(frame, line) for frame, line in frames if profile.names_of([frame])]
-        lines = [f"{Path(f.f_code.co_filename).relative_to(ROOT)}:{line}" for f, line in frames]
-        names = profile.names_of(frame for frame, _ in frames)
-        stack = [f"{line} in {n.partition(':')[2]}" for line, n in zip(lines, names, strict=True)]
-        note = {"problem": problem, "stack": stack[:3], "lost": lost, "hung": hung}
-        ran = [*reversed(profile.called)], names
+        named = [(*profile.names_of([frame]), line) for frame, line in frames]
+        calls = [call for call in named if len(call) > 1]
+        stack = [name.replace(":", f":{line} in ") for name, line in calls[:3]]
+        note = {"problem": problem, "stack": stack, "lost": lost, "hung": hung}
+        ran = [*reversed(profile.called)], [name for name, _ in calls]
         writer.write(Key(0, "failed", ""), torch.zeros(0), ran, **note)
         os._exit(1)
 
@@ -153,29 +149,32 @@ class Rank:
         if not isinstance(data_parallel.GradientBuckets, partial):
             buckets = partial(data_parallel.GradientBuckets, bucket_bytes=BUCKET_BYTES)
             data_parallel.GradientBuckets = buckets
-        config, w, size = trial.model_config, trial.workload, trial.layout
         with self.profile:
-            axes, device = build_axes(torch.device("cpu"), size), torch.device("cpu")
-            batches = open_batches(
-                w,
-                0,
-                text,
-                seq_length=w.seq_length,
-                seed=trial.seed,
-                micro_batch_size=w.micro_batch_size,
-                num_micro_batches=w.num_micro_batches,
-                dp_rank=axes.dp.rank,
-                dp_size=size.dp,
-                positions=POSITIONS[size.cp_engine](axes.cp.rank, size.cp, w.seq_length),
-            )
-            ranks = [axes[name].rank for name in ("pp", "dp", "cp", "tp")]
-            self.note("built", {"place in the mesh": torch.tensor(ranks)})
-            self.model = build_model(config, size, w, axes, device)
-            self.trained = train.build_run(self.model, trial.recipe, batches)
-            table, parameters = self.model.placements, self.model.parameters
-            initialise(parameters, config, trial.seed, table, axes)
-            self.model.weights_changed()
-        self.note("initial", {n: p.data for n, p in parameters.items()}, self._of_parameter)
+            self._build(trial, text)
+        parameters = {n: p.data for n, p in self.model.parameters.items()}
+        self.note("initial", parameters, self._of_parameter)
+
+    def _build(self, trial: Trial, text: Text) -> None:
+        config, w, size = trial.model_config, trial.workload, trial.layout
+        axes, device = build_axes(torch.device("cpu"), size), torch.device("cpu")
+        batches = open_batches(
+            w,
+            0,
+            text,
+            seq_length=w.seq_length,
+            seed=trial.seed,
+            micro_batch_size=w.micro_batch_size,
+            num_micro_batches=w.num_micro_batches,
+            dp_rank=axes.dp.rank,
+            dp_size=size.dp,
+            positions=POSITIONS[size.cp_engine](axes.cp.rank, size.cp, w.seq_length),
+        )
+        ranks = [axes[name].rank for name in ("pp", "dp", "cp", "tp")]
+        self.note("built", {"place in the mesh": torch.tensor(ranks)})
+        self.model = build_model(config, size, w, axes, device)
+        self.trained = train.build_run(self.model, trial.recipe, batches)
+        initialise(self.model.parameters, config, trial.seed, self.model.placements, axes)
+        self.model.weights_changed()
 
     def _of_parameter(self, name: str) -> dict:
         """What places.py needs to know of a parameter."""
@@ -239,13 +238,7 @@ class Rank:
         self.at = Key(step, "", "")
         if not self.is_scaled:  # the step was skipped, since the norm is not finite
             self.note("summed gradient", self._gradients())
-        kind = {"dtype": torch.float64}
-        self.note("loss", {"loss": torch.tensor(result.loss, **kind)})
-        self.note("gradient norm", {"gradient norm": torch.tensor(result.grad_norm, **kind)})
-        self.note("scaled gradient", self._gradients())
-        for name, parameter in self.model.parameters.items():
-            state = self.trained.optimizer.state.get(parameter, {})
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment in state:
-                    self.note("optimizer state", {f"{moment} of {name}": state[moment]})
-        self.note("weights", {n: p.data for n, p in self.model.parameters.items()})
+        for phase, number in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+            self.note(phase, {phase: torch.tensor(number, dtype=torch.float64)})
+        for phase, tensors in update_of(self.model.parameters, self.trained.optimizer):
+            self.note(phase, tensors)

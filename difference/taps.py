@@ -10,9 +10,10 @@ methods are called by name, `project` and `loss`: they are wrapped on the instan
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from picotron_min.model import Llama
@@ -44,7 +45,7 @@ def attach(model: Llama, tap: Tap) -> None:
         _after(layer, name, tap)
     if not isinstance(model.lm_head, nn.Identity):
         _after(model.model.norm, "model.norm", tap)
-        model.lm_head.loss = _loss(model.lm_head.loss, tap)
+        _loss(model.lm_head, tap)
 
 
 def _attach_attention(attention: nn.Module, name: str, tap: Tap) -> None:
@@ -67,11 +68,8 @@ def _after(module: nn.Module, name: str, tap: Tap) -> None:
 
 
 def _after_router(router: nn.Module, name: str, tap: Tap) -> None:
-    def chosen(_, args, out) -> None:
-        tap(f"{name}.experts", out[1], False)
-        tap(f"{name}.weights", out[0], True)
-
-    router.register_forward_hook(chosen)
+    router.register_forward_hook(lambda _, args, out: tap(f"{name}.experts", out[1], False))
+    router.register_forward_hook(lambda _, args, out: tap(f"{name}.weights", out[0], True))
 
 
 def _project(module: nn.Module, name: str, linears: tuple[str, ...], tap: Tap) -> None:
@@ -85,14 +83,27 @@ def _project(module: nn.Module, name: str, linears: tuple[str, ...], tap: Tap) -
     module.project = tapped
 
 
-def _loss(loss: Callable, tap: Tap) -> Callable:
+def _loss(head: nn.Module, tap: Tap) -> None:
+    loss = head.loss
+
     def tapped(x: Tensor, targets: Tensor) -> Tensor:
         tap("targets", targets, False)
-        out = loss(x, targets)
-        tap("loss", out, False)
+        tap("loss", out := loss(x, targets), False)
         return out
 
-    return tapped
+    head.loss = tapped
+
+
+def update_of(
+    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What an optimizer's step has used, and what it has made of it."""
+    yield "scaled gradient", {name: p.grad for name, p in parameters.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        states = {name: optimizer.state.get(p, {}).get(moment) for name, p in parameters.items()}
+        of_all = {f"{moment} of {name}": t for name, t in states.items() if t is not None}
+        yield "optimizer state", of_all
+    yield "weights", {name: p.data for name, p in parameters.items()}
 
 
 class Profile:
@@ -116,13 +127,10 @@ class Profile:
 
     def _name(self, code) -> str | None:
         if code not in self.names:
-            path = Path(code.co_filename)
-            ours = path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "difference")
-            ours &= not path.is_relative_to(ROOT / "tests")
-            name = getattr(code, "co_qualname", code.co_name).partition(".<")[0]
-            self.names[code] = (
-                f"{path.relative_to(ROOT)}:{name}" if ours and name[0] != "<" else None
-            )
+            path, name = Path(code.co_filename), getattr(code, "co_qualname", code.co_name)
+            file = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "tests/"
+            is_ours = not file.startswith(("difference/", "tests/")) and name[0] != "<"
+            self.names[code] = f"{file}:{name.partition('.<')[0]}" if is_ours else None
         return self.names[code]
 
     def take(self) -> tuple[list[str], list[str]]:

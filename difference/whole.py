@@ -9,18 +9,23 @@ one process: what they do wrong there, too, is not seen.
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from difference.records import Key, Writer, read
-from difference.taps import attach
+from difference.taps import attach, update_of
 from difference.tiny import Text, Trial, text_of, trial_of
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import extensions_of
+from picotron_min.extensions.documents.rectangles import Documents
 from picotron_min.extensions.settings import Layout
 from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.loss import IGNORE_INDEX
@@ -32,33 +37,23 @@ from picotron_min.runtime.config_file import load_config
 Whole = dict[Key, Tensor]
 
 
-class Batch:
-    """The sequences of one micro-batch of one data-parallel rank."""
-
-    def __init__(self, trial: Trial, text: Text, step: int, micro_batch: int, dp: int) -> None:
-        B, S = trial.workload.micro_batch_size, trial.workload.seq_length
-        first = (micro_batch * trial.layout.dp + dp) * B
-        rows = [text.tokens[i : i + S + 1].astype(int) for i in text.rows[step][first : first + B]]
-        rows = torch.tensor([row.tolist() for row in rows])
-        self.tokens, self.targets, self.positions = rows[:, :-1], rows[:, 1:].clone(), None
-        self.positions, self.extra = torch.arange(S), ()
-        if trial.workload.document_mask:
-            self._cut_documents(text, text.rows[step][first : first + B], S)
-
-    def _cut_documents(self, text: Text, starts: list[int], S: int) -> None:
-        from picotron_min.extensions.documents.rectangles import Documents
-
-        ends, lengths, self.positions = set(text.ends.tolist()), [], torch.zeros(len(starts), S)
-        for row, start in enumerate(starts):
-            begins = [0, *(i for i in range(1, S) if start + i in ends)]
-            lengths.append(tuple(b - a for a, b in zip(begins, [*begins[1:], S], strict=True)))
-            for a, length in zip(begins, lengths[-1], strict=True):
-                self.positions[row, a : a + length] = torch.arange(length)
-            last = [
-                i for i in range(S) if start + i + 1 in ends
-            ]  # no token follows in its document
-            self.targets[row, last] = IGNORE_INDEX
-        self.extra = (Documents(tuple(lengths)),)
+def batch_of(trial: Trial, text: Text, step: int, micro_batch: int, dp: int) -> tuple:
+    """tokens [B, S], positions, targets [B, S] of a micro-batch, and its documents, if any."""
+    B, S = trial.workload.micro_batch_size, trial.workload.seq_length
+    first = (micro_batch * trial.layout.dp + dp) * B
+    starts = text.rows[step][first : first + B]
+    rows = torch.from_numpy(np.stack([text.tokens[i : i + S + 1] for i in starts]).astype(int))
+    tokens, targets = rows[:, :-1], rows[:, 1:].clone()
+    if not trial.workload.document_mask:
+        return tokens, torch.arange(S), targets
+    lengths, positions = [], torch.zeros(B, S)
+    for row, start in enumerate(starts):
+        ends = [int(end) - start for end in text.ends if start < end <= start + S]
+        targets[row, [end - 1 for end in ends]] = IGNORE_INDEX  # no token of its document follows
+        inner = [end for end in ends if end < S]
+        lengths.append(tuple(b - a for a, b in pairwise([0, *inner, S])))
+        positions[row] = torch.cat([torch.arange(length) for length in lengths[-1]])
+    return tokens, positions, targets, Documents(tuple(lengths))
 
 
 def plain_model(trial: Trial) -> Llama:
@@ -68,16 +63,14 @@ def plain_model(trial: Trial) -> Llama:
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     names = {name for grid in trial.layout.grids for name in grid.axes} | {"ends"}
     axes = Axes(**{name: Axis(name, alone, torch.device("cpu")) for name in names})
-    layout, workload = Layout(), SimpleNamespace(**vars(trial.workload) | {"recompute": "none"})
-    workload.offload = 0
+    layout, workload = Layout(), replace(trial.workload, recompute="none", offload=0)
     table = placements(config.parameter_shapes() | config.buffer_shapes(), layout, False)
     for extension in extensions_of(config, layout, workload, axes, torch.device("cpu")):
         extension.swap(model)
+        model.to_empty(device="cpu")
         if hasattr(extension, "tally"):  # experts: neither messages nor grouped products
-            model.to_empty(device="cpu")
             [buffer.zero_() for buffer in model.buffers()]
         else:
-            model.to_empty(device="cpu")
             extension.connect(model, table)
             extension.wrap(model)
     model.tie_weights()
@@ -102,6 +95,9 @@ class RightRun:
         self.parameters = dict(self.model.named_parameters())
         self.note("initial", {name: p.data for name, p in self.parameters.items()})
         attach(self.model, self._tap)
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding | nn.Linear | nn.RMSNorm):
+                module.register_forward_hook(partial(self._note_product, name))
         self.optimizer = self._optimizer()
         for step in range(trial.steps):
             self._step(step)
@@ -115,6 +111,14 @@ class RightRun:
         self.note("forward", {name: out})
         if wants_gradient and out.requires_grad:
             out.register_hook(lambda gradient: self.note("backward", {name: gradient}))
+
+    def _note_product(self, name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
+        """The two factors of a weight's gradient: see parts.py."""
+        x = args[0].detach()
+        if isinstance(module, nn.RMSNorm):
+            x = F.rms_norm(x, x.shape[-1:], eps=module.eps)
+        self.note("x", {name: x})
+        out.register_hook(lambda gradient: self.note("dy", {name: gradient}))
 
     def _optimizer(self) -> torch.optim.Optimizer:
         recipe, all_of_them = self.trial.recipe, self.parameters.values()
@@ -131,14 +135,13 @@ class RightRun:
         loss, num_targets = 0.0, 0
         for micro_batch, dp in self.trial.micro_batches:
             self.at = Key(step, "", "", micro_batch, dp)
-            batch = Batch(self.trial, self.text, step, micro_batch, dp)
+            batch = batch_of(self.trial, self.text, step, micro_batch, dp)
             self.optimizer.zero_grad()
-            out = self.model(batch.tokens, batch.positions, batch.targets, *batch.extra)
+            out = self.model(*batch)
             out.sum().backward()
-            self.note("part", gradients := {name: p.grad for name, p in self.parameters.items()})
-            sums = {name: total + gradients[name] for name, total in sums.items()}
+            sums = {name: total + self.parameters[name].grad for name, total in sums.items()}
             loss += out.sum().detach()
-            num_targets += int((batch.targets != IGNORE_INDEX).sum())
+            num_targets += int((batch[2] != IGNORE_INDEX).sum())
         self.at = Key(step, "", "")
         self.note("summed gradient", sums)
         squares = sum(total.square().sum() for total in sums.values())
@@ -149,13 +152,9 @@ class RightRun:
         factor = (min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0) / num_targets
         for name, parameter in self.parameters.items():
             parameter.grad = sums[name] * factor
-        self.note("scaled gradient", {n: p.grad for n, p in self.parameters.items()})
         self.optimizer.step()
-        state = {n: self.optimizer.state[p] for n, p in self.parameters.items()}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            of_all = {n: s[moment] for n, s in state.items() if moment in s}
-            self.note("optimizer state", {f"{moment} of {n}": t for n, t in of_all.items()})
-        self.note("weights", {name: p.data for name, p in self.parameters.items()})
+        for phase, tensors in update_of(self.parameters, self.optimizer):
+            self.note(phase, tensors)
 
 
 def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:

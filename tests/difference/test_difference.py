@@ -57,7 +57,7 @@ KNOWN = {
             "end, gradient if gradient is not None else torch.tensor(4.0, dtype=torch.float64))  #",
         ),
         {"pp": 2, "micro_batches": 4},
-        "it is 4 times what it should be: micro-batches",
+        "it is 4 (micro-batches) times what it should be",
         "pipeline_parallel:Pipeline._backward",
     ),
     "loss of one dp rank": (
@@ -77,7 +77,7 @@ KNOWN = {
             "bucket.gradients.mul_(factor / self.axis.size)",
         ),
         {"dp": 2},
-        "it is 0.5 times what it should be: 1/dp",
+        "it is 0.5 (1/dp) times what it should be",
         "data_parallel:GradientBuckets.scale",
     ),
 }

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from difference import special
+from difference import attention as formulas
 from difference.first import Compared
 from difference.parts import Context, parts_of
-from difference.places import here, of_activation, of_parameter, take
+from difference.places import here, take
 from difference.records import Key
 from difference.tiny import text_of, trial_of
 from difference.whole import RightRun
@@ -29,16 +29,11 @@ def context() -> Context:
 
 def right(phase: str, name: str, step: int = 0, micro_batch: int = 0, rank: int = 0) -> Compared:
     """A rank's part of a tensor, as it should be."""
-    at, layout = here(rank, context().trial.layout), context().trial.layout
+    at = here(rank, context().trial.layout)
     is_activation = phase in ("forward", "backward")
     key = Key(step, phase, name, micro_batch, at.dp) if is_activation else Key(step, phase, name)
-    whole, note = context().whole[key], {"rows": None, "is_new": False}
-    indices = []
-    if is_activation and whole.ndim > 2:
-        indices = of_activation(name, whole.shape, at, layout)
-    elif whole.ndim:
-        indices = of_parameter(name, whole.shape, at, layout, note)
-    part = take(whole, indices) if indices else whole
+    indices = context().indices(key, at)
+    part = take(context().whole[key], indices)
     return Compared(key, at, part, part, indices, 0.0, [], [])
 
 
@@ -64,7 +59,7 @@ def rotated(shift: int) -> Tensor:
     one = right("forward", f"{ATTENTION}.core_attention.q")
     x = right("forward", f"{ATTENTION}.q_proj").got.unflatten(-1, (-1, 4))
     at = torch.tensor(one.indices[2]) - shift
-    return special.rotate(x, *special.rotary_table(at, context().trial.model_config)).transpose(
+    return formulas.rotate(x, *formulas.rotary_table(at, context().trial.model_config)).transpose(
         1, 2
     )
 
@@ -72,28 +67,32 @@ def rotated(shift: int) -> Tensor:
 def norm(times: int) -> Tensor:
     sums = [(k, t) for k, t in context().whole.items() if k[:2] == (0, "summed gradient")]
     squares = sum(t.square().sum() * (times if "norm" in k.name else 1) for k, t in sums)
-    return squares.sqrt() / context().num_targets
+    return squares.sqrt() / context().num_targets(0)
 
 
 SUM, OUT = ("summed gradient", Q), ("forward", ATTENTION)
 FORMULAS = {
-    "2 times": (OUT, lambda one: 4 * one.got, "it is 4 times what it should be"),
+    "2 times": (OUT, lambda one: 4 * one.got, "it is 4 (dp x cp) times what it should be"),
     "sign": (SUM, lambda one: -one.got, "it is -1 times what it should be"),
     "own part of dp": (SUM, lambda one: part(one, dp=0), "own part of a sum over dp"),
-    "own part of cp and dp": (SUM, lambda one: part(one, dp=0, cp=0), "sum over cp and dp"),
+    "own part of cp and dp": (SUM, lambda one: part(one, dp=0, cp=0), "sum over dp and cp"),
     "a micro-batch lost": (
         SUM,
         lambda one: part(one, **{"micro-batch": 1}),
         "part of micro-batch 1 alone",
     ),
-    "twice": (SUM, lambda one: one.got + part(one, cp=1), "it counts the part of cp 1 twice"),
+    "twice": (SUM, lambda one: one.got + part(one, cp=1), "it counts the part of cp 1 2 times"),
     "tp": (OUT, lambda one: part(one, tp=0), "own part of a sum over tp"),
     "norms over tp": (
         ("summed gradient", "model.norm.weight"),
         lambda one: part(one, tp=0),
         "own part of a sum over tp",
     ),
-    "residual": (("forward", "model.layers.1"), lambda one: part(one, which="mlp"), "mlp alone"),
+    "residual": (
+        ("forward", "model.layers.1"),
+        lambda one: right("forward", "model.layers.1.mlp").got,
+        "it is model.layers.1.mlp",
+    ),
     "mixture": (
         OUT,
         lambda one: one.got + right(*OUT, micro_batch=1).got,
@@ -110,7 +109,7 @@ FORMULAS = {
         "are those of 12-15: they are the part of tp 1",
     ),
     "another tensor": (OUT, lambda one: right("forward", "model.norm").got, "it is model.norm"),
-    "float32": (OUT, lambda one: one.got.float().double(), "it is rounded to float32"),
+    "float32": (OUT, lambda one: one.got.float().double(), "rounding of float32"),
     "positions": (
         OUT,
         lambda one: torch.cat([one.got[:, :2], 0 * one.got[:, 2:]], 1),
@@ -129,17 +128,17 @@ FORMULAS = {
     "norm": (
         ("gradient norm", "gradient norm"),
         lambda one: norm(2),
-        "the weights of norms 2 times",
+        "its square counts the weights of norms 2 times",
     ),
     "not updated": (
         ("weights", Q),
         lambda one: right("initial", Q).got,
-        "it has not been updated",
+        "its update is 0 times what it should be",
     ),
     "rate": (
         ("weights", Q),
         lambda one: right("initial", Q).got + 0.25 * (one.got - right("initial", Q).got),
-        "its update is 0.25 times what it should be",
+        "its update is 0.25 (1/(dp x cp)) times what it should be",
     ),
     "nan": (OUT, lambda one: one.got / 0, "are NaN or infinite"),
     "shape": (OUT, lambda one: one.got.repeat(1, 2, 1), "dim 1 is 2 (tp) times as long"),
