@@ -102,9 +102,12 @@ def factors_per_token(
         experts = c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp
         inner = c.n_shared_experts * c.moe_intermediate_size
     mlp = 2 * E + 3 * inner / tp if inner else 0
-    further = 3 * E * (layer >= c.num_hidden_layers)  # eh_proj's input and gradient
-    further /= tp if layout.sequence_parallel else 1
-    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * (experts + further)
+    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
+
+
+def factors_of_depth(c: ModelConfig, dtype: str, layout: Layout) -> float:
+    """Bytes that a prediction layer adds to factors_per_token: eh_proj's input and gradient."""
+    return BYTES[dtype] * 3 * c.hidden_size / (layout.tp if layout.sequence_parallel else 1)
 
 
 def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> float:

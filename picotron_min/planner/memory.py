@@ -21,7 +21,13 @@ from typing import NamedTuple
 from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
 from picotron_min.layout import STRIPE_ROWS
-from picotron_min.planner.activations import BYTES, WIDE, factors_per_token, saved_per_token
+from picotron_min.planner.activations import (
+    BYTES,
+    WIDE,
+    factors_of_depth,
+    factors_per_token,
+    saved_per_token,
+)
 from picotron_min.planner.parameters import Share, share_of_rank
 
 
@@ -139,6 +145,8 @@ def _memory_of(
     live = losses = schedule.live_activations(*sizes, layout.pp_chunks) / layout.pp_chunks
     if schedule.splits_backward:
         factors = sum(factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
+        further = sum(layer >= c.num_hidden_layers for layer in share.layers)
+        factors += further * factors_of_depth(c, work.dtype, layout)
         live = _live_until_w(rank, layout, work, factors / kept)
         losses = 1  # the last stage's B follows its F at once, and takes what the loss has kept
 

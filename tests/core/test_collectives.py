@@ -58,7 +58,8 @@ def test_every_axis_is_the_right_row_of_its_grid(pool, layout):
     )
     edp = layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp)
     experts = {"pp": layout.pp, "edp": edp, "ep": layout.ep, "etp": layout.etp}
-    expected |= expected_rows(experts, {n: (n,) for n in experts} | {"ep_etp": ("ep", "etp")})
+    joint = {"ep_etp": ("ep", "etp"), "edp_etp": ("edp", "etp")}
+    expected |= expected_rows(experts, {n: (n,) for n in experts} | joint)
     of_ranks = pool.run(8, rows_of, layout)
     for rank, rows in enumerate(of_ranks):
         of_pp = expected["pp"][rank]

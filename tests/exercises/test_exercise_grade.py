@@ -94,7 +94,7 @@ def test_tasks_are_named_with_their_points(tmp_path):
     (tmp_path / "design_1.py").touch()
     (tmp_path / "hunt_7.py").touch()
     names = [task.name for task in tasks_of([], [tmp_path])]
-    assert names[0] == "01" and names[-2:] == ["41", "design 1"]
+    assert names[0] == "01" and names[-2:] == ["42", "design 1"]
     assert len(HUNTS) == 4
 
 

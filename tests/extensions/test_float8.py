@@ -328,7 +328,7 @@ def test_the_header_of_a_run_names_it(fp8):
     config = parse_config({"model": {"fp8": fp8}, "distributed": {"use_cpu": True}})
     batches = SimpleNamespace(tokens_per_step=8, global_batch=1, num_eval_sequences=0)
     text = SimpleNamespace(tokens=range(64), num_documents=1)
-    here = {"device": torch.device("cpu"), "backend": "gloo", "start": None}
+    here = {"device": torch.device("cpu"), "backend": "gloo", "start": None, "meters": ()}
     inputs = {"config": config, "model_config": MODEL, "batches": batches, "text": text} | here
     header = describe(SimpleNamespace(**inputs))
     assert header["model"].endswith(" in float32, linears in FP8" if fp8 else " in float32")

@@ -80,9 +80,9 @@ def axes_with_one_group(layout: Layout) -> list[set[str]]:
 @pytest.mark.parametrize(
     "layout,expected",
     [
-        (Layout(dp=2), [{"dp", "dp_cp", "dp_cp_tp", "world", "edp"}]),
-        (Layout(cp=2), [{"cp", "cp_tp"}, {"dp_cp", "dp_cp_tp", "world", "edp"}]),
-        (Layout(tp=2), [{"tp", "cp_tp"}, {"dp_cp_tp", "world", "edp"}]),
+        (Layout(dp=2), [{"dp", "dp_cp", "dp_cp_tp", "world", "edp", "edp_etp"}]),
+        (Layout(cp=2), [{"cp", "cp_tp"}, {"dp_cp", "dp_cp_tp", "world", "edp", "edp_etp"}]),
+        (Layout(tp=2), [{"tp", "cp_tp"}, {"dp_cp_tp", "world", "edp", "edp_etp"}]),
     ],
     ids=["dp", "cp", "tp"],
 )

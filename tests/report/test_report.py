@@ -221,7 +221,8 @@ def test_damage_is_reported_on_the_page_and_on_the_terminal(tmp_path, capsys):
         with (tmp_path / name).open("a") as file:
             file.write('{"start": {"at": "cut o')
     page, out = report(tmp_path), capsys.readouterr()
-    assert out.out == f"wrote {tmp_path / 'report.html'}\n"
+    written = " and ".join(str(tmp_path / f"report.{kind}") for kind in ("html", "csv"))
+    assert out.out == f"wrote {written}\n"
     for name in ("metrics.jsonl", "run.jsonl"):
         assert f"{name} has 1 damaged line (number" in page.text
         assert f"{name} has 1 damaged line (number" in out.err

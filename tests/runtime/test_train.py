@@ -161,7 +161,7 @@ def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_r
     assert [record["step"] for record in saves] == [2, 4, 6]
     names = "step loss grad_norm learning_rate tokens tokens_per_second"
     names += " tokens_per_second_per_device mfu mfu_common hfu step_seconds memory_gb comm_bytes"
-    names += " num_zeros_in_grad cp_imbalance"
+    names += " num_zeros_in_grad cp_imbalance joules joules_per_token watts"
     for step, record in enumerate(records, 1):
         assert record.keys() == set(names.split())
         assert record["step"] == step and record["tokens"] == step * 8 * 32
@@ -273,6 +273,7 @@ def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace)
 def test_a_resumed_run_that_ends_before_its_trace_warns():
     config = Config(logging={"trace_file": "t.json"})
     same = {"config": config, "metadata": None, "model_config": resolve_model(config)}
+    same |= {"weights": None}
     for first, last, expected in (
         (6, 8, ["trace_file stays empty: it records steps 9 to 11 of 8"]),
         (6, 9, []),
