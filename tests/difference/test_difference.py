@@ -11,21 +11,11 @@ from tests.assembled import make_config
 from tests.difference.changed import answer
 
 CORE = "picotron_min/"
-SUM = 'return Placement(cuts, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)'
-INITIAL = "parameter.data.copy_(whole[mine])"
-OWN_SHAPE = "parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))"
-
+TIED = {"tie_word_embeddings": True}
 RIGHT = {
-    "one rank": {},
     "1f1b": {"pp": 2, "micro_batches": 3},
-    "zb_v": {
-        "pp": 2,
-        "micro_batches": 2,
-        "engine": "zb_v",
-        "chunks": 2,
-        "model": {"tie_word_embeddings": True},
-    },
-    "ring, recompute": {"cp": 3, "tp": 2, "sequence_parallel": True, "recompute": "full"},
+    "zb_v": {"pp": 2, "micro_batches": 2, "engine": "zb_v", "chunks": 2, "model": TIED},
+    "ring, recompute": {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
     "sharded": {"dp": 2, "micro_batches": 2, "sharding": "parameters", "optimizer": "adamw"},
 }
 
@@ -36,56 +26,55 @@ def test_a_right_layout_is_right(options):
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
-# picotron's five known bugs, here: the change, a layout that shows it, and what is said of it.
-KNOWN = {
-    "equal shards": (
-        ("initialise.py", INITIAL, OWN_SHAPE),
+# picotron's five known bugs, here: file, right line, wrong line, a layout that shows it, what is
+# said of it, and the function that is named.
+KNOWN = [
+    (
+        "initialise.py",
+        "parameter.data.copy_(whole[mine])",
+        "parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))",
         {"tp": 2},
         "initial model.embed_tokens.weight",
         "initialise:initialise",
     ),
-    "sum over cp missing": (
-        ("placement.py", SUM, SUM.replace('sums=("dp_cp",)', 'sums=("dp",)')),
+    (
+        "placement.py",
+        'sums=("dp_cp",), is_hidden_matrix=True)',
+        'sums=("dp",), is_hidden_matrix=True)',
         {"cp": 2},
         "it is this rank's own part of a sum over cp: the sum is missing",
         "placement:_placement",
     ),
-    "micro-batches": (
-        (
-            "pipeline_parallel.py",
-            "end, gradient)  #",
-            "end, gradient if gradient is not None else torch.tensor(4.0, dtype=torch.float64))  #",
-        ),
+    (
+        "pipeline_parallel.py",
+        "end, gradient)  #",
+        "end, gradient if gradient is not None else torch.tensor(4.0, dtype=torch.float64))  #",
         {"pp": 2, "micro_batches": 4},
         "it is 4 (micro-batches) times what it should be",
         "pipeline_parallel:Pipeline._backward",
     ),
-    "loss of one dp rank": (
-        (
-            "parallelize.py",
-            "return totals if self.axes.tp.rank == 0",
-            "return totals if self.axes.tp.rank + self.axes.dp.rank == 0",
-        ),
+    (
+        "parallelize.py",
+        "return totals if self.axes.tp.rank == 0",
+        "return totals if self.axes.tp.rank + self.axes.dp.rank == 0",
         {"dp": 2},
-        "",
+        "rank 1: it is the part of dp 0 alone, 2 times",
         "parallelize:ParallelModel.counted_once",
     ),
-    "gradients divided by dp": (
-        (
-            "data_parallel.py",
-            "bucket.gradients.mul_(factor)",
-            "bucket.gradients.mul_(factor / self.axis.size)",
-        ),
+    (
+        "data_parallel.py",
+        "bucket.gradients.mul_(factor)",
+        "bucket.gradients.mul_(factor / self.axis.size)",
         {"dp": 2},
         "it is 0.5 (1/dp) times what it should be",
         "data_parallel:GradientBuckets.scale",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("edit,options,said,function", KNOWN.values(), ids=KNOWN)
-def test_picotrons_five_known_bugs_are_explained(edit, options, said, function):
-    code, text = answer(make_config(**options), (CORE + edit[0], *edit[1:]))
+@pytest.mark.parametrize("file,right,wrong,options,said,function", KNOWN)
+def test_picotrons_five_known_bugs_are_explained(file, right, wrong, options, said, function):
+    code, text = answer(make_config(**options), (CORE + file, right, wrong))
     assert code == 1 and said in text and function in text.rpartition("look at")[2], text
 
 
