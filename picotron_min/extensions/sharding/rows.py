@@ -27,10 +27,10 @@ def sharded_rows(
 ) -> Table:
     """Matrices are cut once more, over dp x cp; all ranks update norms, which are small."""
     owners = _owners(shapes, table, num_layers, layout) if layout.sharding == "layerwise" else {}
-    rows = {}
+    rows, sizes = {}, layout.axis_sizes
     for name, placement in table.items():
         axis = placement.sums[0]  # dp_cp, or edp of experts
-        if placement.cuts and layout.axis_sizes[axis] > 1:
+        if placement.cuts and sizes[axis] > 1:
             further = (Cut(axis, 0, owners.get(name)),)
             copies = tuple(other for other in placement.copies if other != axis)
             rows[name] = placement._replace(further=further, copies=copies)
