@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from picotron_min.planner import calibrate, config_files, machine, picture, show, validate
-from picotron_min.planner.choices import CHOICES, Request
+from picotron_min.planner.choices import CHOICES, Candidate, Request
 from picotron_min.planner.measured import read_metrics
-from picotron_min.planner.search import Candidate, nothing_fits, search
+from picotron_min.planner.search import nothing_fits, search
 from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.hardware import GPUS
 
@@ -113,13 +113,15 @@ def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if "hardware" in given and kind != "calibrate" and not flags.hardware.is_file():
         why = f"--hardware {flags.hardware} is no file"
         raise ValueError(f"{why}: write it with --calibrate, or leave it out")
-    if kind == "validate":
-        runs = [run for path in flags.validate for run in validate.read_runs(path)]
-        if flags.picture:
-            flags.picture.write_text(picture.draw(runs), encoding="utf-8")
-        print(validate.report(runs))
-    else:
-        {"calibrate": run_calibration, "config": run_config, None: run_search}[kind](flags)
+    commands = {"validate": run_validation, "calibrate": run_calibration, "config": run_config}
+    commands.get(kind, run_search)(flags)
+
+
+def run_validation(flags: argparse.Namespace) -> None:
+    runs = [run for path in flags.validate for run in validate.read_runs(path)]
+    if flags.picture:
+        flags.picture.write_text(picture.draw(runs), encoding="utf-8")
+    print(validate.report(runs))
 
 
 def run_search(flags: argparse.Namespace) -> None:
@@ -139,7 +141,6 @@ def run_search(flags: argparse.Namespace) -> None:
 
 def as_numbers(request: Request, candidate: Candidate) -> dict:
     """A candidate for other programs."""
-    traffic = {axis: sent for axis, sent, *_ in show.traffic_rows(request, candidate)}
     return {
         "choices": {name: candidate.chosen[name] for name in CHOICES},
         "num_micro_batches": candidate.workload.num_micro_batches,
@@ -147,7 +148,7 @@ def as_numbers(request: Request, candidate: Candidate) -> dict:
         "parts": candidate.prediction.parts,
         "bubble": candidate.prediction.bubble,
         "memory": candidate.memory._asdict(),
-        "traffic": traffic,
+        "traffic": {axis: sent for axis, sent, *_ in show.traffic_rows(request, candidate)},
         **show.measures(request, candidate),
     }
 

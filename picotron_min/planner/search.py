@@ -15,30 +15,12 @@ from itertools import count
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.planner import choices, memory, step_time
 from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.choices import (
-    LIBRARY_BYTES,
-    Candidate,
-    Request,
-    groups,
-    rule_problems,
-    schedules,
-)
-from picotron_min.planner.memory import (
-    gb,
-    gigabytes,
-    of_parameters_alone,
-    parameter_bytes,
-    sizes_of,
-)
+from picotron_min.planner.choices import LIBRARY_BYTES, Candidate, Request, rule_problems
+from picotron_min.planner.memory import gb, gigabytes, sizes_of
 from picotron_min.planner.parameters import Share, Unit
-from picotron_min.planner.step_time import (
-    Rank,
-    StepTime,
-    expert_parameters,
-    layer_parameters,
-    ranks_of,
-)
+from picotron_min.planner.step_time import Rank, StepTime
 from picotron_min.runtime.wording import choice
 
 TIE = 1.005  # predictions that are this close are equal
@@ -51,13 +33,10 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
     differ only in the number of chunks a rank, the fastest one that fits.
     """
     found: dict[str, list[Candidate]] = {}
-    waiting: list[tuple] = []  # a heap of (seconds, number, ...): the fastest is first
-    settled, numbers, limits = (
-        set(),
-        count(),
-        [],
-    )  # of two that are as fast, the one that came first
-    times = [StepTime(request.setting(*group)) for group in groups(request)]
+    # A heap of (seconds, number, ...): the fastest first; of two as fast, the one that came first.
+    waiting: list[tuple] = []
+    settled, numbers, limits = set(), count(), []
+    times = [StepTime(request.setting(*group)) for group in choices.groups(request)]
     by_best_time = sorted(((of.at_best(), of) for of in times), key=lambda pair: pair[0])
     for at_best, times in [*by_best_time, (math.inf, None)]:
         # Nothing that is still to come is faster than what can be settled now.
@@ -68,12 +47,12 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
             but_for_chunks = replace(layout, pp_chunks=1), work
             if but_for_chunks in settled or rule_problems(request, layout, work):
                 continue
-            memory = request.memory(layout, work)
-            if memory.total <= request.budget:
+            needed = request.memory(layout, work)
+            if needed.total <= request.budget:
                 settled.add(but_for_chunks)
-                printed = f"{seconds:.4g} {gigabytes(memory.total)} {prediction.bubble:.1%}"
+                printed = f"{seconds:.4g} {gigabytes(needed.total)} {prediction.bubble:.1%}"
                 limits += [seconds] if printed not in found else []
-                candidate = Candidate(layout, work, prediction, memory)
+                candidate = Candidate(layout, work, prediction, needed)
                 found.setdefault(printed, []).append(candidate)
         for needed, layout in options(request, times.layout, times.work) if times else ():
             if needed <= request.budget:
@@ -90,7 +69,7 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
     and ends, rows without padding, and no plan of a schedule that splits backward, whose B frees a
     part before its W.
     """
-    c, grid = request.model_config, of_parameters_alone(layout)
+    c, grid = request.model_config, memory.of_parameters_alone(layout)
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
     for i in {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values():
         saved, everything = (  # of a layer, for a micro-batch
@@ -99,11 +78,11 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
         )
         kept[c.has_experts(i)] = saved
         again.append(everything if work.recompute == "full" else everything - saved)
-    for engine, numbers in schedules(request, layout.pp).items():
+    for engine, numbers in choices.schedules(request, layout.pp).items():
         schedule = SCHEDULES[engine]
         for chunks in numbers:
             pipeline = Layout(pp=layout.pp, pp_engine=engine, pp_chunks=chunks)
-            first = ranks_of(c, pipeline, work.seq_length)[0]
+            first = step_time.ranks_of(c, pipeline, work.seq_length)[0]
             sizes = 0, layout.pp, work.num_micro_batches, chunks
             live = 1 if schedule.splits_backward else schedule.live_activations(*sizes)
             saved = sum(number * kept[has_experts] for number, has_experts in first.layers)
@@ -121,28 +100,27 @@ def least_parameters(
     layout = replace(layout, sharding=sharding)
     sizes, units = sizes_of(layout), []
     for number, has_experts in first.layers:
-        of_layer, elements = Counter(dp_cp=layer_parameters(c, layout, has_experts)), Counter()
+        of_layer = Counter(dp_cp=step_time.layer_parameters(c, layout, has_experts))
         if has_experts:
-            of_layer["edp"] = expert_parameters(c, layout)
+            of_layer["edp"] = step_time.expert_parameters(c, layout)
             of_layer["dp_cp"] -= of_layer["edp"] + c.hidden_size * c.num_local_experts  # the router
         sharded = [axis for axis in of_layer if sharding != "none" and sizes[axis] > 1]
+        elements = Counter()
         for axis, size in of_layer.items():
             elements["sharded_hidden" if axis in sharded else "hidden"] += size
         rows = {axis: of_layer[axis] / sizes[axis] for axis in sharded}
         units += number * [Unit([], rows, elements)]
     work = Workload(1, 1, 1, dtype, optimizer=optimizer)
-    return sum(parameter_bytes(Share([], False, units), layout, work).values())
+    return sum(memory.parameter_bytes(Share([], False, units), layout, work).values())
 
 
 def ranked(found: Iterable[list[Candidate]]) -> list[list[Candidate]]:
     """By the printed step; but first, of all as fast as the fastest, that with the fewest axes."""
-    groups = sorted(
-        (sorted(equal, key=order) for equal in found), key=lambda equal: order(equal[0])
-    )
-    limit = TIE * min((c.prediction.step for equal in groups for c in equal), default=0.0)
-    fast = [equal for equal in groups if equal[0].prediction.step <= limit]
+    lines = sorted((sorted(equal, key=order) for equal in found), key=lambda e: order(e[0]))
+    limit = TIE * min((c.prediction.step for equal in lines for c in equal), default=0.0)
+    fast = [equal for equal in lines if equal[0].prediction.step <= limit]
     best = min(fast, key=lambda equal: order(equal[0])[1:], default=None)
-    return sorted(groups, key=lambda equal: equal is not best)  # which keeps the order of others
+    return sorted(lines, key=lambda equal: equal is not best)  # which keeps the order of others
 
 
 def order(candidate: Candidate) -> tuple[float, int, float]:
@@ -169,8 +147,8 @@ def nothing_fits(request: Request) -> str:
 
 def least_of_all(request: Request) -> float:
     """Bytes a GPU of the layout that needs least; infinite if no layout can be configured."""
-    bounds = [(*at, group[1]) for group in groups(request) for at in options(request, *group)]
-    smallest = math.inf
+    groups, smallest = choices.groups(request), math.inf
+    bounds = [(*bound, work) for layout, work in groups for bound in options(request, layout, work)]
     for needed, layout, work in sorted(bounds, key=lambda bound: bound[0]):
         if needed >= smallest:
             break  # all that follow need more

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 from picotron_min import costs
 from picotron_min.extensions.schedules.simulator import simulate
-from picotron_min.planner.choices import CHOICES, Request
+from picotron_min.planner.choices import CHOICES, Candidate, Request
 from picotron_min.planner.explain import EXPLAINED, energy, lines_of, shown, why
 from picotron_min.planner.links import Link, link
 from picotron_min.planner.measured import Measured
 from picotron_min.planner.memory import RankMemory, gb, gigabytes
-from picotron_min.planner.search import Candidate
 from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffic
 from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
 from picotron_min.runtime.draw import draw
@@ -31,13 +30,10 @@ NOT_COUNTED = (
 def plan_text(request: Request, found: list[list[Candidate]], width: int = 100) -> str:
     """The table of the best layouts, and the details and reasons of the first."""
     best = found[0][0]
+    reasons = ["why (one choice changed, and all others kept, also the micro-batch)"]
+    reasons += lines_of(why(request, best))
     blocks = [f"{table(request, found)}\n{LEGEND}", details(request, best, width)]
-    reasons = "\n  ".join(lines_of(why(request, best)))
-    blocks.append(
-        f"why (one choice changed, and all others kept, also the micro-batch)\n  {reasons}"
-    )
-    blocks.append(uncertain(request, best))
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, "\n  ".join(reasons), uncertain(request, best)])
 
 
 def uncertain(request: Request, best: Candidate) -> str:

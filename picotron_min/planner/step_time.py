@@ -8,7 +8,10 @@ ranks, and for a host that launches kernels too slowly. Letters are those of lay
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
@@ -42,15 +45,9 @@ def predict(setting: Setting) -> Prediction:
 class Rank(NamedTuple):
     """What a pipeline rank has of the model; a fraction where an ideal balance is assumed."""
 
-    dense: float  # layers
-    mixtures: float
+    layers: tuple[tuple[float, bool], ...]  # how many there are without experts, and with them
     head: float
     embedding: float
-
-    @property
-    def layers(self) -> list[tuple[float, bool]]:
-        """How many there are without experts and with them, if any."""
-        return [(n, kind) for n, kind in ((self.dense, False), (self.mixtures, True)) if n]
 
 
 @lru_cache(maxsize=4096)
@@ -58,30 +55,26 @@ def ranks_of(
     c: ModelConfig, pipeline: Layout, seq_length: int, is_balanced: bool | None = None
 ) -> list[Rank]:
     """What each pipeline rank has; `is_balanced` as in system.py."""
-    pp, kinds = pipeline.pp, layers_by_kind(c)
+    pp, ranks = pipeline.pp, []
     if is_balanced is not None:
-        each = kinds[False] / pp, kinds[True] / pp
+        each = tuple((number / pp, kind) for number, kind in by_kind(c, range(c.num_layers)))
         if is_balanced:
-            return [Rank(*each, head=1 / pp, embedding=1.0)] * pp
-        return [Rank(*each, head=float(r == pp - 1), embedding=float(r == 0)) for r in range(pp)]
-    stages, first = [], 0
-    for number in layers_of_stages(c, pipeline, seq_length):
-        mixtures = sum(map(c.has_experts, range(first, first + number)))
-        stages.append((number - mixtures, mixtures))
-        first += number
-    ranks = []
+            return [Rank(each, head=1 / pp, embedding=1.0)] * pp
+        return [Rank(each, head=float(r == pp - 1), embedding=float(r == 0)) for r in range(pp)]
+    stops = [0, *accumulate(layers_of_stages(c, pipeline, seq_length))]
     for rank in range(pp):
-        mine = stages_of(pipeline.schedule, rank, pp, pipeline.pp_chunks)
-        dense, mixtures = map(sum, zip(*(stages[s] for s in mine), strict=True))
-        ends = pipeline.num_stages - 1 in mine, 0 in mine
-        ranks.append(Rank(dense, mixtures, *map(float, ends)))
+        stages = stages_of(pipeline.schedule, rank, pp, pipeline.pp_chunks)
+        layers = tuple(chain(*(range(stops[s], stops[s + 1]) for s in stages)))
+        ends = pipeline.num_stages - 1 in stages, 0 in stages
+        ranks.append(Rank(by_kind(c, layers), *map(float, ends)))
     return ranks
 
 
-@lru_cache
-def layers_by_kind(model_config: ModelConfig) -> Counter[bool]:
-    """How many layers have experts, and how many have none."""
-    return Counter(map(model_config.has_experts, range(model_config.num_layers)))
+@lru_cache(maxsize=4096)
+def by_kind(c: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+    """How many of these layers have no experts, and how many have some, without zeros."""
+    kinds = Counter(map(c.has_experts, layers))
+    return tuple((kinds[kind], kind) for kind in sorted(kinds))
 
 
 def layer_parameters(
@@ -107,8 +100,9 @@ class StepTime(LayerTimes):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
+        self.kinds = by_kind(self.config, range(self.config.num_layers))
         # By whether a layer has experts.
-        self.layers = {kind: self.layer(kind) for kind in layers_by_kind(self.config)}
+        self.layers = {has_experts: self.layer(has_experts) for _, has_experts in self.kinds}
         self.layer_parts = {k: layer.parts() | {"dp": 0.0} for k, layer in self.layers.items()}
         self.dp_link, self.expert_link = self._dp_links()
         of, mlps = (self.config, self.layout), self.system.mlp_matrices
@@ -124,7 +118,7 @@ class StepTime(LayerTimes):
     def at_best(self) -> float:
         """Seconds of a step if all pipeline ranks were equally busy, and nothing else counted."""
         total = self.head
-        for has_experts, number in layers_by_kind(self.config).items():
+        for number, has_experts in self.kinds:
             total += number * sum(self.layers[has_experts].seconds)
         return self.work.num_micro_batches * total / self.layout.pp
 
@@ -245,7 +239,7 @@ class StepTime(LayerTimes):
 
     def _of_layer(self, has_experts: bool) -> tuple[float, float]:
         """With parameters sharded: a layer's gather and reduction in each micro-batch."""
-        rank = Rank(not has_experts, has_experts, 0, 0)
+        rank = Rank(((1, has_experts),), 0, 0)
         gather = 0.0 if self.keeps_weights else self.gather(self.groups(rank))
         once = self.system.reduces == "step"
         return gather, 0.0 if once else self.reduce_scatter(self.groups(rank))
@@ -259,7 +253,8 @@ class StepTime(LayerTimes):
         """With parameters or gradients sharded: a micro-batch's other messages."""
         if self.layout.sharding == "parameters":  # the first gather, the last reduction, the ends
             ends = self.config.vocab_size * self.config.hidden_size / self.layout.tp
-            seconds = sum(self._of_layer(rank.mixtures > rank.dense))
+            _, most = max(rank.layers, key=itemgetter(0))
+            seconds = sum(self._of_layer(most))
             return seconds + (not self.keeps_weights) * self.gather([(self.dp_link, ends)])
         if self.layout.sharding == "gradients" and self.system.hides_gathers:
             reduction = self.reduce_scatter(self.groups(rank))

@@ -180,7 +180,8 @@ def test_the_head_at_once_and_in_stripes():
 
 LAYER = 8 * (2 * 3 * 4 + 3 * 16)  # parameters: 576
 ALL = 2 * LAYER + 2 * 80
-WHOLE = Rank(dense=2, mixtures=0, head=1, embedding=1)
+WHOLE = Rank(((2, False),), head=1, embedding=1)
+ONE = ((1, False),)  # layer, without experts
 
 
 def test_parameters_accumulation_and_optimizer():
@@ -241,7 +242,7 @@ def test_messages_of_sharded_parameters():
     hybrid = System(shares_in_node=True)
     step = StepTime(setting(Layout(dp=8, sharding="parameters"), system=hybrid))
     between = 2 * (0.5 * LAYER / 10 + 1.1)
-    assert step.reduce_scatter(step.groups(Rank(1, 0, 0, 0))) == close(
+    assert step.reduce_scatter(step.groups(Rank(ONE, 0, 0))) == close(
         0.75 * 4 * LAYER / 50 + 1.3 + between
     )
     # Reduced once a step: added up in each micro-batch, hidden behind the last one's backward.
@@ -322,7 +323,7 @@ def test_experts_compute_and_travel():
     step = StepTime(setting(Layout(dp=2, ep=2, sharding="optimizer"), model=model))
     assert step.owned[True] == (expected, 8 * 3 * 4 * 4 / 2)
     # Experts are on one rank each: not reduced, not gathered, and its own to update.
-    rank, experts = Rank(0, 1, 0, 0), 8 * 3 * 4 * 4 / 2
+    rank, experts = Rank(((1, True),), 0, 0), 8 * 3 * 4 * 4 / 2
     (over, others), (alone, own) = step.groups(rank)
     assert (over.size, alone.size, own) == (2, 1, experts)
     assert step.gather(step.groups(rank)) == close(0.5 * 2 * others / 50 + 1.1)
@@ -348,7 +349,7 @@ def test_ranks_that_share_cores_compute_while_others_wait():
 def test_the_bubble_and_the_sum_of_the_parts():
     work, layout = replace(WORK, num_micro_batches=4), Layout(pp=2)
     prediction = predict(setting(layout, work))  # balanced: both ranks take as long
-    each = StepTime(setting(layout, work)).micro_batch(Rank(1, 0, 0.5, 1)).total()
+    each = StepTime(setting(layout, work)).micro_batch(Rank(ONE, 0.5, 1)).total()
     assert prediction.parts["bubble"] == close(each)  # (p - 1) micro-batches
     assert prediction.pipeline == close(5 * each) and prediction.bubble == close(1 / 5)
     assert sum(prediction.parts.values()) == close(prediction.step, rel=1e-9)
@@ -357,7 +358,7 @@ def test_the_bubble_and_the_sum_of_the_parts():
     # With equal layers, the last rank has the head besides, and sets the pace.
     uneven = predict(setting(layout, work, System(is_balanced=False)))
     times = StepTime(setting(layout, work, System(is_balanced=False)))
-    first, last = (times.micro_batch(rank).total() for rank in (Rank(1, 0, 0, 1), Rank(1, 0, 1, 0)))
+    first, last = (times.micro_batch(rank).total() for rank in (Rank(ONE, 0, 1), Rank(ONE, 1, 0)))
     assert uneven.pipeline == close(4 * last + (first + last) / 2)
     # Two chunks halve the bubble.
     chunks = predict(setting(Layout(pp=2, pp_engine="interleaved", pp_chunks=2), work))
