@@ -16,7 +16,6 @@ from torch import Tensor
 
 from exercises import network
 from exercises.network import Group, Meeting, Work, me, meet, spoil_output
-from exercises.world import World
 
 OPERATIONS = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
@@ -71,31 +70,10 @@ def _new_group(
     world, rank = thread.world, thread.rank
     ranks = tuple(range(world.size) if ranks is None else ranks)
     if not use_local_synchronization:  # all ranks wait for each other, also those outside
-        _check_made(world, rank, ranks)
+        group = f"new_group of ranks {list(ranks)}"
+        meet("new_group", world_group(), [], 0.0, lambda meeting: None, group).wait()
     world.groups[rank, ranks] += 1
     return Group(world, ranks, rank, world.groups[rank, ranks], timeout)
-
-
-def _check_made(world: World, rank: int, ranks: tuple[int, ...]) -> None:
-    mine = world.made[rank]
-    mine.append(ranks)
-    for other, made in world.made.items():
-        if len(made) >= len(mine) and made[len(mine) - 1] != ranks:
-            first, second = (list(of[len(mine) - 1]) for of in (mine, made))
-            what = f"group {len(mine)} that rank {rank} makes has the ranks {first}"
-            raise RuntimeError(f"{what}, and rank {other} makes {second} then: {SAME_GROUPS}")
-
-
-SAME_GROUPS = "all ranks must make all groups, in the same order, or they wait for ever"
-
-
-def check_groups(world: World) -> None:
-    """RuntimeError if some ranks have made fewer groups: the others would wait for them."""
-    counts = {rank: len(made) for rank, made in world.made.items()}
-    if len(set(counts.values())) > 1:
-        few, many = min(counts, key=counts.get), max(counts, key=counts.get)
-        what = f"rank {many} makes {counts[many]} groups, and rank {few} {counts[few]}"
-        raise RuntimeError(f"{what}: {SAME_GROUPS}")
 
 
 def _new_subgroups(

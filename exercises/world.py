@@ -94,7 +94,6 @@ class World:
         self.meetings, self.channels = {}, {}
         self.joined: Counter = Counter()  # collectives that a rank has started on a group
         self.groups: Counter = Counter()  # groups of the same ranks, by rank and ranks
-        self.made = {rank: [] for rank in range(size)}  # the ranks of all groups, in their order
 
     def run(self, function: Callable[[int], Any]) -> list[RankThread]:
         """Call `function(rank)` on every rank; the first error of a rank, or Deadlock, is raised.
