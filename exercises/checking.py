@@ -10,6 +10,7 @@ same as the student's version in all cases that fail is named. What is said of o
 smallest case that fails.
 """
 
+import linecache
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Failure(NamedTuple):
     kind: str  # not written, deadlock, exception, file
     what: str  # without lines of code: the same for the same mistake written differently
     text: str  # for the student
+    line: str = ""  # of the student's code
 
 
 @dataclass(eq=False)
@@ -78,6 +80,7 @@ def outcome_of(
     cases = cases if places is None else [cases[i] for i in places]
     if not cases:
         return []
+    linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
             with course_with(exercise, text, path, calls.watch) as course:
@@ -176,7 +179,8 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         lines = [
             f"    noticed later, in {Path(last.filename).name}, line {last.lineno}: {last.line}"
         ]
-    return Failure("exception", what, "\n".join([f"Your version fails{rank}: {what}", *lines]))
+    text = "\n".join([f"Your version fails{rank}: {what}", *lines])
+    return Failure("exception", what, text, mine[-1].line if mine else "")
 
 
 def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:
@@ -224,8 +228,10 @@ def _known(
     """The known mistake that does the same, and the only one that does so in the smallest case.
 
     It does the same in all cases; or in all that fail, of which some do not end in an exception:
-    different mistakes crash in the same way, and right cases may be right for another reason.
+    right cases may be right for another reason. Different mistakes crash in the same way: where all
+    failing cases do, the line must be the mistake's, too.
     """
+    crashes = [r.failure and r.failure.kind == "exception" for r in failed]
 
     def agrees(mistake: Mistake, results: Outcome) -> bool:
         places = [outcome.index(result) for result in results]
@@ -234,7 +240,11 @@ def _known(
         else:
             text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
             its = outcome_of(exercise, text, path, seed, places)
-        return all(mine.same_as(other) for mine, other in zip(results, its, strict=True))
+        pairs = [*zip(results, its, strict=True)]
+        if not all(mine.same_as(other) for mine, other in pairs):
+            return False
+        lines = [(a.failure.line, b.failure.line) for a, b in pairs if a.failure]
+        return not all(crashes) or all(line == other for line, other in lines)
 
     rest, passed = failed[1:], [result for result in outcome if result not in failed]
     at_first = [mistake for mistake in exercise.mistakes if agrees(mistake, failed[:1])]
@@ -242,7 +252,6 @@ def _known(
     for mistake in whole:
         if agrees(mistake, passed):
             return mistake, None
-    crashes = [r.failure and r.failure.kind == "exception" for r in failed]
     of_failed = whole if not all(crashes) else []
     return _only(of_failed), _only(at_first if not crashes[0] else [])
 

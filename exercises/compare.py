@@ -73,6 +73,9 @@ def _tensor_differences(got: Any, expected: Tensor, at: tuple) -> Iterator[tuple
         yield at, got, f"a tensor {tuple(expected.shape)}"
     elif got.shape != expected.shape:
         yield at, f"a tensor {tuple(got.shape)}", f"one of {tuple(expected.shape)}"
+    elif got.is_meta or expected.is_meta:  # which have no numbers
+        if got.device != expected.device:
+            yield at, f"a tensor on {got.device}", f"one on {expected.device}"
     else:
         a, b = got.detach().to(torch.float64), expected.detach().to(torch.float64)
         close = torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)

@@ -139,6 +139,9 @@ before_the_piece: A document that begins before the piece of queries is not cut 
 empty_ones: Documents that do not reach into a piece are yielded as empty slices, which kill a
     kernel.
     first < last and left < right => True
+empty_keys: Documents that begin where a piece of keys ends are yielded with an empty slice of keys:
+    compare its ends by <, not by <=.
+    left < right => left <= right
 """
 
 ALSO_RIGHT = """
