@@ -4,7 +4,6 @@ Hunt 5 is a known mistake of some exercise that trains without a crash, right in
 wrong in another. Mistakes are tried in an order that depends on the student's name.
 """
 
-import ast
 import re
 import textwrap
 from functools import cache
@@ -12,8 +11,8 @@ from pathlib import Path
 
 from exercises.exercise import Dice, Exercise, Mistake, files
 from exercises.hunts import Hunt, Symptoms, measure
-from exercises.sealed import ROOT, sealed, text_of
-from exercises.source import find, lookup, solution
+from exercises.sealed import ROOT, sealed
+from exercises.source import find, solution, target_in
 
 LAYOUTS = ("dp=1", "dp=2", "tp=2", "cp=2", "pp=2", "micro_batches=4", "tp=2,grad_clip=0.5")
 STEPS = 2  # of a trial
@@ -46,20 +45,16 @@ def is_run(exercise: Exercise) -> bool:
 
 
 def _hunt_of(exercise: Exercise, mistake: Mistake) -> Hunt:
-    target = find(exercise)
-    tree = ast.parse(wrong := mistake.apply(solution(exercise)))
-    name = exercise.qualified_name.rpartition(".")[2]
-    node = lookup(tree, name)
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    new = "\n".join(wrong.splitlines()[first - 1 : node.end_lineno])
-    old = "\n".join(text_of(target.path).splitlines()[target.first - 1 : target.node.end_lineno])
+    target, name = find(exercise), exercise.qualified_name.rpartition(".")[2]
+    wrong = target_in(mistake.apply(solution(exercise)), name, target.path)
+    margin = " " * target.node.col_offset
+    old, new = (textwrap.indent(text.rstrip(), margin) for text in (target.text, wrong.text))
     file = target.path.relative_to(ROOT).as_posix()
-    hints = (
+    hint = (
         "Compare the layouts that are wrong. What do they have in common, and do the others lack?"
     )
-    hints = (hints, f"It is in the folder {Path(file).parent}/.", f"It is in {file}.")
+    hints = hint, f"It is in the folder {Path(file).parent}/.", f"It is in {file}."
     story = "A function is wrong in one of the ways in which such functions are wrong. Which one?"
-    new = textwrap.indent(new, " " * target.node.col_offset)
     return Hunt(file, story, (), hints, mistake.sentence, old, new, is_drawn=True)
 
 

@@ -79,14 +79,9 @@ def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
     # From the end of a file to its beginning, so that the lines of those before stay right.
     for target, exercise in sorted(targets, key=lambda pair: -pair[0].first):
         name = target.path.relative_to(ROOT).as_posix()
-        lines = texts.get(name, target.path.read_text()).splitlines()
         what = f"exercise {exercise.number:02}, {exercise.qualified_name}, is yours to write"
         body = emptied(target).replace(NOT_WRITTEN, f'{NOT_WRITTEN}("{what}")')
-        margin = " " * target.node.col_offset
-        lines[target.first - 1 : target.node.end_lineno] = [
-            f"{margin}{line}".rstrip() for line in body.splitlines()
-        ]
-        texts[name] = "\n".join(lines) + "\n"
+        texts[name] = target.replaced(texts.get(name, target.path.read_text()), body)
     for path in (*(files()[e.number] for e in chosen), FOLDER / "hunts.py"):
         texts[path.relative_to(ROOT).as_posix()] = without_answers(path.read_text())
     return texts

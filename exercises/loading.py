@@ -10,9 +10,6 @@ modules that import it all get the student's version, and a traceback has the li
 import ast
 import contextlib
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,7 +19,7 @@ from typing import Any
 
 from exercises import source
 from exercises.exercise import Exercise
-from exercises.sealed import text_of
+from exercises.sealed import ROOT, Importer, text_of
 
 FUNCTION = "_replacement"  # what the changed module calls to get the student's definition
 Watch = Callable[[Any], Any]  # a definition -> one that does the same, and is watched
@@ -41,11 +38,11 @@ class Course:
 @cache
 def module_of(name: str) -> str:
     """The module in a file with this name: at the top of the course, or in the only such folder."""
-    tops = source.COURSE.parent / f"{name}.py", source.COURSE / f"{name}.py"  # train.py is outside
+    tops = ROOT / f"{name}.py", source.COURSE / f"{name}.py"  # train.py is outside
     found = [file for file in tops if file.exists()] or [*source.COURSE.rglob(f"{name}.py")]
     if len(found) != 1:
         raise AttributeError(f"the course has {len(found)} files {name}.py, not one")
-    return ".".join(found[0].relative_to(source.COURSE.parent).with_suffix("").parts)
+    return ".".join(found[0].relative_to(ROOT).with_suffix("").parts)
 
 
 @contextlib.contextmanager
@@ -76,23 +73,10 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module of the course by a function that fills it; all others as usual."""
-
-    def __init__(self, file: Path, fill: Callable[[ModuleType], None]) -> None:
-        self.file, self.exec_module = file, fill
-        self.name = ".".join(file.relative_to(source.COURSE.parent).with_suffix("").parts)
-
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        # A module that is run as a script (python -m) is not found by this way, and has no target.
-        if name == self.name:
-            return importlib.util.spec_from_file_location(name, self.file, loader=self)
-        return None
-
-
 @contextlib.contextmanager
 def imported_by(file: Path, fill: Callable[[ModuleType], None]) -> Iterator[None]:
-    importer = Importer(file, fill)
+    """Within, the module of a file is filled by a function when it is imported."""
+    importer = Importer([file.relative_to(ROOT).as_posix()], fill)
     sys.meta_path.insert(0, importer)
     try:
         yield

@@ -17,7 +17,7 @@ import linecache
 import re
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -50,25 +50,30 @@ def text_of(path: Path) -> str:
 
 
 class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules by their whole texts; all others as usual."""
+    """Imports modules of some files, by path in the tree, by a function that fills them."""
+
+    def __init__(self, files: Iterable[str], fill: Callable[[ModuleType], None]) -> None:
+        self.files, self.exec_module = {*files}, fill
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        file = f"{name.replace('.', '/')}.py"
-        if file not in sealed():
-            return None
-        return importlib.util.spec_from_file_location(name, ROOT / file, loader=self)
+        # A module that is run as a script (python -m) is not found by this way, and has no target.
+        if (file := f"{name.replace('.', '/')}.py") in self.files:
+            return importlib.util.spec_from_file_location(name, ROOT / file, loader=self)
+        return None
 
-    def exec_module(self, module: ModuleType) -> None:
-        path = Path(module.__file__)
-        lines = text_of(path).splitlines(keepends=True)
-        linecache.cache[str(path)] = (1, None, lines, str(path))  # for tracebacks
-        exec(compile("".join(lines), str(path), "exec"), module.__dict__)
+
+def run_whole(module: ModuleType) -> None:
+    """Run the whole text of a module's file."""
+    path = Path(module.__file__)
+    lines = text_of(path).splitlines(keepends=True)
+    linecache.cache[str(path)] = (1, None, lines, str(path))  # for tracebacks
+    exec(compile("".join(lines), str(path), "exec"), module.__dict__)
 
 
 def install() -> None:
     """From now on this process imports whole texts: to be called by commands, first of all."""
     if sealed():
-        sys.meta_path.insert(0, Importer())
+        sys.meta_path.insert(0, Importer(sealed(), run_whole))
 
 
 def without_answers(text: str) -> str:

@@ -42,6 +42,12 @@ class Target(NamedTuple):
     first: int  # line in the file, of its decorators where there are some
     text: str  # from there on, not indented
 
+    def replaced(self, text: str, new: str) -> str:
+        """The file's text with another definition, which is not indented, in this one's place."""
+        lines, margin = text.splitlines(), " " * self.node.col_offset
+        lines[self.first - 1 : self.node.end_lineno] = [textwrap.indent(new, margin).rstrip()]
+        return "\n".join(lines) + "\n"
+
 
 def course_file(exercise: Exercise) -> Path:
     return COURSE.parent / f"{exercise.source_module.replace('.', '/')}.py"
@@ -51,11 +57,18 @@ def find(exercise: Exercise, as_handed_out: bool = False) -> Target:
     """The target, whole; or as a student's tree has it, where other bodies may be missing, too."""
     path = course_file(exercise)
     source = path.read_text() if as_handed_out else text_of(path)
+    return target_in(source, exercise.qualified_name, path)
+
+
+def target_in(source: str, qualified_name: str, path: Path) -> Target:
     tree = ast.parse(source)
-    node = lookup(tree, exercise.qualified_name)
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    lines = source.splitlines()[first - 1 : node.end_lineno]
+    node = lookup(tree, qualified_name)
+    lines = source.splitlines()[(first := first_line(node)) - 1 : node.end_lineno]
     return Target(path, tree, node, first, textwrap.dedent("\n".join(lines)) + "\n")
+
+
+def first_line(node: Definition) -> int:
+    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
 
 
 def lookup(tree: ast.Module, qualified_name: str) -> Definition:
@@ -90,12 +103,7 @@ def starter(exercise: Exercise) -> str:
 def reading(exercise: Exercise, whole: bool = True) -> str:
     """The file of the target, without the solution; or what it uses, and what uses it."""
     target = find(exercise, as_handed_out=True)
-    lines = target.path.read_text().splitlines()
-    margin = " " * target.node.col_offset
-    lines[target.first - 1 : target.node.end_lineno] = [
-        textwrap.indent(emptied(target), margin).rstrip()
-    ]
-    text = "\n".join(lines) + "\n"
+    text = target.replaced(target.path.read_text(), emptied(target))
     return text if whole else _near(target, text)
 
 
@@ -105,8 +113,7 @@ def _near(target: Target, text: str) -> str:
     for node in reversed(ast.parse(text).body):
         is_other = isinstance(node, Definition) and node.name not in used
         if is_other and target.node.name not in _names(node) | {node.name}:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            lines[first - 1 : node.end_lineno] = []
+            lines[first_line(node) - 1 : node.end_lineno] = []
             left_out.append(node.name)
     text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).rstrip() + "\n"
     return text + (f"\n# Left out: {', '.join(reversed(left_out))}\n" if left_out else "")
