@@ -14,7 +14,8 @@ has them for a row of this token, and shared experts are one MLP of n_shared_exp
 moe_intermediate_size. With tp, what is between the first and the last linear of a sublayer is
 divided, and what is around them is whole. The rows of experts: each tp rank has only some tokens,
 E / tp a token, but etp ranks get copies, and F is divided by tp in all.
-A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
+A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits. What layers
+behind the last, which predict further tokens, have beside these need not be counted.
 Read: planner/activations.py, extensions/overlap/linear.py, model.py.
 
 ? Write down x and dy of each linear, and cross out what is the same tensor.
@@ -127,9 +128,6 @@ def picture(runs) -> str:
     return "bytes of a layer per token\n" + bars(rows)
 
 
-MLP = "mlp = 2 * E + 3 * inner / tp if inner else 0"
-
-
 def own_factors(case: Case) -> dict[str, float]:
     return {"tp": case.tp, "the bytes of a float64": 8, "two": 2}
 
@@ -138,10 +136,8 @@ MISTAKES = """
 input_for_each: The input of q, k and v is counted three times: it is one tensor.
     2 * E + heads => 4 * E + heads
 outputs_gradients_forgotten: dy of o and of down is left out: a linear needs x and dy.
-- mlp = 2 * E + 3 * inner / tp if inner else 0
-- return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
-+ mlp = E + 3 * inner / tp if inner else 0
-+ return _factor(dtype, fp8) * (E + heads / tp + mlp) + BYTES[dtype] * experts
+    2 * E + 3 * inner / tp if => E + 3 * inner / tp if
+    2 * E + heads => E + heads
 keys_as_queries: As many key heads as query heads are counted: there may be fewer.
     2 * D * (c.num_attention_heads + c.num_key_value_heads) => 4 * D * c.num_attention_heads
 o_forgotten: The input of o is left out: attention's output is not among the gradients of q, k, v.
@@ -165,10 +161,10 @@ one_shared: One shared expert is counted: there are n_shared_experts, as one wid
     c.n_shared_experts => bool(c.n_shared_experts)
 experts_in_8_bits: The factors of experts are counted in 8 bits: only other linears multiply in
     them.
-    BYTES[dtype] * experts => _factor(dtype, fp8) * experts
+    BYTES[dtype] * ( => _factor(dtype, fp8) * (
 always_float32: Every number has 4 bytes: factors are in the dtype that products are computed in.
-- return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
-+ return 4 * (2 * E + heads / tp + mlp) + 4 * experts
+    _factor(dtype, fp8) * (2 => 4 * (2
+    BYTES[dtype] * (experts => 4 * (experts
 """
 
 ALSO_RIGHT = """
