@@ -139,24 +139,18 @@ def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> s
 
 def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
     """All operations whose calls or bytes differ: what they are, and what they should be."""
-    differ = []
+    texts = [], []
     for what in {**right, **found}:
         got, expected = found.get(what, NONE), right.get(what, NONE)
-        right_calls = expected.calls in (None, got.calls)
-        if not right_calls or abs(got.bytes - expected.bytes) > 1e-6:
-            differ.append(what)
-    if not differ:
-        return ""
-    texts = []
-    for counts in (found, right):
-        there = [(what, counts[what]) for what in differ if what in counts]
-        words = [f"{_times(sent.calls)}{what}, {sent.bytes:.10g} bytes" for what, sent in there]
-        texts.append(" and ".join(words) or "nothing")
-    return f"{texts[0]}; it should be {texts[1]}"
-
-
-def _times(calls: int | None) -> str:
-    return "" if calls is None else f"{calls} x "
+        is_right = expected.calls in (None, got.calls)
+        if is_right and abs(got.bytes - expected.bytes) <= 1e-6:
+            continue
+        for text, counts in zip(texts, (found, right), strict=True):
+            if sent := counts.get(what):
+                times = "" if sent.calls is None else f"{sent.calls} x "
+                text.append(f"{times}{what}, {sent.bytes:.10g} bytes")
+    got, expected = (" and ".join(text) or "nothing" for text in texts)
+    return f"{got}; it should be {expected}" if any(texts) else ""
 
 
 def failure_of(error: BaseException, path: Path) -> Failure:
@@ -176,9 +170,8 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     lines = [f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine]
     if not mine:  # what the function returned, or did not do, was noticed later
         last = frames[-1]
-        lines = [
-            f"    noticed later, in {Path(last.filename).name}, line {last.lineno}: {last.line}"
-        ]
+        where = f"{Path(last.filename).name}, line {last.lineno}: {last.line}"
+        lines = [f"    noticed later, in {where}"]
     text = "\n".join([f"Your version fails{rank}: {what}", *lines])
     return Failure("exception", what, text, mine[-1].line if mine else "")
 

@@ -11,7 +11,7 @@ import json
 import random
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -110,17 +110,10 @@ def mistakes_in(text: str) -> list[Mistake]:
 
 
 class Exercise:
-    """One exercise, by its file, whose functions are imported when one is first used."""
+    """One exercise, by its file, whose functions are imported when one is first used.
 
-    # What each rank does in a case, by name: numbers, tensors, lists. Run in the student's version.
-    on_rank: Callable[..., dict[str, Any]]
-    # The same names by an obvious slow way, for each rank. Never by the course's own function.
-    expected: Callable[[Case], list[dict[str, Any]]]
-    picture: Callable[..., str]  # of what the student's version did
-    traffic: Callable[[Case], list[dict[str, Sent]]] | None  # by operation, for each rank
-    # What is wrong about a rank's memory, or order, in a sentence with numbers; else None.
-    memory: Callable[..., str | None] | None
-    order: Callable[..., str | None] | None
+    CONTRIBUTING.md says what each of FUNCTIONS does; one that a file does not have is None.
+    """
 
     def __init__(self, path: Path) -> None:
         self.stem, tree = path.stem, ast.parse(text_of(path))

@@ -75,10 +75,12 @@ def write_zip(path: Path, words: Iterable[str], seed: int) -> None:
     """The autograder: the whole course, with its answers, and the two scripts."""
     exercises = shlex.join(["--exercises", *words]) if words else ""
     scripts = {"setup.sh": SETUP, "run_autograder": RUN.format(seed=seed, exercises=exercises)}
+    names = "train.py", "config.json", "pyproject.toml", "README.md", "LICENSE"
     files = [
-        ROOT / n for n in ("train.py", "config.json", "pyproject.toml", "README.md", "LICENSE")
+        *(ROOT / name for name in names),
+        *(ROOT / "picotron_min").rglob("*"),
+        *FOLDER.glob("[a-z_]*.py"),
     ]
-    files += [*(ROOT / "picotron_min").rglob("*"), *FOLDER.glob("[a-z_]*.py")]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in scripts.items():
             info = zipfile.ZipInfo(name)

@@ -38,9 +38,8 @@ class Task(NamedTuple):
 
     @property
     def files(self) -> str:
-        return (
-            f"{self.number:02}_*.py" if self.kind == "exercise" else f"{self.kind}_{self.number}.py"
-        )
+        name = self.name.replace(" ", "_")
+        return f"{name}_*.py" if self.kind == "exercise" else f"{name}.py"
 
 
 def parse_task(text: str) -> Task:
@@ -59,12 +58,11 @@ def parse_task(text: str) -> Task:
 def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
     """What is named; else all exercises, and those hunts and designs that somebody handed in."""
     if words:
-        return [parse_task(word) for word in words]
+        return [*map(parse_task, words)]
     names = (path.stem for student in students for path in student.glob("[hd]*_[0-9].py"))
     handed_in = sorted({name for name in names if re.fullmatch(r"hunt_[1-5]|design_[1-3]", name)})
-    return [Task("exercise", n) for n in files()] + [
-        parse_task(name.replace("_", "")) for name in handed_in
-    ]
+    words = [*map(str, files()), *(name.replace("_", "") for name in handed_in)]
+    return [parse_task(word) for word in words]
 
 
 def students_in(folder: Path) -> list[Path]:
@@ -123,13 +121,10 @@ def check_all(
             for row in found:
                 rows.append(row)
                 if row["mistake"] != "missing":  # these are in the summary
-                    what = (
-                        "passed" if row["passed"] else row["mistake"] or f"{row['points']} points"
-                    )
-                    print(
-                        f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}",
-                        flush=True,
-                    )
+                    what = row["mistake"] or f"{row['points']} points"
+                    what = "passed" if row["passed"] else what
+                    place = f"{len(rows)} of {len(tasks)}"
+                    print(f"{place}  {row['student']}  {row['exercise']}  {what}", flush=True)
         except BaseException:  # Ctrl-C and SIGTERM, too: leave nothing running
             pool.shutdown(wait=False, cancel_futures=True)
             sandbox.end()

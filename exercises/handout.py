@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from exercises.exercise import FOLDER, Exercise, files, load
-from exercises.sealed import FILE, ROOT, lines_in, pack, sealed, shared_lines, without_answers
+from exercises.sealed import FILE, ROOT, lines_in, pack, sealed, without_answers
 from exercises.source import COURSE, NOT_WRITTEN, emptied, find
 
 KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README.md", "LICENSE"]
@@ -101,12 +101,12 @@ def _leaks(folder: Path, chosen: list[Exercise]) -> tuple[list[str], list[tuple[
         if path.suffix not in (".py", ".md"):
             continue
         name = path.relative_to(folder).as_posix()
-        found = shared_lines(hidden, path.read_text())
+        found = hidden & lines_in(path.read_text())
         if found and name.startswith("tests/"):
             left_out.append(name)
             path.unlink()
         else:
-            shown += [(name, line) for line in found]
+            shown += [(name, line) for line in sorted(found)]
     return left_out, shown
 
 

@@ -86,17 +86,8 @@ def me() -> RankThread:
     return thread
 
 
-def send(tensor: Tensor, group: Group, peer: int) -> Work:
-    """Begin to send to a rank of the group."""
-    return _post(tensor, group, peer, "send")
-
-
-def receive(buffer: Tensor, group: Group, peer: int) -> Work:
-    """Begin to receive from a rank of the group."""
-    return _post(buffer, group, peer, "receive")
-
-
-def _post(tensor: Tensor, group: Group, peer: int, what: str) -> Work:
+def post(what: str, tensor: Tensor, group: Group, peer: int) -> Work:
+    """Begin to send to a rank of the group, or to receive from it."""
     thread, other = me(), group.ranks[peer]
     _check_contiguous(tensor, what)
     ends = (thread.rank, other) if what == "send" else (other, thread.rank)

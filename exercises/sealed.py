@@ -88,8 +88,3 @@ def without_answers(text: str) -> str:
 def lines_in(text: str, least: int = 30) -> set[str]:
     """The lines of a text that are long enough to be recognised elsewhere."""
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= least}
-
-
-def shared_lines(lines: Iterable[str], text: str) -> list[str]:
-    there = lines_in(text)
-    return [line for line in lines if line in there]

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exercises import network
-from exercises.network import Group, Meeting, Work, me, meet, spoil_output
+from exercises.network import Group, Meeting, Work, me, meet, post, spoil_output
 
 OPERATIONS = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
@@ -175,37 +174,26 @@ def _check_size(what: str, whole: Tensor, expected: int) -> None:
 
 
 def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-    group = group or world_group()
-    return network.send(tensor, group, group_dst if dst is None else _place_in(group, dst))
+    return _message("send", tensor, dst, group, group_dst)
 
 
 def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
+    return _message("receive", tensor, src, group, group_src)
+
+
+def _message(what: str, tensor: Tensor, rank: int | None, group: Group | None, place: int | None):
+    """The other end is a rank of the world, or a place in the group."""
     group = group or world_group()
-    return network.receive(tensor, group, group_src if src is None else _place_in(group, src))
-
-
-def _place_in(group: Group, rank: int) -> int:
-    """The place in a group of a rank of the world."""
-    if rank not in group.ranks:  # torch answers in the same way
+    if rank is not None and rank not in group.ranks:  # torch answers in the same way
         raise ValueError(f"Global rank {rank} is not part of group {list(group.ranks)}")
-    return group.ranks.index(rank)
+    return post(what, tensor, group, place if rank is None else group.ranks.index(rank))
 
 
 class _P2POp:
     """One end of a message, for batch_isend_irecv."""
 
     def __init__(self, op, tensor, peer=None, group=None, tag=0, group_peer=None):
-        self.op, self.tensor, self.peer, self.group = op, tensor, peer, group
-        self.group_peer = group_peer
-
-
-def _batch(operations: list[_P2POp]) -> list[Work]:
-    works = []
-    for p2p in operations:
-        names = ("dst", "group_dst") if p2p.op is dist.isend else ("src", "group_src")
-        peers = dict(zip(names, (p2p.peer, p2p.group_peer), strict=True))
-        works.append(p2p.op(p2p.tensor, group=p2p.group, **peers))
-    return works
+        self.op, self.given = op, (tensor, peer, group, tag, group_peer)
 
 
 FUNCTIONS = {
@@ -222,7 +210,7 @@ FUNCTIONS = {
     "send": lambda *args, **options: _isend(*args, **options).wait(),
     "recv": lambda *args, **options: _irecv(*args, **options).wait(),
     "P2POp": _P2POp,
-    "batch_isend_irecv": _batch,
+    "batch_isend_irecv": lambda ends: [end.op(*end.given) for end in ends],
     "get_backend": lambda group=None: "simulated",
     "get_rank": lambda group=None: group.rank() if group else me().rank,
     "get_world_size": lambda group=None: group.size() if group else me().world.size,

@@ -128,9 +128,8 @@ def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
 def traffic_of(case: Case, **calls: int) -> list[dict[str, Sent]]:
     """So many calls of each collective, each of [B, S, E] in float64."""
     n, b = case.ranks, 8 * case.batch * case.length * case.hidden
-    share = {"all_reduce": 2 * (n - 1) / n * b} | dict.fromkeys(
-        ("all_gather", "reduce_scatter"), (n - 1) / n * b
-    )
+    share = dict.fromkeys(("all_gather", "reduce_scatter"), (n - 1) / n * b)
+    share["all_reduce"] = 2 * (n - 1) / n * b
     return [{what: Sent(k, k * share[what]) for what, k in calls.items()}] * n
 
 
