@@ -21,7 +21,7 @@ Read: pipeline_schedule.py.
 """
 
 from exercises.exercise import Case, Dice
-from exercises.plans import played
+from exercises.plans import FINE, drawn, played
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -33,35 +33,22 @@ def on_rank(rank, case: Case) -> dict:
     schedules = rank.course.pipeline_schedule
     p, m = case.stages, case.micro_batches
     plans = [schedules.one_f_one_b(r, p, m) for r in range(p)]
-    names = [[str(action) for action in plan] for plan in plans]
-    timeline, problem = played(rank, plans)
-    if problem:
-        return {"what is wrong with the plans": problem, "plans": names}
-    return {
-        "what is wrong with the plans": "nothing",
-        "plans": names,
-        "time": timeline.makespan,
-        "bubble of each rank": [timeline.bubble(r) for r in range(p)],
-        "most micro-batches alive": [rank.course.simulator.peak_live(plan) for plan in plans],
-        "drawing": rank.course.draw.draw(timeline),
-    }
+    results, timeline = played(rank, plans)
+    if timeline:
+        alive = [rank.course.simulator.peak_live(plan) for plan in plans]
+        results["most micro-batches alive"] = alive
+    return results
 
 
 def expected(case: Case) -> list[dict]:
     p, m = case.stages, case.micro_batches
-    return [
-        {
-            "what is wrong with the plans": "nothing",
-            "bubble of each rank": [(p - 1) / (m + p - 1)] * p,
-            "most micro-batches alive": [min(m, p - rank) for rank in range(p)],
-            "time": 3.0 * (m + p - 1),  # F takes 1 and B takes 2
-        }
-    ]
+    results = FINE | {"bubble of each rank": [(p - 1) / (m + p - 1)] * p}
+    results["most micro-batches alive"] = [min(m, p - rank) for rank in range(p)]
+    return [results | {"time": 3.0 * (m + p - 1)}]  # F takes 1 and B takes 2
 
 
 def picture(runs) -> str:
-    drawn = {(c.stages, c.micro_batches): records[0].values["drawing"] for c, records in runs}
-    return "4 ranks, 8 micro-batches: the bubble is 27.3%\n" + drawn[4, 8]
+    return "4 ranks, 8 micro-batches: the bubble is 27.3%\n" + drawn(runs, 4, 8)
 
 
 MISTAKES = """

@@ -24,7 +24,7 @@ Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
 """
 
 from exercises.exercise import Case, Dice
-from exercises.plans import played
+from exercises.plans import FINE, played
 
 SIZES = ((1, 3, 2), (2, 2, 2), (2, 5, 2), (2, 4, 3), (3, 2, 2), (3, 6, 2), (3, 8, 2))
 SIZES += ((4, 4, 2), (4, 8, 2), (4, 8, 1))
@@ -40,18 +40,15 @@ def on_rank(rank, case: Case) -> dict:
     course, simulator = rank.course, rank.course.simulator
     p, m, v = case.stages, case.micro_batches, case.chunks
     plans = [course.interleaved.interleaved(r, p, m, v) for r in range(p)]
-    timeline, problem = played(rank, plans)
-    if problem:
-        return {"what is wrong with the plans": problem}
+    results, timeline = played(rank, plans)
+    if not timeline:
+        return results
     draw = rank.course.draw.draw
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
     simple = [course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
-    return {
-        "what is wrong with the plans": "nothing",
+    return results | {
         "forwards of each rank": [sum(str(a).startswith("F") for a in plan) for plan in plans],
-        "time": timeline.makespan,
-        "bubble of each rank": [timeline.bubble(r) for r in range(p)],
         "most chunks alive": [simulator.peak_live(plan) for plan in plans],
         "bubble with messages": simulator.simulate(plans, send_time=SEND_TIME).bubble(0),
         "drawings": [draw(both, 100, simple.makespan) for both in (simple, timeline)],
@@ -62,15 +59,9 @@ def expected(case: Case) -> list[dict]:
     p, m, v = case.stages, case.micro_batches, case.chunks
     slots = max(m, p) * v + min(m, p) - 1  # of one forward and one backward, which takes 2
     first = -(-m // max(1, m // p))  # the size of the first group: others are as large, or smaller
-    return [
-        {
-            "what is wrong with the plans": "nothing",
-            "forwards of each rank": [m * v] * p,
-            "time": 3.0 * slots,
-            "bubble of each rank": [1 - m * v / slots] * p,
-            "most chunks alive": [min(m * v, (v - 1) * first + 2 * (p - r) - 1) for r in range(p)],
-        }
-    ]
+    alive = [min(m * v, (v - 1) * first + 2 * (p - r) - 1) for r in range(p)]
+    results = {"forwards of each rank": [m * v] * p, "most chunks alive": alive}
+    return [FINE | results | {"time": 3.0 * slots, "bubble of each rank": [1 - m * v / slots] * p}]
 
 
 def order(case: Case, rank: int, record) -> str | None:

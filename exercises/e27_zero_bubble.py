@@ -22,7 +22,7 @@ Read: pipeline_schedule.py, extensions/schedules/zero_bubble.py.
 """
 
 from exercises.exercise import Case, Dice
-from exercises.plans import played
+from exercises.plans import FINE, drawn, played
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -34,20 +34,12 @@ def on_rank(rank, case: Case) -> dict:
     peak_live = rank.course.simulator.peak_live
     p, m = case.stages, case.micro_batches
     plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
-    names = [[str(action) for action in plan] for plan in plans]
-    timeline, problem = played(rank, plans)
-    if problem:
-        return {"what is wrong with the plans": problem, "plans": names}
-    return {
-        "what is wrong with the plans": "nothing",
-        "plans": names,
-        "time": timeline.makespan,
-        f"micro-batches alive above {min(m, p)}": [
-            max(0, peak_live(plan) - min(m, p)) for plan in plans
-        ],
-        "F, B and W in the order of micro-batches": [in_order(plan) for plan in names],
-        "drawing": rank.course.draw.draw(timeline),
-    }
+    results, timeline = played(rank, plans)
+    if timeline:
+        above = [max(0, peak_live(plan) - min(m, p)) for plan in plans]
+        results[f"micro-batches alive above {min(m, p)}"] = above
+        results["F, B and W in the order of micro-batches"] = [*map(in_order, results["plans"])]
+    return results
 
 
 def in_order(plan: list[str]) -> bool:
@@ -63,19 +55,13 @@ def expected(case: Case) -> list[dict]:
     # Of the first rank: 3 m of its own, and p - 1 forwards there and p - 1 B back to wait for, but
     # p - 1 W fill gaps. Few micro-batches leave gaps for which there is no W.
     time = 3.0 * m + max(p - 1, 2 * p - 1 - m)
-    return [
-        {
-            "what is wrong with the plans": "nothing",
-            "time": time,
-            f"micro-batches alive above {min(m, p)}": [0] * p,
-            "F, B and W in the order of micro-batches": [True] * p,
-        }
-    ]
+    results = FINE | {"time": time, f"micro-batches alive above {min(m, p)}": [0] * p}
+    return [results | {"F, B and W in the order of micro-batches": [True] * p}]
 
 
 def picture(runs) -> str:
-    drawn = {(c.stages, c.micro_batches): records[0].values["drawing"] for c, records in runs}
-    return f"4 ranks, 8 micro-batches: the bubble is 11.1%; of 1F1B, 27.3%\n{drawn[4, 8]}"
+    title = "4 ranks, 8 micro-batches: the bubble is 11.1%; of 1F1B, 27.3%\n"
+    return title + drawn(runs, 4, 8)
 
 
 MISTAKES = """

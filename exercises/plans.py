@@ -1,16 +1,31 @@
 """Plans of a student's schedule, played by the course's simulator: for exercises 14, 17, 27."""
 
+from typing import Any
+
 from exercises.ranks import Rank
 from exercises.world import Deadlock
 from picotron_min.extensions.schedules.simulator import Timeline
 from picotron_min.pipeline_schedule import Plan
 
+PROBLEM = "what is wrong with the plans"
+FINE = {PROBLEM: "nothing"}
 
-def played(rank: Rank, plans: list[Plan]) -> tuple[Timeline | None, str]:
-    """The timeline, or None and what is wrong with the plans; Deadlock has the circle of ranks."""
+
+def played(rank: Rank, plans: list[Plan]) -> tuple[dict[str, Any], Timeline | None]:
+    """Results that all schedules have, and the timeline; Deadlock has the circle of ranks."""
+    results = FINE | {"plans": [[str(action) for action in plan] for plan in plans]}
     try:
-        return rank.course.simulator.simulate(plans), ""
+        timeline = rank.course.simulator.simulate(plans)
     except ValueError as error:
         if "deadlock" in str(error):
             raise Deadlock(str(error).removeprefix("deadlock, ")) from None
-        return None, str(error)
+        return results | {PROBLEM: str(error)}, None
+    results |= {"time": timeline.makespan, "drawing": rank.course.draw.draw(timeline)}
+    results["bubble of each rank"] = [timeline.bubble(r) for r in range(len(plans))]
+    return results, timeline
+
+
+def drawn(runs: list, stages: int, micro_batches: int) -> str:
+    """The drawing of the case with these sizes."""
+    by_sizes = {(c.stages, c.micro_batches): records[0].values for c, records in runs}
+    return by_sizes[stages, micro_batches]["drawing"]
