@@ -214,10 +214,10 @@ def print_experts(config: Config, c: ModelConfig) -> None:
     parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
     print(f"experts          {X} in each of {layers}, {c.num_experts_per_tok} of them a token")
     print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
-    if not config.training.moe_expert_capacity_factor:
-        why = "their activations have no bound: all tokens may"
-        print(f"  without moe_expert_capacity_factor {why}")
-        print("  choose the same experts; the memory below is that of tokens spread evenly")
+    t = config.training
+    if not (t.moe_expert_capacity_factor or t.moe_expert_rank_capacity_factor):
+        print("  without moe_expert_capacity_factor their activations have no bound: all tokens")
+        print("  may choose the same experts; the memory below is that of tokens spread evenly")
 
 
 def print_memory(config: Config, model_config: ModelConfig) -> None:

@@ -53,7 +53,9 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
         moe_global_aux_loss_coeff=0.0,
         moe_expert_capacity_factor=None,
         moe_pad_expert_input_to_capacity=False,
+        moe_expert_rank_capacity_factor=None,
         moe_router_force_load_balancing=False,
+        moe_router_force_biased=None,
     )
     workload = replace(workload, **exact, optimizer=kind, routing=routing, packing="wrapped")
     model = model.override(num_nextn_predict_layers=0)

@@ -89,7 +89,9 @@ class Routing:
     moe_expert_capacity_factor: float | None = None  # None: no token is dropped
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # which tokens an expert keeps
     moe_pad_expert_input_to_capacity: bool = False  # so that shapes never change
+    moe_expert_rank_capacity_factor: float | None = None  # more rows on a rank end the run
     moe_router_force_load_balancing: bool = False  # random experts, for benchmarks
+    moe_router_force_biased: float | None = None  # below 0: uneven experts, for benchmarks
 
 
 @dataclass(frozen=True)

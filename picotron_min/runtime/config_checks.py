@@ -46,6 +46,12 @@ def _training_problems(config: Config) -> Iterator[str]:
     if t.moe_pad_expert_input_to_capacity and not t.moe_expert_capacity_factor:
         needs = "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor"
         yield f"{needs}: set it, for example to 1.25"
+    if (factor := t.moe_expert_rank_capacity_factor or 1) < 1:
+        why = "below 1, the rows of a rank where all experts get as many tokens"
+        yield f"moe_expert_rank_capacity_factor={factor} is {why}: use 1 or more, for example 1.5"
+    if (bias := t.moe_router_force_biased or 0) > 0:
+        why = "would be new in each forward, of which every layout has a number of its own"
+        yield f"moe_router_force_biased={bias} {why}: use {-bias}, one bias a layer"
     if config.dataset.packing == "bfd" and not config.dataset.document_mask:
         why = 'packing="bfd" packs whole documents, which document_mask=false does not keep apart'
         yield f'{why}: set document_mask to true, or packing to "wrapped"'

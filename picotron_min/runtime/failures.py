@@ -182,7 +182,9 @@ def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
     if memory := OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
         what = f"rank {rank} has too little memory ({memory[1]}): use a smaller micro_batch_size"
         return f"{what}, a larger tp_size or pp_size, or model.recompute full"
-    return str(error) if is_usage or isinstance(error, (OSError, FloatingPointError)) else ""
+    # A MemoryError that comes from here, not from torch, has its own remedy, or no message.
+    is_plain = isinstance(error, (OSError, FloatingPointError, MemoryError))
+    return str(error) if is_usage or is_plain else ""
 
 
 def report(what: str, notes: dist.Store, rank: int | None) -> None:

@@ -84,6 +84,7 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
 # Keys of training that change nothing of what a step learns; data_order has the batch's size.
 NOT_LEARNED = {"training.max_tokens", "training.eval_frequency", "training.micro_batch_size"}
 NOT_LEARNED |= {"training.gradient_accumulation_steps", "training.moe_pad_expert_input_to_capacity"}
+NOT_LEARNED |= {"training.moe_expert_rank_capacity_factor"}
 # But if a key on the left is set, those on the right decide among which tokens experts are
 # balanced, or limited.
 CAPACITY = ("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")

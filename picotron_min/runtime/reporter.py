@@ -36,7 +36,9 @@ from picotron_min.runtime.metrics import (
 )
 from picotron_min.runtime.speed import Speedometer, device_name, memory_gb
 from picotron_min.runtime.trace import Trace
-from picotron_min.runtime.wording import counted, human
+from picotron_min.runtime.wording import counted, human, shown
+
+MANY_ROWS = 2  # times as many rows of experts as planned: a warning
 
 
 class Reporter(ExitStack):
@@ -67,6 +69,7 @@ class Reporter(ExitStack):
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
         self.told = ""  # why energy is not measured
+        self.told_rows = False  # that a rank had too many
         self.console = Console(done + 1, last, Output(quiet=not writes))
         self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
@@ -113,6 +116,12 @@ class Reporter(ExitStack):
         )
         self.log.write(record)
         self.console.step(record)
+        rows = [v or 0 for v in result.measures.get("rank_imbalance_per_layer", ())]
+        if max(rows, default=0) >= MANY_ROWS and not self.told_rows:
+            self.told_rows = True
+            where = f"the experts of a rank in layer {rows.index(max(rows))}"
+            rows = f"{max(rows):.2f} times the planned rows, and need as much more memory for them"
+            self.console.warn(f"step {step}: {where} had {rows}")
         if result.skipped:
             self.console.warn(f"step {step} changed nothing: its gradient is not finite")
 
@@ -178,9 +187,11 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     if config.layout.sequence_parallel and config.layout.tp == 1:
         yield "sequence_parallel=true changes nothing with tp_size=1"
     has_experts = inputs.model_config.num_local_experts > 0
-    if config.workload.routing.moe_router_force_load_balancing and has_experts:
-        why = "experts are chosen at random, for benchmarks: the weights learn nothing useful"
-        yield f"moe_router_force_load_balancing=true: {why}"
+    even, uneven = "moe_router_force_load_balancing", "moe_router_force_biased"
+    for key, how in {even: "at random", uneven: "by a random bias"}.items():
+        if has_experts and (value := getattr(config.training, key)):
+            why = f"experts are chosen {how}, for benchmarks: the weights learn nothing useful"
+            yield f"{key}={shown(value)}: {why}"
     if done >= last:
         yield f"no step is left: {inputs.start} has {done} of {last}; its model is exported"
 

@@ -46,10 +46,11 @@ def test_measures_are_means_over_tokens_and_over_layers_with_experts(coefficient
     expected = {name: [None] * 3 for name in LOSSES.values()}
     expected[LOSSES[coefficient]] = [1.5, None, 1]  # the others have no coefficient
     expected |= {"load_imbalance": [2, None, 1], "dropped": [0, None, 0.4]}
+    expected["rank_imbalance"] = [16 / 10, None, 6 / 10]
     per_layer = {f"{name}_per_layer": values for name, values in expected.items()}
     means = {n: None if v == [None] * 3 else (v[0] + v[2]) / 2 for n, v in expected.items()}
     routing = replace(OFF, **{f"moe_{coefficient}_loss_coeff": 0.1})
-    assert measure_balance(routed, MODEL, routing) == per_layer | means
+    assert measure_balance(routed, MODEL, routing, 2) == per_layer | means
 
 
 def test_the_console_shows_the_imbalance_and_what_is_dropped():
@@ -63,6 +64,35 @@ def test_the_console_shows_the_imbalance_and_what_is_dropped():
     assert "loss 3.0000  imbalance 1.75  4.2% dropped  1.23M tok/s" in second
     assert "dropped" not in third
     assert "  imbalance  2.50 -> 1.25" in "\n".join(summary)
+
+
+def test_too_many_rows_on_a_rank_are_a_warning_or_the_one_error_of_all_ranks(workplace):
+    """Of two ranks the second gets the rows of all tokens, twice as many as planned."""
+
+    def run(factor, ep_engine):
+        one_each = {"num_local_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": False}
+        config = workplace.config(
+            f"{ep_engine} {factor}",
+            distributed={"ep_size": 2, "ep_engine": ep_engine},
+            model=EXPERTS | one_each | {"mlp_only_layers": [0]},
+            training={
+                "moe_router_force_biased": -30.0,
+                "moe_expert_rank_capacity_factor": factor,
+                "total_train_steps": 3,
+            },
+        )
+        return workplace.main(config)
+
+    warned = run(2.0, "allgather")
+    assert warned.code == 0 and "force_biased=-30.0: experts are chosen by" in warned.output
+    warning = "step 1: the experts of a rank in layer 1 had 2.00 times the planned rows"
+    assert warned.output.count(warning) == warned.output.count("planned rows") == 1
+    assert [r["rank_imbalance"] for r in workplace.steps("allgather 2.0")] == [2.0] * 3
+    message = "layer 1: the experts of rank 1 get 128 rows, above 1.9 x 64, the planned rows (moe_e"
+    stopped = run(1.9, "alltoall")
+    assert stopped.code == 1 and stopped.seconds < 30
+    assert stopped.output.count(message) == stopped.output.count("in step 1") == 1
+    assert "Traceback" not in stopped.output, stopped.output
 
 
 def test_a_run_reports_how_experts_are_used(workplace):
@@ -91,4 +121,4 @@ def test_a_run_reports_how_experts_are_used(workplace):
             in run.output
         )
         assert 1 < record["load_balancing_loss"] < 4 and record["z_loss"] is None
-    assert json.dumps(record).count("per_layer") == 6
+    assert json.dumps(record).count("per_layer") == 7

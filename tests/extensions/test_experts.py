@@ -13,6 +13,7 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from tests.assembled import GLOBAL_BATCH, Run, assert_same, make_config, train_briefly, whole_run
 from tests.conftest import has_turn
+from tests.pool import RankFailed
 
 SHAPE = ModelConfig(
     61, 32, 48, 8, 8, 8, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
@@ -44,7 +45,9 @@ CAPACITIES = {
     "probs": {"moe_expert_capacity_factor": 0.7},
     "position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
 }
-FORCED = {"moe_router_force_load_balancing": True}
+FORCED = {"forced": {"moe_router_force_load_balancing": True}}
+FORCED["biased"] = {"moe_router_force_biased": -2.0}
+FORCED["both"] = FORCED["forced"] | FORCED["biased"]
 CAPACITIES |= {
     f"{policy}, padded": keys | {"moe_pad_expert_input_to_capacity": True}
     for policy, keys in CAPACITIES.items()
@@ -57,7 +60,7 @@ def make_expert_config(
     raw = make_config(**layout).model_dump(by_alias=True)
     raw["distributed"] |= {"ep_size": ep, "etp_size": etp, "ep_engine": ep_engine}
     raw["training"] |= SCOPES[scope] | {"moe_router_bias_update_rate": 0.01}
-    raw["training"] |= (CAPACITIES | {"forced": FORCED})[capacity] if capacity else {}
+    raw["training"] |= (CAPACITIES | FORCED)[capacity] if capacity else {}
     return Config.model_validate(raw)  # the model is given apart: here it has no experts
 
 
@@ -191,20 +194,35 @@ def test_layouts_drop_the_same_tokens(pool, dp, pp, ep, etp, ep_engine, capacity
 
 
 @functools.cache
-def forced_run(pool, **layout):
-    config = make_expert_config("sequence", capacity="forced", layers=2, **layout)
+def forced_run(pool, how, **layout):
+    config = make_expert_config("sequence", capacity=how, layers=2, **layout)
     return whole_run(pool, config, MODELS["softmax"])
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{"cp": 2, "tp": 2, "ep": 4}, {"tp": 2, "sequence_parallel": True, "recompute": "full"}],
+    "how,layout",
+    [
+        ("forced", {"cp": 2, "tp": 2, "ep": 4}),
+        ("biased", {"dp": 2, "pp": 2, "ep": 2, "ep_engine": "allgather"}),
+        ("both", {"tp": 2, "sequence_parallel": True, "recompute": "full"}),
+    ],
     ids=str,
 )
-def test_a_forced_balance_is_the_same_in_every_layout(pool, layout):
-    theirs = forced_run(pool)
-    assert_same(forced_run(pool, **layout), theirs)
-    for step in theirs.routed:
-        assert (step == theirs.routed[0]).all(1)[0], "in every step"
+def test_a_forced_routing_is_the_same_in_every_layout(pool, how, layout):
+    theirs = forced_run(pool, how)
+    assert_same(forced_run(pool, how, **layout), theirs)
     first, second = theirs.routed[0][:, :8]
-    assert (first != second).any() and first.max() < 2.5 * first.mean()
+    assert (first != second).any()
+    if how == "forced":
+        assert all((step == theirs.routed[0]).all(1)[0] for step in theirs.routed), "in every step"
+        assert first.max() < 2.5 * first.mean()
+    else:
+        assert first.max() > 2.5 * first.mean()
+
+
+@pytest.mark.parametrize("ep_engine", ["alltoall", "allgather"])
+def test_more_rows_than_a_rank_may_have_are_an_error(pool, ep_engine):
+    limited = {"moe_router_force_biased": -30.0, "moe_expert_rank_capacity_factor": 1.0}
+    config = make_expert_config(ep=2, dp=2, ep_engine=ep_engine, layers=2, **limited)
+    with pytest.raises(RankFailed, match=r"layer 0: .* of rank \d get \d+ rows, above 1 x 384,"):
+        pool.run(2, train_briefly, config, MODELS["softmax"], 1)

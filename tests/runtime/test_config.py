@@ -423,6 +423,12 @@ BAD_EXPERTS = {
     "padding to no capacity": ({}, {}, {"moe_pad_expert_input_to_capacity": True},
         "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor: set it, for "
         "example to 1.25"),
+    "less than an even share": ({}, {}, {"moe_expert_rank_capacity_factor": 0.5},
+        "moe_expert_rank_capacity_factor=0.5 is below 1, the rows of a rank where all experts get "
+        "as many tokens: use 1 or more, for example 1.5"),
+    "a bias of each forward": ({}, {}, {"moe_router_force_biased": 0.5},
+        "moe_router_force_biased=0.5 would be new in each forward, of which every layout has a "
+        "number of its own: use -0.5, one bias a layer"),
     "more choices than experts": ({}, {"num_experts_per_tok": 9}, {},
         "num_experts_per_tok=9 exceeds num_local_experts=8: use at most 8"),
     "a router that learns nothing": ({}, {"num_experts_per_tok": 1}, {},
@@ -475,7 +481,7 @@ def test_layouts_that_fit_the_experts_are_accepted():
 
 def test_how_experts_are_trained_is_harmless_without_any():
     keys = {key: value for key, value in dict(Config().training).items() if key.startswith("moe_")}
-    assert len(keys) == 9
+    assert len(keys) == 11
     changed = {"moe_aux_loss_coeff": 0.1, "moe_expert_capacity_factor": 1.5}
     parse_config({"training": keys | changed | {"moe_router_force_load_balancing": True}})
 

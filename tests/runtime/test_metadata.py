@@ -192,6 +192,7 @@ FULLER = {"micro_batch_size": 4, "gradient_accumulation_steps": 1}  # as many se
             {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 2.0},
             ["moe_expert_capacity_factor was null and is 2.0: from here on the new value counts"],
         ),
+        ({}, {"moe_expert_rank_capacity_factor": 2.0}, []),
         ({}, FULLER, []),
         (
             {"moe_aux_loss_coeff": 0.1},

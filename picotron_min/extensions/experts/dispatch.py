@@ -83,6 +83,8 @@ class AllToAllDispatch(Dispatch):
             leaving, arriving = both.tolist()  # the only place where the host waits for a GPU
         to_each, from_each = [sum(row) for row in leaving], [sum(row) for row in arriving]
         sizes = [sum(column) for column in zip(*arriving, strict=True)]
+        if not rows_each:
+            self.limit.check_rows(sizes, len(x) * self.axis.size)
 
         lengths = to_each[:: self.etp]  # of chunks, one for each rank of ep
         pairs = Pairs(experts, sum(lengths), rows_each)

@@ -9,7 +9,7 @@ from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
 from picotron_min.extensions.experts.grouped import apply_grouped_experts
 from picotron_min.extensions.experts.moe import apply_moe, mixtures
-from picotron_min.extensions.experts.router import Router, RoutingCounts, force_balance
+from picotron_min.extensions.experts.router import Router, RoutingCounts, force_routing
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
@@ -47,11 +47,12 @@ class Experts(Extension):
         self.routers += routers
         for bias in model.buffers():  # of routers
             bias.zero_()
-        if self.workload.routing.moe_router_force_load_balancing:
+        forced = self.workload.routing
+        if forced.moe_router_force_load_balancing or forced.moe_router_force_biased:
             S, cp, tp = self.workload.seq_length, self.axes.cp, self.axes.tp
             positions = POSITIONS[self.layout.cp_engine](cp.rank, cp.size, S).to(self.device)
             # The router of a tensor-parallel rank sees a part of the sequence.
-            force_balance(routers, S, positions.chunk(tp.size)[tp.rank])
+            force_routing(routers, S, positions.chunk(tp.size)[tp.rank])
 
     def begin(self) -> None:
         self.tally.begin()
@@ -61,7 +62,8 @@ class Experts(Extension):
 
     def measures(self, totals: Tensor) -> dict[str, object]:
         self.routed = totals.view_as(self.tally.table)
-        return measure_balance(self.routed, self.model_config, self.workload.routing)
+        ep, routing = self.layout.ep, self.workload.routing
+        return measure_balance(self.routed, self.model_config, routing, ep)
 
     def updated(self, totals: Tensor) -> None:
         self.tally.update_biases(self.routers, totals.view_as(self.tally.table))

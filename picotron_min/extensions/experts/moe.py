@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ class MoE(nn.Module):
         self.experts = nn.ModuleDict({str(e): Expert(E, inner) for e in range(X)})
         self.shared_experts = MLP(E, n * inner) if n else None
         self.shared_expert_gate = nn.Linear(E, 1, bias=False) if is_gated else None
-        self.limit = Limit(X, config.num_experts_per_tok, routing)
+        self.limit = Limit(X, config.num_experts_per_tok, routing, layer)
         self.dispatch = Dispatch(self.limit)
         self.split = self.join = lambda x: x  # the sequence, over tp: see dispatch.py
 
@@ -94,11 +95,15 @@ class Expert(MLP):
         return self.down_proj(inner.to(x.dtype))
 
 
+class TooManyRows(MemoryError):
+    """Its message has the numbers and the remedy: see Limit.check_rows."""
+
+
 class Limit:
     """How many tokens of a rank's micro-batch an expert takes; others are dropped."""
 
-    def __init__(self, num_experts: int, k: int, routing: Routing) -> None:
-        self.num_experts, self.k, self.routing = num_experts, k, routing
+    def __init__(self, num_experts: int, k: int, routing: Routing, layer: int = 0) -> None:
+        self.num_experts, self.k, self.routing, self.layer = num_experts, k, routing, layer
 
     def capacity(self, num_tokens: int) -> int:
         factor = self.routing.moe_expert_capacity_factor
@@ -109,6 +114,21 @@ class Limit:
         """The rows that every expert gets, with padding; None: as many as it has tokens."""
         pads = self.routing.moe_pad_expert_input_to_capacity
         return self.capacity(num_tokens) if pads else None
+
+    def check_rows(self, sizes: list[int], num_tokens: int) -> None:
+        """TooManyRows, before they are allocated, if experts of this rank get more than it allows.
+
+        `sizes` are the rows of each of them, `num_tokens` those of all ranks that send to them.
+        Planned are as many rows as if all experts were used alike.
+        """
+        factor, rows = self.routing.moe_expert_rank_capacity_factor, sum(sizes)
+        planned = num_tokens * self.k * len(sizes) // self.num_experts
+        if factor and rows > factor * planned:
+            where = f"layer {self.layer}: the experts of rank {dist.get_rank()} get {rows} rows"
+            most = f"{factor:g} x {planned}, the planned rows (moe_expert_rank_capacity_factor)"
+            remedy = "raise the factor or a coefficient of the balance losses, use a smaller"
+            remedy += " ep_size, or drop tokens by moe_expert_capacity_factor"
+            raise TooManyRows(f"{where}, above {most}: {remedy}")
 
     @torch.no_grad()
     def __call__(self, weights: Tensor, experts: Tensor) -> Tensor:
@@ -153,6 +173,7 @@ class Dispatch:
             sizes = [rows_each] * self.num_experts
         else:  # the host waits for a GPU, to learn the numbers of rows
             sizes = count(experts, self.num_experts)[:-1].tolist()
+            self.limit.check_rows(sizes, len(x))
         pairs = Pairs(experts, sum(sizes), rows_each)
         return pairs.collect(run(pairs.spread(x), sizes, pairs.sort(weights))), shared
 

@@ -118,18 +118,24 @@ class _Attach(torch.autograd.Function):
         return dx, ctx.gradient, None
 
 
-def force_balance(routers: Iterable[Router], seq_length: int, positions: Tensor) -> None:
-    """Replace routers' logits by random ones, in place: benchmarks then measure an even routing.
+def force_routing(routers: Iterable[Router], seq_length: int, positions: Tensor) -> None:
+    """Change routers' logits, in place, for benchmarks of an even routing, an uneven one, or both.
 
-    They depend on the layer and the position alone; `positions` [S/cp/tp] are this rank's.
+    Even: random ones replace them, of the layer and the position; `positions` [S/cp/tp] are this
+    rank's. Uneven: each expert gets a random bias, of the layer alone, with the standard deviation
+    -moe_router_force_biased. Megatron-LM draws a new one in each forward if the key is positive.
     """
     for router in routers:
-        generator, shape = torch.Generator().manual_seed(router.layer), router.weight.shape
-        table = torch.randn(seq_length, shape[0], generator=generator).to(positions.device)
+        generator, X = torch.Generator().manual_seed(router.layer), len(router.weight)
+        is_even = router.routing.moe_router_force_load_balancing
+        table = torch.randn(seq_length, X, generator=generator)[positions.cpu()] * is_even
+        std = -(router.routing.moe_router_force_biased or 0)
+        table += std * torch.randn(X, generator=generator.manual_seed(~router.layer))
+        table = table.to(positions.device)
 
-        def forced(x: Tensor, own=router.logits, table=table[positions]) -> Tensor:
+        def forced(x: Tensor, own=router.logits, even=is_even, table=table) -> Tensor:
             logits = own(x)  # they get the gradient: the work of a step stays the same
-            return logits - logits.detach() + table
+            return logits - logits.detach() * even + table
 
         router.logits = forced
 
