@@ -24,10 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m difference", description=about)
     parser.add_argument("--config", required=True, help="of the run, as for train.py")
     parser.add_argument("--steps", type=int, default=2, help="to compare; default: 2")
-    text = "the config's own model and batch, not tiny ones"
-    parser.add_argument("--own-sizes", action="store_true", help=text)
-    text = "take the right run from this git revision, or folder, of the project"
-    parser.add_argument("--against", metavar="REVISION", help=text)
+    own = "the config's own model and batch, not tiny ones"
+    parser.add_argument("--own-sizes", action="store_true", help=own)
+    against = "take the right run from this git revision, or folder, of the project"
+    parser.add_argument("--against", metavar="REVISION", help=against)
     parser.add_argument("--list", action="store_true", help="print every tensor with its error")
     given = parser.parse_args(arguments)
     try:
@@ -37,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         whole = None
         if given.against:
             with tree_of(given.against) as folder:
-                config = Path(given.config).resolve()
-                whole = whole_of(folder, config, given.steps, given.own_sizes)
+                whole = whole_of(folder, Path(given.config), given.steps, given.own_sizes)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -52,8 +51,7 @@ def tree_of(revision: str) -> Iterator[Path]:
         yield Path(revision)
         return
     with tempfile.TemporaryDirectory() as folder:
-        command = ["git", "-C", str(ROOT), "archive", revision]
-        archive = subprocess.run(command, capture_output=True)
+        archive = subprocess.run(["git", "-C", ROOT, "archive", revision], capture_output=True)
         if archive.returncode:
             raise ValueError(f"--against {revision}: {archive.stderr.decode().strip()}")
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
@@ -77,8 +75,8 @@ def run(trial: Trial, lists: bool = False, whole: Whole | None = None) -> int:
     found = first(compared, whole)
     if lists:
         for one in compared:
-            of, phase, name = one.key.micro_batch, one.key.phase, one.key.name
-            print(f"{one.at} step {one.key.step + 1} {of} {phase:16} {one.error:8.1e} {name}")
+            step, phase, name, micro_batch, _ = one.key
+            print(f"{one.at} step {step + 1} {micro_batch} {phase:16} {one.error:8.1e} {name}")
     print(*lines_of(found, runs, compared, Context(trial, whole)), sep="\n")
     return int(bool(found) or any(one.problem for one in runs))
 

@@ -81,16 +81,12 @@ def _missing(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
     found, order = [], order_of(whole)
     for rank, run in enumerate(runs):
         at, seen = here(rank, trial.layout), {record.key: record for record in run.records}
-        if not seen:
-            continue
         last = max((order.get(key, (0,)) for key in seen), default=(0,))
-        names = {(key.phase, key.name) for key in seen if key.phase == "forward"}
-        names |= {("backward", name) for _, name in names if not name.endswith(".input")}
+        names = {key.name for key in seen if key.phase == "forward"}
         for key in whole:
-            if key.phase not in ("forward", "backward") or key.dp != at.dp:
-                continue
-            is_mine = (key.phase, key.name) in names and key not in seen
-            if is_mine and order[key] < last:
+            is_mine = key.name in names and key.dp == at.dp and key not in seen
+            has_tap = key.phase == "forward" or not key.name.endswith(".input")
+            if is_mine and has_tap and key.phase in ("forward", "backward") and order[key] < last:
                 of = seen.get(key._replace(phase="forward"))
                 ran = (of.ran, of.running) if of else ([], [])
                 found.append(Compared(key, at, None, whole[key], [], float("inf"), *ran))
@@ -112,12 +108,14 @@ def order_of(whole: Whole) -> dict[Key, tuple]:
 def first(compared: list[Compared], whole: Whole) -> Found | None:
     """None if nothing is wrong."""
     order = order_of(whole)
-    wrong = [one for one in compared if one.is_wrong]
+
+    def place(one: Compared) -> tuple:
+        return order.get(one.key, (0, 0, 0))
+
+    wrong = sorted((one for one in compared if one.is_wrong), key=place)
     if not wrong:
         return None
-    at = {id(one): order.get(one.key, (0, 0, 0)) for one in compared}
-    least = min(at[id(one)] for one in wrong)
-    mine = [one for one in wrong if at[id(one)] == least]
-    others = [one for one in wrong if at[id(one)][:2] == least[:2] and at[id(one)] > least]
-    num_right = sum(at[id(one)] < least for one in compared)
-    return Found(mine, num_right, others, len(wrong))
+    least = place(wrong[0])
+    mine = [one for one in wrong if place(one) == least]
+    others = [one for one in wrong[len(mine) :] if place(one)[:2] == least[:2]]
+    return Found(mine, sum(place(one) < least for one in compared), others, len(wrong))

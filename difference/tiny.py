@@ -39,13 +39,8 @@ class Trial(NamedTuple):
 
 def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
     """The trial of a config; ValueError where the config cannot be compared."""
-    model, layout, workload, recipe = (
-        resolve_model(config),
-        config.layout,
-        config.workload,
-        config.recipe,
-    )
-    changes = _switched_off(config)
+    model, layout = resolve_model(config), config.layout
+    workload, recipe, changes = config.workload, config.recipe, _switched_off(config)
     exact = {"dtype": "float64", "compile": False, "fp8": False, "moments": "float32"}
     kind = "adamw" if recipe.optimizer == "adamw" else "sgd"
     routing = replace(
@@ -70,9 +65,10 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
             raise ValueError(f"the model has {why}: leave it out, or use fewer layers")
     else:
         model, layout = tiny_model(model, layout), replace(layout, pp_layers=None)
-        m, most = workload.num_micro_batches, max(4, 2 * layout.pp)
-        sizes = {"seq_length": tiny_length(layout), "micro_batch_size": 4, "offload": 0}
-        workload = replace(workload, **sizes, num_micro_batches=m if m <= 8 else most)
+        m, S = workload.num_micro_batches, tiny_length(layout)
+        m = m if m <= 8 else max(4, 2 * layout.pp)
+        sizes = {"seq_length": S, "micro_batch_size": 4, "num_micro_batches": m}
+        workload = replace(workload, **sizes, offload=0)
     return Trial(model, layout, workload, recipe, config.training.seed, steps, changes)
 
 

@@ -121,10 +121,10 @@ class RightRun:
         out.register_hook(lambda gradient: self.note("dy", {name: gradient}))
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        recipe, all_of_them = self.trial.recipe, self.parameters.values()
+        recipe = self.trial.recipe
+        decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone
         groups = [
-            {"params": [p for p in all_of_them if p.ndim > 1], "weight_decay": recipe.weight_decay},
-            {"params": [p for p in all_of_them if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p], "weight_decay": decay[p.ndim > 1]} for p in self.parameters.values()
         ]
         if recipe.optimizer == "sgd":
             return torch.optim.SGD(groups, recipe.learning_rate)
@@ -160,7 +160,7 @@ class RightRun:
 def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
     """What the right run of another copy of the course computes, in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary, "whole")
+        config, out = config.resolve(), Path(temporary, "whole")
         command = [sys.executable, "-m", "difference.whole", config, steps, own_sizes, out]
         subprocess.run([*map(str, command)], cwd=folder, check=True)
         return {record.key: record.tensor for record in read(out)}

@@ -53,7 +53,9 @@ def _factor(one: Compared, context: Context) -> str:
     # Any number is some factor times any other.
     if not c or c[0] == 1 or (one.got.numel() == 1 and not size_named(c[0], context)):
         return ""
-    return f"it is {_times(c[0], context)} what it should be"
+    # Initial weights do not depend on a size of the layout.
+    times = f"{c[0]:.6g} times" if one.key.phase == "initial" else _times(c[0], context)
+    return f"it is {times} what it should be"
 
 
 def _parts(one: Compared, context: Context) -> str:
