@@ -13,7 +13,6 @@ from pathlib import Path
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner import machine
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.system import System
 from picotron_min.runtime.config import KEYS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -39,21 +38,14 @@ def request_of(flags: argparse.Namespace) -> Request:
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
     max_tp = flags.max_tp or min(MOST_TP, gpu.gpus_per_node)
-    options = {"fill": flags.fill, "max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
-    options |= {"documents": flags.documents, "system": system_of(flags)}
+    options = options_of(flags) | {"max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
     return _request(config, model_of(config), gpu, flags.gpus, flags.global_batch, **options)
 
 
 def _request(
-    config: Config,
-    model_config: ModelConfig,
-    gpu: Gpu,
-    gpus: int,
-    global_batch: int,
-    documents: Path | None = None,
-    **options,
+    config: Config, model_config: ModelConfig, gpu: Gpu, gpus: int, global_batch: int, **options
 ) -> Request:
-    work = config.workload
+    work, documents = config.workload, options.pop("documents", None)
     if work.fp8 and "float8" not in gpu.peaks:
         with_8_bits = choice(name for name, other in GPUS.items() if "float8" in other.peaks)
         raise ValueError(f"{gpu.name} does not multiply in 8 bits: use {with_8_bits}, or bfloat16")
@@ -105,8 +97,10 @@ def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     return replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
 
 
-def system_of(flags: argparse.Namespace) -> System | None:
-    return machine.read_system(flags.system) if flags.system else None
+def options_of(flags: argparse.Namespace) -> dict[str, object]:
+    """Options of a Request that do not depend on whether it is a search or a config."""
+    system = machine.read_system(flags.system) if flags.system else None
+    return {"fill": flags.fill, "documents": flags.documents, "system": system}
 
 
 def model_of(config: Config) -> ModelConfig:
@@ -149,8 +143,7 @@ def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate
     if config.distributed.use_cpu and name != "cpu":
         raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
     gpu = gpu_of(flags, name, config.world_size)
-    options = {"fill": flags.fill, "documents": flags.documents, "system": system_of(flags)}
-    return predicted(config, model_of(config), gpu, **options)
+    return predicted(config, model_of(config), gpu, **options_of(flags))
 
 
 def predicted(

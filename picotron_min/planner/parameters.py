@@ -19,7 +19,7 @@ from picotron_min.extensions.optimizers.whole_matrices import Batch, batches
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
 from picotron_min.pipeline_schedule import stages_of
-from picotron_min.placement import Placement, part, placements, saved_name
+from picotron_min.placement import Placement, Table, part, placements, saved_name
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -65,8 +65,7 @@ def share_of_rank(
     model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
 ) -> Share:
     """Of the rank that is at these places along the axes that cut parameters."""
-    num_layers = tuple(layers_of_stages(model_config, layout, seq_length))
-    shapes, table, names = _table(model_config, layout, num_layers)
+    shapes, table, names, num_layers = _table(model_config, layout, seq_length)
     mine = stages_of(layout.schedule, places["pp"], layout.pp, layout.pp_chunks)
     stops = [0, *accumulate(num_layers)]
     stages = [range(stops[s], stops[s + 1]) for s in mine]
@@ -86,8 +85,7 @@ def hidden_batches(
     model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
 ) -> Iterator[Batch]:
     """The matrices of a rank's layers that Muon makes whole together."""
-    num_layers = tuple(layers_of_stages(model_config, layout, seq_length))
-    shapes, table, names = _table(model_config, layout, num_layers)
+    shapes, table, names, _ = _table(model_config, layout, seq_length)
     share = share_of_rank(model_config, layout, seq_length, places)
     mine = chain(*(names[layer] for layer in share.layers))
     return batches(mine, shapes, table, places, layout.axis_sizes)
@@ -118,10 +116,12 @@ def _unit(
 
 @lru_cache(maxsize=16)
 def _table(
-    model_config: ModelConfig, layout: Layout, num_layers: tuple[int, ...]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Placement], dict[int, list[str]]]:
-    """The shape and the placement of every parameter, and the names of each layer's."""
+    model_config: ModelConfig, layout: Layout, seq_length: int
+) -> tuple[dict[str, tuple[int, ...]], Table, dict[int, list[str]], list[int]]:
+    """Shapes and placements by name, the names of each layer, the number of each stage's layers."""
     shapes, names = model_config.parameter_shapes(), defaultdict(list)
     for name in (name for name in shapes if ".layers." in name):
         names[int(name.split(".")[2])].append(name)
-    return shapes, placements(shapes, layout, model_config.tie_word_embeddings, num_layers), names
+    num_layers = layers_of_stages(model_config, layout, seq_length)
+    table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
+    return shapes, table, names, num_layers
