@@ -28,10 +28,7 @@ def run_cut(
         model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(mine)
     sequence_parallel = case.layout.get("sequence_parallel", False)
     course.tensor_parallel.apply_tensor_parallel(model, axes.tp, sequence_parallel)
-    ids, targets = tokens(case)
-    loss = model(ids, torch.arange(ids.shape[1]), targets)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return _run(model, case)
 
 
 def run_whole(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
@@ -39,7 +36,12 @@ def run_whole(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     model = Llama(model_config(case)).double()
     for name, parameter in model.named_parameters():
         parameter.data = draw(case, name, shape=parameter.shape)
-    ids, targets = tokens(case)
+    return _run(model, case)
+
+
+def _run(model: nn.Module, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = draw(case, "tokens", shape=(2, 2, 6)).abs() * 100 % case.vocab
+    ids, targets = ids.long().unbind()
     loss = model(ids, torch.arange(ids.shape[1]), targets)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -59,8 +61,3 @@ def put_together(
             whole[place] = gradient
         results[f"gradient of {name}"] = course.collectives.all_reduce(whole, axes.world)
     return results
-
-
-def tokens(case: Case) -> tuple[Tensor, Tensor]:
-    ids = draw(case, "tokens", shape=(2, 2, 6)).abs() * 100 % case.vocab
-    return ids.long().unbind()

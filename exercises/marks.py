@@ -23,7 +23,6 @@ def constant(path: Path, name: str) -> Any:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
                 return ast.literal_eval(node.value)
     except (SyntaxError, ValueError):
-        raise ValueError(
-            f"{path.name}: {name} must be plain numbers, texts, lists, dicts"
-        ) from None
+        problem = f"{path.name}: {name} must be plain numbers, texts, lists, dicts"
+        raise ValueError(problem) from None
     raise ValueError(f"{path.name} does not assign {name}")

@@ -42,14 +42,7 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
             print("\nThe first wrong tensor, in a tiny model (docs/difference.md):\n", flush=True)
             own = Path(folder, "config.json")
             own.write_text(json.dumps(config))
-            command = [
-                "exercises.training",
-                str(exercise.number),
-                str(file),
-                str(own),
-                "difference",
-            ]
-            _succeeds([sys.executable, "-m", *command], folder, quiet=False)
+            _succeeds([*_command(exercise, str(file), own), "difference"], folder, quiet=False)
     if not mine:
         return False
     print("\nstep  the course's loss     yours")
@@ -96,13 +89,17 @@ def _losses(
     The first run ends after `stops[0]` steps; each of the others continues from its checkpoint.
     """
     path = folder.with_suffix(".json")
-    command = [sys.executable, "-m", "exercises.training", str(exercise.number), file, str(path)]
+    command = _command(exercise, file, path)
     for steps in stops:
         path.write_text(json.dumps(short_config(config, steps, folder)))
         if not _succeeds(command, str(folder.parent), quiet):
             return []
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
+
+
+def _command(exercise: Exercise, file: str, config: Path) -> list[str]:
+    return [sys.executable, "-m", "exercises.training", str(exercise.number), file, str(config)]
 
 
 def _succeeds(command: list[str], folder: str, quiet: bool) -> bool:
