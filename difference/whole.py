@@ -162,8 +162,13 @@ def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
     with tempfile.TemporaryDirectory() as temporary:
         config, out = config.resolve(), Path(temporary, "whole")
         command = [sys.executable, "-m", "difference.whole", config, steps, own_sizes, out]
-        subprocess.run([*map(str, command)], cwd=folder, check=True)
-        return {record.key: record.tensor for record in read(out)}
+        pipe = {"stderr": subprocess.PIPE, "text": True}
+        run = subprocess.run([*map(str, command)], cwd=folder, **pipe)
+        whole = {record.key: record.tensor for record in read(out)} if out.exists() else {}
+    if run.returncode or not whole:
+        last = (run.stderr.strip() or "its records are of an older kind").splitlines()[-1]
+        raise ValueError(f"--against: that version is too old to be compared with: {last}")
+    return whole
 
 
 def main(config: str, steps: str, own_sizes: str, out: str) -> None:
