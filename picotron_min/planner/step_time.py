@@ -177,9 +177,10 @@ class StepTime(LayerTimes):
     @property
     def head_messages(self) -> float:
         """Of tensor parallelism: lm_head's input and its gradient; the logits, if gathered."""
+        if self.system.tp_messages == (4, 4):
+            return 2 * self.tp_message
         whole = self.width * self.tokens * self.config.vocab_size
-        gathered = self.system.tp_messages != (4, 4)
-        return 2 * self.tp_message + gathered * link(self.gpu, self.layout.tp, 1).message(whole)
+        return 2 * self.tp_message + link(self.gpu, self.layout.tp, 1).message(whole)
 
     # Parameters of a rank, and what is done with each.
 
@@ -239,10 +240,9 @@ class StepTime(LayerTimes):
 
     def _of_layer(self, has_experts: bool) -> tuple[float, float]:
         """With parameters sharded: a layer's gather and reduction in each micro-batch."""
-        rank = Rank(((1, has_experts),), 0, 0)
-        gather = 0.0 if self.keeps_weights else self.gather(self.groups(rank))
-        once = self.system.reduces == "step"
-        return gather, 0.0 if once else self.reduce_scatter(self.groups(rank))
+        groups = self.groups(Rank(((1, has_experts),), 0, 0))
+        gather = 0.0 if self.keeps_weights else self.gather(groups)
+        return gather, 0.0 if self.system.reduces == "step" else self.reduce_scatter(groups)
 
     def gathers(self, has_experts: bool, forward: float, backward: float) -> float:
         """With parameters sharded: a layer's messages, which its own compute hides."""
