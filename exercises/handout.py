@@ -17,9 +17,12 @@ from exercises.sealed import FILE, ROOT, lines_in, pack, sealed, without_answers
 from exercises.source import COURSE, NOT_WRITTEN, emptied, find
 
 KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README.md", "LICENSE"]
-KEPT += [".gitignore", "CITATION.cff"]
-FOLDERS = ["picotron_min", "docs", "tests", "benchmarks"]
-FOR_TEACHERS = ["docs/teaching.md", "docs/answers.md", "docs/students.md", "docs/assistants.md"]
+KEPT += [".gitignore", "CITATION.cff", "tests/published_runs.csv", "tests/published_runs_2.csv"]
+FOLDERS = ["picotron_min", "docs", "benchmarks"]  # no tests: they need all bodies, and show some
+# docs/difference.md has the changes of hunts 1 and 4 as its examples.
+LEFT_OUT = [
+    f"docs/{name}.md" for name in ("teaching", "answers", "students", "assistants", "difference")
+]
 # A page of the handout -> the page that it is here.
 FOR_STUDENTS = {"docs/teaching.md": "docs/students.md", "AGENTS.md": "docs/assistants.md"}
 
@@ -42,6 +45,10 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
         shutil.copyfile(path, copy)
     for name, source in FOR_STUDENTS.items():
         shutil.copyfile(ROOT / source, folder / name)
+    for path in folder.rglob("*.md"):
+        path.write_text(_without_links(path, folder))
+    ignored = (folder / ".gitignore").read_text()  # not the files that students hand in
+    (folder / ".gitignore").write_text(re.sub(r"(?m)^exercises/.*\.py\n", "", ignored))
     changed = _without_bodies(chosen)
     # With all exercises, so that a hunt is drawn as from the whole course.
     names = {*changed, *(path.relative_to(ROOT).as_posix() for path in files().values())}
@@ -50,11 +57,9 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
     for name, text in changed.items():
         (folder / name).write_text(text)
     teacher.write_text("\n".join(_for_teacher(chosen)))
-    left_out, shown = _leaks(folder, chosen)
     lines = [f"{len(chosen)} exercises in {folder}: give this folder to the class"]
     lines += [f"answers in {teacher}: keep it, with your whole course, which grades"]
-    lines += [f"left out, since lines of a body are in it: {name}" for name in left_out]
-    lines += [f"{name} still has: {line}" for name, line in shown]
+    lines += [f"{name} still has: {line}" for name, line in _leaks(folder, chosen)]
     packed = "packed, not secret: whoever unpacks it can read the answers"
     return [*lines, f"exercises/{FILE.name} has what the checker needs of them, {packed}"]
 
@@ -65,7 +70,7 @@ def _kept(chosen: list[Exercise]) -> Iterator[Path]:
     for name in FOLDERS:
         for path in sorted((ROOT / name).rglob("*")):
             is_ours = path.is_file() and path.suffix != ".pyc" and path.parent.name != "exercises"
-            if is_ours and path.relative_to(ROOT).as_posix() not in FOR_TEACHERS:
+            if is_ours and path.relative_to(ROOT).as_posix() not in LEFT_OUT:
                 yield path
     # Not the other exercises, nor what somebody has written for them.
     own = re.compile(r"e?\d|design_\d|hunt_\d")
@@ -87,6 +92,17 @@ def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
     return texts
 
 
+def _without_links(page: Path, folder: Path) -> str:
+    """The page's text, where links to files that were left out are plain words."""
+    place = page.parent.relative_to(folder)
+
+    def plain(link: re.Match) -> str:
+        target = place / link[2]
+        return link[1] if (ROOT / target).exists() and not (folder / target).exists() else link[0]
+
+    return re.sub(r"\[([^]\[]*)\]\(([^)#\s]+)\)", plain, page.read_text())
+
+
 def bodies(chosen: list[Exercise]) -> set[str]:
     """Lines of the solutions that a student's tree does not show."""
     targets = [find(exercise) for exercise in chosen]
@@ -94,20 +110,24 @@ def bodies(chosen: list[Exercise]) -> set[str]:
     return {line for line in hidden if not line.startswith(("#", "def ", "class "))}
 
 
-def _leaks(folder: Path, chosen: list[Exercise]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Removes tests that have lines of a body; returns them, and what other files still show."""
-    left_out, shown, hidden = [], [], bodies(chosen)
+def changes_of_hunts() -> Iterator[tuple[str, str]]:
+    """What tells a hunt's place wherever it stands, and the file in which it may stand."""
+    from exercises.hunts import HUNTS
+
+    for hunt in HUNTS.values():
+        yield from ((line, hunt.file) for line in lines_in(hunt.old))
+        words = {*hunt.new.split()} - {*hunt.old.split()}
+        yield from ((word, "") for word in words if len(word) > 10)
+
+
+def _leaks(folder: Path, chosen: list[Exercise]) -> Iterator[tuple[str, str]]:
+    """Lines of bodies, and of hunts, that files of the tree show."""
+    hidden, hunts = bodies(chosen), [*changes_of_hunts()]
     for path in sorted(folder.rglob("*")):
-        if path.suffix not in (".py", ".md"):
-            continue
-        name = path.relative_to(folder).as_posix()
-        found = hidden & lines_in(path.read_text())
-        if found and name.startswith("tests/"):
-            left_out.append(name)
-            path.unlink()
-        else:
-            shown += [(name, line) for line in sorted(found)]
-    return left_out, shown
+        if path.suffix in (".py", ".md"):
+            name, text = path.relative_to(folder).as_posix(), path.read_text()
+            yield from ((name, line) for line in sorted(hidden & lines_in(text)))
+            yield from ((name, part) for part, own in hunts if part in text and name != own)
 
 
 def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
