@@ -15,7 +15,7 @@ from difference.report import lines_of
 from difference.runs import run_ranks
 from difference.taps import ROOT
 from difference.tiny import Trial, text_of, trial_of
-from difference.whole import RightRun, Whole, whole_of
+from difference.whole import Whole, right_whole, whole_of
 from picotron_min.runtime.config_file import load_config
 
 
@@ -68,7 +68,11 @@ def run(trial: Trial, lists: bool = False, whole: Whole | None = None) -> int:
     if trial.changes:
         print(f"compared in float64 without: {', '.join(trial.changes)}")
     text = text_of(trial)
-    whole = whole or RightRun(trial, text).whole
+    try:
+        whole = whole or right_whole(trial, text)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = run_ranks(trial, text, Path(folder))
     compared = compare(trial, whole, runs)

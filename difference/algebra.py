@@ -23,7 +23,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 def size_named(c: float, context: Context) -> str:
     """The size of the run that a factor is, or is one part of; "" if there is none."""
     layout, w = context.trial.layout, context.trial.workload
-    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
+    axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
+    same_size = {n: [name for name in axes if axes[name] == n] for n in axes.values()}
+    sizes = {" or ".join(names): n for n, names in same_size.items()}
     sizes |= {"dp x cp": layout.dp * layout.cp, "micro-batches": w.num_micro_batches}
     sizes |= {"dp x micro-batches": layout.dp * w.num_micro_batches, "ranks": layout.world_size}
     sizes |= {"sequences of a micro-batch": w.micro_batch_size, "positions": w.seq_length}

@@ -92,6 +92,11 @@ def _outcome(file: Path, code: int) -> RankRun:
     last = records[-1].note["time"] if records else 0.0
     if not end:
         was_killed = "it was killed" if code == -signal.SIGKILL else f"it ended with code {code}"
+        if records:
+            step, phase, name, *_ = records[-1].key
+            is_building = phase in ("built", "initial")
+            when = f"in step {step + 1}, after {phase} of {name}"
+            was_killed += f", {'while the model was built' if is_building else when}"
         return RankRun(records, was_killed, failed_at=last)
     if end.key.phase == "done":
         return RankRun(records)

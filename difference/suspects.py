@@ -5,6 +5,9 @@ last those that also ran before right tensors. Sums of gradients, norms and upda
 queues and buckets, so time tells nothing there: a table names who computes what.
 """
 
+import re
+from itertools import takewhile
+
 from difference.first import Compared, Found
 from difference.runs import RankRun
 from picotron_min.extensions.settings import Layout
@@ -39,6 +42,13 @@ POINTS = {
     "micro-batch": "Pipeline.",
     "sum over": "leave reduce sum gather Enter Leave",
 }
+EXTENSION, OURS = (
+    "extensions/",
+    re.compile(
+        r"extensions/(\w+\.py|documents|experts|kernels|memory|multi_token|optimizers|overlap|"
+        r"precision|qk_norm|schedules|sharding)\b"
+    ),
+)
 HELPERS = "refuse_missing Linear.operand Linear.product Linear.gradient Ledger Axes Axis. "
 HELPERS += "loss:wide loss:linear_dtype Conjugate layout: model_config:"
 
@@ -49,7 +59,7 @@ def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) 
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
     kind = "head" if (kind, one.key.name) == ("backward", "model.norm") else kind
     if names := from_table(kind, said, layout, one.key.name):
-        return names
+        return [*dict.fromkeys(map(short, own_after_backward(one, compared))), *names]
     at = {id(other): i for i, other in enumerate(compared)}
     one = min(found.wrong, key=lambda wrong: at[id(wrong)])
     before = [other for other in compared[: at[id(one)]] if other.at == one.at]
@@ -60,6 +70,19 @@ def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) 
     fresh = [name for name in one.ran if name not in innocent]
     named = [*ranked(fresh, said), *returned, *ranked(one.ran, said), *one.running]
     return sorted(map(short, dict.fromkeys(named)), key=is_helper)
+
+
+def own_after_backward(one: Compared, compared: list[Compared]) -> list[str]:
+    """Functions of extensions that the project has not, which ran before such a tensor."""
+    mine = [o for o in compared if o.at == one.at and o.key.step == one.key.step]
+    phases = {"initial": ("initial",), "summed gradient": ("forward", "summed gradient")}
+    phases |= dict.fromkeys(("scaled gradient", "optimizer state", "weights"), ("loss",))
+    ran: list[str] = []
+    for phase in phases.get(one.key.phase, ()):  # of a phase the first: it has run the hooks
+        ran += next((o.ran for o in mine if o.key.phase == phase), [])
+    if one.key.phase == "initial":  # not what has built the model
+        ran = [*takewhile(lambda name: "initialise.py:initialise" not in name, ran)]
+    return [name for name in reversed(ran) if EXTENSION in name and not OURS.search(name)]
 
 
 def from_table(kind: str, said: str, layout: Layout, name: str = "") -> list[str]:

@@ -95,12 +95,23 @@ def tiny_length(layout: Layout) -> int:
     return unit * -(-16 // unit)
 
 
+def _heads(model: ModelConfig, unit: int, tp: int) -> tuple[int, int]:
+    """About 8 query heads, and key heads: cp divides them if the config's, with its ratio."""
+    own, ratio = model.num_key_value_heads, model.num_attention_heads / model.num_key_value_heads
+
+    def unlike(pair: tuple[int, int]) -> tuple:
+        heads, kv = pair
+        return math.gcd(kv, unit) != math.gcd(own, unit), abs(heads / kv - ratio), abs(heads - 8)
+
+    counts = range(unit, 2 * max(8, unit) + 1, unit)
+    return min(((q, k) for q in counts for k in range(tp, q + 1, tp) if q % k == 0), key=unlike)
+
+
 def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
     """A model of the same kind, whose sizes divide as they must and not where they need not."""
     tp, stages = layout.tp, layout.num_stages
     unit = tp * (layout.cp if layout.cp_engine == "ulysses" else 1)
-    heads = unit * -(-8 // unit)
-    kv_heads = [n for n in range(tp, heads + 1, tp) if heads % n == 0]
+    heads, kv_heads = _heads(model, unit, tp)
     vocabulary = 29
     while tp > 1 and (vocabulary % tp == 0 or (tp - 1) * -(-vocabulary // tp) >= vocabulary):
         vocabulary += 1
@@ -111,7 +122,7 @@ def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
         "intermediate_size": tp * -(-48 // tp),
         "num_hidden_layers": max(2, stages + (layout.pp > 1)),
         "num_attention_heads": heads,
-        "num_key_value_heads": max([n for n in kv_heads if 2 * n <= heads], default=heads),
+        "num_key_value_heads": kv_heads,
     }
     if model.num_local_experts:
         sizes |= {

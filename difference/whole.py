@@ -9,6 +9,7 @@ one process: what they do wrong there, too, is not seen.
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -157,6 +158,20 @@ class RightRun:
             self.note(phase, tensors)
 
 
+def right_whole(trial: Trial, text: Text) -> Whole:
+    """ValueError, with its place, where one process cannot run it."""
+    try:
+        return RightRun(trial, text).whole
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = next((f for f in reversed(frames) if "picotron_min" in f.filename), frames[-1])
+        who = "the one process fails"
+        if any("extensions" in Path(f.filename).parts for f in frames):
+            who = "an extension fails in the one process, which runs extensions too"
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{who}: {what}, in {at.name} ({at.filename}:{at.lineno})") from error
+
+
 def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
     """What the right run of another copy of the course computes, in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -174,7 +189,7 @@ def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
 def main(config: str, steps: str, own_sizes: str, out: str) -> None:
     trial = trial_of(load_config(config), int(steps), own_sizes == "True")
     writer = Writer(Path(out))
-    for key, tensor in RightRun(trial, text_of(trial)).whole.items():
+    for key, tensor in right_whole(trial, text_of(trial)).items():
         writer.write(key, tensor)
 
 

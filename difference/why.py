@@ -206,7 +206,12 @@ def _region(one: Compared, context: Context) -> str:
         return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
     if error.max() < 3e-7:
         return f"it differs by {error.max():.1e} of its largest number: rounding of float32"
-    return f"all of it is wrong, by up to {error.max():.2g} of its largest number"
+    if num_right := int((error <= TOLERANCE).sum()):
+        share = f"{num_right / error.numel():.0%} ({num_right} of {error.numel()})"
+        what = f"what is wrong is spread over all of it, and {share} of its numbers are right: off"
+    else:
+        what = "all of it is wrong,"
+    return f"{what} by up to {error.max():.2g} of its largest number"
 
 
 HYPOTHESES = [_unlike, _factor, keys_seen, rotation, _parts]

@@ -11,9 +11,10 @@ from difference.first import Compared
 from difference.parts import Context, parts_of
 from difference.places import here, take
 from difference.records import Key
-from difference.tiny import text_of, trial_of
+from difference.tiny import text_of, tiny_model, trial_of
 from difference.whole import RightRun
 from difference.why import explain
+from picotron_min.extensions.settings import Layout, ModelConfig
 from tests.assembled import make_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -22,7 +23,8 @@ ATTENTION = "model.layers.1.self_attn"
 
 @cache
 def context() -> Context:
-    config = make_config(dp=2, cp=2, tp=2, micro_batches=2, sequence_parallel=True)
+    sizes = {"micro_batches": 2, "model": {"num_key_value_heads": 4}}
+    config = make_config(dp=2, cp=2, tp=2, sequence_parallel=True, **sizes)
     trial = trial_of(config, 2, own_sizes=False)
     return Context(trial, RightRun(trial, text_of(trial)).whole)
 
@@ -105,7 +107,7 @@ FORMULAS = [
         "its update is 0.25 (1/(dp",
     ),
     (OUT, lambda one: one.got / 0, "are NaN or infinite"),
-    (OUT, lambda one: one.got.repeat(1, 2, 1), "dim 1 is 2 (tp) times as long"),
+    (OUT, lambda one: one.got.repeat(1, 2, 1), "dim 1 is 2 (tp or cp or dp) times as long"),
 ]
 
 
@@ -125,3 +127,13 @@ def test_stale_weights_are_seen_in_the_second_step():
     old = x @ context().weight(f"{ATTENTION}.o_proj.weight", 0).T
     said = explain(one._replace(got=take(old, one.indices)), context())
     assert said == "it is computed with the weights of the step before"
+
+
+def test_the_tiny_model_has_the_heads_ratio_and_what_cp_does_not_divide():
+    found = {}
+    for heads, kv, cp in ((4, 2, 4), (32, 8, 2), (6, 2, 1), (8, 8, 2)):
+        model = ModelConfig(61, 8 * heads, 48, 8, heads, kv)
+        model = tiny_model(model, Layout(cp=cp, cp_engine="ulysses"))
+        found[heads, kv, cp] = model.num_attention_heads, model.num_key_value_heads
+    right = {(4, 2, 4): (4, 2), (32, 8, 2): (8, 2), (6, 2, 1): (9, 3), (8, 8, 2): (8, 8)}
+    assert found == right
