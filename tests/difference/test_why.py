@@ -1,22 +1,28 @@
 """Each formula gives its sentence, and with noise of 1e-6 it does not: without any process."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from difference import attention as formulas
-from difference.first import Compared
+from difference import whole
+from difference.__main__ import run
+from difference.first import Compared, Found
 from difference.parts import Context, parts_of
 from difference.places import here, take
 from difference.records import Key
+from difference.suspects import OURS, suspects
 from difference.tiny import text_of, tiny_model, trial_of
 from difference.whole import RightRun
 from difference.why import explain
+from picotron_min.extensions import build
 from picotron_min.extensions.settings import Layout, ModelConfig
 from tests.assembled import make_config
 
+FOLDER = Path(build.__file__).parent
 Q = "model.layers.0.self_attn.q_proj.weight"
 ATTENTION = "model.layers.1.self_attn"
 
@@ -137,3 +143,24 @@ def test_the_tiny_model_has_the_heads_ratio_and_what_cp_does_not_divide():
         found[heads, kv, cp] = model.num_attention_heads, model.num_key_value_heads
     right = {(4, 2, 4): (4, 2), (32, 8, 2): (8, 2), (6, 2, 1): (9, 3), (8, 8, 2): (8, 8)}
     assert found == right
+
+
+def test_your_functions_that_run_after_backward_are_named_first():
+    for path in FOLDER.glob("*/__init__.py"):
+        assert OURS.search(f"picotron_min/extensions/{path.parent.name}/x.py:f"), path
+    ran = ["picotron_min/extensions/yours/x.py:Yours.wait", "picotron_min/train.py:train_step"]
+    one = right(*SUM)._replace(error=1.0, ran=ran)
+    named = suspects(Found([one], 0, [], 1), [one], "", context().trial.layout)
+    assert named[0] == "extensions/yours/x:Yours.wait" and "train" not in named[1], named
+
+
+def test_an_extension_that_fails_in_one_process_is_said_in_one_line(monkeypatch, capsys):
+    text, names = "def fail(*_): raise IndexError('no neighbour\\nat all')", {}
+    exec(compile(text, str(FOLDER / "yours.py"), "exec"), names)
+    monkeypatch.setattr(whole, "extensions_of", names["fail"])
+    assert run(context().trial) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "an extension fails in the one process, which runs extensions too: Index"
+    )
+    assert said.count("\n") == 1 and "no neighbour, in fail (" in said
