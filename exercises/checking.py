@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.compare import equal, first_difference, patterns
+from exercises.compare import equal, first_difference, patterns, with_all_factors
 from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, size_of
 from exercises.forms import Call, Calls, wrong_call
 from exercises.loading import course_with
@@ -202,13 +202,12 @@ def verdict_on(
         return Verdict(True, gates, "", exercise.remember, exercise.picture(runs))
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind in ("not written", "file"):
-        kind = crash.failure.kind.replace(" ", "_")
-        return Verdict(False, gates, kind, crash.failure.text, "")
+        return Verdict(False, gates, crash.failure.kind.replace(" ", "_"), crash.failure.text, "")
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
     known, almost = _known(exercise, outcome, failed, seed, others or {})
     if known:
-        texts = [text, known.sentence]
-        return Verdict(False, gates, known.name, "\n".join(filter(None, texts)), "")
+        sentence = "\n".join(filter(None, [text, known.sentence]))
+        return Verdict(False, gates, known.name, sentence, "")
     name, sentence = _unlisted(exercise, outcome, failed, seed)
     if name == "unknown" and almost:
         sentence = f"{UNKNOWN} With {failed[0].case} it does as if: {almost.sentence}"
@@ -269,16 +268,19 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
             dict(patterns(exercise.factors(r.case), [x.values for x in r.records], r.expected))
             for r in failed
         ]
-        for kind in found:
-            if all(kind in of_another for of_another in more):
-                return "pattern", found[kind]
+        if common := [found[kind] for kind in found if all(kind in others for others in more)]:
+            right = [exercise.factors(r.case) for r in outcome if r not in failed]
+            return "pattern", with_all_factors(common, right)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     by_case = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
+    # A result's type explains what fails in the same cases; or a crash where it was used later.
     of_type = [bool(found and found.is_type) for found in by_case]
-    # It explains the failure if it is there in all cases that fail, and in no other.
-    if of_type == [result in failed for result in outcome]:
-        first = by_case[outcome.index(failed[0])]
-        return "wrong_type", f"With {failed[0].case}: {first.text}"
+    is_later = bool(crash) and "noticed later" in crash.text
+    first = next(result for result in failed if result.failure) if is_later else failed[0]
+    if (is_later and of_type[outcome.index(first)]) or of_type == [
+        result in failed for result in outcome
+    ]:
+        return "wrong_type", f"With {first.case}: {by_case[outcome.index(first)].text}"
     if crash:
         return "exception", ""
     first = by_case[outcome.index(failed[0])]
@@ -294,5 +296,5 @@ def _only_wrong(failed: Outcome) -> str:
             for name, value in expected.items():
                 is_right = first_difference([record.values], [{name: value}]) is None
                 (right if is_right else wrong)[name] = True
-    names = ", ".join(f"`{name}`" for name in wrong)
-    return f" Only {names} differs; all else is right." if right.keys() - wrong and wrong else ""
+    names = " and ".join(f"`{name}`" for name in wrong) + " differ" + "s" * (len(wrong) == 1)
+    return f" Only {names}; all else is right." if right.keys() - wrong and wrong else ""

@@ -184,7 +184,8 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     elif equal(off, -right):
         yield "sign", "Every wrong number has the wrong sign."
     elif len(off) > 1 and right.all() and equal(off, right * (ratio := (off[0] / right[0]).item())):
-        yield f"times {ratio:.6g}", f"Every wrong number is {ratio:.6g} times the right one."
+        if f"{ratio:.6g}" != "1":  # else it is only inexact
+            yield f"times {ratio:.6g}", f"Every wrong number is {ratio:.6g} times the right one."
     elif len(off) > 1 and equal(off, right + (more := (off[0] - right[0]).item())):
         how = "large" if more > 0 else "small"
         yield f"plus {more:.6g}", f"Every wrong number is {abs(more):.6g} too {how}."
@@ -194,6 +195,19 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
             is_long = all(i.ndim and i.shape[dim] > 2 for i in is_off)
             if is_long and all(end.sum() == i.sum() for end, i in zip(ends, is_off, strict=True)):
                 yield f"{where} {dim}", f"Only the {where} along dim {dim} is wrong."
+
+
+def with_all_factors(sentences: list[str], in_right_cases: list[dict[str, float]]) -> str:
+    """The first sentence; where several factors are as large, with all that can be meant.
+
+    A factor that is not 1 in a case that is right is meant only if there is no other.
+    """
+    head = sentences[0].rpartition(": ")[0]
+    if " by a factor of " not in head:
+        return sentences[0]
+    names = [text.rpartition(": ")[2][:-1] for text in sentences if text.startswith(f"{head}: ")]
+    likely = [name for name in names if all(found.get(name, 1) == 1 for found in in_right_cases)]
+    return f"{head}: {' or '.join(likely or names)}."
 
 
 def _numbers(value: Any) -> Tensor | None:
@@ -216,7 +230,13 @@ def _is_reordered(got: Any, right: Any) -> bool:
             return False
         return equal(*(x.detach().double().flatten().sort().values for x in (got, right)))
     if isinstance(got, list | tuple) and isinstance(right, list | tuple):
-        return len(got) > 1 and sorted(map(str, got)) == sorted(map(str, right))
+        rest = list(right)
+        for value in got:
+            place = next((i for i, other in enumerate(rest) if equal(value, other)), None)
+            if place is None:
+                return False
+            del rest[place]
+        return len(got) > 1 and not rest
     return False
 
 

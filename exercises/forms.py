@@ -8,11 +8,12 @@ get the same arguments: first by form, which is type, number of values, shape an
 what they hold.
 """
 
+import dataclasses
 import functools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from types import FunctionType, GeneratorType
+from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,18 +69,31 @@ def form_of(value: Any) -> Form:
     return Form(kind, "None" if value is None else a_kind)
 
 
-def content_of(value: Any) -> Any:
-    """A copy that can be compared and shown; of other objects their text, or their kind."""
+def content_of(value: Any, depth: int = 2) -> Any:
+    """A copy that can be compared and shown; of other objects their text, fields or kind."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, str | int | float | slice):
         return value
     if isinstance(value, Mapping):
-        return {str(key): content_of(part) for key, part in value.items()}
+        return {str(key): content_of(part, depth) for key, part in value.items()}
     if type(value) in (list, tuple, range, Size):
-        return [content_of(part) for part in value[:MOST]]
+        return [content_of(part, depth) for part in value[:MOST]]
     has_text = type(value).__str__ is not object.__str__  # as an action of a pipeline: "F0"
-    return str(value) if has_text else f"<{type(value).__name__}>"
+    if has_text:
+        return str(value)
+    kind, fields = type(value).__name__, _fields(value)
+    if not fields or not depth:
+        return f"<{kind}>"
+    texts = [f"{name}={shown(content_of(x, depth - 1))[0]}" for name, x in fields.items()]
+    return f"{kind}({', '.join(texts)})"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    is_record = dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace)
+    return getattr(value, "__dict__", {}) if is_record else {}
 
 
 class Call(NamedTuple):
@@ -167,18 +181,35 @@ def wrong_call(
     """The first call with the same arguments and another result: first by form, then by content."""
     different = None
     for rank in found.keys() & right.keys():
-        for call, other in zip(found[rank], right[rank], strict=False):
+        for i, (call, other) in enumerate(zip(found[rank], right[rank], strict=False)):
             if call[:3] != other[:3]:  # from here on they do different things
                 break
-            if not call.result.fits(other.result):
+            should = _wanted_form(call.result, right[rank][i : i + 2])
+            if should:
                 verb = other.verb.removesuffix("ed")
-                should = f"it should {verb} {other.result.text}"
+                should = f"it should {verb} {should}"
                 return WrongCall(f"{call.name} {call.verb} {call.result.text}; {should}.", True)
             if not equal(call.given, other.given):
                 break
             if not different and not equal(call.got, other.got):
                 different = WrongCall(_difference(call, other, rank, len(found)), False)
     return different
+
+
+def _wanted_form(form: Form, right: list[Call]) -> str:
+    """What should be returned, if this form cannot stand for it: right[1] may be what it yields."""
+    wanted = right[0].result
+    if not form.fits(wanted):
+        return wanted.text
+    of_items = [call.result for call in right[1:] if call.verb == "yielded"]
+    if (
+        wanted.kind == "iterator"
+        and form.parts
+        and of_items
+        and not form.parts[0].fits(of_items[0])
+    ):
+        return f"{wanted.text} of {of_items[0].text}"
+    return ""
 
 
 def _difference(call: Call, other: Call, rank: int | None, ranks: int) -> str:

@@ -108,10 +108,12 @@ def reading(exercise: Exercise, whole: bool = True) -> str:
 
 
 def _near(target: Target, text: str) -> str:
-    """Without the definitions that have nothing to do with the target."""
+    """Without the definitions that have nothing to do with the target; records are all there."""
     used, lines, left_out = _names(target.node), text.splitlines(), []
     for node in reversed(ast.parse(text).body):
-        is_other = isinstance(node, Definition) and node.name not in used
+        is_record = any("dataclass" in _names(d) for d in getattr(node, "decorator_list", ()))
+        is_record |= any("NamedTuple" in _names(base) for base in getattr(node, "bases", ()))
+        is_other = isinstance(node, Definition) and not is_record and node.name not in used
         if is_other and target.node.name not in _names(node) | {node.name}:
             lines[first_line(node) - 1 : node.end_lineno] = []
             left_out.append(node.name)
