@@ -6,7 +6,7 @@ from difference.first import Compared, Found
 from difference.parts import Context
 from difference.places import Here
 from difference.runs import RankRun
-from difference.suspects import of_failure, suspects
+from difference.suspects import is_yours, of_failure, suspects
 from difference.why import explain
 
 MOST = 3  # reasons, names and functions that are printed
@@ -35,7 +35,8 @@ def lines_of(
 
 
 def _look_at(named: list[str]) -> Iterator[str]:
-    yield f"look at      {', '.join(named[:MOST]) or 'no function of the project ran since'}"
+    shown = named[: MOST + any(map(is_yours, named[:MOST]))]
+    yield f"look at      {', '.join(shown) or 'no function of the project ran since'}"
 
 
 def _first_wrong(found: Found, compared: list[Compared], context: Context) -> Iterator[str]:

@@ -45,7 +45,7 @@ POINTS = {
 EXTENSION, OURS = (
     "extensions/",
     re.compile(
-        r"extensions/(\w+\.py|documents|experts|kernels|memory|multi_token|optimizers|overlap|"
+        r"extensions/(\w+(\.py)?:|documents|experts|kernels|memory|multi_token|optimizers|overlap|"
         r"precision|qk_norm|schedules|sharding)\b"
     ),
 )
@@ -82,7 +82,11 @@ def own_after_backward(one: Compared, compared: list[Compared]) -> list[str]:
         ran += next((o.ran for o in mine if o.key.phase == phase), [])
     if one.key.phase == "initial":  # not what has built the model
         ran = [*takewhile(lambda name: "initialise.py:initialise" not in name, ran)]
-    return [name for name in reversed(ran) if EXTENSION in name and not OURS.search(name)]
+    return [*filter(is_yours, reversed(ran))]
+
+
+def is_yours(name: str) -> bool:
+    return EXTENSION in name and not OURS.search(name)
 
 
 def from_table(kind: str, said: str, layout: Layout, name: str = "") -> list[str]:

@@ -182,7 +182,7 @@ def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
         whole = {record.key: record.tensor for record in read(out)} if out.exists() else {}
     if run.returncode or not whole:
         last = (run.stderr.strip() or "its records are of an older kind").splitlines()[-1]
-        raise ValueError(f"--against: that version is too old to be compared with: {last}")
+        raise ValueError(f"--against: that version cannot be compared with: {last}")
     return whole
 
 
