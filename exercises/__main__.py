@@ -10,7 +10,7 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import formats, hunts, progress
 from exercises.exercise import FOLDER, GATES, Exercise
-from exercises.grade import default_jobs, grade, grade_one, parse_task, summary
+from exercises.grade import default_jobs, grade, grade_one, summary, tasks_of
 from exercises.pictures import WIDTH
 from exercises.sandbox import HAS_FORK, Sandbox, adopt_orphans
 from exercises.source import reading, starter
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
     option = added["handout"].add_argument
     option("folder", type=Path, help="what to write: outside of this one, and new")
-    option("--exercises", type=int, nargs="+", default=[], metavar="N", help="default: all")
+    option("--exercises", nargs="+", default=[], metavar="N", help="default: all")
     added["autograder"].add_argument("zip", type=Path, help="what to write")
     for name in ("grade", "autograder"):
         about = "4, 4=20 for 20 points, hunt5, design1; default: all exercises, 10 points each"
@@ -167,6 +167,11 @@ def grade_all(given: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if bool(given.folder) == bool(given.one):
         raise ValueError("name either a folder with a folder for each student, or --one FILE")
+    for path in filter(None, (given.csv if given.folder else None, given.json, given.junit)):
+        is_new = not path.exists()
+        path.open("a").close()  # now, and not after all checks, if it cannot be written
+        if is_new:
+            path.unlink()
     common = given.seed, given.wrap, given.exercises
     if given.one:
         rows = grade_one(given.one, *common)
@@ -182,8 +187,8 @@ def grade_all(given: argparse.Namespace) -> int:
 
 
 def autograder(given: argparse.Namespace) -> int:
-    for word in given.exercises:
-        parse_task(word)  # which may refuse it
+    if "hunt 5" in [task.name for task in tasks_of(given.exercises, [])]:
+        raise ValueError("hunt 5 is a student's own, and Gradescope names none: use grade for it")
     formats.write_zip(given.zip, given.exercises, given.seed)
     print(f"{given.zip} is for Gradescope; it has the answers: students must not get it")
     return 0
@@ -192,7 +197,10 @@ def autograder(given: argparse.Namespace) -> int:
 def hand_out(given: argparse.Namespace) -> int:
     from exercises.handout import handout
 
-    print(*handout(given.folder, given.exercises), sep="\n")
+    if other := [word for word in given.exercises if not word.isdecimal()]:
+        text = "name exercises by their numbers; hunts and designs are always in"
+        raise ValueError(f"{', '.join(other)}: {text}")
+    print(*handout(given.folder, [*map(int, given.exercises)]), sep="\n")
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exercises import design_layers, design_layouts, design_schedule, progress
 from exercises.exercise import FOLDER
-from exercises.marks import Marks, constant, student_of
+from exercises.marks import Marks, check_drawn_for, constant, student_of
 from exercises.sandbox import Sandbox
 
 MARKS = "0", "1", "2", "3"
@@ -27,6 +27,7 @@ def command(number: int, student: str | None = None) -> int:
     if number not in TASKS:
         raise ValueError(f"there is no design {number}: use one of {', '.join(map(str, TASKS))}")
     path = FOLDER / f"design_{number}.py"
+    check_drawn_for(student, path)
     if not path.exists():
         own = f"STUDENT = {student!r}  # whose numbers these are\n" if student else ""
         path.write_text(TASKS[number](student) + own)

@@ -20,8 +20,10 @@ from exercises.copies import flag_copies
 from exercises.exercise import GATES, files, load
 from exercises.marks import constant, student_of
 from exercises.sandbox import WARNING, Sandbox, is_plain
+from exercises.sealed import ROOT, text_of
 
 COLUMNS = ["student", "exercise", "points", "of", "passed", *GATES, "mistake", "flags", "seconds"]
+COLUMNS += ["place", "sentence"]  # of the mistake that a hunt has: for the teacher alone
 POINTS = 10  # of an exercise, where nothing else is given
 MEASURING = threading.Lock()  # of hunts and designs, which import the course anew: not in parallel
 Row = dict[str, Any]  # a line of the table, and the `message` of its page
@@ -58,7 +60,11 @@ def parse_task(text: str) -> Task:
 def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
     """What is named; else all exercises, and those hunts and designs that somebody handed in."""
     if words:
-        return [*map(parse_task, words)]
+        tasks = [*map(parse_task, words)]
+        names = [task.name for task in tasks]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} is named twice: name each task once")
+        return tasks
     names = (path.stem for student in students for path in student.glob("[hd]*_[0-9].py"))
     handed_in = sorted({name for name in names if re.fullmatch(r"hunt_[1-5]|design_[1-3]", name)})
     words = [*map(str, files()), *(name.replace("_", "") for name in handed_in)]
@@ -67,7 +73,7 @@ def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
 
 def students_in(folder: Path) -> list[Path]:
     there = folder.iterdir() if folder.is_dir() else ()
-    students = sorted(path for path in there if path.is_dir())
+    students = sorted(p for p in there if p.is_dir() and p.name[0] not in "._")
     if not students:
         problem = "has no folders" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {problem}: name one that has a folder for each student")
@@ -78,23 +84,36 @@ def grade(
     folder: Path, table: Path, jobs: int, seed: int, wrap: str, words: list[str]
 ) -> list[Row]:
     """Check the files of all students; writes a line for each task, and a page for each student."""
-    students, rows = students_in(folder), []
+    students, pages, rows = students_in(folder), table.with_suffix(""), []
+    if pages.resolve().is_relative_to(folder.resolve()) or pages == table:
+        raise ValueError(f"pages would lie in {pages}: name a table outside of {folder}, as a.csv")
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs}: at least 1 check has to run at a time")
     tasks = [(student, task) for student in students for task in tasks_of(words, students)]
+    sandbox = sandbox_of(wrap)
+    pages.mkdir(exist_ok=True)
     print(WARNING)
     try:
-        check_all(Sandbox(wrap), tasks, seed, jobs, rows)
+        check_all(sandbox, tasks, seed, jobs, rows)
         flag_copies(rows, tasks)
     finally:  # what is done stays, if this is ended
         with table.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-    pages = table.with_suffix("")
-    pages.mkdir(exist_ok=True)
     for student in students:
         own = [row for row in rows if row["student"] == student.name]
         (pages / f"{student.name}.md").write_text(page(student.name, own))
     return rows
+
+
+def sandbox_of(wrap: str) -> Sandbox:
+    """ValueError if checks behind this command cannot run."""
+    sandbox = Sandbox(wrap)
+    if wrap and not (found := sandbox.check(1, "solution"))["passed"]:
+        problem = "with it even the course's own function does not pass"
+        raise ValueError(f"--wrap {wrap}: {problem}:\n{found['message']}")
+    return sandbox
 
 
 def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
@@ -107,7 +126,7 @@ def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
         words = words or [f"{found[1].rstrip('_')}{found[2]}" if found else path.name]
     rows: list[Row] = []
     tasks = [(folder, task) for task in tasks_of(words, [folder])]
-    check_all(Sandbox(wrap), tasks, seed, 1, rows)
+    check_all(sandbox_of(wrap), tasks, seed, 1, rows)
     return rows
 
 
@@ -135,8 +154,11 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
     row = {"student": student.name, "exercise": task.name, "points": 0, "of": task.of}
     row |= {"passed": 0, "seconds": 0, "flags": "", "message": ""}
     found = sorted(student.glob(task.files))
-    if len(found) != 1:
-        return row | {"mistake": "two_files" if found else "missing"}
+    if len(found) > 1:
+        return row | {"mistake": "two_files"}
+    if not found:
+        there = ", ".join(sorted(path.name for path in student.iterdir())[:50]) or "nothing"
+        return row | {"mistake": "missing", "message": f"no {task.files}: there is {there}"}
     if not is_plain(found[0]):
         return row | {"mistake": "no_plain_file"}
     measured = {"exercise": _exercise, "hunt": _hunt, "design": _design}[task.kind]
@@ -179,11 +201,16 @@ def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, s
     from exercises.hunts import hunt_of, judge  # a drawn hunt needs torch
 
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
-    near = judge(hunt_of(task.number, student_of(path)), str(answer))
+    hunt = hunt_of(task.number, student_of(path))
+    line = text_of(ROOT / hunt.file).partition(hunt.old)[0].count("\n") + 1
+    more = {"place": f"{hunt.file}:{line}", "sentence": hunt.found}
+    if str(answer).endswith("/FILE.py:FUNCTION"):  # as the sheet has it
+        return 0.0, "not answered", more | {"mistake": "not_answered"}
+    near = judge(hunt, str(answer))
     share = float(near in ("right", "function"))
     found = {"right": "right", "function": "right", "file": "the right file, another function"}
     text = f"{answer}: {found.get(near, 'no')}\nreason: {reason}"
-    return share, text, {"mistake": "" if share else near}
+    return share, text, more | {"mistake": "" if share else near}
 
 
 def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:

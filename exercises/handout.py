@@ -116,7 +116,7 @@ def changes_of_hunts() -> Iterator[tuple[str, str]]:
 
     for hunt in HUNTS.values():
         yield from ((line, hunt.file) for line in lines_in(hunt.old))
-        words = {*hunt.new.split()} - {*hunt.old.split()}
+        words = {word.rstrip(",") for word in {*hunt.new.split()} - {*hunt.old.split()}}
         yield from ((word, "") for word in words if len(word) > 10)
 
 

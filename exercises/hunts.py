@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from exercises import progress
 from exercises.exercise import FOLDER
+from exercises.marks import check_drawn_for
 from exercises.sealed import sealed, text_of
 
 ROOT = FOLDER.parent
@@ -129,10 +130,10 @@ class Symptoms(NamedTuple):
     apart: float  # the largest difference between weights that ranks should share
 
     def distance(self, right: "Symptoms") -> float:
-        """How far the numbers are from the right ones; 1 if other bytes are sent."""
+        """How far the numbers are from the right ones; bytes do not count."""
         pairs = zip((*self.losses, self.norm), (*right.losses, right.norm), strict=True)
         far = max(abs(a / b - 1) for a, b in pairs)
-        return 1.0 if self.sent != right.sent or far != far else max(far, self.apart)
+        return 1.0 if far != far else max(far, self.apart)
 
 
 def parse_run(text: str) -> dict[str, Any]:
@@ -216,6 +217,8 @@ def command(given: argparse.Namespace) -> int:
     hunt = hunt_of(number, given.student)
     if given.answer is not None:
         return _take_answer(number, hunt, given.answer)
+    path = FOLDER / f"hunt_{number}.py"
+    check_drawn_for(given.student, path)
     print(f"{hunt.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
     for line in table(hunt, (run,) if run else hunt.runs):
         print(line, flush=True)
@@ -223,7 +226,6 @@ def command(given: argparse.Namespace) -> int:
     print(f"\nMeasure others:  python -m exercises hunt {number}{student} --run dp=2,tp=2")
     print(f"Answer:  python -m exercises hunt {number}{student} --answer picotron_min/FILE.py:LINE")
     print("(a wrong answer counts as a hint, which it prints; a function's name will do for LINE)")
-    path = FOLDER / f"hunt_{number}.py"
     if not path.exists():
         path.write_text(SHEET.format(number=number, student=given.student))
     print(f"To hand it in, write the answer and your reason into {path}")

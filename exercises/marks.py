@@ -10,6 +10,12 @@ def student_of(path: Path) -> str | None:
     return constant(path, "STUDENT") if "\nSTUDENT = " in path.read_text() else None
 
 
+def check_drawn_for(student: str | None, path: Path) -> None:
+    """ValueError if a file is there, and for somebody else than is named."""
+    if student and path.exists() and (whose := student_of(path)) != student:
+        raise ValueError(f"{path} was drawn for {whose or 'all'}: delete it to draw for {student}")
+
+
 class Marks(NamedTuple):
     marks: int  # 0 to 3
     text: str

@@ -418,13 +418,13 @@ def commands_that_run() -> list[str]:
 
 def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
     for student, body in CLASS.items():
-        (tmp_path / student).mkdir()
+        (folder := tmp_path / "class" / student).mkdir(parents=True)
         if body:
             text = solution(SHIFT).replace("axis.ledger", f"{body.strip()}\n    axis.ledger")
-            (tmp_path / student / "04_shift.py").write_text(text)
+            (folder / "04_shift.py").write_text(text)
     table = tmp_path / "marks.csv"
     # As a process of its own, because it adopts, and ends, whatever its checks leave behind.
-    command = [sys.executable, "-m", "exercises", "grade", tmp_path, "--csv", table]
+    command = [sys.executable, "-m", "exercises", "grade", folder.parent, "--csv", table]
     options = ["--seed", "7", "--jobs", "2", "--exercises", "4=20"]
     graded = subprocess.run(
         [*map(str, command), *options], cwd=ROOT, capture_output=True, text=True, timeout=600

@@ -74,6 +74,8 @@ def test_numbers_of_designs_are_drawn_for_a_student_and_read_from_the_file(tmp_p
     drawn = {name: pipeline_of(name) for name in ("alice", "bob")}
     assert drawn["alice"] != drawn["bob"]
     assert designs.command(2, "alice") == 0
+    with pytest.raises(ValueError, match="was drawn for alice: delete it"):
+        designs.command(2, "bob")
     path, own = tmp_path / "design_2.py", drawn["alice"]
     text = path.read_text()
     assert f"Rank {own.slow_rank} takes {own.slower} of" in text and "STUDENT = 'alice'" in text

@@ -34,6 +34,33 @@ def test_a_lone_file_is_graded_as_gradescope_wants_it(tmp_path, capsys):
     assert "must be plain" in json.loads(out.read_text())["tests"][0]["output"]
     assert commands.main(["grade"]) == 2 and commands.main(["grade", "--one", "none"]) == 2
     assert "there is no none" in capsys.readouterr().err
+    path.write_text(sheet)
+    (row,) = grade.grade_one(path, 0, "", [])
+    assert (row["mistake"], row["message"]) == ("not_answered", "not answered")
+    assert row["place"].startswith("picotron_min/optimizer.py:")
+
+
+def test_what_cannot_be_graded_is_refused_before_the_first_check(tmp_path, monkeypatch, capsys):
+    failed = {"passed": False, "message": "no such image"}
+    monkeypatch.setattr(grade, "Sandbox", lambda wrap: SimpleNamespace(check=lambda *_: failed))
+    (folder := tmp_path / "class").joinpath("alice").mkdir(parents=True)
+    (folder / "_old").mkdir()
+    assert [path.name for path in grade.students_in(folder)] == ["alice"]
+    table = ["--csv", str(tmp_path / "marks.csv")]
+    for options, problem in (
+        ([*table, "--json", str(tmp_path / "none/a.json")], "No such file"),
+        ([*table, "--wrap", "false"], "does not pass:\nno such image"),
+        ([*table, "--jobs", "0"], "at least 1 check"),
+        ([*table, "--exercises", "2", "2=20"], "02 is named twice"),
+        (["--csv", f"{folder}.csv"], "outside of"),
+        (["--csv", f"{folder}/marks.csv"], "outside of"),
+    ):
+        assert commands.main(["grade", str(folder), *options]) == 2
+        assert problem in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [folder]
+    assert commands.main(["autograder", str(tmp_path / "a.zip"), "--exercises", "hunt5"]) == 2
+    assert commands.main(["handout", str(tmp_path / "a"), "--exercises", "hunt5"]) == 2
+    assert "always in" in capsys.readouterr().err
 
 
 def test_a_class_gets_points_pages_and_flags(tmp_path, monkeypatch):
@@ -61,12 +88,14 @@ def test_a_class_gets_points_pages_and_flags(tmp_path, monkeypatch):
     assert found["alice", "design 2"]["mistake"] == "missing"
     page = (tmp_path / "marks/alice.md").read_text()
     assert "# alice: 15 of 30 points" in page and "    # no title\n    V value: passed" in page
+    assert found["alice", "design 2"]["message"] == "no design_2.py: there is 04_shift.py"
     shown = "\n".join(grade.summary(rows))
     assert "alice: 0 of 2, 15 of 30 points\n    missing: design 2\n    04: as the" in shown
     write_junit(tmp_path / "marks.xml", [*rows, rows[0] | {"message": "\0<\x1b"}])
     suites = ElementTree.parse(tmp_path / "marks.xml").getroot()
     assert [suite.get("failures") for suite in suites] == ["3", "2", "2"]
     assert results(rows)["execution_time"] == 3
+    assert results(rows)["tests"][0]["name"] == "alice 04"
 
 
 @pytest.mark.parametrize(
