@@ -34,13 +34,21 @@ def on_rank(rank, case: Case) -> dict:
         rank.mark("compute")
         seen.append((source, arrived.clone()))
         assert len(seen) <= 2 * case.ranks, "the ring yields without end"
-    return {"sources": [s for s, _ in seen], "tensors": [tensor for _, tensor in seen]}
+    result = {"sources": [s for s, _ in seen], "tensors": [tensor for _, tensor in seen]}
+    return result | {"the caller's tensor, afterwards": tensor}
 
 
 def expected(case: Case) -> list[dict]:
     tensors = [draw(case, rank, shape=(case.numbers,)) for rank in range(case.ranks)]
     orders = [[(r - hop) % case.ranks for hop in range(case.ranks)] for r in range(case.ranks)]
-    return [{"sources": order, "tensors": [tensors[s] for s in order]} for order in orders]
+    return [
+        {
+            "sources": order,
+            "tensors": [tensors[s] for s in order],
+            "the caller's tensor, afterwards": tensors[order[0]],
+        }
+        for order in orders
+    ]
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
@@ -106,6 +114,9 @@ straight_from_its_owner: Each tensor is sent straight from its owner: between ra
 - shift = Shift(tensor, axis)
 + mine = tensor if hop == 0 else mine
 + shift = Shift(mine, axis, hop + 1)
+written_into_the_callers: What arrives is copied into the caller's tensor, which the caller still
+    needs: go on with another tensor.
+    tensor = shift.wait() => tensor.copy_(shift.wait())
 awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels while the rank
     computes.
 - shift = Shift(tensor, axis)

@@ -8,11 +8,12 @@ train: distributed.pp_size=2 distributed.tp_size=1
 
 Run one micro-batch forward through a chunk: batch = self.read(i).to(self.device). The first stage
 begins with its tokens; other stages take what has arrived, by self._arrived(kind, i, c), whose
-gradient is needed later. Call model(x, batch.positions, targets, *batch.extra) within
-self.watch(action), with targets on the last stage and else None. The last stage adds its loss and
-batch.num_targets to self.totals; others put what is to be sent into self.leaving. Keep in self.live
-what backward needs, the input and the end of the graph, not the output: get_gradient_edge(out). In
-evaluation, without gradients, nothing is kept. See _backward and _send for the keys.
+gradient is needed later. Call model(x, batch.positions, targets, *batch.extra), and nothing that
+waits, within self.watch(action), with targets on the last stage and else None. The last stage adds
+its loss and batch.num_targets to self.totals; others put what is to be sent into self.leaving. Keep
+in self.live what backward needs, the input and the end of the graph, not the output:
+get_gradient_edge(out). In evaluation, without gradients, nothing is kept. See _backward and _send
+for the keys.
 Read: pipeline_parallel.py.
 
 ? Four things: where x comes from, the model, where the result goes, what is kept.
@@ -42,7 +43,7 @@ B, S, E, V = 2, 3, 4, 11
 def cases(dice: Dice) -> list[Case]:
     return [
         Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
-        Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True),
+        Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True, extra=1),
         Case(2, engine="interleaved", micro_batches=4, chunks=2, training=True),
         Case(dice.choice((2, 3)), engine="1f1b", micro_batches=8, chunks=1, training=False),
     ]
@@ -60,9 +61,16 @@ def batch_of(case: Case, i: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def forward(weights: list[Tensor], x: Tensor, first: bool, positions: Tensor, targets) -> Tensor:
+def extra_of(case: Case, i: int) -> tuple[Tensor, ...]:
+    """What the model gets beside tokens: the same for all stages, another for each micro-batch."""
+    return tuple(draw(case, "extra", i, shape=(S, 1)) for _ in range(getattr(case, "extra", 0)))
+
+
+def forward(
+    weights: list[Tensor], x: Tensor, first: bool, positions: Tensor, targets, *extra: Tensor
+) -> Tensor:
     x = F.embedding(x, weights[1]) if first else x
-    x = (x @ weights[0] + positions[:, None] / 10).tanh()
+    x = (x @ weights[0] + positions[:, None] / 10 + sum(extra)).tanh()
     if targets is None:
         return x
     return F.cross_entropy((x @ weights[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -82,7 +90,7 @@ def on_rank(rank, case: Case) -> dict:
 
     def read(i: int) -> Any:
         seen["read"].add(i)
-        return course.data.Batch(*batch_of(case, i), torch.arange(S))
+        return course.data.Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
 
     watched.note_graphs(axis, seen)
     watch = outputs.counted_at_forwards(seen["watched"])
@@ -90,6 +98,7 @@ def on_rank(rank, case: Case) -> dict:
         chunks, axis, torch.device("cpu"), lambda: torch.empty(B, S, E, dtype=torch.float64)
     )
     watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
+    outputs.note_arrivals(pipeline)
     plans = course.pipeline_messages.build_plans(
         schedule, p, case.micro_batches, v, training=case.training
     )
@@ -103,6 +112,8 @@ def on_rank(rank, case: Case) -> dict:
         "the totals, and what is sent, have a graph": has_graph,
         "micro-batches read": sorted(seen["read"]),
         "watched": seen["watched"],
+        "awaited within self.watch": outputs.awaited,
+        "left in self.live": len(pipeline.live),
         "outputs alive": outputs.counts,
     }
 
@@ -117,7 +128,8 @@ def expected(case: Case) -> list[dict]:
     for i in range(case.micro_batches):
         x, targets = batch_of(case, i)
         for stage, mine in enumerate(weights):
-            x = forward(mine, x, stage == 0, torch.arange(S), targets if stage == last else None)
+            wanted = targets if stage == last else None
+            x = forward(mine, x, stage == 0, torch.arange(S), wanted, *extra_of(case, i))
         total, number = total + x, number + int((targets >= 0).sum())
     if case.training:
         total.backward()
@@ -130,6 +142,7 @@ def expected(case: Case) -> list[dict]:
             totals += torch.stack([total.detach(), torch.tensor(number)])
         results.append({"[loss, number of targets]": totals, "gradients": gradients})
         results[-1]["the totals, and what is sent, have a graph"] = (False, False)
+        results[-1] |= {"awaited within self.watch": [], "left in self.live": 0}
         results[-1]["micro-batches read"] = list(range(case.micro_batches))
         results[-1]["watched"] = sorted(f"F{i}" for i in range(case.micro_batches) for _ in stages)
     return results
@@ -177,6 +190,23 @@ no_positions: The model gets the same position for every token, not batch.positi
     batch.positions => torch.zeros_like(batch.positions)
 first_batch: Every forward reads micro-batch 0: the others are never seen.
     self.read(i) => self.read(0)
+extra_left_out: The model does not get batch.extra, which some kinds of attention need.
+    , targets, *batch.extra) => , targets)
+kept_in_evaluation: Inputs are kept in self.live in evaluation, too, where no backward takes them
+    out.
+- if torch.is_grad_enabled():
+-     self.live[i, c] = x, get_gradient_edge(out)
++ self.live[i, c] = x, get_gradient_edge(out) if out.requires_grad else None
+awaited_in_watch: What arrives is awaited within self.watch(action): the time of a forward then
+    contains the wait for its message.
+- x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
+- if not stage.is_first:
+-     x.requires_grad_(torch.is_grad_enabled())
+- with self.watch(action):
++ with self.watch(action):
++     x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
++     if not stage.is_first:
++         x.requires_grad_(torch.is_grad_enabled())
 not_watched: The model does not run within self.watch(action): nothing can be timed.
     with self.watch(action): => if True:
 """
@@ -193,7 +223,7 @@ def _forward(self, action):
         x = self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
         x.requires_grad = learns
     with self.watch(action):
-        y = chunk.model(x, batch.positions, batch.targets if last else None)
+        y = chunk.model(x, batch.positions, batch.targets if last else None, *batch.extra)
     if last:
         self.totals += torch.stack([y.detach().double(), batch.num_targets.double()])
     else:

@@ -38,7 +38,12 @@ def cases(dice: Dice) -> list[Case]:
     sizes = {"query_heads": 2 * heads, "key_heads": heads}
     plain = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4, 1)]
     with_backward = [Case(n, **sizes, half=2, dtype="float64", backward=True) for n in (2, 3)]
-    return [*plain, *with_backward, Case(3, **sizes, half=4, dtype="bfloat16")]
+    return [
+        *plain,
+        *with_backward,
+        Case(3, **sizes, half=4, dtype="bfloat16"),
+        Case(3, **sizes, half=2, dtype="float64", q_times=1000),
+    ]
 
 
 def positions(case: Case, rank: int) -> list[int]:
@@ -53,7 +58,8 @@ def whole_tensors(case: Case):
     names = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
     names["d_out"] = case.query_heads
     tensors = (draw(case, name, shape=(1, heads, S, D)) for name, heads in names.items())
-    return [tensor.to(getattr(torch, case.dtype)).double() for tensor in tensors]
+    q, *others = (tensor.to(getattr(torch, case.dtype)).double() for tensor in tensors)
+    return [q * getattr(case, "q_times", 1), *others]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -74,8 +80,9 @@ def on_rank(rank, case: Case) -> dict:
         blocks = [positions(case, other) for other in range(case.ranks)]
         exact = merge_of_rounded(*whole_tensors(case)[:3], blocks)[:, :, blocks[rank.number]]
         off = (out.double() - exact).abs() > 2**-8 * 1.001 * exact.abs()
-        saved = out.grad_fn.saved_tensors[2:3]  # of q, kv, out, lse
-        dtypes = ", saved as ".join(str(x.dtype) for x in (out, *saved))
+        *_, saved, lse = out.grad_fn.saved_tensors  # q, kv, out, lse
+        dtypes = f"{out.dtype}, saved as {saved.dtype}"
+        dtypes += ", lse rounded" * (lse.dtype.itemsize < 4)
         return {"dtype": dtypes, "numbers that were rounded more than once": int(off.sum())}
     if not hasattr(case, "backward"):
         return {"out": out}
@@ -111,9 +118,12 @@ def order(case: Case, rank: int, record) -> str | None:
     blocks = [i for i, e in enumerate(record.events) if e.kind == "mark"]
     if len(blocks) != case.ranks:
         return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
+    waits = [i for i, e in enumerate(record.events) if (e.kind, e.what) == ("wait", "send")]
     for hop in range(case.ranks - 1):
         if hop < len(sends) and sends[hop] > blocks[hop]:
             return f"rank {rank} sends for hop {hop + 1} after it has attended at hop {hop}"
+        if hop < len(waits) and waits[hop] < blocks[hop]:
+            return f"rank {rank} waits for hop {hop + 1} before it has attended at hop {hop}"
 
 
 def picture(runs) -> str:
@@ -183,6 +193,17 @@ own_block_only: A rank attends to its own keys alone, and nothing travels.
 wrong_rows: What the late queries see is merged into the rows of all queries, or fails: merge a
     block into the rows that have seen it.
     [:, :, rows], lse[:, :, rows], => , lse,
+lse_overflows: lse is updated as log(exp(a) + exp(b)), which overflows for large scores: take
+    logaddexp, or what merge_blocks returns.
+- out[:, :, rows], lse[:, :, rows] = merged
++ out[:, :, rows] = merged[0]
++ lse[:, :, rows] = (lse[:, :, rows].exp() + block[1].exp()).log()
+lse_rounded: lse is saved in the dtype of q: in bfloat16 it has three digits, and backward takes its
+    exponential.
+    out := out.to(q.dtype), lse => out := out.to(q.dtype), lse.to(q.dtype)
+all_arrive_first: All blocks have arrived before the first one is computed: nothing travels while a
+    rank computes.
+    in visible_blocks(kv, axis): => in list(visible_blocks(kv, axis)):
 result_not_in_dtype_of_q: The result stays float32 where q is bfloat16: the next linear expects the
     dtype of q.
     out := out.to(q.dtype) => out

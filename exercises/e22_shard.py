@@ -44,7 +44,10 @@ def cases(dice: Dice) -> list[Case]:
     rows.append(5)  # two ranks have 3 and 2, three have 2, 2 and 1
     sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
     keys = "sharding", "ranks", "micro_batches", "units"
-    return [Case(rows=rows, **dict(zip(keys, values, strict=True))) for values in sizes]
+    some = [Case(rows=rows, **dict(zip(keys, values, strict=True))) for values in sizes]
+    narrow = [("gradients", 2, 2, 1), ("optimizer", 2, 3, 2)]
+    narrow = [dict(zip(keys, values, strict=True)) for values in narrow]
+    return some + [Case(rows=rows, **values, dtype="bfloat16") for values in narrow]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -78,7 +81,10 @@ def expected(case: Case) -> list[dict]:
     for step in range(STEPS):
         for name in NAMES:
             sums = [  # of a rank's micro-batches
-                sum(gradient_of(case, rank, step, i, name) for i in range(case.micro_batches))
+                sum(
+                    gradient_of(case, rank, step, i, name).double()
+                    for i in range(case.micro_batches)
+                )
                 for rank in range(case.ranks)
             ]
             parts = [total.chunk(case.ranks) for total in sums]
@@ -154,8 +160,8 @@ added_to_new_memory: Where each backward has a new buffer, gradients are added t
 always_added: All gradients are added, also the first ones, to what a new buffer or the step before
     has there.
     copy_(part) if is_first else inside. =>
-own_one_ended: It is put in self.travelling before the others are ended, and is ended with them:
-    backward stands still while the buffer travels.
+own_one_ended: The buffer's own reduction is ended in the call that begins it: backward stands still
+    while the buffer travels. End those of others, before.
     self._finish_reductions() => pass
 - if self.reduces_each:
 -     self.buffer = None
@@ -167,6 +173,11 @@ sent_once: The buffer is summed once a step, also where each backward should: wh
     units are alive until then.
     self.reduces_each or not => not
     reduces_each or self. =>
+sums_not_wide: Gradients are added in their own dtype: in bfloat16 each sum is rounded.
+    inside.add_(part) => inside.copy_(inside.to(part.dtype) + part)
+buffer_not_wide: The buffer has the dtype of the gradient: in bfloat16 the sum over the ranks is
+    rounded. self.row is wide.
+    self.row.new_empty( => gradient.new_empty(
 always_replaced: Each gradient replaces the one before: those of earlier micro-batches are lost.
     inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
 never_replaced: The first gradient of a step is added to what the step before has left in the

@@ -43,12 +43,15 @@ def cases(dice: Dice) -> list[Case]:
         {"scoring": "sigmoid", "norm": True, "scaling": 2.5, "bias": True},
         {"scoring": "sigmoid", "norm": True, "groups": 4, "bias": True},
         {"scoring": "sigmoid", "norm": False, "groups": 2, "experts": 12},
+        {"scoring": "sigmoid", "norm": True, "unlikely": True},
     ]
     return [Case(1, tokens=dice.randint(20, 30), **(plain | v)) for v in variants]
 
 
 def inputs(case: Case):
     logits = 2 * draw(case, "logits", shape=(2, case.tokens, case.experts))
+    if hasattr(case, "unlikely"):
+        logits -= 200  # the sum of such sigmoids is far below TINY
     bias = 0.5 * draw(case, "bias", shape=(case.experts,)) - 1 if case.bias else None
     return logits, bias, draw(case, "gradient", shape=(2, case.tokens, case.k))
 
@@ -100,8 +103,8 @@ def slow_route(logits, config, bias):
     is_chosen = torch.nn.functional.one_hot(experts, logits.shape[-1])
     weights = (scores[..., None, :] * is_chosen).sum(-1)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
-    shares = scores / scores.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return weights * config.routed_scaling_factor, experts, shares
 
 
@@ -181,6 +184,10 @@ shares_not_normalised: The shares of sigmoid scores do not add up to 1: the bala
 one_expert_fewer: One expert is missing: k are chosen for each token.
 - experts = ranked.topk(config.num_experts_per_tok).indices
 + experts = ranked.topk(config.num_experts_per_tok - 1).indices
+tiny_left_out: TINY is not added to the sums: sigmoids of very negative logits are 0 in float32, and
+    0 / 0 is NaN.
+    weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)
+    scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
 always_softmax: Scores are always the softmax of the logits, also where scoring_func is sigmoid.
     (-1) if config.scoring_func == "softmax" else logits.sigmoid() => (-1)
 """
@@ -202,7 +209,7 @@ def route(logits, config, bias=None):
     experts = order.sort(-1, descending=True).indices[..., : config.num_experts_per_tok]
     weights = torch.gather(scores, -1, experts)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
-    shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    shares = scores if is_softmax else scores / (scores.sum(-1, keepdim=True) + TINY)
     return config.routed_scaling_factor * weights, experts, shares
 """

@@ -43,20 +43,23 @@ def cases(dice: Dice) -> list[Case]:
 
 
 DECAYS = 0.0, 0.5  # of the groups
+GROUPS = 0, 1, 1  # of the parameters
 
 
-def gradient(case: Case, group: int, step: int):
-    return draw(case, "gradient", group, step, shape=(case.rows, 2)) * case.falls**step
+def gradient(case: Case, number: int, step: int):
+    return draw(case, "gradient", number, step, shape=(case.rows, 2)) * case.falls**step
 
 
 def on_rank(rank, case: Case) -> dict:
-    weights = [torch.nn.Parameter(draw(case, "w", g, shape=(case.rows, 2))) for g in (0, 1)]
-    groups = [{"params": [w], "weight_decay": d} for w, d in zip(weights, DECAYS, strict=True)]
+    weights = [torch.nn.Parameter(draw(case, "w", i, shape=(case.rows, 2))) for i in range(3)]
+    groups = [{"params": [], "weight_decay": decay} for decay in DECAYS]
+    for g, weight in zip(GROUPS, weights, strict=True):
+        groups[g]["params"].append(weight)
     optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
     history, squares = [], []
     for step in range(STEPS):
-        for g, weight in enumerate(weights):
-            weight.grad = gradient(case, g, step)
+        for i, (g, weight) in enumerate(zip(GROUPS, weights, strict=True)):
+            weight.grad = gradient(case, i, step)
             optimizer.param_groups[g]["lr"] = case.lr * (1 + g)
         optimizer.step()
         history.append([weight.detach().clone() for weight in weights])
@@ -65,6 +68,7 @@ def on_rank(rank, case: Case) -> dict:
     moments = [[s["exp_avg"].double(), s["exp_avg_sq"].double()] for s in states]
     dtypes = [str(s[name].dtype) for s in states for name in ("exp_avg", "exp_avg_sq")]
     result = {"weights after each step": history, "moments": moments, "dtypes": dtypes}
+    result["steps that are counted"] = [float(s["step"]) for s in states]
     return result | {"gradients": [weight.grad for weight in weights], "v": squares}
 
 
@@ -74,24 +78,25 @@ def narrow(number: float) -> float:
 
 def expected(case: Case) -> list[dict]:
     beta1, beta2 = case.betas
-    weights = [draw(case, "w", g, shape=(case.rows, 2)) for g in (0, 1)]
+    weights = [draw(case, "w", i, shape=(case.rows, 2)) for i in range(3)]
     moments = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]
     history = []
     for step in range(STEPS):
-        for g, weight in enumerate(weights):
-            lr, new = case.lr * (1 + g), gradient(case, g, step)
+        for w, (g, weight) in enumerate(zip(GROUPS, weights, strict=True)):
+            lr, new = case.lr * (1 + g), gradient(case, w, step)
             for place in [(i, j) for i in range(case.rows) for j in range(2)]:
-                mean = beta1 * float(moments[g][0][place]) + (1 - beta1) * float(new[place])
-                square = beta2 * float(moments[g][1][place]) + (1 - beta2) * float(new[place]) ** 2
-                moments[g][0][place], moments[g][1][place] = narrow(mean), narrow(square)
+                mean = beta1 * float(moments[w][0][place]) + (1 - beta1) * float(new[place])
+                square = beta2 * float(moments[w][1][place]) + (1 - beta2) * float(new[place]) ** 2
+                moments[w][0][place], moments[w][1][place] = narrow(mean), narrow(square)
                 mean /= 1 - beta1 ** (step + 1)
                 square /= 1 - beta2 ** (step + 1)
                 weight[place] -= lr * DECAYS[g] * weight[place]
                 weight[place] -= lr * mean / (square**0.5 + 1e-8)
         history.append([weight.clone() for weight in weights])
     result = {"weights after each step": history, "moments": moments}
-    result["gradients"] = [gradient(case, g, STEPS - 1) for g in (0, 1)]  # unchanged
-    return [result | {"dtypes": ["torch.bfloat16"] * 4}]
+    result["gradients"] = [gradient(case, i, STEPS - 1) for i in range(3)]  # unchanged
+    result["steps that are counted"] = [float(STEPS)] * 3
+    return [result | {"dtypes": ["torch.bfloat16"] * 6}]
 
 
 def picture(runs) -> str:
@@ -119,6 +124,9 @@ steps_from_zero_in_tensors: The step is read before it is counted: the first cor
 + steps = counts[0].item() - 1
 + mean_correction = torch.tensor(1 - beta1**steps)
     mean, square, -lr / (1 - beta1**steps) => [m / mean_correction for m in mean], square, -lr
+first_counts_only: Only the first parameter of a group counts its step: after a resume in other
+    groups, the others begin at 0.
+    torch._foreach_add_(counts, 1) => counts[0] += 1
 step_not_stored: state["step"] does not grow: all corrections are those of the first step.
     torch._foreach_add_(counts, 1) => counts = torch._foreach_add(counts, 1)
 decay_in_gradient: The decay is added to the gradient, as in Adam with L2: AdamW takes it off the

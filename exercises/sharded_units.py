@@ -12,7 +12,13 @@ NAMES_OF_UNITS = {1: ("abcd",), 2: ("ab", "cd")}
 
 def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
     rows = case.rows[NAMES.index(name)]
-    return draw(case, "gradient", rank, step, micro_batch, name, shape=(rows, COLUMNS))
+    gradient = draw(case, "gradient", rank, step, micro_batch, name, shape=(rows, COLUMNS))
+    return gradient.to(dtype_of(case))
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """Of the weights and their gradients; masters and buffers are in float64."""
+    return getattr(torch, getattr(case, "dtype", "float64"))
 
 
 def build(rank, case: Case) -> list:
@@ -24,8 +30,9 @@ def build(rank, case: Case) -> list:
         modules = {}
         for name in names:
             rows = case.rows[NAMES.index(name)]
-            modules[name] = [nn.Embedding(rows, COLUMNS, device="meta", dtype=torch.float64)]
+            kind = {"bias": False, "device": "meta", "dtype": torch.float64}
+            modules[name] = [nn.Linear(COLUMNS, rows, **kind)]
         table = dict.fromkeys(names, placement)
-        args = axes, torch.float64, device, case.sharding, travelling
+        args = axes, dtype_of(case), device, case.sharding, travelling
         units.append(course.units.ShardedUnit(modules, table, *args))
     return units

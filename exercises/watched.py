@@ -15,6 +15,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.alive, self.counts = 0, []
+        self.now, self.awaited = "", []  # the forward that runs, and those that wait while they run
 
     def copy(self, values: Tensor) -> Tensor:
         """The same values, in memory that counts as long as any tensor or view lies in it."""
@@ -35,9 +36,20 @@ class Outputs:
                 self.counts.append(self.alive)
                 names.append(f"F{action.micro_batch}")
                 names.sort()
+                self.now = f"F{action.micro_batch}"
             yield
+            self.now = ""
 
         return watch
+
+    def note_arrivals(self, pipeline: Any) -> None:
+        arrived = pipeline._arrived
+
+        def noted(*key: Any) -> Tensor:
+            self.awaited += [self.now] if self.now else []
+            return arrived(*key)
+
+        pipeline._arrived = noted
 
 
 class _Copy(torch.autograd.Function):
@@ -60,8 +72,8 @@ class PartOfModel(nn.Module):
         self.weights = nn.ParameterList(weights)
         self.is_first, self.forward_of, self.outputs = is_first, forward_of, outputs
 
-    def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None) -> Tensor:
-        out = self.forward_of(list(self.weights), x, self.is_first, positions, targets)
+    def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None, *extra) -> Tensor:
+        out = self.forward_of(list(self.weights), x, self.is_first, positions, targets, *extra)
         return _Copy.apply(self.outputs, out)
 
 
