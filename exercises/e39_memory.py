@@ -14,8 +14,7 @@ has them for a row of this token, and shared experts are one MLP of n_shared_exp
 moe_intermediate_size. With tp, what is between the first and the last linear of a sublayer is
 divided, and what is around them is whole. The rows of experts: each tp rank has only some tokens,
 E / tp a token, but etp ranks get copies, and F is divided by tp in all.
-A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits. What layers
-behind the last, which predict further tokens, have beside these need not be counted.
+A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
 Read: planner/activations.py, extensions/overlap/linear.py, model.py.
 
 ? Write down x and dy of each linear, and cross out what is the same tensor.
@@ -161,10 +160,10 @@ one_shared: One shared expert is counted: there are n_shared_experts, as one wid
     c.n_shared_experts => bool(c.n_shared_experts)
 experts_in_8_bits: The factors of experts are counted in 8 bits: only other linears multiply in
     them.
-    BYTES[dtype] * ( => _factor(dtype, fp8) * (
+    BYTES[dtype] * experts => _factor(dtype, fp8) * experts
 always_float32: Every number has 4 bytes: factors are in the dtype that products are computed in.
     _factor(dtype, fp8) * (2 => 4 * (2
-    BYTES[dtype] * (experts => 4 * (experts
+    BYTES[dtype] * experts => 4 * experts
 """
 
 ALSO_RIGHT = """
