@@ -679,7 +679,7 @@ runpy.run_module(module, run_name="__main__")
 
 def test_without_fork_and_resource_checks_work_and_train_refuses(tmp_path):
     hide = tmp_path / "hide.py"
-    hide.write_text(HIDE)
+    hide.write_text(f"import sys\nsys.path[0] = {str(ROOT)!r}\n{HIDE}")  # as python -m does
     for words, code, text in (
         (["read", "4"], 0, "class Shift"),
         (["check", "4", "--solution"], 0, "Passed. Remember"),
