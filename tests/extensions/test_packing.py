@@ -1,7 +1,6 @@
 """Best-fit packing: rows of whole documents, of every token to train on once."""
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from picotron_min.loss import IGNORE_INDEX
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.token_file import TokenFile
+from tests.pool import run_forked
 
 
 def slow_best_fit(lengths: list[int], S: int) -> list[list[int]]:
@@ -169,15 +169,6 @@ def test_damaged_and_stale_spans_are_made_anew(path):
         patch.setattr(packing, "VERSION", packing.VERSION + 1)
         patch.setattr(packing, "pack", lambda *_: expected * 0)
         assert not kept(path, other, 30, 8).any(), "of another version"
-
-
-def run_forked(function, count):
-    processes = [multiprocessing.get_context("fork").Process(target=function) for _ in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(30)
-    return [process.exitcode for process in processes]
 
 
 def test_ranks_that_start_together_pack_once_and_a_killed_one_leaves_nothing(

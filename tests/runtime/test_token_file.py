@@ -1,7 +1,6 @@
 """The stream of token ids: what it is made from, by which process, and the user's mistakes."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from picotron_min.runtime import token_file
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.token_file import open_text
 from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
+from tests.pool import run_forked
 
 TEXTS = ["To be, or not to be", "grün 😀\n\tand\x00 so on", "x"]
 STREAM = [i for text in TEXTS for i in [*text.encode(), 256]]
@@ -331,15 +331,6 @@ def test_a_finished_cache_is_opened_without_a_lock_so_it_may_be_read_only(
     prepare(path)
     monkeypatch.setattr(token_file, "FileLock", None)
     assert prepare(path).tokens.tolist() == STREAM
-
-
-def run_forked(function, count):
-    processes = [multiprocessing.get_context("fork").Process(target=function) for _ in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(30)
-    return [process.exitcode for process in processes]
 
 
 def test_processes_that_start_together_tokenise_once(prepare, tmp_path, monkeypatch):
