@@ -19,12 +19,12 @@ from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
-from picotron_min.costs import layer_flops, matmul_parameters, parameter_count
+from picotron_min.costs import layer_flops, model_flops_per_token, parameter_count
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
 from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.config_files import predicted
+from picotron_min.planner.config_files import attended_length, predicted
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.show import OTHERS_RUNS, measures
+from picotron_min.planner.show import OTHERS_RUNS, about_documents, measures
 from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
@@ -63,12 +63,12 @@ def create(arguments: list[str] | None) -> None:
     has_keys = words or any("." in name for name in vars(flags))
     if (flags.check and has_keys) or (not flags.check and not (flags.out_dir and flags.exp_name)):
         parser.error("give --out_dir, --exp_name and flags, or --check FILE alone")
-    if flags.check:
-        config = parse_config(read_json(flags.check))
-        return describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
-    raw = to_config(flags)
+    raw = read_json(flags.check) if flags.check else to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
+    flags.attended = flags.documents and attended_length(flags.documents, config)
+    if flags.check:
+        return describe(config, flags)
     path = Path(flags.out_dir, flags.exp_name, "config.json")
     if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
         raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
@@ -82,7 +82,7 @@ def create(arguments: list[str] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    describe(config, GPUS[flags.gpu or ASSUMED_GPU], is_assumed=not flags.gpu)
+    describe(config, flags)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
 
@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", type=Path, metavar="FILE", default=None, help="check this file")
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
+    parser.add_argument("--documents", type=Path, metavar="FILE", default=None, help="see planner")
     meanings = meanings_of_keys()
     for where, schema in KEYS.items():
         names = [ALIASES.get(where), where.split(".")[1]]
@@ -169,8 +170,9 @@ def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
 
 
-def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
+def describe(config: Config, flags: argparse.Namespace) -> None:
     """Print what the config means: processes, batch, parameters, and bytes per rank."""
+    gpu = GPUS[flags.gpu or ASSUMED_GPU]
     t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
     print(f"\nprocesses        {config.world_size} = {layout}")
@@ -186,7 +188,7 @@ def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
         print(f"parameters       not known without the network: {remedy}")
         return
     model_config = resolve_model(config)
-    count, matmul = parameter_count(model_config), matmul_parameters(model_config)
+    count, matmul = parameter_count(model_config), model_flops_per_token(model_config, 0) // 6
     print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
     if model_config.num_local_experts:
         print_experts(config, model_config)
@@ -196,7 +198,7 @@ def describe(config: Config, gpu: Gpu, is_assumed: bool) -> None:
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
         if config.model.offload:
             print_offload(config, model_config, gpu)
-        print_prediction(config, model_config, gpu, is_assumed)
+        print_prediction(config, model_config, gpu, flags)
 
 
 def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
@@ -209,12 +211,11 @@ def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
 
 
 def print_experts(config: Config, c: ModelConfig) -> None:
-    layout, X = config.layout, c.num_local_experts
+    layout, X, t = config.layout, c.num_local_experts, config.training
     layers = counted(sum(map(c.has_experts, range(c.num_hidden_layers))), "layer")
     parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
     print(f"experts          {X} in each of {layers}, {c.num_experts_per_tok} of them a token")
     print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
-    t = config.training
     if not (t.moe_expert_capacity_factor or t.moe_expert_rank_capacity_factor):
         print("  without moe_expert_capacity_factor their activations have no bound: all tokens")
         print("  may choose the same experts; the memory below is that of tokens spread evenly")
@@ -248,26 +249,24 @@ def print_memory(config: Config, model_config: ModelConfig) -> None:
         print(f"  {sent[sharding]} sent for each micro-batch: {batches} times a step")
 
 
-def print_offload(config: Config, model_config: ModelConfig, gpu: Gpu) -> None:
+def print_offload(config: Config, c: ModelConfig, gpu: Gpu) -> None:
     """What offload saves, and whether its copies are hidden."""
     m, t, layout, work = config.model, config.training, config.layout, config.workload
-    without, here = (
-        memory_per_rank(model_config, layout, replace(work, offload=layers)).activations
-        for layers in (0, m.offload)
-    )
+    most, least = (memory_per_rank(c, layout, replace(work, offload=n)) for n in (0, m.offload))
     tokens = t.micro_batch_size * t.seq_length // layout.cp
-    fp8 = work.in_fp8(0, model_config.num_hidden_layers)
-    saved = tokens * saved_per_token(model_config, m.dtype, m.recompute, layout, 0, fp8)
-    flops = tokens * sum(layer_flops(model_config, t.seq_length, 0).values()) / layout.tp
+    fp8 = work.in_fp8(0, c.num_hidden_layers)
+    saved = tokens * saved_per_token(c, m.dtype, m.recompute, layout, 0, fp8)
+    flops = tokens * sum(layer_flops(c, t.seq_length, 0).values()) / layout.tp
     copy, forward = saved / HOST_LINK, flops / (gpu.matmul_share * gpu.peaks[m.dtype])
-    print(f"offload          {(without - here) / 1e9:.3f} GB fewer activations on the GPU")
+    fewer = f"{(most.activations - least.activations) / 1e9:.3f} GB fewer activations"
+    print(f"offload          {fewer} on the GPU")
     times = f"{1e3 * copy:.3g} ms at {HOST_LINK / 1e9:.0f} GB/s, forward {1e3 * forward:.3g} ms"
     verdict = "hidden" if copy <= forward else f"waits {1e3 * (copy - forward):.3g} ms"
     print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
 
 
-def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_assumed: bool) -> None:
-    request, candidate = predicted(config, model_config, gpu)
+def print_prediction(config: Config, c: ModelConfig, gpu: Gpu, flags: argparse.Namespace) -> None:
+    request, candidate = predicted(config, c, gpu, attended=flags.attended)
     step, number = candidate.prediction.step, measures(request, candidate)
     low, high = number["interval"]
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
@@ -277,7 +276,9 @@ def print_prediction(config: Config, model_config: ModelConfig, gpu: Gpu, is_ass
     chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
     if left_out := " and ".join(key for key, value in chosen.items() if value):
         print(f"  as without {left_out}, whose effect on the time is not modelled")
-    if is_assumed:
+    if about := about_documents(request):
+        print(f"  {about}")
+    if not flags.gpu:
         print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
 
 

@@ -5,6 +5,7 @@ these same lines; what a parallelism changes is inside the model. Without torchr
 `python train.py --config config.json` starts the processes itself.
 """
 
+import gc
 import math
 import sys
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C leaves no traceback, not even during the imports below
     sys.excepthook = lambda kind, *e: kind is KeyboardInterrupt or sys.__excepthook__(kind, *e)
+    gc.disable()  # until start_run: collections would take a quarter of the imports' time
 
 import torch
 
@@ -43,15 +45,13 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     from picotron_min.runtime.reporter import Reporter
 
     inputs, axes = start_up(config, monitor)  # all ranks are connected, and have the same settings
-    device = inputs.device  # a GPU of its own, or the CPU
     settings = inputs.model_config, config.layout, config.workload
-    model = build_model(*settings, axes, device, inputs.meters)
+    model = build_model(*settings, axes, inputs.device, inputs.meters)
     run = build_run(model, config.recipe, inputs.batches)
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
-    saver = Saver(run, inputs, monitor.long_group)
     with Reporter(inputs, axes) as reporter:
         monitor.wait_for_all()  # some ranks read more weights, and one moves an earlier run aside
-        train_steps(run, inputs, reporter, saver, monitor)
+        train_steps(run, inputs, reporter, Saver(run, inputs, monitor.long_group), monitor)
 
 
 def train_steps(

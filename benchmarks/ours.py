@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from benchmarks.products import Done, Products, Step, bytes_of_update
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.documents.attention import inside_documents
@@ -27,6 +28,7 @@ from picotron_min.runtime.token_file import TokenFile
 from train import Run, build_run, train_step
 
 CPU = torch.device("cpu")
+COPIED = 2**25  # bytes: more than a core's caches have
 
 
 class Place:
@@ -43,20 +45,12 @@ class Place:
         return Place(self.sections | {section: keys}, self.axes, self.text)
 
 
-class Done(NamedTuple):
-    """The result of a step, over all ranks."""
-
-    loss: float  # mean over the tokens
-    grad_norm: float  # before clipping
-
-
-Step = Callable[[int], Done]
 Build = Callable[[Place], Step]
 
 
 def picotron_min(place: Place, **distributed: Any) -> Step:
     """Our step; `distributed` has keys of that section that differ from the row's."""
-    return step_of(build(place.changed("distributed", **distributed)))
+    return TrainStep(build(place.changed("distributed", **distributed)))
 
 
 def build(place: Place) -> Run:
@@ -67,24 +61,25 @@ def build(place: Place) -> Run:
     return build_run(model, config.recipe, place.data)
 
 
-def step_of(run: Run) -> Step:
-    def step(index: int) -> Done:
-        result = train_step(run, index)
+class TrainStep(NamedTuple):
+    """The step of train.py."""
+
+    run: Run
+
+    def __call__(self, index: int) -> Done:
+        result = train_step(self.run, index)
         return Done(result.loss, result.grad_norm)
 
-    return step
 
-
-def one_process(place: Place, on_every_rank: bool = False) -> Step:
-    """The whole model on the first rank, while the others wait, or the same on all of them."""
+def one_process(place: Place) -> Step:
+    """The whole model on the first rank, while the others wait."""
     group = place.axes.dp.group  # has one rank in all rows that use this
     axes = Axes(**{axis.name: Axis(axis.name, group, CPU) for axis in place.axes})
     sections = place.sections | {"distributed": {"use_cpu": True}}
     alone = picotron_min(Place(sections, axes, place.text))
 
     def step(index: int) -> Done:
-        waits = dist.get_rank() > 0 and not on_every_rank
-        return Done(math.nan, math.nan) if waits else alone(index)
+        return Done(math.nan, math.nan) if dist.get_rank() else alone(index)
 
     return step
 
@@ -95,16 +90,14 @@ def experts_one_by_one(place: Place) -> Step:
     for chunk in run.model.pipeline.chunks:
         for moe in mixtures(chunk.model):
             del moe.run  # what is left is the method of the class
-    return step_of(run)
+    return TrainStep(run)
 
 
 def attention_alone(place: Place, documents: int) -> Step:
     """Forward and backward of the attention of a row of so many documents, of one size."""
     c, S = place.model_config, place.config.training.seq_length
-    inside, lengths = (
-        inside_documents(FlashAttention(), CPU),
-        Documents(((S // documents,) * documents,)),
-    )
+    inside = inside_documents(FlashAttention(), CPU)
+    lengths = Documents(((S // documents,) * documents,))
     heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
     qkv = [torch.randn(1, n, S, c.head_dim).requires_grad_() for n in heads]
 
@@ -132,3 +125,26 @@ def loss_alone(place: Place, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -
         return Done(total.item() / tokens, get_total_norm([x.grad, weight.grad]).item())
 
     return step
+
+
+def bound(place: Place, of: Build) -> Step:
+    """A contender that does only what a step of another one cannot do without."""
+    step, source = of(place), torch.ones(COPIED // 4)
+    step(0)  # makes the optimizer's state
+    for axis in place.axes:
+        axis.ledger.take_bytes()
+    with Products() as products:
+        step(1)
+    moved = 2 * sum(axis.ledger.take_bytes() for axis in place.axes)
+    moved += bytes_of_update(step.run.optimizer) if isinstance(step, TrainStep) else 0
+    whole, rest = divmod(moved // 2, COPIED)  # a copy reads and writes
+    pieces, target = [source] * whole + [source[: rest // 4]], torch.empty_like(source)
+    del step
+
+    def again(index: int) -> Done:
+        products.again()
+        for part in pieces:
+            target[: len(part)].copy_(part)
+        return Done(math.nan, math.nan)
+
+    return again

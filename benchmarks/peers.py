@@ -5,9 +5,8 @@ All but `transformers_model` train our model class, so that only what a row is a
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed.tensor.parallel as torch_tp
@@ -22,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from benchmarks.ours import CPU, Done, Place, Step
+from benchmarks.ours import CPU, Place
+from benchmarks.products import Done, Step, initial_weights
 from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batch
 from picotron_min.extensions.settings import Recipe
-from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.model import Llama
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
@@ -103,10 +102,8 @@ def transformers_model(place: Place) -> Step:
 
 def fill(model: nn.Module, place: Place) -> None:
     """Copy the weights that all contenders start from, one at a time: memory is measured."""
-    parameters, num_layers = dict(model.named_parameters()), place.model_config.num_hidden_layers
-    for name, shape in place.model_config.parameter_shapes().items():
-        std = initial_std(name, num_layers)
-        weight = initial_weight(name, shape, place.config.training.seed, std)
+    parameters = dict(model.named_parameters())
+    for name, weight in initial_weights(place.model_config, place.config.training.seed):
         its_place(name, parameters).data.copy_(weight)
 
 
@@ -140,32 +137,6 @@ def zero_redundancy(parameters: Parameters, recipe: Recipe, views: bool = False)
 
     groups = build_optimizer(parameters, recipe).param_groups
     return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=views)
-
-
-class TorchMuon(torch.optim.Muon):
-    """torch's Muon for the layers' matrices, and AdamW for the rest.
-
-    torch always iterates in bfloat16 and we in `model.dtype`, here float32. So that both compute
-    the same, torch's own code gets a copy in float32 where it asks for one in bfloat16.
-    """
-
-    def __init__(self, parameters: Parameters, recipe: Recipe) -> None:
-        # The embedding comes first, lm_head last: between them only norms are not hidden matrices.
-        first, *layers, last = parameters
-        rest = [first, *(p for p in layers if p.ndim < 2), last]
-        self.adamw = build_optimizer(rest, replace(recipe, optimizer="adamw"))
-        super().__init__(
-            [p for p in layers if p.ndim == 2],
-            lr=recipe.learning_rate,
-            weight_decay=recipe.weight_decay,
-            momentum=recipe.momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-
-    def step(self) -> None:
-        self.adamw.step()
-        with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
-            super().step()
 
 
 def torch_fsdp(place: Place) -> Step:
@@ -225,8 +196,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def torch_pipeline(place: Place, schedule: type) -> Step:
-    """Our stages under torch's own schedule."""
+def torch_pipeline(place: Place, schedule: type, **distributed: Any) -> Step:
+    """Our stages under torch's own schedule; `distributed` has keys that differ from the row's."""
+    place = place.changed("distributed", **distributed)
     axis, data, layout = place.axes.pp, place.data, place.config.layout
     num_layers = layers_of_stages(place.model_config, layout, data.seq_length)
     mine = my_stages(num_layers, layout.schedule, axis)

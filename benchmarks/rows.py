@@ -1,14 +1,15 @@
 """The rows of compare.py: who is compared with whom, in which layout, on which work.
 
-A contender is a function of ours.py or peers.py; layout and work are sections of a config.json.
+A new row is an entry here, and a function in ours.py or peers.py for each new contender.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from benchmarks import ours, peers
+from benchmarks import ours, peers, predecessor
 from picotron_min.loss import head_loss, stripe_loss
 
 # The step of most rows. About 8M parameters.
@@ -23,6 +24,7 @@ SEQUENCE = TP2 | {"sequence_parallel": True}
 AFAB, ONE_F_ONE_B = PP2 | {"pp_engine": "afab"}, PP2 | {"pp_engine": "1f1b"}
 RING = SEQUENCE | {"tp_overlap": True}
 INTERLEAVED = PP2 | {"pp_engine": "interleaved", "pp_chunks": 2}
+ZB_V = PP2 | {"pp_engine": "zb_v", "pp_chunks": 2}
 ULYSSES, EP2 = CP2 | {"cp_engine": "ulysses"}, DP2 | {"ep_size": 2}
 ZERO_1, ZERO_3, LAYERWISE = (
     DP2 | {"sharding": kind} for kind in ("optimizer", "parameters", "layerwise")
@@ -53,7 +55,6 @@ ZERO = OURS | {
     "DDP, ZeRO": partial(peers.torch_ddp, optimize=peers.zero_redundancy),
     "DDP, ZeRO, views": partial(VIEWS, optimize=partial(peers.zero_redundancy, views=True)),
 }
-TORCH_MUON = OURS | {"DDP, torch's Muon": partial(VIEWS, optimize=peers.TorchMuon)}
 FSDP = OURS | {"FSDP2": peers.torch_fsdp}
 TORCH_TP = OURS | {"torch": peers.torch_tensor_parallel}
 OVERLAP = {"overlap": ours.picotron_min, "none": partial(ours.picotron_min, tp_overlap=False)}
@@ -61,11 +62,9 @@ GPIPE, ONE_EACH, LOOPED = (
     OURS | {kind.__name__.removeprefix("Schedule"): partial(peers.torch_pipeline, schedule=kind)}
     for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
 )
-# What two ranks could be at best, and what the machine makes of two processes that share nothing.
-SCALING = OURS | {
-    "one process": ours.one_process,
-    "one on each core": partial(ours.one_process, on_every_rank=True),
-}
+ONE_STAGE = {"pp_engine": "1f1b", "pp_chunks": 1}
+TO_1F1B = OURS | {"1F1B": partial(peers.torch_pipeline, schedule=Schedule1F1B, **ONE_STAGE)}
+SCALING = OURS | {"one process": ours.one_process}
 LOOP = OURS | {"loop": ours.experts_one_by_one}
 ALL_GATHER = OURS | {"all-gather": partial(ours.picotron_min, ep_engine="allgather")}
 APART = {
@@ -104,13 +103,14 @@ ROWS = {
     "pp2-afab": Row("against torch's pipelines, all forwards first", GPIPE, AFAB),
     "pp2-1f1b": Row("the same, one forward and one backward in turn", ONE_EACH, ONE_F_ONE_B),
     "pp2-interleaved": Row("the same with two stages a rank", LOOPED, INTERLEAVED),
+    "pp2-zb-v": Row("zero bubble in a V against torch's 1F1B", TO_1F1B, ZB_V),
     "pp2-scaling": Row("two pipeline ranks against one process alone", SCALING, PP2, SMALL),
     "cp2-scaling": Row("two ranks with ring attention against one alone", SCALING, CP2, LONG),
     "cp2-ulysses": Row("the same with Ulysses", SCALING, ULYSSES, LONG),
     "sharding-optimizer": Row("against DDP with torch's ZeroRedundancyOptimizer", ZERO, ZERO_1),
     "sharding-parameters": Row("against FSDP2's fully_shard of every layer", FSDP, ZERO_3),
-    "muon": Row("against torch's Muon and AdamW in DDP, all in float32", TORCH_MUON, DP2, MUON),
-    "muon-layerwise": Row("the same with an owner for each matrix", TORCH_MUON, LAYERWISE, MUON),
+    "muon": Row("against its bound alone", OURS, DP2, MUON),
+    "muon-layerwise": Row("the same with an owner for each matrix", OURS, LAYERWISE, MUON),
     "experts": Row("8, of which 2 are chosen, against Mixtral", TRANSFORMERS, {}, ALIKE, MIXTRAL),
     "experts-glm": Row("one shared, sigmoid scores, against Glm4Moe", TRANSFORMERS, {}, ALIKE, GLM),
     "experts-64": Row("4 chosen, one product against our own loop", LOOP, {}, ALIKE, MANY),
@@ -118,3 +118,13 @@ ROWS = {
     "documents": Row("attention to 2048 tokens: 8 documents against one", APART, {}, LONG),
     "loss-128k": Row("of 2048 tokens alone, against torch's cross_entropy", LOSSES, {}),
 }
+
+
+def picotron_rows(folder: Path) -> dict[str, Row]:
+    """Of --picotron; with the update that it has, which has other defaults and does not clip."""
+    both = OURS | {"picotron": partial(predecessor.picotron, folder=folder)}
+    same = {"weight_decay": 0.01, "betas": [0.9, 0.999], "grad_clip": None, "learning_rate": 1e-4}
+    layouts = {"picotron": {}, "picotron-dp2": DP2, "picotron-tp2": TP2, "picotron-cp2": CP2}
+    layouts |= {"picotron-afab": AFAB, "picotron-1f1b": ONE_F_ONE_B}
+    rows = {name: Row("against its step", both, d, same) for name, d in layouts.items()}
+    return rows | {"picotron-cp2-2048": Row("against its step", both, CP2, same | LONG)}

@@ -21,20 +21,17 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def size_named(c: float, context: Context) -> str:
-    """The size of the run that a factor is, or is one part of; "" if there is none."""
-    layout, w = context.trial.layout, context.trial.workload
-    axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
-    same_size = {n: [name for name in axes if axes[name] == n] for n in axes.values()}
-    sizes = {" or ".join(names): n for n, names in same_size.items()}
-    sizes |= {"dp x cp": layout.dp * layout.cp, "micro-batches": w.num_micro_batches}
-    sizes |= {"dp x micro-batches": layout.dp * w.num_micro_batches, "ranks": layout.world_size}
-    sizes |= {"sequences of a micro-batch": w.micro_batch_size, "positions": w.seq_length}
-    sizes["targets of the step"] = context.num_targets(step=0)
-    for name, n in sizes.items():
-        if n > 1 and math.isclose(c, n, rel_tol=1e-8):
-            return name
-        if n > 1 and math.isclose(c * n, 1, rel_tol=1e-8):
-            return f"1/({name})" if " " in name else f"1/{name}"
+    """The sizes of the run that a factor is, or is one part of; "" if there is none."""
+    layout, m = context.trial.layout, context.trial.workload.num_micro_batches
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
+    products = {"dp x cp": layout.dp * layout.cp, "dp x micro-batches": layout.dp * m}
+    products |= {"ranks": layout.world_size, "targets of the step": context.num_targets(step=0)}
+    for group in (sizes | {"micro-batches": m}, products):
+        for factor, before in ((c, ""), (1 / c if c else 0, "1/")):
+            fits = [name for name, n in group.items() if n > 1 and math.isclose(factor, n)]
+            if fits:
+                name = " or ".join(fits)
+                return f"{before}({name})" if before and " " in name else before + name
     return ""
 
 

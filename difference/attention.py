@@ -18,10 +18,9 @@ def keys_seen(one: Compared, context: Context) -> str:
     is_output = name.endswith(".core_attention") and one.key.phase == "forward"
     if not is_output or trial.workload.document_mask:
         return ""
-    whole = [context.whole[one.key._replace(name=f"{name}.{x}")] for x in "qkv"]
-    heads = whole[0].shape[1] // whole[1].shape[1]
-    k, v = (x.repeat_interleave(heads, 1)[:, [*one.indices[1]]] for x in whole[1:])
-    q, own = whole[0][:, [*one.indices[1]]], [*one.indices[2]]
+    q, k, v = (context.whole[one.key._replace(name=f"{name}.{x}")] for x in "qkv")
+    repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
+    q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
     piece = q.shape[2] // (2 * trial.layout.cp)
     said = []
     for start in range(0, len(own), piece):
@@ -30,8 +29,8 @@ def keys_seen(one: Compared, context: Context) -> str:
             continue
         seen = _seen(q[:, :, rows], k, v, one.got[:, :, of_rows], rows[0])
         if not seen:
-            why = "blocks are merged with wrong weights, or carry wrong keys"
-            return f"no choice of keys gives it: {why}" if trial.layout.cp > 1 else ""
+            why = "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
+            return why if trial.layout.cp > 1 and trial.layout.cp_engine == "ring" else ""
         said.append(f"queries {ranges(rows)} see the keys {seen}, and should see 0-{rows[-1]}")
     return "; ".join(said[:2])
 
@@ -40,14 +39,13 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int) -> str:
     """With e = exp(q k), got (sum w e) = sum w e v is linear in the weights w of the pieces."""
     piece = q.shape[2]
     e = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
-    kinds, columns = [], []
-    for start in range(0, k.shape[2], piece):
-        for is_causal in (False, True):
-            part = e[..., start : start + piece]
-            part = part.tril() if is_causal else part
-            kinds.append((start, is_causal))
-            value = part @ v[:, :, start : start + piece] - got * part.sum(-1, keepdim=True)
-            columns.append(value.flatten())
+    starts = range(0, k.shape[2], piece)
+    kinds, columns = [(start, start == first) for start in starts] + [(first, False)], []
+    for start, is_causal in kinds:
+        part = e[..., start : start + piece]
+        part = part.tril() if is_causal else part
+        value = part @ v[:, :, start : start + piece] - got * part.sum(-1, keepdim=True)
+        columns.append(value.flatten())
     _, sizes, directions = torch.linalg.svd(torch.stack(columns, 1), full_matrices=False)
     if sizes[-1] > 1e-8 * sizes[0] or sizes[-2] < 1e-7 * sizes[0]:
         return ""
@@ -57,12 +55,9 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int) -> str:
         return ""
     said: dict[str, list[int]] = {}
     for (start, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
-        if n:
-            is_usual = is_causal == (start == first)
-            how = "" if is_usual else " causally" if is_causal else " also later than they are"
-            how += f" {n} times" if n > 1 else ""
-            said.setdefault(how, []).extend(range(start, start + piece))
-    return ", ".join(ranges(keys) + how for how, keys in said.items())
+        how = " without a mask" * (start == first and not is_causal) + f" {n} times" * (n > 1)
+        said.setdefault(how, []).extend(range(start, start + piece) if n else ())
+    return ", ".join(ranges(keys) + how for how, keys in said.items() if keys)
 
 
 def rotation(one: Compared, context: Context) -> str:
@@ -78,11 +73,9 @@ def rotation(one: Compared, context: Context) -> str:
     everywhere = x.reshape(1, 1, -1, config.head_dim).expand(-1, S, -1, -1)
     turned = rotate(everywhere, *rotary_table(torch.arange(S), config))[0].unflatten(1, x.shape[:3])
     error = (turned - one.got.transpose(1, 2)).abs().amax((1, 3, 4))  # [S, positions of this rank]
-    if error.amin(0).max() > FITS * x.abs().max():
-        return ""
-    found = error.argmin(0).tolist()
-    pairs = [(a, b) for a, b in zip(one.indices[2], found, strict=True) if a != b]
-    if not pairs:
+    pairs = zip(one.indices[2], error.argmin(0).tolist(), strict=True)
+    pairs = [(a, b) for a, b in pairs if a != b]
+    if error.amin(0).max() > FITS * x.abs().max() or not pairs:
         return ""
     turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
     return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"

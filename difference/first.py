@@ -24,7 +24,7 @@ class Compared(NamedTuple):
 
     key: Key
     at: Here
-    got: Tensor | None  # None: the rank has never computed it
+    got: Tensor
     right: Tensor
     indices: Indices  # of the right whole
     error: float  # of the whole tensor's largest number
@@ -63,7 +63,7 @@ def compare(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
                 part, indices = part.sum(), []
             error = error_of(got, part, right)
             found.append(Compared(key, at, got, part, indices, error, *ran))
-    return found + _missing(trial, whole, runs)
+    return found
 
 
 def error_of(got: Tensor, right: Tensor, whole: Tensor) -> float:
@@ -76,41 +76,13 @@ def error_of(got: Tensor, right: Tensor, whole: Tensor) -> float:
     return float(difference.max() / whole.abs().max().clamp(min=1e-300))
 
 
-def _missing(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
-    """What a rank has never computed though it has computed what comes later."""
-    found, order = [], order_of(whole)
-    for rank, run in enumerate(runs):
-        at, seen = here(rank, trial.layout), {record.key: record for record in run.records}
-        last = max((order.get(key, (0,)) for key in seen), default=(0,))
-        names = {key.name for key in seen if key.phase == "forward"}
-        for key in whole:
-            is_mine = key.name in names and key.dp == at.dp and key not in seen
-            has_tap = key.phase == "forward" or not key.name.endswith(".input")
-            if is_mine and has_tap and key.phase in ("forward", "backward") and order[key] < last:
-                of = seen.get(key._replace(phase="forward"))
-                ran = (of.ran, of.running) if of else ([], [])
-                found.append(Compared(key, at, None, whole[key], [], float("inf"), *ran))
-    return found
-
-
-def order_of(whole: Whole) -> dict[Key, tuple]:
-    """Step, phase, and place in the right run; equal for the micro-batches of a tensor."""
-    places: dict[tuple, int] = {}
-    for key in whole:
-        places.setdefault((key.phase, key.name), len(places))
-    return {
-        key: (key.step, PHASES.index(key.phase), places[key.phase, key.name])
-        for key in whole
-        if key.phase in PHASES
-    }
-
-
 def first(compared: list[Compared], whole: Whole) -> Found | None:
     """None if nothing is wrong."""
-    order = order_of(whole)
+    tensors = {key[1:3]: i for i, key in reversed([*enumerate(whole)])}  # of all micro-batches
 
     def place(one: Compared) -> tuple:
-        return order.get(one.key, (0, 0, 0))
+        step, phase, *_ = one.key
+        return step, PHASES.index(phase), tensors.get(one.key[1:3], 0)
 
     wrong = sorted((one for one in compared if one.is_wrong), key=place)
     if not wrong:

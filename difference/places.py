@@ -84,7 +84,7 @@ def _of_parameter(name: str, shape: Sequence[int], at: Here, layout: Layout, not
         indices[0] = chunk(indices[0], rank, size)
     elif module in IN:
         indices[1] = chunk(indices[1], rank, size)
-    elif note.get("is_new"):
+    elif note and not module.endswith(("norm", "gate")):
         indices = [range(*pair) for pair in note["cut"]]
     if note.get("rows"):
         indices[0] = indices[0][slice(*note["rows"])]

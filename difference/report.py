@@ -6,7 +6,7 @@ from difference.first import Compared, Found
 from difference.parts import Context
 from difference.places import Here
 from difference.runs import RankRun
-from difference.suspects import is_yours, of_failure, suspects
+from difference.suspects import QUEUE, is_yours, short, suspects
 from difference.why import explain
 
 MOST = 3  # reasons, names and functions that are printed
@@ -22,12 +22,14 @@ def lines_of(
     if failed:  # the first that failed; one that only lost another rank comes last
         rank = min(failed, key=lambda rank: (runs[rank].lost, runs[rank].failed_at))
         yield f"FAILED       rank {rank}: {runs[rank].problem}"
-        for place in runs[rank].stack:
-            yield f"             {place}"
-        named = of_failure(runs[rank], context.trial.layout)
+        for name, line in runs[rank].stack[:MOST]:
+            yield f"             {name.replace(':', f':{line} in ')}"
         if not found:
             yield f"             all {count} that were recorded before are right"
-            yield from _look_at(named)
+            stack = [name for name, _ in runs[rank].stack]
+            queue = QUEUE * ("gradients are missing" in runs[rank].problem)
+            named = [*queue, *stack[:1], *runs[rank].ran, *stack[1:]]
+            yield from _look_at([*dict.fromkeys(map(short, named))])
     elif not found:
         worst = max((one.error for one in compared), default=0.0)
         what = f"all {count} of {len(runs)} ranks"
@@ -47,23 +49,20 @@ def _first_wrong(found: Found, compared: list[Compared], context: Context) -> It
     yield f"FIRST WRONG  step {key.step + 1}, {title}  {_where(ranks, context)}"
     yield f"             {found.num_right:,} tensors before it are right, {found.num_wrong:,} wrong"
     said: dict[str, str] = {}  # sentences, each with the first rank that it holds for
-    has_several = context.trial.workload.num_micro_batches > 1 and key.phase in (
-        "forward",
-        "backward",
+    is_of_one = (
+        key.phase in ("forward", "backward") and context.trial.workload.num_micro_batches > 1
     )
     for one in found.wrong[:16]:
-        of = f", micro-batch {one.key.micro_batch}" * has_several
+        of = f", micro-batch {one.key.micro_batch}" * is_of_one
         said.setdefault(explain(one, context), f"{one.at}{of}")
     for text, of in [*said.items()][:MOST]:
         yield f"{of}: {text}"
     if len(said) > MOST:
         yield f"(and {len(said) - MOST} more, which differ in numbers)"
-    names = [*dict.fromkeys(other.key.name for other in found.others)]
-    spared = _spared(found, compared)
-    if names:
+    if names := [*dict.fromkeys(other.key.name for other in found.others)]:
         shown = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
-        yield f"also in {len(names)} others of this phase: {shown}{spared}"
-    yield from _look_at(suspects(found, compared, " ".join(said) + spared, context.trial.layout))
+        yield f"also in {len(names)} others of this phase: {shown}"
+    yield from _look_at(suspects(found, compared, " ".join(said), context.trial.layout))
 
 
 def _where(ranks: set[Here], context: Context) -> str:
@@ -72,24 +71,10 @@ def _where(ranks: set[Here], context: Context) -> str:
     if ranks == everyone:
         return "on all ranks" if len(everyone) > 1 else ""
     numbers = sorted(at.rank for at in ranks)
-    listed = ", ".join(map(str, numbers[:8])) + " ..." * (len(ranks) > 8)
-    listed = f"rank{'s' * (len(ranks) > 1)} {listed}"
+    listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, numbers[:8]))}"
+    listed += " ..." * (len(ranks) > 8)
     for axis in ("pp", "dp", "cp", "tp"):
         values = {getattr(at, axis) for at in ranks}
         if len(values) == 1 and ranks == {at for at in everyone if getattr(at, axis) in values}:
             return f"on {axis} {values.pop()} ({listed})"
     return f"on {listed}"
-
-
-def _spared(found: Found, compared: list[Compared]) -> str:
-    """What kinds of parameters are right in the phase, if all of one kind are."""
-    key = found.wrong[0].key
-    if key.phase not in ("summed gradient", "scaled gradient"):
-        return ""
-    wrong = {one.key.name for one in [*found.wrong, *found.others]}
-    norms = {one.key.name for one in compared if one.key[:2] == key[:2] and "norm" in one.key.name}
-    if norms and not norms & wrong:
-        return "  (not the weights of norms)"
-    if all("embed_tokens" in name or "lm_head" in name for name in wrong):
-        return "  (only the embeddings)"
-    return "  (only the weights of norms)" if wrong <= norms else ""

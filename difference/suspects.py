@@ -9,10 +9,9 @@ import re
 from itertools import takewhile
 
 from difference.first import Compared, Found
-from difference.runs import RankRun
 from picotron_min.extensions.settings import Layout
 
-FORWARD, OVERLAP = "pipeline_parallel:Pipeline._forward", "extensions/overlap/"
+FORWARD = "pipeline_parallel:Pipeline._forward"
 # Kind, a word of the explanation ("": any) -> functions. The first row that fits is used.
 TABLE = [
     ("built", "", "mesh:build_axes mesh:rows_of layout:Layout.coordinates"),
@@ -21,19 +20,16 @@ TABLE = [
     ("tokens", "", f"data:Batches._places {FORWARD} data:Batches._read"),
     ("head", "all of it", "loss:stripe_loss loss:_HeadLoss.backward"),
     ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
-    ("summed gradient", "  (", "placement:_placement {sums}"),
     ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
-    ("summed gradient", "", "{sums} {buckets}.wait placement:_placement"),
+    ("summed gradient", "times what", "placement:_placement {starts} {buckets}.wait"),
+    ("summed gradient", "", "placement:_placement {sums}"),
     ("loss", "", f"train:train_step parallelize:ParallelModel.counted_once {FORWARD}"),
     ("gradient norm", "", "optimizer:measure_gradient placement:_placement train:train_step"),
     ("scaled gradient", "", "train:train_step {buckets}.scale optimizer:measure_gradient"),
     ("optimizer state", "", "optimizer:build_optimizer train:train_step"),
     ("weights", "", "optimizer:parameter_groups train:train_step optimizer:learning_rate_at"),
-    ("missing", "", f"{OVERLAP}linear:WeightGradients.run {OVERLAP}boundary:_Enter.backward"),
 ]
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
-BUCKET_SUMS = f"{BUCKETS}._start_complete_buckets data_parallel:Bucket.__init__"
-UNIT_SUMS = f"{UNIT}.arrived {UNIT}._finish_reductions"
 
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {
@@ -42,15 +38,15 @@ POINTS = {
     "micro-batch": "Pipeline.",
     "sum over": "leave reduce sum gather Enter Leave",
 }
-EXTENSION, OURS = (
-    "extensions/",
-    re.compile(
-        r"extensions/(\w+(\.py)?:|documents|experts|kernels|memory|multi_token|optimizers|overlap|"
-        r"precision|qk_norm|schedules|sharding)\b"
-    ),
-)
-HELPERS = "refuse_missing Linear.operand Linear.product Linear.gradient Ledger Axes Axis. "
-HELPERS += "loss:wide loss:linear_dtype Conjugate layout: model_config:"
+# Folders and files of extensions/; others are yours.
+OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
+OURS += "schedules settings sharding"
+# Of gradients that never arrive: who runs what waits in a queue.
+QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
+QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
+# They run between any two tensors, and are named last.
+HELPERS = "Linear.operand Linear.product Linear.gradient Ledger Axes Axis. loss:wide "
+HELPERS += "loss:linear_dtype Conjugate refuse_missing layout: model_config:"
 
 
 def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) -> list[str]:
@@ -59,41 +55,42 @@ def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) 
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
     kind = "head" if (kind, one.key.name) == ("backward", "model.norm") else kind
     if names := from_table(kind, said, layout, one.key.name):
-        return [*dict.fromkeys(map(short, own_after_backward(one, compared))), *names]
+        return [*dict.fromkeys(of_yours(one, compared)), *names]
     at = {id(other): i for i, other in enumerate(compared)}
     one = min(found.wrong, key=lambda wrong: at[id(wrong)])
     before = [other for other in compared[: at[id(one)]] if other.at == one.at]
-    returned = before[-1].running if before and one.got is not None else []
-    returned = [name for name in returned if name not in one.running]
     # Of what was still running when a tensor was right, the end has not been seen.
     innocent = {name for other in before for name in other.ran if name not in other.running}
     fresh = [name for name in one.ran if name not in innocent]
+    returned = [name for name in (before[-1].running if before else ()) if name not in one.running]
     named = [*ranked(fresh, said), *returned, *ranked(one.ran, said), *one.running]
-    return sorted(map(short, dict.fromkeys(named)), key=is_helper)
+    named = [*dict.fromkeys(map(short, named))]
+    return sorted(named, key=lambda name: any(helper in name for helper in HELPERS.split()))
 
 
-def own_after_backward(one: Compared, compared: list[Compared]) -> list[str]:
-    """Functions of extensions that the project has not, which ran before such a tensor."""
-    mine = [o for o in compared if o.at == one.at and o.key.step == one.key.step]
-    phases = {"initial": ("initial",), "summed gradient": ("forward", "summed gradient")}
-    phases |= dict.fromkeys(("scaled gradient", "optimizer state", "weights"), ("loss",))
-    ran: list[str] = []
-    for phase in phases.get(one.key.phase, ()):  # of a phase the first: it has run the hooks
-        ran += next((o.ran for o in mine if o.key.phase == phase), [])
-    if one.key.phase == "initial":  # not what has built the model
-        ran = [*takewhile(lambda name: "initialise.py:initialise" not in name, ran)]
-    return [*filter(is_yours, reversed(ran))]
+def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
+    """Functions of your own extensions that ran after backward, or after weights were drawn."""
+    phases = {one.key.phase, "loss"}
+    mine = [o for o in compared if (o.at, o.key.step) == (one.at, one.key.step)]
+    ran = map(short, next((o.ran for o in mine if o.key.phase in phases), []))
+    since = [*takewhile(lambda name: name != "initialise:initialise", ran)]
+    return [*filter(is_yours, reversed(since))]
 
 
 def is_yours(name: str) -> bool:
-    return EXTENSION in name and not OURS.search(name)
+    top, folder, *_ = re.split("[/:]", name)
+    return top == "extensions" and folder not in OURS.split()
 
 
-def from_table(kind: str, said: str, layout: Layout, name: str = "") -> list[str]:
+def from_table(kind: str, said: str, layout: Layout, name: str) -> list[str]:
     is_sharded = layout.sharding != "none" and "norm" not in name
-    names = {"positions": "zigzag_positions", "buckets": BUCKETS, "sums": BUCKET_SUMS}
-    names |= {"buckets": UNIT, "sums": UNIT_SUMS} if is_sharded else {}
-    names |= {"positions": "contiguous_positions"} if layout.cp_engine == "ulysses" else {}
+    names = {"buckets": BUCKETS, "starts": f"{BUCKETS}._start_complete_buckets"}
+    names["sums"] = f"{names['starts']} data_parallel:Bucket.__init__"
+    if is_sharded:
+        names = {"buckets": UNIT, "starts": f"{UNIT}.arrived"}
+        names["sums"] = f"{names['starts']} {UNIT}._finish_reductions"
+    kind_of_cp = "contiguous" if layout.cp_engine == "ulysses" else "zigzag"
+    names["positions"] = f"{kind_of_cp}_positions"
     for of_kind, word, functions in TABLE:
         if kind == of_kind and word in said:
             return functions.format(**names).split()
@@ -109,21 +106,6 @@ def ranked(ran: list[str], said: str) -> list[str]:
         return not name.startswith("exercises/"), pointed, "collectives.py" in name
 
     return sorted(ran, key=order)
-
-
-def of_failure(run: RankRun, layout: Layout) -> list[str]:
-    """What was running, others of the innermost one's class, and what had run before."""
-    if "gradients are missing" in run.problem:
-        return from_table("missing", "", layout)
-    inner, *outer = [*run.running, ""]
-    beside = [r for r in run.ran if r.rpartition(".")[0] == inner.rpartition(".")[0]]
-    has_just_begun = inner in run.ran[:1]
-    names = [inner, *(beside if has_just_begun else run.ran[:2]), *outer]
-    return [short(name) for name in dict.fromkeys(names) if name and not is_helper(name)]
-
-
-def is_helper(name: str) -> bool:
-    return any(helper in short(name) for helper in HELPERS.split())
 
 
 def short(name: str) -> str:

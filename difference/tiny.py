@@ -6,7 +6,7 @@ vocabulary that tp does not divide, several gradient buckets, several stripes of
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Trial(NamedTuple):
     seed: int
     steps: int
     changes: list[str]  # what the config has and the trial has not
+    wait: float  # seconds for a message, after which it is an error
 
     @property
     def micro_batches(self) -> list[tuple[int, int]]:
@@ -37,27 +38,37 @@ class Trial(NamedTuple):
         return [(i, d) for i in range(m) for d in range(dp)]
 
 
+# What one process in float64 has otherwise, or not at all.
+EXACT = {"dtype": "float64", "moments": "float32"}
+PLAIN = EXACT | {"compile": False, "fp8": False, "offload": 0, "packing": "wrapped"}
+PLAIN_ROUTING = {
+    "moe_global_aux_loss_coeff": 0.0,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_expert_rank_capacity_factor": None,
+    "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
+}
+
+
 def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
     """The trial of a config; ValueError where the config cannot be compared."""
-    model, layout = resolve_model(config), config.layout
-    workload, recipe, changes = config.workload, config.recipe, _switched_off(config)
-    exact = {"dtype": "float64", "compile": False, "fp8": False, "moments": "float32"}
-    kind = "adamw" if recipe.optimizer == "adamw" else "sgd"
-    routing = replace(
-        workload.routing,
-        moe_global_aux_loss_coeff=0.0,
-        moe_expert_capacity_factor=None,
-        moe_pad_expert_input_to_capacity=False,
-        moe_expert_rank_capacity_factor=None,
-        moe_router_force_load_balancing=False,
-        moe_router_force_biased=None,
-    )
-    workload = replace(workload, **exact, optimizer=kind, routing=routing, packing="wrapped")
-    model = model.override(num_nextn_predict_layers=0)
-    clip = recipe.grad_clip and (recipe.grad_clip if own_sizes else 0.5)
+    changes: list[str] = []
+
+    def plain(settings: Any, values: dict) -> Any:
+        was = {key: getattr(settings, key) for key in values}
+        changes.extend(f"{key} {was[key]}" for key in values if was[key] != values[key])
+        return replace(settings, **values)
+
+    layout, kind = config.layout, "adamw" if config.recipe.optimizer == "adamw" else "sgd"
+    model = plain(resolve_model(config), {"num_nextn_predict_layers": 0})
+    workload = plain(config.workload, PLAIN)
+    workload = replace(workload, optimizer=kind, routing=plain(workload.routing, PLAIN_ROUTING))
+    clip = config.recipe.grad_clip and (config.recipe.grad_clip if own_sizes else 0.5)
     rate = {"learning_rate": RATES[kind], "schedule": "constant", "warmup_steps": 0}
-    rate |= {"total_train_steps": 100, "grad_clip": clip, "moments": "float32"}
-    recipe = replace(recipe, optimizer=kind, dtype="float64", **rate)
+    recipe = replace(config.recipe, **EXACT, **rate, optimizer=kind, grad_clip=clip)
+    if config.recipe.optimizer != kind:
+        changes.append(f"optimizer {config.recipe.optimizer}")
     if own_sizes:
         count = sum(map(math.prod, model.parameter_shapes().values()))
         if count > MOST_PARAMETERS:
@@ -65,28 +76,12 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
             raise ValueError(f"the model has {why}: leave it out, or use fewer layers")
     else:
         model, layout = tiny_model(model, layout), replace(layout, pp_layers=None)
-        m, S = workload.num_micro_batches, tiny_length(layout)
+        m = workload.num_micro_batches
         m = m if m <= 8 else max(4, 2 * layout.pp)
-        sizes = {"seq_length": S, "micro_batch_size": 4, "num_micro_batches": m}
-        workload = replace(workload, **sizes, offload=0)
-    return Trial(model, layout, workload, recipe, config.training.seed, steps, changes)
-
-
-def _switched_off(config: Config) -> list[str]:
-    found = {
-        "multi-token prediction": config.model.num_nextn_predict_layers,
-        "packing bfd": config.workload.packing != "wrapped",
-        f"dtype {config.model.dtype}": config.model.dtype != "float64",
-        "compile": config.model.compile,
-        "fp8": config.model.fp8,
-        "moments in bfloat16": config.training.moments != "float32",
-        "muon": config.training.optimizer == "muon",
-        "the checkpoint to resume from": config.checkpoint.load_path,
-        "the weights to start from": config.model.weights,
-        "expert capacity": config.workload.routing.moe_expert_capacity_factor,
-        "the global balance loss": config.workload.routing.moe_global_aux_loss_coeff,
-    }
-    return [what for what, is_on in found.items() if is_on]
+        sizes = {"seq_length": tiny_length(layout), "micro_batch_size": 4, "num_micro_batches": m}
+        workload = replace(workload, **sizes)
+    wait = 600.0 if own_sizes else 30.0
+    return Trial(model, layout, workload, recipe, config.training.seed, steps, changes, wait)
 
 
 def tiny_length(layout: Layout) -> int:

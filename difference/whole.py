@@ -6,14 +6,10 @@ compared. Experts, norms of queries and keys, and extensions that you add, are t
 one process: what they do wrong there, too, is not seen.
 """
 
-import subprocess
-import sys
-import tempfile
 import traceback
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from difference.records import Key, Writer, read
+from difference.records import Key
 from difference.taps import attach, update_of
-from difference.tiny import Text, Trial, text_of, trial_of
+from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import extensions_of
 from picotron_min.extensions.documents.rectangles import Documents
@@ -33,7 +29,6 @@ from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.placement import placements
-from picotron_min.runtime.config_file import load_config
 
 Whole = dict[Key, Tensor]
 
@@ -90,8 +85,8 @@ def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 class RightRun:
     """Everything that the right run has computed, by step, phase, name, micro-batch and dp rank."""
 
-    def __init__(self, trial: Trial, text: Text) -> None:
-        self.trial, self.text, self.whole = trial, text, {}
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.text, self.whole = trial, text_of(trial), {}
         self.model, self.at = plain_model(trial), Key(0, "", "")
         self.parameters = dict(self.model.named_parameters())
         self.note("initial", {name: p.data for name, p in self.parameters.items()})
@@ -158,40 +153,14 @@ class RightRun:
             self.note(phase, tensors)
 
 
-def right_whole(trial: Trial, text: Text) -> Whole:
+def right_whole(trial: Trial) -> Whole:
     """ValueError, with its place, where one process cannot run it."""
     try:
-        return RightRun(trial, text).whole
+        return RightRun(trial).whole
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = next((f for f in reversed(frames) if "picotron_min" in f.filename), frames[-1])
-        who = "the one process fails"
-        if any("extensions" in Path(f.filename).parts for f in frames):
-            who = "an extension fails in the one process, which runs extensions too"
+        who = "an extension fails in" if any("extensions" in f.filename for f in frames) else "in"
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{who}: {what}, in {at.name} ({at.filename}:{at.lineno})") from error
-
-
-def whole_of(folder: Path, config: Path, steps: int, own_sizes: bool) -> Whole:
-    """What the right run of another copy of the course computes, in a process of its own."""
-    with tempfile.TemporaryDirectory() as temporary:
-        config, out = config.resolve(), Path(temporary, "whole")
-        command = [sys.executable, "-m", "difference.whole", config, steps, own_sizes, out]
-        pipe = {"stderr": subprocess.PIPE, "text": True}
-        run = subprocess.run([*map(str, command)], cwd=folder, **pipe)
-        whole = {record.key: record.tensor for record in read(out)} if out.exists() else {}
-    if run.returncode or not whole:
-        last = (run.stderr.strip() or "its records are of an older kind").splitlines()[-1]
-        raise ValueError(f"--against: that version cannot be compared with: {last}")
-    return whole
-
-
-def main(config: str, steps: str, own_sizes: str, out: str) -> None:
-    trial = trial_of(load_config(config), int(steps), own_sizes == "True")
-    writer = Writer(Path(out))
-    for key, tensor in right_whole(trial, text_of(trial)).items():
-        writer.write(key, tensor)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        where = f"{at.name} ({at.filename}:{at.lineno})"
+        raise ValueError(f"{who} the one process, without parallelism: {what}, {where}") from error

@@ -29,9 +29,9 @@ def explain(one: Compared, context: Context) -> str:
 
 
 def _unlike(one: Compared, context: Context) -> str:
-    if one.got is None:
-        return "it is never computed"
     got, right = one.got, one.right
+    if one.key.phase == "built":
+        return f"its (pp, dp, cp, tp) are {got.tolist()}, and should be {right.tolist()}"
     if got.shape != right.shape:
         text = f"its shape is {tuple(got.shape)}, and should be {tuple(right.shape)}"
         for dim, (a, b) in enumerate(zip(got.shape, right.shape, strict=False)):
@@ -105,6 +105,21 @@ def _part(axes: tuple, values: tuple) -> str:
     return f"the part of {', '.join(f'{a} {v}' for a, v in zip(axes, values, strict=True))}"
 
 
+def _sequences(one: Compared, context: Context) -> str:
+    """Other sequences of the step's data, by their places in the global batch."""
+    if one.key.name not in ("tokens", "targets"):
+        return ""
+    keys = [one.key._replace(micro_batch=m, dp=d) for m, d in context.trial.micro_batches]
+    rows = torch.cat([take(context.whole[key], [range(10**9), *one.indices[1:]]) for key in keys])
+    found = (one.got[:, None] == rows).all(-1)  # [sequences, those of the global batch]
+    first = keys.index(one.key) * len(one.got)
+    right = range(first, first + len(one.got))
+    if not found.any(1).all():
+        return ""
+    places = ranges(found.int().argmax(1).tolist())
+    return f"its sequences are {places} of the global batch, and should be {ranges(right)}"
+
+
 def _mixture(one: Compared, context: Context) -> str:
     """Another micro-batch, or the sum of some: a buffer is used again, or was not emptied."""
     if one.key.phase not in ("forward", "backward") or not one.indices:
@@ -126,7 +141,9 @@ def _earlier(one: Compared, context: Context) -> str:
     key = one.key
     if key.phase == "weights":
         before = take(context.weight(key.name, key.step), one.indices)
-        c = weights_of(one.got - before, [one.right - before])
+        c = weights_of(one.got - before, [one.right - before, before])
+        if c and c[0] == 1:
+            return f"it is what it should be, plus {c[1]:.4g} x itself before the update"
         return f"its update is {_times(c[0], context)} what it should be" if c else ""
     if not key.step:
         return ""
@@ -138,14 +155,6 @@ def _earlier(one: Compared, context: Context) -> str:
         return "it is the tensor of the step before"
     c = weights_of(one.got - one.right, [old]) if one.got.numel() > 1 else None
     return f"it is what it should be, plus {c[0]:.4g} x it in the step before" if c else ""
-
-
-def _another(one: Compared, context: Context) -> str:
-    for key, whole in context.whole.items():
-        is_like = key._replace(name=one.key.name) == one.key and whole.ndim == one.got.ndim > 0
-        if is_like and same(one.got, take(whole, context.indices(key, one.at))):
-            return f"it is {key.name}"
-    return ""
 
 
 def _places(one: Compared, context: Context) -> str:
@@ -174,6 +183,8 @@ def _lines(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _owner(dim: int, found: Tensor, one: Compared, context: Context) -> str:
+    if {*found.tolist()} <= {*one.indices[dim]}:
+        return ""  # only in another order
     for other in context.ranks:
         if {*found.tolist()} <= {*context.indices(one.key, other)[dim]} and other != one.at:
             for axis in ("tp", "cp", "etp"):
@@ -215,4 +226,4 @@ def _region(one: Compared, context: Context) -> str:
 
 
 HYPOTHESES = [_unlike, _factor, keys_seen, rotation, _parts]
-HYPOTHESES += [_mixture, _earlier, _another, _places]
+HYPOTHESES += [_mixture, _sequences, _earlier, _places]

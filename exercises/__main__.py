@@ -8,11 +8,11 @@ import textwrap
 from pathlib import Path
 
 from exercises import exercise as catalogue
-from exercises import formats, hunts, progress
+from exercises import gradescope, hunts, progress
 from exercises.exercise import FOLDER, GATES, Exercise
 from exercises.grade import default_jobs, grade, grade_one, summary, tasks_of
 from exercises.pictures import WIDTH
-from exercises.sandbox import HAS_FORK, Sandbox, adopt_orphans
+from exercises.sandbox import HAS_FORK, Sandbox
 from exercises.source import reading, starter
 from exercises.training import compare
 
@@ -37,15 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     option("--config", type=Path, default=config, help="of the run; default: config.json")
     option("--steps", type=int, default=10, help="at most so many; default: 10")
     added["hunt"].add_argument("--run", help="measure this layout: dp=1,cp=2,optimizer=adamw")
-    added["hunt"].add_argument("--answer", metavar="FILE:LINE", help="where the mistake is")
+    about = "name the first wrong tensor in this layout: see docs/difference.md"
+    added["hunt"].add_argument("--difference", metavar="RUN", help=about)
+    added["hunt"].add_argument("--answer", metavar="FILE:FUNCTION", help="where the mistake is")
     for name in ("hunt", "design"):
         added[name].add_argument("--student", metavar="NAME", help="draw one for this student")
     option = added["grade"].add_argument
     option("folder", type=Path, nargs="?", help="with a folder for each student")
     option("--one", type=Path, metavar="FILE", help="instead: a file, or one student's folder")
     option("--csv", type=Path, default=Path("marks.csv"), help="the table; pages lie beside it")
-    option("--junit", type=Path, metavar="XML", help="write this, too")
-    option("--json", type=Path, help="write this, too: results.json of Gradescope")
+    option("--json", type=Path, help="with --one: write results.json of Gradescope")
     option("--wrap", default="", metavar="COMMAND", help="put before each check: a container")
     option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
     option = added["handout"].add_argument
@@ -107,6 +108,8 @@ def check(given: argparse.Namespace) -> int:
     path = "solution" if given.solution else written(exercise)
     verdict = Sandbox().check(given.number, path, given.seed)
     print(show(exercise, verdict))
+    if verdict["mistake"] == "unknown" and not exercise.no_training:
+        print(f"The first tensor that it makes wrong: python -m exercises train {given.number:02}")
     if not given.solution:
         before = progress.read(given.number)
         passed, tries = verdict["passed"] or before["passed"], before["tries"] + 1
@@ -167,11 +170,6 @@ def grade_all(given: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if bool(given.folder) == bool(given.one):
         raise ValueError("name either a folder with a folder for each student, or --one FILE")
-    for path in filter(None, (given.csv if given.folder else None, given.json, given.junit)):
-        is_new = not path.exists()
-        path.open("a").close()  # now, and not after all checks, if it cannot be written
-        if is_new:
-            path.unlink()
     common = given.seed, given.wrap, given.exercises
     if given.one:
         rows = grade_one(given.one, *common)
@@ -179,9 +177,7 @@ def grade_all(given: argparse.Namespace) -> int:
         rows = grade(given.folder, given.csv, given.jobs, *common)
         print(f"the table is {given.csv}, a page for each student in {given.csv.with_suffix('')}/")
     if given.json:
-        formats.write_results(given.json, rows)
-    if given.junit:
-        formats.write_junit(given.junit, rows)
+        gradescope.write_results(given.json, rows)
     print(*summary(rows), sep="\n")
     return 0
 
@@ -189,7 +185,7 @@ def grade_all(given: argparse.Namespace) -> int:
 def autograder(given: argparse.Namespace) -> int:
     if "hunt 5" in [task.name for task in tasks_of(given.exercises, [])]:
         raise ValueError("hunt 5 is a student's own, and Gradescope names none: use grade for it")
-    formats.write_zip(given.zip, given.exercises, given.seed)
+    gradescope.write_zip(given.zip, given.exercises, given.seed)
     print(f"{given.zip} is for Gradescope; it has the answers: students must not get it")
     return 0
 
@@ -220,5 +216,4 @@ COMMANDS = [
 FOR_TEACHERS = ("handout", "grade", "autograder")
 
 if __name__ == "__main__":
-    adopt_orphans()  # not in main: tests call it from processes with other children
     sys.exit(main(sys.argv[1:]))

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from exercises.calls import Call, Calls, wrong_call
 from exercises.compare import equal, first_difference, patterns, with_all_factors
 from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, size_of
-from exercises.forms import Call, Calls, wrong_call
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -118,22 +118,19 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
 
 def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> str:
     for rank, (record, right) in enumerate(zip(records, exercise.traffic(case), strict=True)):
-        travels, counted = {}, {}  # "send as shift": what travels, and how it counts
-        for names, sent in right.items():
-            operation, _, name = names.partition(" as ")
-            for where, key in ((travels, operation), (counted, name or operation)):
-                before = where.get(key, NONE)
+        # "send as shift": what travels, and how the ledger counts it.
+        for found, end, what in (
+            (record.sent, 0, f"rank {rank} sends"),
+            (record.ledger, -1, f"the ledger of rank {rank} has"),
+        ):
+            wanted: dict[str, Sent] = {}
+            for names, sent in right.items():
+                name = names.split(" as ")[end]
+                before = wanted.get(name, NONE)
                 calls = None if sent.calls is None else before.calls + sent.calls
-                where[key] = Sent(calls, before.bytes + sent.bytes)
-        # What a rank does alone sends nothing: it may be left out.
-        sent, travels, counted = (
-            {name: sent for name, sent in of.items() if sent.bytes}
-            for of in (record.sent, travels, counted)
-        )
-        if problem := _count_problem(sent, travels):
-            return f"rank {rank} sends {problem}"
-        if problem := _count_problem(record.ledger, counted):
-            return f"the ledger of rank {rank} has {problem}"
+                wanted[name] = Sent(calls, before.bytes + sent.bytes)
+            if problem := _count_problem(found, wanted):
+                return f"{what} {problem}"
     return ""
 
 
@@ -142,8 +139,8 @@ def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
     texts = [], []
     for what in {**right, **found}:
         got, expected = found.get(what, NONE), right.get(what, NONE)
-        is_right = expected.calls in (None, got.calls)
-        if is_right and abs(got.bytes - expected.bytes) <= 1e-6:
+        is_right = expected.calls in (None, got.calls) and abs(got.bytes - expected.bytes) <= 1e-6
+        if is_right or not (got.bytes or expected.bytes):  # what a rank does alone sends nothing
             continue
         for text, counts in zip(texts, (found, right), strict=True):
             if sent := counts.get(what):

@@ -1,14 +1,16 @@
-"""One check, in a process of its own: `python -m exercises.child NUMBER FILE SEED VERDICT`.
+"""Runs checks in processes of their own: `python -m exercises.child`, which sandbox.py starts.
 
-Started by sandbox.py, never by hand. It limits itself before it reads the student's file, and
-writes its verdict as JSON, as its last act. Without arguments it is a server: it imports torch
-once, which takes seconds, and forks a check for each line that it reads.
+It is a server: it imports torch once, which takes seconds, and forks a check for each line that it
+reads. A check limits itself before it reads the student's file, and writes its verdict as JSON, as
+its last act.
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,37 +23,56 @@ try:
 except ImportError:  # Windows: a check has no limits there but those of time
     resource = None
 
-from exercises.sandbox import LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
+from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 
 PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
+PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 
 def serve() -> None:
-    """For each line run a check: print its process, and, when it has ended, its exit code."""
+    """For each line run a check, end all that it leaves behind, and print its exit code."""
     import torch
 
     from exercises.checking import check
     from exercises.exercise import files, load
     from exercises.source import solution
 
+    if sys.platform == "linux":  # what a check leaves behind becomes a child of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: (end_children(), os._exit(1)))
     torch.set_num_threads(1)
     any_one = load(min(files()))
     check(any_one, solution(any_one), Path("solution"))  # for what else is imported
     for line in sys.stdin:
         *arguments, work, errors = json.loads(line)
-        if pid := os.fork():
-            print(pid, flush=True)
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        if HAS_FORK and (pid := os.fork()):
+            _, status = os.waitpid(pid, 0)
+            with contextlib.suppress(OSError):  # all of its group have ended
+                os.killpg(pid, signal.SIGKILL)
+            end_children()
+            print(os.waitstatus_to_exitcode(status), flush=True)
             continue
-        os.setsid()  # a group of processes, which is killed as a whole
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(work)
-        for stream, file in enumerate((os.devnull, os.devnull, errors)):
-            os.dup2(os.open(file, os.O_RDWR), stream)
+        if HAS_FORK:  # else this very process is the check, and its output tells when it ends
+            os.setsid()  # a group of processes, which is killed as a whole
+            for stream, file in enumerate((os.devnull, os.devnull, errors)):
+                os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), stream)
         try:
             main(*arguments)
         finally:  # an error of this checker
             traceback.print_exc()
             os._exit(1)
+
+
+def end_children() -> None:
+    """Kill all children; on Linux the children of each then become ours, and so on."""
+    place = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := place.read_text().split() if place.exists() else []:
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def main(number: str, file: str, seed: str, verdict_path: str) -> None:
@@ -63,9 +84,6 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
         hard = resource.getrlimit(getattr(resource, limit))[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, limit), (value, value))
-    import torch  # seconds that do not count
-
-    torch.set_num_threads(1)
     path, printed, has_ended, once = Path(file), Printed(), threading.Event(), threading.Lock()
     sys.stdout = sys.stderr = printed
 
@@ -75,17 +93,16 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
         os._exit(0)  # threads of a student may still run
 
     threading.Thread(target=_watch, args=(path, finish, has_ended), daemon=True).start()
-    is_design = number == "design"
-    finish(_design(path) if is_design else _exercise(int(number), path, int(seed), has_ended))
+    finish(_design(path) if number == "design" else _exercise(number, path, int(seed), has_ended))
 
 
-def _exercise(number: int, path: Path, seed: int, has_ended: threading.Event) -> dict:
+def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) -> dict:
     """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
     from exercises.checking import outcome_of, verdict_on
     from exercises.exercise import load
     from exercises.source import solution
 
-    exercise = load(number)
+    exercise = load(int(number))
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
     outcome = outcome_of(exercise, text, path, seed)
     has_ended.set()  # what follows may run all known mistakes
@@ -156,4 +173,4 @@ def _student_line(student: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if sys.argv[1:] else serve()
+    serve()

@@ -13,25 +13,18 @@ from exercises.source import Definition, solution
 
 
 def flag_copies(rows: list[dict], tasks: list[tuple[Path, tuple]]) -> None:
-    """Add `flags` to rows whose file is equal to the course's, or to that of other students."""
+    """Add `flags` to rows of exercises whose file is equal to the course's, or to others' files."""
     by_shape = defaultdict(list)
     for row, (student, task) in zip(rows, tasks, strict=True):
-        found = sorted(student.glob(task.files))
-        is_code = task.kind == "exercise" or task.name == "design 1"
-        if is_code and len(found) == 1 and row["mistake"] not in ("not_written", "no_plain_file"):
-            by_shape[task.name, shape_of(found[0].read_text(errors="replace"))].append(row)
-    courses = {}
-    for (name, (shape, statements)), equal in by_shape.items():
-        if not shape:
-            continue
-        flags = []
-        if name.isdecimal():
-            own = courses.setdefault(name, shape_of(solution(load(int(name)))))
-            flags = ["as the course's own"] * (shape == own[0])
-        for row in equal:
+        found = sorted(student.glob(task.files)) if task.kind == "exercise" else []
+        if len(found) == 1 and row["mistake"] not in ("not_written", "no_plain_file"):
+            shape, statements = shape_of(found[0].read_text(errors="replace"))
+            by_shape[task.number, shape, statements].append(row)
+    for (number, shape, statements), equal in by_shape.items():
+        own = ["as the course's own"] * (shape == shape_of(solution(load(number)))[0])
+        for row in equal if shape else ():
             others = [other["student"] for other in equal if other is not row]
-            texts = flags + [f"equal to {', '.join(others)}"] * bool(others)
-            if texts:
+            if texts := own + [f"equal to {', '.join(others)}"] * bool(others):
                 row["flags"] = f"{'; '.join(texts)} ({statements} statements)"
 
 

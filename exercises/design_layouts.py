@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from exercises.exercise import Dice
 from exercises.marks import Marks
+from picotron_min.extensions.settings import Workload
 from picotron_min.planner.choices import Request
 from picotron_min.planner.search import search
 from picotron_min.runtime.hardware import GPUS
@@ -91,7 +92,8 @@ def _share_of_best(job: Job, given: dict) -> tuple[float, str]:
         return 0.0, f"{unknown[0]} is not a choice: use {', '.join(CHOICES)}"
     name = "meta-llama/Llama-3.1-8B"
     gpu = replace(GPUS["H100"], network=1e9 / 8 * job.network)
-    request = Request(PRESETS[name], gpu, job.gpus, job.seq_length, job.global_batch, name)
+    work = Workload(job.seq_length, dtype="bfloat16")
+    request = Request(PRESETS[name], gpu, job.gpus, work, job.global_batch, name)
     found = search(replace(request, fixed=CHOICES | given), top=1)
     if not found:
         return 0.0, f"does not fit: {job.gpus} GPUs of {gpu.memory / 1e9:.0f} GB, {given}"

@@ -4,14 +4,12 @@ Hunt 5 is a known mistake of some exercise that trains without a crash, right in
 wrong in another. Mistakes are tried in an order that depends on the student's name.
 """
 
-import re
 import textwrap
 from functools import cache
 from pathlib import Path
 
-from exercises.exercise import Dice, Exercise, Mistake, files
+from exercises.exercise import ROOT, Dice, Exercise, Mistake
 from exercises.hunts import Hunt, Symptoms, measure
-from exercises.sealed import ROOT, sealed
 from exercises.source import find, solution, target_in
 
 LAYOUTS = ("dp=1", "dp=2", "tp=2", "cp=2", "pp=2", "micro_batches=4", "tp=2,grad_clip=0.5")
@@ -24,11 +22,9 @@ TRIED = 2  # mistakes of an exercise, before the next exercise
 def drawn_hunt(student: str) -> Hunt:
     """The hunt of a student; takes some seconds."""
     rights = [measure(None, run, STEPS) for run in LAYOUTS]
-    # The runs of hunts use no other extension.
-    # A student's tree has only some exercises as files, and all of them packed.
-    packed = [ROOT / name for name in sealed() if re.match(r"exercises/e\d\d_", name)]
-    paths = {*files().values(), *packed}
-    trained = [exercise for path in sorted(paths) if is_run(exercise := Exercise(path))]
+    # Of all exercises, also where a class has only some.
+    paths = sorted((ROOT / "exercises").rglob("e[0-9][0-9]_*.py"), key=lambda path: path.name)
+    trained = [exercise for path in paths if is_run(exercise := Exercise(path))]
     dice = Dice(f"hunt {student}")
     dice.shuffle(trained)
     for exercise in trained:
@@ -40,6 +36,7 @@ def drawn_hunt(student: str) -> Hunt:
 
 
 def is_run(exercise: Exercise) -> bool:
+    """Whether runs of hunts, which use no other extension, run the function."""
     module = exercise.source_module
     return not exercise.no_training and (".extensions." not in module or ".overlap." in module)
 
@@ -55,7 +52,7 @@ def _hunt_of(exercise: Exercise, mistake: Mistake) -> Hunt:
     )
     hints = hint, f"It is in the folder {Path(file).parent}/.", f"It is in {file}."
     story = "A function is wrong in one of the ways in which such functions are wrong. Which one?"
-    return Hunt(file, story, (), hints, mistake.sentence, old, new, is_drawn=True)
+    return Hunt(file, story, (), hints, mistake.sentence, old, new)
 
 
 def _runs_that_show(hunt: Hunt, rights: list[Symptoms]) -> tuple[str, ...]:

@@ -94,11 +94,6 @@ dealt_like_cards: Places are dealt one by one, as cards: each rank has micro_bat
 - return np.arange(first, first + self.micro_batch_size)
 + first = micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank
 + return first + self.dp_size * np.arange(self.micro_batch_size)
-dealt_like_cards_for_the_step: Places are dealt one by one over the whole step, as cards: a
-    micro-batch of a rank has micro_batch_size places side by side.
-- return np.arange(first, first + self.micro_batch_size)
-+ turns = micro_batch + self.num_micro_batches * np.arange(self.micro_batch_size)
-+ return self.dp_rank + self.dp_size * turns
 micro_batches_for_ranks: The number of micro-batches is taken for that of ranks: it has no part in
     where a micro-batch begins.
     micro_batch * self.dp_size => micro_batch * self.num_micro_batches

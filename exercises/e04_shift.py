@@ -83,9 +83,6 @@ MISTAKES = """
 backwards: It sends to the rank before it and receives from the one after it: the ring turns the
     wrong way.
     to, source => source, to
-both_before: It sends to the rank before it, and receives from it, too: with two ranks both are one,
-    with more no message arrives.
-    group_peer=to => group_peer=source
 always_the_next: It ignores the distance: every tensor goes to the next rank.
     in (distance, -distance) => in (1, -1)
 send_awaited_first: It waits for its send before it posts its receive. All ranks do, and none
@@ -118,8 +115,6 @@ not_kept: The tensor that is sent is not kept in self.sent: if its owner drops i
 copy_kept: A copy is kept in self.sent, and not the tensor that is sent: that one may be freed while
     it travels.
     self.sent = tensor => self.sent = tensor.clone()
-own_tensor: What wait() returns is the rank's own tensor: nothing was exchanged.
-    self.works = dist.batch_isend_irecv([send, receive]) => self.works, self.arriving = [], tensor
 """
 
 ALSO_RIGHT = """

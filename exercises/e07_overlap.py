@@ -135,9 +135,6 @@ as_each_completes: Each bucket is sent as it completes. That is another order on
 +     if any(self.missing[n] for n in bucket.names) or getattr(bucket, "sent", False):
 +         continue
 +     bucket.sent = True
-continued: It continues with later buckets where an earlier one is not complete: then the number of
-    works does not show which buckets were sent.
-    break => continue
 sent_again: Every call sends all complete buckets again, also those that are on their way.
     [len(self.works) :] =>
 averaged: Gradients are averaged, and not summed: they are too small by a factor of dp, since the

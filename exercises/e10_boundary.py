@@ -99,44 +99,13 @@ never_awaited: The result is used without a wait: the sum may not have arrived.
 one_product_only: Only the first of the products is summed. The gradient of an input is the sum over
     all linears that share it.
     add_products(xs, products) => products[0](xs[0])
-each_product_summed: Each product is summed over the ranks by itself. Add them up on the rank
-    before: one message is enough.
-- y, work = self.start_sum(add_products(xs, products))
-+ ys = [self.start_sum(product(x)) for x, product in zip(xs, products)]
-- work.wait()
-+ for _, work in ys:
-+     work.wait()
-+ y = sum(y for y, _ in ys)
 """
 
 ALSO_RIGHT = """
-@dataclass(frozen=True)
-class Boundary:
-    axis: Axis
-    queue: WeightGradients
-
-    def whole(self, x):
-        return x
-
-    def maximum(self, amax):
-        return amax
-
-    def start_sum(self, y):
-        y = y.clone()
-        work = dist.all_reduce(y, group=self.axis.group, async_op=True)
-        self.axis.ledger.record("all_reduce", y, 2 * self.axis.share)
-        return y, work
-
-    def gather_multiply(self, x, products):
-        return x, [product(self.whole(x)) for product in products]
-
-    def multiply_scatter(self, xs, products, meanwhile=None):
-        total = 0
-        for x, product in zip(xs, products):
-            total = total + product(x)
-        total, work = self.start_sum(total)
-        if meanwhile:
-            meanwhile()
-        work.wait()
-        return total
+    y = y.contiguous() => y = y.clone()
+- return y, collectives.start_all_reduce(y, self.axis)
++ work = dist.all_reduce(y, group=self.axis.group, async_op=True)
++ self.axis.ledger.record("all_reduce", y, 2 * self.axis.share)
++ return y, work
+    add_products(xs, products) => sum(product(x) for x, product in zip(xs, products))
 """

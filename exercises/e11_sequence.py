@@ -65,15 +65,8 @@ along_the_batch: Tensors are gathered and scattered along the batch: the parts a
     sequence, dim 1.
     x, self.axis, dim=1 => x, self.axis, dim=0
     axis, dim=1 => axis, dim=0
-gathered_along_the_batch: `whole` puts the parts of the sequence one behind the other along the
-    batch: they belong along dim 1.
-    x, self.axis, dim=1 => x, self.axis, dim=0
 not_gathered: `whole` returns the rank's own part: the sublayer needs all of the sequence.
     return collectives.all_gather(x, self.axis, dim=1) => return x
-reverse_order: `whole` has the parts of the ranks in reverse order.
-- return collectives.all_gather(x, self.axis, dim=1)
-+ parts = collectives.all_gather(x, self.axis, dim=1).chunk(self.axis.size, 1)
-+ return torch.cat(parts[::-1], 1)
 gathered_by_sum: `whole` sums tensors that are zero but for a rank's own part: right, but an
     all-reduce sends twice the bytes of an all-gather.
 - return collectives.all_gather(x, self.axis, dim=1)
@@ -88,9 +81,6 @@ all_reduced: `start_sum` computes the whole sum on every rank, which then keeps 
 not_summed: `start_sum` takes this rank's part of its own tensor: nothing is summed over the ranks.
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + return y.chunk(self.axis.size, 1)[self.axis.rank], type('Done', (), {'wait': lambda self: None})()
-part_of_another: Each rank gets the part of the sum that belongs to the rank before it.
-- return collectives.start_reduce_scatter(y, self.axis, dim=1)
-+ return collectives.start_reduce_scatter(y.roll(y.shape[1] // self.axis.size, 1), self.axis, dim=1)
 awaited_at_once: `start_sum` waits until the sum is there: weight gradients are computed only then.
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + y, work = collectives.start_reduce_scatter(y, self.axis, dim=1)

@@ -100,31 +100,13 @@ each_linear_summed: Each linear's part of the gradient is summed over the ranks 
 + dx = sum(boundary.multiply_scatter([dy], [p], run) for dy, p in zip(dys, products))
 one_left: Only the first linear is left in the queue: the others' weights get no gradient.
     zip(linears, dys, strict=True) => zip(linears[:1], dys)
-left_too_late: The linears come into the queue after it has run: their weight gradients are computed
-    one sublayer later, and the last never.
-- for linear, dy in zip(linears, dys, strict=True):
--     boundary.queue.put(linear, x, dy)
-+
-- return None, None, dx
-+ for linear, dy in zip(linears, dys, strict=True):
-+     boundary.queue.put(linear, x, dy)
-+ return None, None, dx
 swapped: x and dy are swapped in the queue: it takes (linear, x, dy).
     (linear, x, dy) => (linear, dy, x)
-wrong_place: The gradient is returned for the wrong argument: forward has boundary, linears and x.
-    return None, None, dx => return dx, None, None
 """
 
 ALSO_RIGHT = """
-@staticmethod
-def backward(ctx, *dys):
-    saved, = ctx.saved_tensors
-    queue, gradients = ctx.boundary.queue, []
-    for i in range(len(dys)):
-        gradients.append(ctx.linears[i].input_gradient)
-        queue.put(ctx.linears[i], saved, dys[i])
-    y, work = ctx.boundary.start_sum(add_products(dys, gradients))
-    queue.run_during_message()
-    work.wait()
-    return None, None, y
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ dx, work = boundary.start_sum(add_products(dys, products))
++ boundary.queue.run_during_message()
++ work.wait()
 """

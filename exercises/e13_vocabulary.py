@@ -149,12 +149,6 @@ target_not_summed: The target's logit is not summed: the ranks that do not have 
 one_subtracted_everywhere: Every rank subtracts 1 in the gradient of some logit: only the one that
     has the target must.
     is_here.to => counts.to
-nearest_taken: Where the target is not in a slice, the nearest logit is taken for it: such a rank
-    must add 0 to the loss, and subtract nothing from the gradient.
-- is_here = counts & (ids >= 0) & (ids < logits.shape[1])
-- ids = ids.where(is_here, 0)[:, None]
-+ is_here = counts
-+ ids = ids.clamp(0, logits.shape[1] - 1)[:, None]
 one_too_many: A slice ends before the id first + V/tp: a target with that id is in the next one.
     (ids < logits.shape[1]) => (ids <= logits.shape[1])
 own_ids: Targets are used as ids within the slice: they are of the whole vocabulary, of which this
@@ -164,18 +158,11 @@ ignored_in_loss: A target that is to be ignored has a loss.
     (sums.log() - target_logits) * counts => (sums.log() - target_logits)
 ignored_in_gradient: A target that is to be ignored has a gradient.
     scale = counts / sums => scale = 1 / sums
-nothing_ignored: A target that is to be ignored has a loss and a gradient.
-- losses = (sums.log() - target_logits) * counts
-- scale = counts / sums
-+ losses = (sums.log() - target_logits)
-+ scale = 1 / sums
 losses_summed: The losses are summed: one for each token is wanted, [N].
 - return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
 + return losses.sum(), gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
 not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.
     logits = wide(x @ weight.T) => logits = x @ weight.T
-sums_not_wide: Exponentials are in the dtype of x: in bfloat16 they have three digits.
-    logits.exp_() => logits.to(x.dtype).exp().to(logits.dtype)
 wide_gradient: The gradient stays wide: it is multiplied by x and weight, in the dtype of x.
     (scale[:, None]).to(x.dtype) => (scale[:, None])
     .to(x.dtype) =>

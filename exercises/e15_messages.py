@@ -30,7 +30,7 @@ Read: pipeline_schedule.py, pipeline_messages.py.
 """
 
 from exercises.exercise import Case, Dice
-from exercises.paper import run_messages, time_of
+from exercises.paper import run_messages
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.pipeline_schedule import Plan
@@ -63,8 +63,8 @@ def on_rank(rank, case: Case) -> dict:
     results = {"what is computed": texts(computed), "plans": texts(complete)}
     results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
     _, stages = plans_of(case)
-    results["numbers"] = run_messages(rank, complete[rank.number], stages)
-    return results | {"time": time_of(complete, stages, SEND_TIME)}
+    numbers, time = run_messages(rank, complete[rank.number], stages, SEND_TIME)
+    return results | {"numbers": numbers, "time": time}
 
 
 def texts(plans: list[Plan]) -> list[list[str]]:
@@ -148,28 +148,13 @@ chunk_of_the_sender: A receive has the chunk of the action that made the message
     receiver. => action.
 no_receives: Messages are sent, but not received.
     complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank)) => pass
-rank_by_rank: The list has all of rank 0 first, then all of rank 1, ...: a rank runs its backwards
-    before it has received their gradients.
-    (spans[event].end, event[0]) => (event[0], spans[event].end)
 """
 
 ALSO_RIGHT = """
-def insert_messages(plans, place=loop):
-    ranks = len(plans)
-    chunks = 1 + max(action.chunk for plan in plans for action in plan)
-    stages = {place(stage, ranks): stage for stage in range(ranks * chunks)}
-    needs = in_order(plans, inputs_of(plans, place))
-    spans = spans_of(needs, textbook_times(plans), send_time=1e-6)
-    complete = [[] for _ in plans]
-    for rank, action in sorted(spans, key=lambda event: (spans[event].end, event[0])):
-        kind, i, chunk, _ = action
-        complete[rank].append(action)
-        if kind is Kind.WEIGHT:
-            continue
-        stage = stages[rank, chunk] + (1 if kind is Kind.FORWARD else -1)
-        if 0 <= stage < ranks * chunks and place(stage, ranks)[0] != rank:
-            peer, its_chunk = place(stage, ranks)
-            complete[rank].append(Action(SENDS[kind], i, chunk, peer))
-            complete[peer].append(Action(RECEIVES[kind], i, its_chunk, rank))
-    return complete
+    send_time=2**-20 => send_time=1e-6
+- peer, receiver = receiver_of.get((rank, action), (rank, None))
++ to = [event for event in inputs if (rank, action) in inputs[event] and event[0] != rank]
++ peer, receiver = to[0] if to else (rank, None)
+- complete[rank].append(action._replace(kind=SENDS[action.kind], peer=peer))
++ complete[rank].append(Action(SENDS[action.kind], *action[1:3], peer))
 """

@@ -97,7 +97,6 @@ def on_rank(rank, case: Case) -> dict:
     pipeline = parallel.Pipeline(
         chunks, axis, torch.device("cpu"), lambda: torch.empty(B, S, E, dtype=torch.float64)
     )
-    watched.refuse_missing_gradients(pipeline, parallel.Pipeline._send)
     outputs.note_arrivals(pipeline)
     plans = course.pipeline_messages.build_plans(
         schedule, p, case.micro_batches, v, training=case.training
@@ -197,37 +196,14 @@ kept_in_evaluation: Inputs are kept in self.live in evaluation, too, where no ba
 - if torch.is_grad_enabled():
 -     self.live[i, c] = x, get_gradient_edge(out)
 + self.live[i, c] = x, get_gradient_edge(out) if out.requires_grad else None
-awaited_in_watch: What arrives is awaited within self.watch(action): the time of a forward then
-    contains the wait for its message.
-- x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
-- if not stage.is_first:
--     x.requires_grad_(torch.is_grad_enabled())
-- with self.watch(action):
-+ with self.watch(action):
-+     x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
-+     if not stage.is_first:
-+         x.requires_grad_(torch.is_grad_enabled())
 not_watched: The model does not run within self.watch(action): nothing can be timed.
     with self.watch(action): => if True:
 """
 
 ALSO_RIGHT = """
-def _forward(self, action):
-    i, c = action.micro_batch, action.chunk
-    chunk, learns = self.chunks[c], torch.is_grad_enabled()
-    first, last = chunk.stage.is_first, chunk.stage.is_last
-    batch = self.read(i)
-    if first:
-        x = batch.tokens
-    else:
-        x = self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
-        x.requires_grad = learns
-    with self.watch(action):
-        y = chunk.model(x, batch.positions, batch.targets if last else None, *batch.extra)
-    if last:
-        self.totals += torch.stack([y.detach().double(), batch.num_targets.double()])
-    else:
-        self.leaving[Kind.SEND_ACTIVATION, i, c] = y.data
-    if learns:
-        self.live[i, c] = (x, get_gradient_edge(y))
+    x.requires_grad_(torch.is_grad_enabled()) => x.requires_grad = torch.is_grad_enabled()
+- self.totals[0] += out.detach()
+- self.totals[1] += batch.num_targets
++ self.totals += torch.stack([out.detach().double(), batch.num_targets.double()])
+    c] = out.detach() => c] = out.data
 """

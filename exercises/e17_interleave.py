@@ -92,10 +92,6 @@ short_last_group: The last group has what is left: one of fewer micro-batches th
 - sizes = group_sizes(ranks, num_micro_batches)
 + rest = num_micro_batches % ranks
 + sizes = [ranks] * (num_micro_batches // ranks) + [rest] * (rest > 0)
-exactly_ranks: Every group has exactly as many micro-batches as there are ranks: those that are left
-    over are never trained on.
-    sizes = group_sizes(ranks, num_micro_batches) => sizes = [ranks] * (num_micro_batches // ranks)
-    sizes[0] => ranks
 largest_group_last: The largest group comes last: the warm-up, counted for the first one, is too
     short for it.
 - sizes = group_sizes(ranks, num_micro_batches)
@@ -111,11 +107,6 @@ all_of_1f1b: The warm-up is that of 1F1B: here the first group must have reached
 - warmup = 2 * (ranks - rank - 1)
 - warmup += (chunks - 1) * sizes[0]
 + warmup = ranks - rank - 1
-size_of_the_last_group: The warm-up is counted for the last group: the first one may be larger, and
-    must have reached the last chunk.
-    sizes[0] => sizes[-1]
-rank_counts_itself: The warm-up has two forwards more than needed: a rank is not behind itself.
-    rank - 1 => rank
 same_warmup: All ranks have the same warm-up: those behind could return gradients earlier, and keep
     more chunks alive than they need.
     rank - 1 => 1

@@ -103,10 +103,6 @@ one_maximum: One maximum is subtracted from all lse: where a query's own are far
 + most = torch.maximum(lse_1.max(), lse_2.max())
 + a, b = (lse_1 - most).exp()[..., None], (lse_2 - most).exp()[..., None]
 + return (a * out_1 + b * out_2) / (a + b), most + (a + b).log().squeeze(-1)
-lse_for_weights: The weights are the lse themselves: exponentials of them are what adds up.
-- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
-+ total = (lse_1 + lse_2)[..., None]
-+ return (lse_1[..., None] * out_1 + lse_2[..., None] * out_2) / total, lse
 never_divided: The weighted sum is never divided by the sum of the weights: the result is no mean.
 - return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
 + return lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2, lse

@@ -94,22 +94,13 @@ late_backwards: The late piece is in falling order: its first token would not se
 late_first: The late piece comes before the early one: the ring takes the first half of a rank's
     tokens for the early ones.
     [rank], pieces[-1 - rank] => [-1 - rank], pieces[rank]
-late_first_of_many: The late piece comes before the early one: the ring takes the first half of a
-    rank's tokens for the early ones.
-    rank], pieces[-1 - rank]) => -1 - rank], pieces[rank])) if size > 1 else torch.arange(seq_length
 one_rank_cut: With one rank nothing is cut. If 2 does not divide S, two pieces of S // 2 lack the
     last position.
 - pieces = torch.arange(seq_length).tensor_split(2 * size)
 + pieces = torch.arange(seq_length // (2 * size) * 2 * size).tensor_split(2 * size)
-one_rank_cut_inside: With one rank nothing is cut. If 2 does not divide S, an early and a late piece
-    of S // 2 lack the position between them.
-- return torch.cat((pieces[rank], pieces[-1 - rank]))
-+ return torch.cat((pieces[rank][: seq_length // (2 * size)], pieces[-1 - rank]))
 one_rank_refused: With one rank an odd length is refused: nothing is cut there, so any length is
     right.
     or size == 1 => or False
-n_pieces: There are n pieces, not 2n: every position belongs to two ranks.
-    tensor_split(2 * size) => tensor_split(size)
 within_own_part: Each rank counts from 0: these are places in its own part, not in the sequence.
     torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length // size)
 """

@@ -150,16 +150,6 @@ blocks_added: The outs of blocks are added: each is a mean, and must count by it
     weight. merge_blocks does that.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])
-merged_into_zeros: The first block is merged into an out of zeros with lse 0: that is a block with
-    weight exp(0) = 1. Begin with the first block itself, or with lse -inf.
-- out, lse = wide(block[0]), block[1]
-+ zero = torch.zeros_like(wide(q)), wide(q.new_zeros(q.shape[:3]))
-+ out, lse = merge_blocks(*zero, *block)
-all_queries_each_time: All queries attend to every block. Keys of later ranks are behind the early
-    queries: only the rows that visible_blocks gives may see them.
-- for is_own, rows, _, k, v in visible_blocks(kv, axis):
-+ for is_own, _, _, k, v in visible_blocks(kv, axis):
-+     rows = slice(None)
 lse_not_updated: out is updated at each merge, and lse is not: the next block is weighed against the
     first one alone, and backward gets the lse of one block.
     out[:, :, rows], lse[:, :, rows] = merged => out[:, :, rows] = merged[0]
@@ -210,24 +200,14 @@ result_not_in_dtype_of_q: The result stays float32 where q is bfloat16: the next
 """
 
 ALSO_RIGHT = """
-@staticmethod
-def forward(ctx, q, k, v, axis, kernel):
-    kv, half = torch.stack([k, v]), k.shape[2] // 2
-    blocks = []
-    for source, (keys, values) in ring(kv, axis):
-        if source == axis.rank:
-            out, lse = kernel.attend(q, keys, values, True)
-            out, lse = wide(out), lse.clone()
-        elif source < axis.rank:
-            early = keys[:, :, :half].contiguous(), values[:, :, :half].contiguous()
-            out, lse = merge_blocks(out, lse, *kernel.attend(q, *early, False))
-        else:
-            block = kernel.attend(q[:, :, half:], keys, values, False)
-            late = merge_blocks(out[:, :, half:], lse[:, :, half:], *block)
-            out = torch.cat((out[:, :, :half], late[0]), 2)
-            lse = torch.cat((lse[:, :, :half], late[1]), 2)
-    out = out.to(q.dtype)
-    ctx.axis, ctx.kernel = axis, kernel
-    ctx.save_for_backward(q, kv, out, lse)
-    return out
+- for is_own, rows, _, k, v in visible_blocks(kv, axis):
++ half = kv.shape[3] // 2
++ for source, both in ring(kv, axis):
++     is_own, rows = source == axis.rank, slice(half * (source > axis.rank), None)
++     k, v = both[:, :, :, : half if source < axis.rank else None].contiguous()
+- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
+- out[:, :, rows], lse[:, :, rows] = merged
++ late, late_lse = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
++ out = torch.cat((out[:, :, : rows.start], late), 2)
++ lse = torch.cat((lse[:, :, : rows.start], late_lse), 2)
 """

@@ -107,8 +107,6 @@ MISTAKES = """
 repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
     bytes than needed. lcm(K, n) heads are enough.
     self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
-repeated_n_times: Keys and values are repeated n times, also where fewer repeats would do.
-    repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = self.axis.size
 not_repeated: Keys and values are never repeated: n ranks cannot share K heads that n does not
     divide.
     repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = 1
@@ -139,15 +137,10 @@ nothing_exchanged: Every rank attends to its own part alone: nothing is exchange
 """
 
 ALSO_RIGHT = """
-@torch.compiler.disable
-def forward(self, q, k, v, *extra):
-    n = self.axis.size
-    if k.shape[1] % n:
-        repeats = math.lcm(k.shape[1], n) // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    swapped = []
-    for x in (q, k, v):
-        swapped.append(_all_to_all(x, self.axis, split_dim=1, gather_dim=2))
-    out = self.inner(*swapped, *extra)
-    return _all_to_all(out, self.axis, split_dim=2, gather_dim=1)
+- repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])
++ repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
+- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
+- return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
++ swapped = [_all_to_all(x, self.axis, split_dim=1, gather_dim=2) for x in (q, k, v)]
++ return _all_to_all(self.inner(*swapped, *extra), self.axis, split_dim=2, gather_dim=1)
 """

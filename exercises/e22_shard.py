@@ -140,20 +140,6 @@ MISTAKES = """
 sent_each_time: The buffer is summed after every backward, also where it keeps whole gradients: what
     has been summed is summed again.
     if self.reduces_each or self.num_complete == self.num_backwards: => if True:
-new_one_each_time: The buffer is summed after every backward and let go, also where there is one
-    buffer for ever: a step sends m times as much.
-    self.reduces_each or not self.arrivals[name] => True
-- if self.reduces_each or self.num_complete == self.num_backwards:
--     if self.reduces_each:
-+ if True:
-+     if True:
-    self.reduces_each => True
-sent_and_ended_each_time: The buffer is summed after every backward, also where it keeps whole
-    gradients: what has been summed is summed again.
-- if self.reduces_each or self.num_complete == self.num_backwards:
--     if self.reduces_each:
-+ if True:
-+     if True:
 added_to_new_memory: Where each backward has a new buffer, gradients are added to memory that
     nothing has set: the first ones must replace it.
     self.reduces_each or not => not
@@ -199,29 +185,18 @@ awaited_at_once: It waits for the reduction at once: backward stands still while
 + self.travelling.append((self, self.buffer, reduction))
 not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
     self.travelling.append((self, self.buffer, reduction)) => pass
-sent_for_each_matrix: The buffer is sent for every matrix, not when all of its matrices have
-    arrived.
-    if min(self.arrivals.values()) > self.num_complete: => if True:
 """
 
 ALSO_RIGHT = """
-def arrived(self, name, gradient):
-    self.weights[name].grad = None
-    if self.reduces_each and self.buffer is None:
-        self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)
-    for piece in self.pieces[name]:
-        there, here = _views(piece, self.buffer, gradient)
-        if self.arrivals[name] and not self.reduces_each:
-            here = there + here
-        there[:] = here
-    self.arrivals[name] += 1
-    if len(set(self.arrivals.values())) > 1:
-        return
-    self.num_complete += 1
-    if not self.reduces_each and self.num_complete < self.num_backwards:
-        return
-    if self.reduces_each:
-        self._finish_reductions()
-    travelling, self.buffer = self.buffer, None if self.reduces_each else self.buffer
-    self.travelling.append((self, travelling, start_reduce_scatter_(travelling, self.axis)))
+- self.buffer = self.row.new_empty(self.axis.size, len(self.row))
++ self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)
+- inside.copy_(part) if is_first else inside.add_(part)
++ inside[:] = part if is_first else inside + part
+    if min(self.arrivals.values()) > self.num_complete: => if len({*self.arrivals.values()}) == 1:
+- reduction = start_reduce_scatter_(self.buffer, self.axis)
+- self.travelling.append((self, self.buffer, reduction))
+- if self.reduces_each:
+-     self.buffer = None
++ travelling, self.buffer = self.buffer, None if self.reduces_each else self.buffer
++ self.travelling.append((self, travelling, start_reduce_scatter_(travelling, self.axis)))
 """

@@ -145,11 +145,6 @@ bias_added_to_logits: The bias is added to the logits: it belongs to the scores,
 + logits = logits if bias is None else logits + bias
 + scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias => ranked = scores
-bias_added_to_logits_to_choose: The bias is added to the logits to choose: it belongs to the scores,
-    after softmax or sigmoid.
-- ranked = scores if bias is None else scores + bias
-+ ranked = logits if bias is None else logits + bias
-+ ranked = ranked.softmax(-1) if config.scoring_func == "softmax" else ranked.sigmoid()
 bias_ignored: The bias is not used to choose.
     ranked = scores if bias is None else scores + bias => ranked = scores
 group_by_its_best: A group is ranked by its best expert alone, not by the two best together.
@@ -193,23 +188,10 @@ always_softmax: Scores are always the softmax of the logits, also where scoring_
 """
 
 ALSO_RIGHT = """
-def route(logits, config, bias=None):
-    is_softmax, n = config.scoring_func == "softmax", config.n_group
-    scores = torch.softmax(logits, -1) if is_softmax else torch.sigmoid(logits)
-    order = scores.detach().clone()
-    if bias is not None:
-        order += bias
-    if n > 1:
-        size = order.shape[-1] // n
-        best_two = order.view(*order.shape[:-1], n, size).sort(-1).values[..., -2:].sum(-1)
-        worst = best_two.argsort(-1)[..., : n - config.topk_group]
-        for g in range(n):
-            out = (worst == g).any(-1)
-            order[..., g * size : (g + 1) * size][out] = -math.inf
-    experts = order.sort(-1, descending=True).indices[..., : config.num_experts_per_tok]
-    weights = torch.gather(scores, -1, experts)
-    if config.norm_topk_prob:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    shares = scores if is_softmax else scores / (scores.sum(-1, keepdim=True) + TINY)
-    return config.routed_scaling_factor * weights, experts, shares
+- best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
++ best = groups.sort(-1).values[..., -2:].sum(-1).argsort(-1)[..., -config.topk_group :]
+- ranked = groups.masked_fill(~is_best[..., None], -math.inf).flatten(-2)
++ ranked = torch.where(is_best[..., None], groups, -math.inf).flatten(-2)
+- experts = ranked.topk(config.num_experts_per_tok).indices
++ experts = ranked.sort(-1, descending=True).indices[..., : config.num_experts_per_tok]
 """

@@ -179,26 +179,12 @@ coefficient_reported: The reported losses are multiplied by their coefficients: 
 """
 
 ALSO_RIGHT = """
-def _balance(self, shares):
-    routing, (B, S, X) = self.routing, shares.shape
-    shares, k = shares.detach(), self.config.num_experts_per_tok
-    best = shares.argsort(-1, descending=True)[..., :k]
-    counts = F.one_hot(best, X).sum((1, 2)).to(shares.dtype)
-    counts = self.sum_over_sequences(counts)
-    whole, total = counts.sum(0), torch.zeros_like(shares)
-
-    def use(name, coefficient, scope):
-        f = (X * scope / scope.sum(-1, keepdim=True)).expand(B, X)[:, None]
-        self.tally.add(self.layer, name, torch.sum(f * shares))
-        return coefficient * f
-
-    if routing.moe_seq_aux_loss_coeff:
-        total = total + use("seq_load_balancing_loss", routing.moe_seq_aux_loss_coeff, counts)
-    if routing.moe_aux_loss_coeff:
-        total = total + use("load_balancing_loss", routing.moe_aux_loss_coeff, whole)
-    if routing.moe_global_aux_loss_coeff:
-        self.tally.counts_of_step[self.layer] += self.sum_over_batch(whole.clone())
-        seen = self.tally.counts_of_step[self.layer]
-        total = total + use("global_load_balancing_loss", routing.moe_global_aux_loss_coeff, seen)
-    return total[:, :1]
+- best = shares.topk(self.config.num_experts_per_tok).indices
+- counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
++ best = shares.argsort(-1, descending=True)[..., : self.config.num_experts_per_tok]
++ counts = F.one_hot(best, X).sum((1, 2)).to(shares.dtype)
+- tally.add(self.layer, name, (f[:, None] * shares).sum())
+- gradient += coefficient * f
++ tally.add(self.layer, name, torch.einsum("bx,bsx->", f, shares))
++ gradient = gradient + coefficient * f
 """

@@ -158,9 +158,6 @@ length_of_x: The number of positions is read off x: with sequence parallelism x 
     B, S, _ = q.shape => B, S, _ = x.shape
 no_output_projection: o_proj is not applied.
     self.o_proj(out.transpose(1, 2).reshape(B, S, -1)) => out.transpose(1, 2).reshape(B, S, -1)
-heads_and_numbers_swapped: A query is viewed as [D, heads], not [heads, D]: numbers of different
-    heads are taken for one head.
-    q.view(B, S, -1, self.head_dim) => q.view(B, S, self.head_dim, -1).transpose(2, 3)
 """
 
 ALSO_RIGHT = """

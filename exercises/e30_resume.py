@@ -136,10 +136,6 @@ copies: The result has copies of the parameters: what is loaded into them change
     parameter.data for => parameter.data.clone() for
 parameters_not_data: The result has parameters, not their data: autograd refuses to load into them.
     parameter.data for => parameter for
-copies_of_states: The result has copies of what the optimizer keeps: what is loaded into them is
-    lost.
-- kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
-+ kept = {key: state.clone() for key, state in optimizer.state[parameter].items() if key != "step"}
 buffers_forgotten: Buffers are missing: a router's bias changes in each step, too.
     } | dict(buffers) => }
 one_moment: exp_avg_sq is missing: AdamW keeps two moments.
@@ -154,12 +150,6 @@ first_group_only: Only the first group of parameters gets a state: an optimizer 
 always_reset: The state is made anew where there is one, too: the run that is saved forgets its
     averages.
     if not state: => if True:
-step_reset: The step is set to zero where there is a state, too: AdamW corrects its averages as if
-    the run began.
-- if not state:
-+ if state:
-+     state["step"].zero_()
-+ else:
 step_on_cpu: The step is on the CPU where the group is fused, too: fused AdamW needs it on the
     parameter's device.
     device = parameter.device if group["fused"] else "cpu" => device = "cpu"
@@ -178,18 +168,9 @@ names_without_prefix: The optimizer's tensors are not named "optimizer.KEY.NAME"
 """
 
 ALSO_RIGHT = """
-def training_tensors(parameters, buffers, optimizer):
-    for group in optimizer.param_groups:
-        for p in group["params"] if "betas" in group else []:
-            if len(optimizer.state[p]) == 0:
-                step = torch.zeros((), device=p.device if group["fused"] else None)
-                first, second = torch.zeros_like(p), torch.zeros_like(p)
-                optimizer.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
-    found = dict(buffers)
-    for name, p in parameters.items():
-        found[name] = p.detach()
-        for key in optimizer.state[p]:
-            if key != "step":
-                found["optimizer." + key + "." + name] = optimizer.state[p][key]
-    return found
+    torch.zeros_like(parameter) => parameter.detach() * 0
+- kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
+- tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}
++ for key, state in optimizer.state[parameter].items():
++     tensors |= {f"optimizer.{key}.{name}": state} if key != "step" else {}
 """

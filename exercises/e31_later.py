@@ -145,31 +145,19 @@ with_a_graph: Gradients have a graph where run is called outside a backward: it 
 """
 
 ALSO_RIGHT = """
-class WeightGradients(list):
-    hold = False
-    split = False
-
-    @property
-    def waits(self):
-        return any((self.hold, self.split))
-
-    def put(self, layer, x, dy):
-        self.append((layer, x.detach(), dy.detach()))
-        if not self.hold:
-            self.run_during_message()
-
-    def run_during_message(self):
-        if self.split:
-            return
-        self.run()
-
-    def detach(self):
-        other = WeightGradients()
-        other[:], self[:] = self[:], []
-        return other
-
-    def run(self):
-        jobs, self[:] = self[::-1], []
-        for layer, *factors in jobs:
-            layer.add_weight_gradient(*factors)
+    self.hold or self.split => any((self.hold, self.split))
+- if not self.waits:
+-     self.run()
++ if not self.hold:
++     self.run_during_message()
+- taken = WeightGradients(self)
+- self.clear()
++ taken = WeightGradients()
++ taken[:], self[:] = self[:], []
+- while self:
+-     linear, x, dy = self.pop(0)
+-     linear.add_weight_gradient(x, dy)
++ jobs, self[:] = self[::-1], []
++ for linear, *factors in jobs:
++     linear.add_weight_gradient(*factors)
 """

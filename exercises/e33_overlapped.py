@@ -160,16 +160,6 @@ all_rows_at_once: All rows are multiplied at once, and then cut: no product is l
 + whole = add_products(xs, products).chunk(n, dim=1)
 + def part(rank: int) -> Tensor:  # what this rank contributes to a rank's rows of the sum
     add_products([x.chunk(n, dim=1)[rank] for x in xs], products) => whole[rank].contiguous()
-sent_after_the_others: The rows of all other ranks are multiplied before the first are sent: only
-    the product of the own rows hides messages.
-- for distance in range(1, n):
--     shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
-+ for distance in range(1, n):
-+     shifts.append((part((axis.rank + distance) % n), axis, distance))
-+ shifts = [Shift(*one) for one in shifts]
-every_nth_row: Every n-th row is taken. The rows of a rank lie next to each other: they are one of n
-    chunks.
-    x.chunk(n, dim=1)[rank] => x[:, rank::n]
 added_as_arrived: Contributions are added from the own one on, in the order of distances: each rank
     adds in another order, and rounds differently.
     (axis.rank - rank - 1) % n => rank - 1
@@ -179,18 +169,9 @@ sources_the_wrong_way: What arrives over a distance is taken to be of rank + dis
 """
 
 ALSO_RIGHT = """
-def multiply_scatter(self, xs, products, meanwhile=lambda: None):
-    me, n = self.axis.rank, self.axis.size
-    cut = [x.chunk(n, dim=1) for x in xs]
-    to_wait, of_ranks = [], {}
-    for other in [*range(me + 1, n), *range(me)]:
-        y = add_products([chunks[other] for chunks in cut], products)
-        to_wait.append(((2 * me - other) % n, Shift(y, self.axis, (other - me) % n)))
-    of_ranks[me] = add_products([chunks[me] for chunks in cut], products)
-    meanwhile()
-    of_ranks.update({source: shift.wait() for source, shift in to_wait})
-    total = wide(of_ranks[0]).clone()
-    for source in range(1, n):
-        total += of_ranks[source]
-    return total.to(of_ranks[me].dtype)
+- for distance in range(1, n):
+-     shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
++ for other in [*range(axis.rank + 1, n), *range(axis.rank)]:
++     shifts.append(Shift(part(other), axis, (other - axis.rank) % n))
+    reduce(Tensor.add_, map(wide, in_order)) => sum(map(wide, in_order))
 """

@@ -145,36 +145,15 @@ no_gaps: With rows_each the pairs of all experts lie one after the other: an exp
 filled_with_a_token: Rows that are left over are the first token's, and it gets gradients from them:
     they must be zeros.
     order.new_full((num_rows + 1,), len(flat)) => order.new_zeros(num_rows + 1)
-gradient_of_first_pair: In backward a token gets the gradient of one of its rows: x is in k rows.
-- return Conjugate.apply(self._spread, self._collect, x)
-+ def first(y):
-+     pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
-+     return pairs[:-1][:: self.shape[1]]
-+ return Conjugate.apply(self._spread, first, x)
 """
 
 ALSO_RIGHT = """
-class Pairs:
-    def __init__(self, experts, num_rows, rows_each=None):
-        of_experts = [[] for _ in range(num_rows + 1)]
-        for pair, e in enumerate(experts.flatten().tolist()):
-            of_experts[e].append(pair)
-        rows, n = [], num_rows // rows_each if rows_each else None
-        if rows_each:
-            for own in of_experts[:n]:
-                rows += own + [experts.numel()] * (rows_each - len(own))
-        else:
-            rows = sum(of_experts, [])[:num_rows]
-        self.rows, self.shape = torch.tensor(rows, dtype=torch.int64), experts.shape
-
-    def spread(self, x):
-        every = x.repeat_interleave(self.shape[1], 0)
-        return torch.cat([every, torch.zeros_like(every[:1])])[self.rows]
-
-    def collect(self, y):
-        zeros = y.new_zeros(self.shape[0] * self.shape[1] + 1, y.shape[1])
-        return zeros.index_add(0, self.rows, y)[:-1].unflatten(0, self.shape).sum(1)
-
-    def sort(self, weights):
-        return torch.cat([weights.flatten(), weights.new_zeros(1)])[self.rows]
+- return Conjugate.apply(self._spread, self._collect, x)
++ return self._spread(x)
+- return Conjugate.apply(self._collect, self._spread, y)
++ return self._collect(y)
+- return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
++ every = x.repeat_interleave(self.shape[1], 0)
++ return torch.cat([every, torch.zeros_like(every[:1])])[self.order]
+    index_copy_(0, self.order, y) => index_add(0, self.order, y)
 """

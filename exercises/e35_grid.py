@@ -157,56 +157,19 @@ no_timeout: The groups do not have the timeout: a rank that fails is noticed aft
     (members, timeout=timeout) => (members)
 cp_left_out: dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.
     rows_of(grid, varying) => rows_of(grid, ("dp",) if name == "dp_cp" else varying)
-world_of_a_stage: world has the ranks of one stage: it must have all, also along pp.
-    rows_of(grid, varying) => rows_of(grid, varying[1:] if name == "world" else varying)
-one_grid: edp is taken from the grid (pp, dp, cp, tp), along dp: experts lie on another one.
-- name: axis(name, rows_of(grid, varying))
-+ name: axis(name, rows_of(layout.grids[0], ("dp",)) if name == "edp" else rows_of(grid, varying))
 ep_and_etp_swapped: ep and etp are swapped in the grid of experts: etp must vary fastest.
 - for grid in layout.grids
 + for grid in [
 +     g._replace(sizes={n: g.sizes[n] for n in "pp dp cp tp edp etp ep".split() if n in g.sizes})
 +     for g in layout.grids
 + ]
-edp_fastest: edp varies fastest in the grid of experts: then those of a layer are far apart.
-- for grid in layout.grids
-+ for grid in [
-+     g._replace(sizes={n: g.sizes[n] for n in "pp dp cp tp ep etp edp".split() if n in g.sizes})
-+     for g in layout.grids
-+ ]
 """
 
 ALSO_RIGHT = """
-def build_axes(device, layout, timeout_seconds=60.0):
-    n, groups, timeout = dist.get_world_size(), {}, timedelta(seconds=timeout_seconds)
-    places = [tuple(layout.coordinates(rank)) for rank in range(n)]
-    inner = layout.ep * layout.etp
-    each = n // layout.pp
-    expert_places = [
-        (r // each, r % each // inner, r % inner // layout.etp, r % layout.etp) for r in range(n)
-    ]
-
-    def rows(dims, of):
-        found = {}
-        for rank, place in enumerate(of):
-            fixed = tuple(p for dim, p in enumerate(place) if dim not in dims)
-            found.setdefault(fixed, []).append(rank)
-        return list(found.values())
-
-    def axis(name, members):
-        for_gradients = name in ("dp", "dp_cp", "dp_cp_tp", "edp", "edp_etp", "world")
-        key = for_gradients, tuple(map(tuple, sorted(members)))
-        if key not in groups:
-            mine = [dist.new_group(row, timeout=timeout) for row in members]
-            groups[key] = next(g for g, row in zip(mine, members) if dist.get_rank() in row)
-        return Axis(name, groups[key], device)
-
-    members = {"pp": [0], "dp": [1], "cp": [2], "tp": [3], "dp_cp": [1, 2]}
-    members |= {"dp_cp_tp": [1, 2, 3], "world": [0, 1, 2, 3], "cp_tp": [2, 3]}
-    axes = {name: axis(name, rows(dims, places)) for name, dims in members.items()}
-    members = {"ep": [2], "etp": [3], "edp": [1], "ep_etp": [2, 3], "edp_etp": [1, 3]}
-    axes |= {name: axis(name, rows(dims, expert_places)) for name, dims in members.items()}
-    ends = [[row[0], row[-1]][: len(row)] for row in rows([0], places)]
-    between = [r for r in range(n) if r not in sum(ends, [])]
-    return Axes(**axes, ends=axis("ends", ends + [between][: len(between)]))
+    str(members) => str(sorted(members))
+- groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
++ mine = [dist.new_group(row, timeout=timeout) for row in members]
++ groups[key] = next(g for g, row in zip(mine, members) if dist.get_rank() in row)
+- between = [[rank] for ranks in pipelines for rank in ranks[1:-1]]
++ between = [row for row in [sum([ranks[1:-1] for ranks in pipelines], [])] if row]
 """

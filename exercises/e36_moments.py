@@ -118,12 +118,6 @@ nothing_corrected: The moments are not divided by 1 - b^t: they begin at 0, and 
     -lr / (1 - beta1**steps) => -lr
 steps_from_zero: The step is read before it is counted: the first correction divides by 1 - b^0 = 0.
     counts[0].item() => counts[0].item() - 1
-steps_from_zero_in_tensors: The step is read before it is counted: the first correction divides by 1
-    - b^0 = 0. A tensor divided by 0 raises no error.
-- steps = counts[0].item()
-+ steps = counts[0].item() - 1
-+ mean_correction = torch.tensor(1 - beta1**steps)
-    mean, square, -lr / (1 - beta1**steps) => [m / mean_correction for m in mean], square, -lr
 first_counts_only: Only the first parameter of a group counts its step: after a resume in other
     groups, the others begin at 0.
     torch._foreach_add_(counts, 1) => counts[0] += 1

@@ -112,10 +112,6 @@ several_buffers: Tensors of several storages are joined by their offsets: some o
     len(buffers) > 1 or None => None
 three_compared: Only the first three tensors are compared: a later one may lie elsewhere.
     tensor.storage_offset() for tensor in tensors] => t.storage_offset() for t in tensors[:3]]
-three_buffers_compared: The storages of the first three tensors alone are compared: a later one may
-    lie in another.
-- buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
-+ buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors[:3]}
 base_for_storage: `_base` is taken for the storage: tensors of one storage need not be views of one
     tensor.
 - buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}

@@ -156,14 +156,9 @@ etp_forgotten: The copies that etp ranks get are left out: their rows are whole.
     2 * layout.etp * E => 2 * E
 shared_forgotten: Shared experts are left out: they are an MLP beside the others.
     c.n_shared_experts * c.moe_intermediate_size => 0
-one_shared: One shared expert is counted: there are n_shared_experts, as one wider MLP.
-    c.n_shared_experts => bool(c.n_shared_experts)
 experts_in_8_bits: The factors of experts are counted in 8 bits: only other linears multiply in
     them.
     BYTES[dtype] * experts => _factor(dtype, fp8) * experts
-always_float32: Every number has 4 bytes: factors are in the dtype that products are computed in.
-    _factor(dtype, fp8) * (2 => 4 * (2
-    BYTES[dtype] * experts => 4 * experts
 """
 
 ALSO_RIGHT = """

@@ -133,12 +133,6 @@ whole_pieces: Of a document that begins or ends inside a piece all of the piece'
     max(begin, k) - k, min(end, k + width) - k => 0, width
 past_the_piece: A document that is longer than the piece of queries is not cut at its end.
     min(end, q + width) - q => end - q
-before_the_piece: A document that begins before the piece of queries is not cut there: the slice
-    begins before the piece.
-    max(begin, q) - q, => begin - q,
-empty_ones: Documents that do not reach into a piece are yielded as empty slices, which kill a
-    kernel.
-    first < last and left < right => True
 empty_keys: Documents that begin where a piece of keys ends are yielded with an empty slice of keys:
     compare its ends by <, not by <=.
     left < right => left <= right

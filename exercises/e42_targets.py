@@ -101,24 +101,11 @@ def picture(runs) -> str:
 
 
 ALSO_RIGHT = """
-def look_ahead(batches: Batches, depths: int, ends: np.ndarray) -> None:
-    of_next_token = batches.batch
-
-    def batch(step: int, micro_batch: int) -> DepthBatch:
-        first = of_next_token(step, micro_batch)
-        targets = [first.targets]
-        starts = batches._starts(step, batches._places(micro_batch))
-        for j in range(1, depths + 1):
-            further = torch.full_like(first.targets, IGNORE_INDEX)
-            for row, start in enumerate(starts):
-                for column, position in enumerate(batches.positions.tolist()):
-                    place = start + position
-                    limit = min(int(ends[ends > place][0]), batches.cut)
-                    known = first.targets[row, column] != IGNORE_INDEX
-                    if known and place + 1 + j < limit:
-                        further[row, column] = int(batches.tokens[place + 1 + j])
-            targets.append(further)
-        return DepthBatch(*first._replace(targets=torch.stack(targets)))
-
-    batches.batch = batch
+- left = ends[np.searchsorted(ends, places, side="right")] - places
++ left = [[ends[ends > place][0] - place for place in row] for row in places.tolist()]
+    ahead < left => ahead < np.array(left)
+- known = batches.tokens[start : min(start + len(row), cut)]
+- row[: len(known)] = known
++ for column, place in enumerate(range(start, min(start + len(row), cut))):
++     row[column] = batches.tokens[place]
 """

@@ -16,12 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exercises.sealed import text_of
-
 if TYPE_CHECKING:  # torch takes seconds to import, and the list of exercises does not need it
     from torch import Tensor
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[1]  # of the course
+FOLDER = ROOT / "exercises"  # of what a student writes: a class has another one, see launch.py
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
 FUNCTIONS = {"cases", "on_rank", "picture", "own_factors", *GATE_OF}
@@ -95,7 +94,7 @@ def mistakes_in(text: str) -> list[Mistake]:
     found: list[Mistake] = []
     before = ""
     for line in text.strip("\n").splitlines():
-        if head := re.match(r"(\w+): (.*)", line):
+        if head := re.match(r"(\w+):(?: (.*))?$", line):
             found.append(Mistake(*head.groups(), []))
         elif line[0] in "-+":
             if line[0] == "-" != before[0]:
@@ -116,7 +115,7 @@ class Exercise:
     """
 
     def __init__(self, path: Path) -> None:
-        self.stem, tree = path.stem, ast.parse(text_of(path))
+        self.stem, tree = path.stem, ast.parse(path.read_text())
         number, _, self.name = path.stem.partition("_")
         self.number = int(number[1:])
         about, _, sheet = ast.get_docstring(tree).partition("\n\ntarget: ")
@@ -134,7 +133,7 @@ class Exercise:
         texts = [n for n in tree.body if isinstance(n, ast.Assign)]
         texts = {n.targets[0].id: n.value for n in texts if isinstance(n.targets[0], ast.Name)}
         self.mistakes = mistakes_in(texts["MISTAKES"].value)
-        self.also_right = texts["ALSO_RIGHT"].value  # written in another way, which must pass
+        self.also_right = texts["ALSO_RIGHT"].value  # a definition, or edits: source.also_right
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
@@ -181,8 +180,8 @@ def draw(case: Case, *key: object, shape: Sequence[int]) -> "Tensor":
 
 def files() -> dict[int, Path]:
     """The file of each exercise, by number."""
-    found = {int(path.stem[1:3]): path for path in sorted(FOLDER.glob("e[0-9][0-9]_*.py"))}
-    return dict(sorted(found.items()))
+    paths = (ROOT / "exercises").glob("e[0-9][0-9]_*.py")
+    return {int(path.stem[1:3]): path for path in sorted(paths)}
 
 
 def load(number: int) -> Exercise:

@@ -3,33 +3,37 @@
     python -m exercises handout FOLDER --exercises 2 5 10
 
 FOLDER              the course; bodies of the chosen functions raise NotImplementedError
+FOLDER/exercises    launch.py and course.zip, the whole course, with which checks run
 FOLDER.teacher.md   solutions, known mistakes, the hunts, answers to the course's questions
 """
 
 import ast
 import re
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from exercises.exercise import FOLDER, Exercise, files, load
-from exercises.sealed import FILE, ROOT, lines_in, pack, sealed, without_answers
-from exercises.source import COURSE, NOT_WRITTEN, emptied, find
+from exercises.exercise import FOLDER, ROOT, Exercise, files, load
+from exercises.source import COURSE, NOT_WRITTEN, also_right, emptied, find
 
 KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README.md", "LICENSE"]
 KEPT += [".gitignore", "CITATION.cff", "tests/published_runs.csv", "tests/published_runs_2.csv"]
 FOLDERS = ["picotron_min", "docs", "benchmarks"]  # no tests: they need all bodies, and show some
-# docs/difference.md has the changes of hunts 1 and 4 as its examples.
-LEFT_OUT = [
-    f"docs/{name}.md" for name in ("teaching", "answers", "students", "assistants", "difference")
-]
-# A page of the handout -> the page that it is here.
+PACKED = ["train.py", "config.json", "picotron_min", "difference", "exercises"]
+LEFT_OUT = [f"docs/{name}.md" for name in ("teaching", "answers", "students", "assistants")]
+# A file of the handout -> the file that it is here.
 FOR_STUDENTS = {"docs/teaching.md": "docs/students.md", "AGENTS.md": "docs/assistants.md"}
+FOR_STUDENTS["exercises/__main__.py"] = "exercises/launch.py"
+# Without it an installed course would be found before a class's tree.
+FOR_STUDENTS["exercises/__init__.py"] = "exercises/__init__.py"
+# Not what somebody has written for an exercise.
+OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
 
 
 def handout(folder: Path, numbers: list[int]) -> list[str]:
     """Write the tree and the teacher's file; returns lines to print."""
-    if sealed():
+    if FOLDER.parent != ROOT:
         raise ValueError("this tree is itself a handout: make others from the whole course")
     teacher = folder.parent / f"{folder.name}.teacher.md"
     for path in (folder, teacher):
@@ -38,44 +42,40 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
     if folder.resolve().is_relative_to(ROOT):
         raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
     chosen = [load(number) for number in numbers or files()]
-    folder.mkdir(parents=True)
-    for path in _kept(chosen):
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-    for name, source in FOR_STUDENTS.items():
+    copies = {name: name for name in files_in(KEPT + FOLDERS) if name not in LEFT_OUT}
+    for name, source in (copies | FOR_STUDENTS).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / source, folder / name)
     for path in folder.rglob("*.md"):
         path.write_text(_without_links(path, folder))
     ignored = (folder / ".gitignore").read_text()  # not the files that students hand in
     (folder / ".gitignore").write_text(re.sub(r"(?m)^exercises/.*\.py\n", "", ignored))
-    changed = _without_bodies(chosen)
-    # With all exercises, so that a hunt is drawn as from the whole course.
-    names = {*changed, *(path.relative_to(ROOT).as_posix() for path in files().values())}
-    packed = pack({name: (ROOT / name).read_text() for name in sorted(names)})
-    (folder / FILE.relative_to(ROOT)).write_text(packed)
-    for name, text in changed.items():
+    for name, text in _without_bodies(chosen).items():
         (folder / name).write_text(text)
+    pack(folder / "exercises/course.zip", chosen)
     teacher.write_text("\n".join(_for_teacher(chosen)))
     lines = [f"{len(chosen)} exercises in {folder}: give this folder to the class"]
     lines += [f"answers in {teacher}: keep it, with your whole course, which grades"]
     lines += [f"{name} still has: {line}" for name, line in _leaks(folder, chosen)]
-    packed = "packed, not secret: whoever unpacks it can read the answers"
-    return [*lines, f"exercises/{FILE.name} has what the checker needs of them, {packed}"]
+    return [*lines, "exercises/course.zip is packed, not secret: it has the answers"]
 
 
-def _kept(chosen: list[Exercise]) -> Iterator[Path]:
-    """What is copied: named one by one, since a course's folder may have marks in it."""
-    yield from (ROOT / name for name in KEPT)
-    for name in FOLDERS:
-        for path in sorted((ROOT / name).rglob("*")):
-            is_ours = path.is_file() and path.suffix != ".pyc" and path.parent.name != "exercises"
-            if is_ours and path.relative_to(ROOT).as_posix() not in LEFT_OUT:
-                yield path
-    # Not the other exercises, nor what somebody has written for them.
-    own = re.compile(r"e?\d|design_\d|hunt_\d")
-    yield from (path for path in sorted(FOLDER.glob("*.py")) if not own.match(path.name))
-    yield from (files()[exercise.number] for exercise in chosen)
+def files_in(names: list[str]) -> Iterator[str]:
+    """The files of the course with these names, or in folders with these names."""
+    for name in names:
+        there = sorted((ROOT / name).rglob("*")) if (ROOT / name).is_dir() else [ROOT / name]
+        paths = (path for path in there if path.is_file() and path.suffix != ".pyc")
+        own = (path.relative_to(ROOT).as_posix() for path in paths)
+        yield from (path for path in own if not OWN.match(path))
+
+
+def pack(path: Path, chosen: list[Exercise]) -> None:
+    """The whole course; exercises that are not chosen lie apart, since hunts are drawn from all."""
+    others = {p.name for n, p in files().items() if n not in [e.number for e in chosen]}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in files_in(PACKED):
+            is_other = name.removeprefix("exercises/") in others
+            archive.write(ROOT / name, name.replace("/", "/others/") if is_other else name)
 
 
 def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
@@ -87,8 +87,6 @@ def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
         what = f"exercise {exercise.number:02}, {exercise.qualified_name}, is yours to write"
         body = emptied(target).replace(NOT_WRITTEN, f'{NOT_WRITTEN}("{what}")')
         texts[name] = target.replaced(texts.get(name, target.path.read_text()), body)
-    for path in (*(files()[e.number] for e in chosen), FOLDER / "hunts.py"):
-        texts[path.relative_to(ROOT).as_posix()] = without_answers(path.read_text())
     return texts
 
 
@@ -101,6 +99,11 @@ def _without_links(page: Path, folder: Path) -> str:
         return link[1] if (ROOT / target).exists() and not (folder / target).exists() else link[0]
 
     return re.sub(r"\[([^]\[]*)\]\(([^)#\s]+)\)", plain, page.read_text())
+
+
+def lines_in(text: str, least: int = 30) -> set[str]:
+    """The lines of a text that are long enough to be recognised elsewhere."""
+    return {line for line in map(str.strip, text.splitlines()) if len(line) >= least}
 
 
 def bodies(chosen: list[Exercise]) -> set[str]:
@@ -142,7 +145,7 @@ def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
         target = find(exercise)
         file = target.path.relative_to(COURSE)
         yield f"## {exercise.title}\n\n{exercise.qualified_name}, {file}\n"
-        yield f"{_block(target.text)}\nAlso right:\n\n{_block(exercise.also_right)}"
+        yield f"{_block(target.text)}\nAlso right:\n\n{_block(also_right(exercise))}"
         yield "Known mistakes, each with its edits:\n"
         for node in ast.parse(files()[exercise.number].read_text()).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MISTAKES":

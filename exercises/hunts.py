@@ -1,7 +1,8 @@
 """Bug hunts: a changed course trains, nothing crashes, and one statement is wrong. Which?
 
 The change exists in memory only. `hunt N` prints symptoms, measured now; `hunt N --run dp=1,cp=2`
-measures any layout of up to 4 ranks; `hunt N --answer picotron_min/FILE.py:LINE` takes an answer.
+measures any layout of up to 4 ranks, `hunt N --difference dp=1,cp=2` names the first wrong tensor
+in it; `hunt N --answer FILE:FUNCTION` takes an answer.
 """
 
 import argparse
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exercises import progress
-from exercises.exercise import FOLDER
+from exercises.exercise import FOLDER, ROOT
+from exercises.hunt_sheets import SHEETS
 from exercises.marks import check_drawn_for
-from exercises.sealed import sealed, text_of
+from exercises.source import Definition, first_line
 
-ROOT = FOLDER.parent
 STEPS = 20
 RUN = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "micro_batches": 1, "optimizer": "sgd"}
 RUN |= {"lr": 0.5, "grad_clip": 0.0, "sequence_parallel": 0}
@@ -32,61 +33,8 @@ class Hunt(NamedTuple):
     runs: tuple[str, ...]  # the first one is right
     hints: tuple[str, ...]
     found: str  # the explanation, once it is found
-    old: str  # once in the file; any of its lines is the answer
+    old: str  # once in the file; the function that it is in, or that it is, is the answer
     new: str
-    is_drawn: bool = False  # then `old` is a whole function
-
-
-# File, story, runs, hints, explanation, change; one hunt after the other. Each of these statements
-# could be the wrong one: from the symptoms alone none stands out.
-SHEETS = """
-picotron_min/placement.py
-A user reports that context parallelism learns worse. Data parallelism is fine.
-dp=1,cp=1 dp=2,cp=1 dp=1,cp=2
-? Ranks that should have the same weights have different ones. What makes them equal after a step?
-? Their gradients are not summed over all ranks that see other tokens. Where is it decided over
-  which axis they are?
-? The placement table gives each parameter its axes: picotron_min/placement.py.
-! Matrices' gradients were summed over dp, and not over dp x cp: context-parallel ranks see other
-  tokens, too.
-- return Placement(cuts, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)
-+ return Placement(cuts, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)
-
-picotron_min/optimizer.py
-With gradient clipping, tensor parallelism trains a little differently. Without, it is exact.
-tp=1,grad_clip=0.5 tp=2,grad_clip=0.5 tp=2
-? The loss of step 1 is right, and so are the gradients. What else does clipping need?
-? Some parameters count twice in the gradient norm. Which ones do all tp ranks hold?
-? Only one of the ranks that hold the same part may count it: measure_gradient.
-! What all tp ranks hold, the weights of norms, counted once on each of them.
-- if all(ranks[axis] == 0 for axis in placements[name].copies)
-+ if all(ranks[axis] == 0 for axis in placements[name].copies[:1])
-
-train.py
-With gradient accumulation SGD needs a smaller learning rate. AdamW does not.
-micro_batches=1,lr=0.05 micro_batches=4,lr=0.05 micro_batches=1,lr=0.2
-  micro_batches=1,optimizer=adamw,lr=0.01 micro_batches=4,optimizer=adamw,lr=0.01
-? Compare 4 micro-batches with 1 micro-batch at 4 times the rate. What does AdamW do with a gradient
-  that is 4 times too large?
-? Gradients are sums over all tokens of the step, and are divided once. Where?
-? In the step itself: train_step in train.py.
-! The gradient was multiplied by the number of micro-batches. AdamW divides by the gradient's size,
-  and hides it.
-- gradients.scale(clip / num_targets)
-+ gradients.scale(run.batches.num_micro_batches * clip / num_targets)
-
-picotron_min/initialise.py
-With tensor parallelism the loss is another one from the first step on. Pipelines train exactly.
-tp=1 pp=2 tp=2
-? The loss of step 1 differs already, before anything was trained.
-? The ranks begin with weights that do not make up the matrices of one rank.
-? Compare the parts that two tp ranks draw: picotron_min/initialise.py.
-! All tp ranks began with the same part of every matrix: the model had half of its rank.
-- whole = initial_weight(name, shapes[name], seed, std)  # one tensor at a time
--         mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)
--         parameter.data.copy_(whole[mine])
-+ parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))
-"""
 
 
 def _hunt_of(sheet: str) -> Hunt:
@@ -96,14 +44,15 @@ def _hunt_of(sheet: str) -> Hunt:
     return Hunt(file, story, tuple(runs.split()), tuple(by["?"]), *texts)
 
 
-HUNTS = {number: _hunt_of(sheet) for number, sheet in enumerate(SHEETS.split("\n\n"), 1)}
-DRAWN = len(HUNTS) + 1  # another one for each student: drawn.py
-SHEET = '''\
-"""Hunt {number}: name the wrong function, and say how the symptoms led you to it."""
-
+DRAWN = 5  # another one for each student: drawn.py
+HUNTS = dict(zip((1, 2, 3, 4, 6, 7), map(_hunt_of, SHEETS.split("\n\n")), strict=True))
 ANSWER = "picotron_min/FILE.py:FUNCTION"
+SHEET = f'''\
+"""Hunt {{number}}: name the wrong function, and say how the symptoms led you to it."""
+
+ANSWER = "{ANSWER}"
 REASON = ""
-STUDENT = {student!r}
+STUDENT = {{student!r}}
 '''
 
 
@@ -217,6 +166,8 @@ def command(given: argparse.Namespace) -> int:
     hunt = hunt_of(number, given.student)
     if given.answer is not None:
         return _take_answer(number, hunt, given.answer)
+    if given.difference is not None:
+        return first_wrong(hunt, given.difference)
     path = FOLDER / f"hunt_{number}.py"
     check_drawn_for(given.student, path)
     print(f"{hunt.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
@@ -224,26 +175,42 @@ def command(given: argparse.Namespace) -> int:
         print(line, flush=True)
     student = f" --student {given.student}" if given.student else ""
     print(f"\nMeasure others:  python -m exercises hunt {number}{student} --run dp=2,tp=2")
-    print(f"Answer:  python -m exercises hunt {number}{student} --answer picotron_min/FILE.py:LINE")
-    print("(a wrong answer counts as a hint, which it prints; a function's name will do for LINE)")
+    print(f"First wrong tensor:  python -m exercises hunt {number}{student} --difference dp=2,tp=2")
+    print(f"Answer:  python -m exercises hunt {number}{student} --answer {ANSWER}")
+    print("(or with a line in that function; a wrong answer counts as a hint, which it prints)")
     if not path.exists():
         path.write_text(SHEET.format(number=number, student=given.student))
     print(f"To hand it in, write the answer and your reason into {path}")
     return 0
 
 
+def first_wrong(hunt: Hunt, text: str) -> int:
+    """What `python -m difference` says of a layout with a hunt's change; its exit code."""
+    from exercises.loading import edited, fresh_modules
+
+    run = parse_run(text)
+    sizes = {f"{axis}_size": run[axis] for axis in ("dp", "pp", "cp", "tp")}
+    sizes |= {"sequence_parallel": bool(run["sequence_parallel"]), "use_cpu": True}
+    recipe = {"optimizer": run["optimizer"], "gradient_accumulation_steps": run["micro_batches"]}
+    recipe["grad_clip"] = run["grad_clip"] or None
+    with fresh_modules(), edited(ROOT / hunt.file, hunt.old, hunt.new):
+        from difference import __main__ as difference
+        from picotron_min.runtime.config_file import parse_config
+
+        config = parse_config({"distributed": sizes, "training": recipe})
+        return difference.run(difference.trial_of(config, steps=2, own_sizes=False))
+
+
 def _take_answer(number: int, hunt: Hunt, answer: str) -> int:
     key, near = f"hunt {number}", judge(hunt, answer)
     before = progress.read(key)
-    # Where bodies are missing, and of a drawn hunt, no statement can be named.
-    if near == "right" or (near == "function" and (hunt.is_drawn or sealed())):
+    if near == "right":
         progress.update(key, passed=True)
-        hints = before["hints"]
-        print(f"Right, after {hints} hint{'s' * (hints != 1)}. {hunt.found}")
+        print(f"Right, with {before['hints']} of {len(hunt.hints)} hints. {hunt.found}")
         return 0
     hints = min(len(hunt.hints), before["hints"] + 1)
     progress.update(key, tries=before["tries"] + 1, hints=hints)
-    print({"function": "The right function.", "file": "The right file."}.get(near, "No."))
+    print("The right file." if near == "file" else "No.")
     print(f"hint {hints} of {len(hunt.hints)}: {hunt.hints[hints - 1]}")
     return 1
 
@@ -263,38 +230,24 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
 
 
 def judge(hunt: Hunt, answer: str) -> str:
-    """right, function, file or wrong: how near FILE:LINE or FILE:FUNCTION is to the change."""
+    """right, file or wrong: whether FILE:FUNCTION or FILE:LINE is in the function that is wrong."""
     file, _, place = answer.rpartition(":")
-    if not (ROOT / file).is_file():
-        raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:12")
-    shown, whole = (ROOT / file).read_text(), text_of(ROOT / hunt.file)
+    if not (FOLDER.parent / file).is_file():
+        raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
+    shown, whole = ((place / file).read_text() for place in (FOLDER.parent, ROOT))
     if place.isdecimal() and not 1 <= int(place) <= (length := len(shown.splitlines())):
         raise ValueError(f"{answer} is no line: {file} has {length}")
     if Path(file) != Path(hunt.file):
         return "wrong"
     assert whole.count(hunt.old) == 1, f"{hunt.old!r} must be there once"
-    before, first = whole[: whole.index(hunt.old)], hunt.old.lstrip().partition("\n")[0]
-    lines = [*range(before.count("\n") + 1, before.count("\n") + hunt.old.count("\n") + 2)]
-    if first.startswith("@"):  # a decorator is before its function
-        lines = lines[1:]
-    name, statement = _around(whole, lines[0])
-    if not place.isdecimal():
-        is_near = name.endswith(f".{place}") or f".{place}".startswith(f"{name}.")
-        return "function" if is_near else "file"
-    last = max(statement.end_lineno, lines[-1])
-    if shown == whole and statement.lineno <= int(place) <= last:
-        return "right"
-    is_near = f"{_around(shown, int(place))[0]}.".startswith(f"{name}.")
-    return "function" if is_near else "file"
+    right = _definition_at(whole, whole[: whole.index(hunt.old)].count("\n") + 1)
+    name = _definition_at(shown, int(place)) if place.isdecimal() else place
+    is_right = f".{right}".endswith(f".{name}") or f"{name}.".startswith(f"{right}.")
+    return "right" if is_right else "file"
 
 
-def _around(source: str, line: int) -> tuple[str, ast.stmt]:
-    """The name of the function that a line is in, after a dot, and the innermost statement."""
-    name, statement = "", ast.Pass(lineno=0, end_lineno=0)
-    # What is in a statement is walked through after it.
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
-            statement = node
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                name += f".{node.name}"
-    return name, statement
+def _definition_at(source: str, line: int) -> str:
+    """The qualified name of the function or class that a line is in; empty if there is none."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Definition)]
+    # What is within another one is walked through after it.
+    return ".".join(n.name for n in found if first_line(n) <= line <= n.end_lineno)

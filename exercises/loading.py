@@ -9,7 +9,9 @@ modules that import it all get the student's version, and a traceback has the li
 
 import ast
 import contextlib
-import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -18,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from exercises import source
-from exercises.exercise import Exercise
-from exercises.sealed import ROOT, Importer, text_of
+from exercises.exercise import ROOT, Exercise
 
 FUNCTION = "_replacement"  # what the changed module calls to get the student's definition
 Watch = Callable[[Any], Any]  # a definition -> one that does the same, and is watched
@@ -73,10 +74,23 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the module of a file by a function that fills it."""
+
+    def __init__(self, file: Path, fill: Callable[[ModuleType], None]) -> None:
+        self.file, self.exec_module = file, fill
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        # A module that is run as a script (python -m) is not found by this way, and has no target.
+        if ROOT / f"{name.replace('.', '/')}.py" == self.file:
+            return importlib.util.spec_from_file_location(name, self.file, loader=self)
+        return None
+
+
 @contextlib.contextmanager
 def imported_by(file: Path, fill: Callable[[ModuleType], None]) -> Iterator[None]:
     """Within, the module of a file is filled by a function when it is imported."""
-    importer = Importer([file.relative_to(ROOT).as_posix()], fill)
+    importer = Importer(file, fill)
     sys.meta_path.insert(0, importer)
     try:
         yield
@@ -86,7 +100,7 @@ def imported_by(file: Path, fill: Callable[[ModuleType], None]) -> Iterator[None
 
 def edited(file: Path, old: str, new: str) -> contextlib.AbstractContextManager[None]:
     """Within, a file is imported with a text, which it has once, replaced."""
-    text = text_of(file)
+    text = file.read_text()
     assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times, not once"
     code = compile(text.replace(old, new), str(file), "exec")
     return imported_by(file, lambda module: exec(code, module.__dict__))

@@ -1,6 +1,4 @@
-"""Pipeline plans with messages, for exercise 15: run on simulated ranks, and timed on paper."""
-
-import math
+"""Pipeline plans with messages, for exercise 15: run on simulated ranks, and timed."""
 
 import torch
 
@@ -30,61 +28,35 @@ def needed(action: Action, rank: int, stages: Stages) -> Item | None:
     return ("F", i, stage) if is_last else ("B", i, stage + 1)
 
 
-def time_of(plans: list[Plan], stages: Stages, send_time: float) -> float:
-    """The makespan, where a message travels once both its ends are posted: F 1, B 2 or B 1, W 1.
-
-    Infinite where something that is needed never comes.
-    """
-    splits = any(action.kind.value == "W" for plan in plans for action in plan)
-    times = {"F": 1.0, "B": 1.0 if splits else 2.0, "W": 1.0}
-    clock, left = [0.0] * len(plans), [[*plan] for plan in plans]
-    posted: dict[tuple[Item, str], float] = {}  # an item, send or receive -> when
-    ended: dict[tuple[Item, int], float] = {}  # an item -> when it is on a rank
-    moved = True
-    while moved:
-        moved = False
-        for rank, rest in enumerate(left):
-            while rest:
-                action, item = rest[0], needed(rest[0], rank, stages)
-                if action.peer is not None:
-                    end = action.kind.value.split()[0]
-                    posted[item, end] = clock[rank]
-                    both = [posted.get((item, e)) for e in ("send", "receive")]
-                    if None not in both:
-                        to = rank if end == "receive" else action.peer
-                        ended[item, to] = max(both) + send_time
-                elif item and (item, rank) not in ended:
-                    break
-                else:
-                    ready = ended.get((item, rank), 0.0)
-                    clock[rank] = max(clock[rank], ready) + times[action.kind.value]
-                    ended[made(action, rank, stages), rank] = clock[rank]
-                del rest[0]
-                moved = True
-    return math.inf if any(left) else max(clock)
-
-
-def run_messages(rank: Rank, plan: Plan, stages: Stages) -> dict[str, float]:
+def run_messages(
+    rank: Rank, plan: Plan, stages: Stages, send_time: float
+) -> tuple[dict[str, float], float]:
     """Run a rank's plan on the simulated network, where both ends of a message wait.
 
     Each action adds 1 to what it gets, and returns it by its name: that of F0 begins at 0, of F1 at
-    1000, ...
+    1000, ... Also the time on paper when the rank ends: F takes 1, B 2, or B 1 and W 1. A message
+    travels once both its ends are posted, and carries with it when it was sent.
     """
     collectives, axis = rank.course.collectives, rank.axis("pp")
-    values, numbers = {}, {}
+    splits = any(action.kind.value == "W" for action in plan)
+    times = {"F": 1.0, "B": 1.0 if splits else 2.0, "W": 1.0}
+    values, numbers, clock = {}, {}, 0.0  # an item -> its number, and when it is here
     for action in plan:
-        item = needed(action, rank.number, stages)
-        if action.kind.value.startswith("receive"):
-            values[item] = torch.zeros(1, dtype=torch.float64)
-            collectives.start_receive(values[item], axis, action.peer).wait()
+        item, kind = needed(action, rank.number, stages), action.kind.value
+        if kind.startswith("receive"):
+            message = torch.zeros(2, dtype=torch.float64)
+            collectives.start_receive(message, axis, action.peer).wait()
+            number, posted = message.tolist()
+            values[item] = number, max(posted, clock) + send_time
             continue
         if item and item not in values:
             raise ValueError(f"'{action}' comes before what it needs is there")
+        number, ready = values[item] if item else (1000.0 * action.micro_batch - 1, 0.0)
         if action.peer is not None:
-            collectives.start_send(values[item], axis, action.peer).wait()
+            message = torch.tensor([number, clock], dtype=torch.float64)
+            collectives.start_send(message, axis, action.peer).wait()
         else:
-            i = action.micro_batch
-            start = values[item] + 1 if item else torch.tensor([1000.0 * i], dtype=torch.float64)
-            values[made(action, rank.number, stages)] = start
-            numbers[f"{action.kind.value}{i}.{action.chunk}"] = start.item()
-    return numbers
+            clock = max(clock, ready) + times[kind]
+            values[made(action, rank.number, stages)] = number + 1, clock
+            numbers[f"{kind}{action.micro_batch}.{action.chunk}"] = number + 1
+    return numbers, clock

@@ -10,10 +10,9 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.exercise import FOLDER, GATES, Exercise
-from exercises.sealed import text_of
+from exercises.exercise import FOLDER, GATES, ROOT, Exercise, mistakes_in
 
-COURSE = FOLDER.parent / "picotron_min"
+COURSE = ROOT / "picotron_min"
 NOT_WRITTEN = "raise NotImplementedError"
 # Names that an exercise never needs. They are refused to catch accidents, not attackers.
 REFUSED_MODULES = {"os", "sys", "subprocess", "socket", "shutil", "pathlib", "signal", "ctypes"}
@@ -50,14 +49,12 @@ class Target(NamedTuple):
 
 
 def course_file(exercise: Exercise) -> Path:
-    return COURSE.parent / f"{exercise.source_module.replace('.', '/')}.py"
+    return ROOT / f"{exercise.source_module.replace('.', '/')}.py"
 
 
-def find(exercise: Exercise, as_handed_out: bool = False) -> Target:
-    """The target, whole; or as a student's tree has it, where other bodies may be missing, too."""
+def find(exercise: Exercise) -> Target:
     path = course_file(exercise)
-    source = path.read_text() if as_handed_out else text_of(path)
-    return target_in(source, exercise.qualified_name, path)
+    return target_in(path.read_text(), exercise.qualified_name, path)
 
 
 def target_in(source: str, qualified_name: str, path: Path) -> Target:
@@ -88,11 +85,19 @@ def solution(exercise: Exercise) -> str:
     return f"{_imports(exercise, target)}\n\n{target.text}"
 
 
+def also_right(exercise: Exercise) -> str:
+    """A file that is right and written in another way: it must pass."""
+    if exercise.also_right.startswith(("\n- ", "\n    ")):
+        (edited,) = mistakes_in(f"also_right:{exercise.also_right}")
+        return edited.apply(solution(exercise))
+    return exercise.also_right
+
+
 def starter(exercise: Exercise) -> str:
     """What a student begins with: task, imports, signature and docstring, and no body."""
     target = find(exercise)
     gates = ", ".join(f"{gate} {GATES[gate]}" for gate in exercise.gates)
-    read = target.path.relative_to(COURSE.parent)
+    read = target.path.relative_to(ROOT)
     comment = [exercise.title, "", *exercise.task.splitlines(), ""]
     comment += [f"It replaces {exercise.qualified_name} in {read}. Gates: {gates}.", ""]
     comment += [f"    python -m exercises check {exercise.number:02}"]
@@ -102,8 +107,10 @@ def starter(exercise: Exercise) -> str:
 
 def reading(exercise: Exercise, whole: bool = True) -> str:
     """The file of the target, without the solution; or what it uses, and what uses it."""
-    target = find(exercise, as_handed_out=True)
-    text = target.replaced(target.path.read_text(), emptied(target))
+    # As a class has it, where other bodies may be missing, too.
+    path = FOLDER.parent / course_file(exercise).relative_to(ROOT)
+    target = target_in(path.read_text(), exercise.qualified_name, path)
+    text = target.replaced(path.read_text(), emptied(target))
     return text if whole else _near(target, text)
 
 

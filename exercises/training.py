@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
-from exercises.exercise import FOLDER, Exercise, load
+from exercises.exercise import ROOT, Exercise, load
 from exercises.loading import imported_with
-from exercises.sealed import sealed
 from exercises.source import parse, solution
 
 ROUNDING = 1e-5  # of a float32 loss, after some steps of sums in another order
@@ -39,11 +38,13 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
         print(f"{steps} steps with yours{halt} ...\n", flush=True)
         mine = _losses(exercise, str(file), config, stops, yours, quiet=False)
         text, is_right = judge(right, mine) if mine else ("", False)
-        if not is_right and not sealed():  # a handout is without difference/
+        if not is_right:
             print("\nThe first wrong tensor, in a tiny model (docs/difference.md):\n", flush=True)
             own = Path(folder, "config.json")
             own.write_text(json.dumps(config))
-            _succeeds([*_command(exercise, str(file), own), "difference"], folder, quiet=False)
+            saved = f"{folder}/right"
+            _succeeds(exercise, "solution", own, f"difference --save {saved}", quiet=True)
+            _succeeds(exercise, str(file), own, f"difference --right {saved}", quiet=False)
     if not mine:
         return False
     print("\nstep  the course's loss     yours")
@@ -90,23 +91,20 @@ def _losses(
     The first run ends after `stops[0]` steps; each of the others continues from its checkpoint.
     """
     path = folder.with_suffix(".json")
-    command = _command(exercise, file, path)
     for steps in stops:
         path.write_text(json.dumps(short_config(config, steps, folder)))
-        if not _succeeds(command, str(folder.parent), quiet):
+        if not _succeeds(exercise, file, path, "train", quiet):
             return []
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
 
 
-def _command(exercise: Exercise, file: str, config: Path) -> list[str]:
-    return [sys.executable, "-m", "exercises.training", str(exercise.number), file, str(config)]
-
-
-def _succeeds(command: list[str], folder: str, quiet: bool) -> bool:
+def _succeeds(exercise: Exercise, file: str, config: Path, command: str, quiet: bool) -> bool:
+    """Run `main` in a process of its own; `command` may have options."""
+    words = [exercise.number, file, config, *command.split()]
     hidden = ""
-    with _started(command) as process:
-        for line in lines_to_show(process.stdout, folder):
+    with _started([sys.executable, "-m", "exercises.training", *map(str, words)]) as process:
+        for line in lines_to_show(process.stdout, str(config.parent)):
             hidden += line if quiet else ""
             print(line * (not quiet), end="", flush=True)
     print(hidden if process.returncode else "", end="")
@@ -116,15 +114,9 @@ def _succeeds(command: list[str], folder: str, quiet: bool) -> bool:
 @contextlib.contextmanager
 def _started(command: list[str]) -> Iterator[subprocess.Popen]:
     """A run, all of whose processes end here, also after Ctrl-C."""
-    process = subprocess.Popen(
-        command,
-        cwd=FOLDER.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a group of its own, which gets no Ctrl-C: it would print errors
-    )
-    with process:
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # A group of processes of its own, which gets no Ctrl-C: it would print errors.
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:
             yield process
             process.wait()
@@ -143,11 +135,8 @@ def lines_to_show(lines: Iterable[str], folder: str) -> Iterator[str]:
             yield line
 
 
-def main(number: str, file: str, config: str, command: str = "train") -> None:
-    """Run train.py with a definition from a file: the processes are forked from this one.
-
-    Or, for the command "difference", its layout beside one process without that definition.
-    """
+def main(number: str, file: str, config: str, command: str, *options: str) -> None:
+    """Run train.py, or `difference`, with a definition from a file."""
     exercise = load(int(number))
     text = solution(exercise) if file == "solution" else Path(file).read_text()
     tree = ast.parse(text) if file == "solution" else parse(exercise, text)
@@ -156,7 +145,7 @@ def main(number: str, file: str, config: str, command: str = "train") -> None:
         if command == "difference":
             from difference.__main__ import main as find
 
-            sys.exit(find(["--config", config, "--against", str(FOLDER.parent)]))
+            sys.exit(find(["--config", config, *options]))
         import train
 
         train.main()

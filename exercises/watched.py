@@ -1,4 +1,4 @@
-"""What exercise 16 observes: outputs that are alive, messages with a graph, missing gradients."""
+"""What exercise 16 observes: outputs that are alive, and messages with a graph."""
 
 import contextlib
 import weakref
@@ -86,15 +86,3 @@ def note_graphs(axis, seen: dict[str, Any]) -> None:
         record(collective, tensor, *share)
 
     axis.ledger.record = inspect
-
-
-def refuse_missing_gradients(pipeline, send_of: Callable) -> None:
-    """Name the micro-batch for which there is nothing to send back."""
-
-    def send(action: Any) -> None:
-        if pipeline.leaving[action[:3]] is None:
-            i = action.micro_batch
-            raise ValueError(f"there is no gradient of micro-batch {i} for the stage before")
-        send_of(pipeline, action)
-
-    pipeline._send = send

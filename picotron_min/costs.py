@@ -62,11 +62,6 @@ def head_flops(c: ModelConfig) -> int:
     return 2 * c.vocab_size * c.hidden_size * (1 + c.num_layers - c.num_hidden_layers)
 
 
-def matmul_parameters(model_config: ModelConfig) -> int:
-    """Parameters that every token is multiplied with: not the embedding, which is a lookup."""
-    return model_flops_per_token(model_config, seq_length=0) // 6
-
-
 def layers_of_stages(model_config: ModelConfig, layout: Layout, seq_length: int) -> list[int]:
     """How many layers each pipeline stage has: as given, or so that the slowest is least slow."""
     L = model_config.num_hidden_layers

@@ -102,10 +102,6 @@ class Batches:
         """Tokens that the model has been trained on when `step` steps are done."""
         return self.seen_before + (step - self.first_step) * self.tokens_per_step
 
-    def steps_for(self, num_tokens: int) -> int:
-        """The number of steps done when so many tokens have been seen."""
-        return self.first_step + max(0, -(-(num_tokens - self.seen_before) // self.tokens_per_step))
-
     def batch(self, step: int, micro_batch: int) -> Batch:
         """What this rank trains on in one micro-batch of a step, both counted from 0."""
         return self._read(self._starts(step, self._places(micro_batch)))

@@ -14,9 +14,8 @@ from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.placement import part
 from picotron_min.runtime.config import OVERRIDES, Config
-from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.token_file import TokenFile
-from tests.training import Training, open_data
+from tests.training import Training, config_of, open_data
 
 GLOBAL_BATCH = 24
 
@@ -30,60 +29,25 @@ MODELS = {
 
 
 def make_config(
-    dp=1,
-    tp=1,
-    micro_batches=1,
-    pp=1,
-    chunks=1,
-    sequence_parallel=False,
-    tp_overlap=False,
-    overlap=True,
-    engine="1f1b",
-    recompute="none",
-    cp=1,
-    cp_engine="ring",
-    sharding="none",
-    dtype="float64",
-    layers=None,
-    model=(),
-    document_mask=False,
-    packing="wrapped",
-    **training,
+    dp=1, tp=1, micro_batches=1, pp=1, chunks=1, engine="1f1b", cp=1, layers=None, model=(), **more
 ) -> Config:
     """A config of MODEL; `layers`: one more than stages, so that they are of different sizes."""
-    return parse_config(
-        {
-            "distributed": {
-                "dp_size": dp,
-                "tp_size": tp,
-                "pp_size": pp,
-                "pp_chunks": chunks,
-                "cp_size": cp,
-                "cp_engine": cp_engine,
-                "sharding": sharding,
-                "sequence_parallel": sequence_parallel,
-                "overlap": overlap,
-                "tp_overlap": tp_overlap,
-                "pp_engine": engine,
-                "use_cpu": True,
-            },
-            "model": {name: getattr(MODEL, name) for name in SIZES if name != "vocab_size"}
-            | {"num_hidden_layers": layers or pp * chunks + 1, "dtype": dtype}
-            | {"recompute": recompute, **dict(model)},
-            "training": {
-                "optimizer": "sgd",
-                "learning_rate": 0.5,
-                "weight_decay": 0.01,
-                "grad_clip": 0.5,
-                "seq_length": 24 if cp == 3 else 16,  # 2 cp and cp tp must divide it
-                "micro_batch_size": GLOBAL_BATCH // (dp * micro_batches),
-                "gradient_accumulation_steps": micro_batches,
-                "eval_batches": 1,
-            }
-            | training,
-            "dataset": {"document_mask": document_mask, "packing": packing},
-        }
-    )
+    sizes = {name: getattr(MODEL, name) for name in SIZES if name != "vocab_size"}
+    keys = {
+        **{"dp": dp, "tp": tp, "pp": pp, "cp": cp, "pp_engine": engine, "pp_chunks": chunks},
+        "use_cpu": True,
+        "dtype": "float64",
+        "num_hidden_layers": layers or pp * chunks + 1,
+        "optimizer": "sgd",
+        "learning_rate": 0.5,
+        "weight_decay": 0.01,
+        "grad_clip": 0.5,
+        "seq_length": 24 if cp == 3 else 16,  # 2 cp and cp tp must divide it
+        "micro_batch_size": GLOBAL_BATCH // (dp * micro_batches),
+        "gradient_accumulation_steps": micro_batches,
+        "eval_batches": 1,
+    }
+    return config_of(**sizes | keys | dict(model) | more)
 
 
 def make_training(config: Config, model_config: ModelConfig, meters=()) -> Training:
@@ -97,6 +61,12 @@ def make_training(config: Config, model_config: ModelConfig, meters=()) -> Train
     depths = model_config.num_nextn_predict_layers
     data = open_data(config, text, axes.dp.rank, axes.cp.rank, depths)
     return Training(config, model_config, axes, device, data, meters=meters)
+
+
+def sent_in_a_step(config: Config, model_config: ModelConfig) -> dict[str, int]:
+    training = make_training(config, model_config)
+    training.step(0)
+    return {axis.name: axis.ledger.take_bytes() for axis in training.axes}
 
 
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there

@@ -28,7 +28,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator["Pool"]:
 
     # The end of each complete run exports its model, and importing transformers takes a second.
     runs = any("workplace" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    pool = Pool(preload=("transformers",) if runs else ())
+    pool = Pool(preload=("transformers.models.llama.modeling_llama",) if runs else ())
     yield pool
     pool.close()
 

@@ -25,11 +25,12 @@ from typing import Literal, get_args, get_origin
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.layout import Coordinates
-from picotron_min.runtime.config import KEY, SECTIONS, Config, ConfigError
+from picotron_min.runtime.config import KEY, Config, ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from tests.assembled import Run, assert_same, make_training, on_one_rank, run_of, whole_run
 from tests.pool import MAX_RANKS, Pool, RankFailed
+from tests.training import raw_config
 
 STEPS = 2  # before the save, and again after it
 GLOBAL_BATCH = 24
@@ -163,15 +164,12 @@ def draw_config(rng: random.Random, model: dict, training: dict) -> dict[str, di
         if rest or not 1 < prod(sizes.values()) <= MAX_RANKS:
             continue
         sizes |= {axis: rng.choice((1, 2, 4)) for axis in of_experts}
-        keys = {KEY[axis]: size for axis, size in sizes.items()} | model | training
+        keys = sizes | model | training
         for kind in (Layout, Workload):
             keys |= {key: rng.choice(options) for key, options in choices(kind).items()}
         keys |= {"pp_chunks": rng.choice((1, SCHEDULES[keys["pp_engine"]].chunks))}
         keys |= {"micro_batch_size": batch, "gradient_accumulation_steps": micro_batches}
-        raw = {
-            section: {key: keys[key] for key in names if key in keys}
-            for section, names in SECTIONS.items()
-        }
+        raw = raw_config(**keys)
         try:
             parse_config(raw)
             return raw

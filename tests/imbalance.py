@@ -30,11 +30,10 @@ def main() -> None:
     pool = Pool()
     ranks = pool.run(options.ep, measure, options.ep, options.steps, timeout=600)
     pool.close()
-    even = max(seconds for _, seconds in [rank[0] for rank in ranks])
+    slowest = [max(seconds for _, seconds in of_ranks) for of_ranks in zip(*ranks, strict=True)]
     print("bias   rows of the busiest rank / mean   its CPU time, ms   / without a bias")
-    for bias, *of_ranks in zip(BIASES, *ranks, strict=True):
-        rows, seconds = of_ranks[0][0], max(seconds for _, seconds in of_ranks)
-        print(f"{bias:4}   {rows:31.2f}   {1000 * seconds:16.1f}   {seconds / even:16.2f}")
+    for bias, (rows, _), seconds in zip(BIASES, ranks[0], slowest, strict=True):
+        print(f"{bias:4}   {rows:31.2f}   {1000 * seconds:16.1f}   {seconds / slowest[0]:16.2f}")
 
 
 def measure(ep: int, steps: int) -> list[tuple[float, float]]:

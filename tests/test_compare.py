@@ -1,15 +1,25 @@
 """The arithmetic of benchmarks/compare.py, and one small run of all its rows."""
 
 import json
+import math
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from benchmarks import compare, rows
-from benchmarks.compare import Effort, Result, Turns
-from benchmarks.ours import Done
+from benchmarks.compare import Result, Turns
+from benchmarks.ours import Place, bound, picotron_min
+from benchmarks.products import CHECKED_STEPS, Done, check_same_work
+from benchmarks.rows import Row
+from picotron_min.costs import model_flops_per_token, parameter_count
+from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import parse_config
+from tests.growth import Curve, draw, table
 
 TINY = {
     "model": {"name": "tiny", "hidden_size": 32, "num_hidden_layers": 4},
@@ -20,11 +30,11 @@ TINY = {
         "eval_batches": 0,
     },
 }
-SAME = [Done(5.0, 1.0)] * compare.CHECKED_STEPS
+SAME = [Done(5.0, 1.0)] * CHECKED_STEPS
 
 
-def result(contender: str, seconds: list[float], done: list[Done] = SAME) -> Result:
-    return Result("row", contender, seconds, memory_mb=100, total_memory_mb=300, done=done)
+def result(contender: str, seconds: list[float]) -> Result:
+    return Result("row", contender, seconds, memory_mb=100, done=SAME)
 
 
 def test_contenders_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
@@ -45,45 +55,92 @@ def test_contenders_take_turns_and_the_warm_up_is_not_timed(monkeypatch):
     assert [done.loss for done in turns.done["B"]] == [0, 1, 2]
 
 
-def test_ratios_compare_neighbours_so_that_a_slow_phase_of_the_machine_cancels():
-    ours, theirs = result("ours", [1, 3, 10, 2]), result("theirs", [2, 6, 20, 4])
-    assert compare.ratios(ours, theirs) == (0.5, 0.5, 0.5)
-
-
 def test_the_slowest_rank_sets_the_time_and_the_largest_the_memory(monkeypatch):
     def run_ranks(row, work, function):
         contenders, *_ = function.args
         done = dict.fromkeys(contenders, SAME)
         if len(contenders) == 1:  # for its memory
             return [Turns(done, {}, memory) for memory in ((100, 150), (200, 240))]
-        seconds = {"picotron-min": [1.0, 4.0]}, {"picotron-min": [3.0, 2.0]}
-        return [Turns(done, {"transformers": [2.0, 2.0]} | own, (300, 900)) for own in seconds]
+        ours = {"picotron-min": [1.0, 4.0]}, {"picotron-min": [3.0, 2.0]}
+        others = {"1F1B": [2.0, 2.0], "bound": [0.5, 1.0]}
+        return [Turns(done, others | of_rank, (300, 900)) for of_rank in ours]
 
     monkeypatch.setattr(compare, "run_ranks", run_ranks)
-    ours, _ = compare.measure("one-process", TINY, Effort(1, 2, 2))
+    (ours, _), limit = compare.measure("pp2-1f1b", compare.ROWS["pp2-1f1b"], TINY, 2)
     assert ours.step_seconds == [3.0, 4.0]
-    assert (ours.memory_mb, ours.total_memory_mb) == (50, 150)
+    assert ours.memory_mb == 50
+    bubble = 1 / 3  # of 2 ranks with 2 micro-batches
+    assert limit.step_seconds == pytest.approx([0.5 / (1 - bubble), 1.0 / (1 - bubble)])
+
+
+def work_of_a_bound(place: Place) -> tuple[int, float, int]:
+    """FLOPs of its products, and by the formula without attention; bytes read and written."""
+    limit, found = bound(place, picotron_min), Counter()
+
+    class Multiply(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            matrices = [x.shape for x in args if isinstance(x, Tensor)][-2:]
+            if "mm" in function.overloadpacket.__name__:
+                found["flops"] += 2 * math.prod(matrices[0]) * matrices[1][-1]
+            found["copied"] += 2 * args[1].nbytes if "copy_" in str(function) else 0
+            return function(*args, **(kwargs or {}))
+
+    with Multiply():
+        limit(0)
+    formula = model_flops_per_token(place.model_config, 0) * place.config.tokens_per_step
+    return found["flops"], formula / place.config.world_size, found["copied"]
+
+
+def test_a_bound_has_all_products_of_a_step_and_moves_its_bytes(monkeypatch):
+    parameters = 4 * parameter_count(resolve_model(parse_config(TINY)))  # bytes
+    (flops, formula, copied), *_ = compare.run_ranks(compare.ROWS["dp2"], TINY, work_of_a_bound)
+    assert flops == formula
+    # Of weights and moments each byte is read and written, of gradients read twice; one is sent.
+    assert copied == pytest.approx(2 * (4 + 1) * parameters, rel=0.01)
 
 
 @pytest.mark.parametrize("last", [Done(5.01, 1.0), Done(5.0, 1.01), Done(float("nan"), 1.0)])
 def test_different_work_is_refused(last):
-    compare.check_same_work([result("ours", [1]), result("theirs", [1])])
+    check_same_work({"ours": SAME, "theirs": SAME}, compare.TOLERANCE)
     with pytest.raises(ValueError, match=r"theirs .* do not do the same work"):
-        compare.check_same_work([result("ours", [1]), result("theirs", [1], [*SAME[1:], last])])
+        check_same_work({"ours": SAME, "theirs": [*SAME[1:], last]}, compare.TOLERANCE)
 
 
-def test_the_table_shows_medians_ratios_and_memory():
+def test_the_table_shows_medians_ratios_of_neighbours_and_memory():
+    """Of neighbours, so that a slow phase of the machine cancels."""
     ours, theirs = result("ours", [0.1, 0.2, 0.3]), result("theirs", [0.2, 0.4, 0.6])
-    _, first, second = compare.table([ours, theirs]).splitlines()
-    assert first.split() == ["ours", "200", "(150-250)", "100"]
-    assert second.split() == [
-        "theirs", "400", "(300-500)", "0.500", "(0.500-0.500)", "100", "1.000",
-    ]  # fmt: skip
+    _, first, second = (" ".join(x.split()) for x in compare.table([ours, theirs]).splitlines())
+    assert first == "ours 200 (150-250) 100"
+    assert second == "theirs 400 (300-500) 0.500 (0.500-0.500) 100 1.000"
 
 
-def memory_of_one(measure, row: str, name: str, work: dict, steps: int) -> tuple[float, float]:
+@pytest.mark.parametrize(
+    "options,problem",
+    [
+        (["--picotron", "docs"], "docs is no copy of github.com/huggingface/picotron"),
+        (["--rows", "dp2", "tp3"], "no row tp3: choose of one-process, dp2"),
+    ],
+    ids=["no copy", "no row"],
+)
+def test_a_wrong_folder_or_row_is_told(capsys, options, problem):
+    with pytest.raises(SystemExit):
+        compare.main(options)
+    assert problem in capsys.readouterr().err
+
+
+def test_an_exponent_that_is_too_large_is_a_fault():
+    x = [1, 10, 100, 1000]
+    y = [100 + v for v in x], [v**1.5 for v in x]
+    fine, fault = (Curve("layers", "step, s", x, values, formula=x) for values in y)
+    assert fault.exponents() == pytest.approx((1, 1.5))
+    *_, first, second = table([fine, fault]).splitlines()
+    assert "FAULT" not in first and second.split()[-3:] == ["1.00", "1.50", "FAULT"]
+    assert draw([fine, fault]).count("<polyline") == 2
+
+
+def memory_of_one(measure, row: Row, who: str, work: dict) -> float:
     """Memory needs processes for each contender."""
-    return measure(row, name, work, steps) if row == "dp2" else (100, 150)
+    return measure(row, who, work) if row is compare.ROWS["dp2"] else 50
 
 
 def test_rows_run_and_their_contenders_do_the_same_work(tmp_path, capsys, monkeypatch, request):
@@ -91,18 +148,20 @@ def test_rows_run_and_their_contenders_do_the_same_work(tmp_path, capsys, monkey
     every = request.config.getoption("--all-layouts")
     chosen = {name if every else id(row.contenders): name for name, row in compare.ROWS.items()}
     assert LlamaForCausalLM  # imported here once, not in each process of the row that compares it
-    monkeypatch.setattr(compare, "QUICK", Effort(1, 2, 2))
+    monkeypatch.setattr(compare, "WARMUP", 1)
     monkeypatch.setitem(rows.LONG, "seq_length", 32)
     monkeypatch.setitem(rows.MANY, "num_local_experts", 8)
     monkeypatch.setattr(compare, "measure_memory", partial(memory_of_one, compare.measure_memory))
     file = tmp_path / "numbers.json"
-    compare.main(["--quick", "--json", str(file), "--rows", *chosen.values()], work=TINY)
+    options = ["--rounds", "2", "--json", str(file), "--rows", *chosen.values()]
+    compare.main(options, work=TINY)
     written = json.loads(file.read_text())
-    assert {"date", "cpu", "torch", "threads", "load", "model", "step"} <= written.keys()
+    assert {"date", "device", "torch", "load", "model", "step"} <= written.keys()
     shown = capsys.readouterr().out
     for name in chosen.values():
-        results = [r for r in written["results"] if r["row"] == name]
+        *results, limit = [r for r in written["results"] if r["row"] == name]
         assert [r["contender"] for r in results] == list(compare.ROWS[name].contenders)
+        assert limit["contender"] == "bound" and min(limit["step_seconds"]) > 0
         for r in results:
-            assert len(r["step_seconds"]) == compare.QUICK.rounds and r["memory_mb"] > 0
+            assert len(r["step_seconds"]) == 2 and r["memory_mb"] > 0
             assert f"\n{r['contender']} " in shown

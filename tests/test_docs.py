@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from picotron_min.extensions.documents import picture
 from picotron_min.runtime import draw
 
 ROOT = Path(__file__).parent.parent
@@ -52,16 +51,12 @@ def test_every_extension_has_a_page_and_the_readme_links_it():
     assert [page for page in EXTENSION_PAGES if f"({name_of(page)})" not in text] == []
 
 
-def test_the_map_names_every_file_of_the_core_and_its_minutes_add_up():
+def test_the_map_and_the_course_name_every_file_of_the_core_and_minutes_add_up():
     rows = re.findall(r"^\|[^|]*\| (\d+) \| \[(\w+)\]", README.read_text(), re.MULTILINE)
     core = {path.stem for path in (ROOT / "picotron_min").glob("*.py")} - {"__init__"}
     assert {name for _, name in rows} == core | {"train"}
     assert f" {sum(int(minutes) for minutes, _ in rows)} minutes" in README.read_text()
-
-
-def test_the_course_names_every_file_of_the_core():
     text = (ROOT / "docs/course.md").read_text()
-    core = {path.stem for path in (ROOT / "picotron_min").glob("*.py")} - {"__init__"}
     assert core <= set(re.findall(r"\]\(\.\./picotron_min/(\w+)\.py\)", text))
 
 
@@ -70,11 +65,10 @@ def test_the_first_command_is_the_first_block():
     assert re.search(r"```bash\n(.*?)\n```", README.read_text(), re.DOTALL)[1] == command
 
 
-def test_each_picture_is_what_its_command_draws(tmp_path):
-    draw.main(["--svg", str(tmp_path / "schedules.svg")])
-    picture.write_picture(tmp_path / "documents.svg")
-    for drawn in tmp_path.iterdir():
-        assert drawn.read_bytes() == (ROOT / "docs" / drawn.name).read_bytes()
+def test_the_picture_of_schedules_is_what_its_command_draws(tmp_path):
+    drawn = tmp_path / "schedules.svg"
+    draw.main(["--svg", str(drawn)])
+    assert drawn.read_bytes() == (ROOT / "docs/schedules.svg").read_bytes()
 
 
 # Names of other packages, and commands. Where "In production:" stands, all names are theirs.

@@ -1,16 +1,15 @@
 """What only a GPU can show, skipped without one; and what can be shown of it on a CPU:
 that the host leaves a GPU alone, and that benchmarks/gpu.py does its arithmetic."""
 
-import contextlib
 import gc
 import json
 import math
 import os
-import statistics
+import re
 import subprocess
 import sys
-import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
-from benchmarks.gpu import Contender, Effort, OutOfTime, Preset, Result, Work
+from benchmarks.gpu import Preset, Result, Work
+from benchmarks.products import Done
 from picotron_min.attention import SoftmaxAttention, merge_blocks
 from picotron_min.extensions.kernels import attention
 from picotron_min.extensions.kernels.attention import (
@@ -77,29 +77,27 @@ def test_a_step_casts_each_weight_once_and_the_head_once_a_micro_batch(pool, rec
     assert casts == {"head": 4, "weights": 4 * 7, "weights or gradients": 0}
 
 
-def steps_in_bfloat16(with_copies: bool, sizes: dict) -> list[tuple]:
+def compare_copies_with_autocast(sizes: dict) -> None:
     config = make_config(micro_batches=2, optimizer="adamw", dtype="bfloat16", **sizes)
-    without = mock.patch.object(precision, "apply_copies")
-    with contextlib.nullcontext() if with_copies else without:
-        training = make_training(config, MODEL)
-    results = [training.step(step) for step in range(3)]
-    weights = [p.detach().double().sum().item() for p in training.parameters.values()]
-    return [(result.loss, result.grad_norm) for result in results], weights
+    with mock.patch.object(precision, "apply_copies"):
+        without = make_training(config, MODEL)
+    ours = make_training(config, MODEL)
+    for step in range(3):
+        assert ours.step(step)[:2] == without.step(step)[:2]
+    for name, weight in ours.parameters.items():
+        assert torch.equal(weight, without.parameters[name]), name
 
 
 LAYOUTS = [
     {},
-    {"dp": 2, "recompute": "full"},
     {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
-    {"pp": 2, "engine": "interleaved", "chunks": 2},
+    {"pp": 2, "engine": "interleaved", "chunks": 2, "recompute": "full"},
 ]
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_copies_of_the_weights_give_what_autocast_would_to_the_last_bit(pool, sizes):
-    world_size = make_config(**sizes).world_size
-    expected = pool.run(world_size, steps_in_bfloat16, False, sizes)
-    assert pool.run(world_size, steps_in_bfloat16, True, sizes) == expected
+    pool.run(make_config(**sizes).world_size, compare_copies_with_autocast, sizes)
 
 
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
@@ -120,95 +118,58 @@ ON_CPU = Work(TINY, torch.device("cpu"))
 def clock(monkeypatch) -> list[float]:
     """The benchmark's clock, which only steps of a `contender` advance."""
     now = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
-    monkeypatch.setattr(gpu, "time", clock)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(gpu, "clean_up", lambda device: None)  # seconds, for nothing here
     return now
 
 
-def contender(seconds: dict[int, float], fits: int, now: list) -> tuple[Contender, list]:
+def contender(seconds: dict[int, float], fits: int, now: list) -> tuple[Callable, list]:
     """One whose steps take so long at each micro-batch, and need memory for `fits` at most."""
     sizes = []
 
-    def step(data, index):
-        sizes.append(data.micro_batch_size)
-        if sizes[-1] > fits:
-            raise torch.OutOfMemoryError
-        now[0] += seconds[sizes[-1]]
-        return 1.0, 2.0
+    def make(size):
+        sizes.append(size)
 
-    return Contender({}, mock.Mock(), step, lambda: None), sizes
+        def step(index):
+            if size > fits:
+                raise torch.OutOfMemoryError
+            now[0] += seconds[size]
+            return Done(1.0, 2.0)
+
+        return step
+
+    return make, sizes
 
 
-@pytest.mark.parametrize(
-    "seconds,fits,best,tried",
-    [
+def test_the_fastest_micro_batch_is_found(clock):
+    for seconds, fits, best, tried in (
         ({1: 0.03, 2: 0.02, 4: 0.01, 8: 0.002}, 8, 8, 8),
-        ({1: 0.03, 2: 0.01, 4: 0.03}, 8, 2, 4),
-        ({1: 0.02, 2: 0.01}, 2, 2, 4),
-    ],
-    ids=["the largest", "larger is slower", "larger does not fit"],
-)
-def test_the_fastest_micro_batch_is_found(clock, seconds, fits, best, tried):
-    who, sizes = contender(seconds, fits, clock)
-    assert gpu.fastest_micro_batch(who, ON_CPU) == best
-    assert max(sizes) == tried
+        ({1: 0.03, 2: 0.01, 4: 0.03}, 8, 2, 4),  # larger is slower
+        ({1: 0.02, 2: 0.01}, 2, 2, 4),  # larger does not fit
+    ):
+        who, sizes = contender(seconds, fits, clock)
+        result = gpu.fastest("somebody", ON_CPU, who, [1, 2, 4, 8], 2)
+        assert (result.micro_batch, max(sizes)) == (best, tried)
+        assert len(result.step_seconds) == 2 and result.done == [(1.0, 2.0)] * 5
+        assert result.speed["tokens_per_second"] == pytest.approx(TINY.tokens / seconds[best])
 
 
-def test_micro_batches_that_cannot_fit_are_not_tried(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80e9))
-    work = Work(gpu.PRESETS["SmolLM-1.7B"], torch.device("cuda"))
-    assert gpu.candidates(work) == [1, 2, 4] and work.preset.sequences == 16
-
-
-def test_every_preset_is_a_step_of_whole_micro_batches():
+def test_micro_batches_are_whole():
     for preset in gpu.PRESETS.values():
-        assert preset.sequences * preset.seq_length == preset.tokens
-        assert gpu.candidates(Work(preset, torch.device("cpu")))[-1] == preset.sequences
+        assert preset.micro_batches[-1] * preset.seq_length == preset.tokens
 
 
-def test_a_contender_that_would_take_too_long_is_left_out(clock):
-    who, sizes = contender({1: 0.01}, 1, clock)
-    result = Result("tiny", "somebody", micro_batch=1)
-    with pytest.raises(OutOfTime, match=r"needs \d+ s, and the preset has [0-5] left"):
-        gpu.time_steps(who, ON_CPU, result, Effort(3, 1000), time.monotonic() + 5)
-    assert len(sizes) == 3 and result.losses == [1.0] * 3 and not result.step_seconds
-    assert result.norms == [2.0] * 3
-
-
-@pytest.mark.parametrize("seconds,fits,kept", [(0.03, 2, 2), (0.09, 2, 1), (0.03, 1, 1)], ids=str)
-def test_twice_the_micro_batch_is_kept_if_it_fits_and_is_faster(clock, seconds, fits, kept):
-    who, sizes = contender({1: 0.06, 2: seconds}, fits, clock)
-    result = Result("tiny", "somebody", micro_batch=1)
-    gpu.time_steps(who, ON_CPU, result, Effort(1, 2))
-    best = gpu.faster_with(2, who, ON_CPU, result, Effort(1, 2))
-    assert 2 in sizes and best.micro_batch == kept
-    median = statistics.median(best.step_seconds)
-    assert best.tokens_per_second == pytest.approx(TINY.tokens / median)
-
-
-@pytest.mark.parametrize(
-    "error", [ImportError("no such thing"), torch.OutOfMemoryError("full"), KeyError("a surprise")]
-)
-def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, clock, error):
-    ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4, clock)
-    monkeypatch.setattr(gpu, "picotron_min", lambda work: ours)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyError("a surprise")])
+def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, capsys, error):
+    ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4, [0.0])
+    monkeypatch.setattr(gpu, "picotron_min", lambda work, workload: ours(workload.micro_batch_size))
     monkeypatch.setattr(gpu, "transformers_llama", mock.Mock(side_effect=error))
     monkeypatch.setattr(gpu, "clean_up", lambda device: None)  # seconds, for nothing here
-    results = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), math.inf)
-    assert [len(result.step_seconds) for result in results] == [2, 2, 0, 0]
-    reasons = [result.left_out for result in results]
-    assert reasons[:2] == ["", ""] and all(reason.endswith(str(error)) for reason in reasons[2:])
-    (*_, last) = gpu.measure("tiny", ON_CPU.device, Effort(1, 2), time.monotonic() - 1)
-    assert last.left_out == "no time is left for it"
-
-
-def test_the_kernel_that_is_asked_for_comes_first():
-    usual = torch._C._get_sdp_priority_order()
-    with gpu.prefer("cudnn"):
-        assert torch._C._get_sdp_priority_order()[0] == gpu.ATTENTION["cudnn"].value
-        assert torch.backends.cuda.math_sdp_enabled(), "for what it cannot do"
-    with gpu.prefer(None):
-        assert torch._C._get_sdp_priority_order() == usual
+    results = gpu.measure("tiny", ON_CPU.device, 2)
+    contenders = [result.contender for result in results]
+    assert contenders == ["picotron-min", gpu.ALONE, "picotron-min compiled"]
+    assert all(len(result.step_seconds) == 2 for result in results)
+    assert type(error).__name__ in capsys.readouterr().err
 
 
 def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch):
@@ -220,62 +181,49 @@ def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_the_table_has_ratios_and_says_what_is_left_out():
-    ours = Result("p", "picotron-min", 4, [0.1, 0.2, 0.9], [5.0], 2000, 0.5, None, 12.34)
-    theirs = Result("p", "transformers", 2, [0.4], [5.0], 1000, 0.25, 0.3, 20)
-    missing = Result("p", "transformers compiled", left_out="no time is left for it")
-    _, *lines = gpu.table([ours, Result("p", "x", left_out="y"), theirs, missing]).splitlines()
+def test_the_table_has_ratios():
+    names = "tokens_per_second", "mfu", "hfu", "memory_gb"
+    ours, theirs = (
+        Result(who, size, seconds, [], dict(zip(names, numbers, strict=True)))
+        for who, size, seconds, numbers in (
+            ("picotron-min", 4, [0.1, 0.2, 0.9], (2000, 0.5, None, 12.34)),
+            ("transformers", 2, [0.4], (1000, 0.25, 0.3, 20)),
+        )
+    )
+    _, *lines = gpu.table([ours, theirs]).splitlines()
     assert " ".join(lines[0].split()) == "picotron-min 4 200.0 2000 50.0% n/a 12.3 1.000"
-    assert " ".join(lines[2].split()) == "transformers 2 400.0 1000 25.0% 30.0% 20.0 2.000"
-    assert lines[3].endswith("left out: no time is left for it")
+    assert " ".join(lines[1].split()) == "transformers 2 400.0 1000 25.0% 30.0% 20.0 2.000"
 
 
-@pytest.mark.parametrize("what,last", [("losses", 5.1), ("losses", math.nan), ("norms", 5.2)])
-def test_different_work_is_refused(what, last):
-    ours, theirs = (Result("p", n, losses=[5.0] * 2, norms=[5.0] * 2) for n in ("ours", "theirs"))
-    missing = Result("p", "left out", left_out="no time")
-    gpu.check_same_work([missing, ours, theirs, Result("other", "ours", losses=[7.0])])
-    getattr(theirs, what)[1] = last
-    with pytest.raises(ValueError, match=f"first {what} of ours are .* those of theirs"):
-        gpu.check_same_work([missing, ours, theirs])
-
-
-def tensors_before_with_and_after_a_contender() -> tuple[int, int, int]:
+def count_tensors_with_and_after_a_contender() -> None:
     def count() -> int:
         gpu.clean_up(ON_CPU.device)
         return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
-    before = count()
-    who = gpu.picotron_min(ON_CPU)
-    who.step(ON_CPU.data(4), 0)
+    gpu.weights_of(TINY.model)  # stay on the host
+    before, step = count(), gpu.picotron_min(ON_CPU, ON_CPU.workload(4))
+    step(0)
     with_it = count()
-    del who
-    return before, with_it, count()
+    del step
+    assert count() <= before < with_it
 
 
 def test_nothing_is_left_of_a_contender_in_the_next_one_s_memory(pool):
-    ((before, with_it, after),) = pool.run(1, tensors_before_with_and_after_a_contender)
-    assert after <= before < with_it
+    pool.run(1, count_tensors_with_and_after_a_contender)
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
     # Which takes 10 seconds here: that our model compiles is shown by test_compile.py.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(gpu, "QUICK", Effort(3, 2))
-    file = tmp_path / "numbers.json"
-    options = ["--presets", "tiny", "--device", "cpu", "--quick", "--attention", "flash"]
-    gpu.main([*options, "--json", str(file), "--profile", str(tmp_path / "traces")])
-    written = json.loads(file.read_text())
-    assert {"date", "device", "driver", "torch", "transformers"} <= written.keys()
-    assert [result["contender"] for result in written["results"]] == [
-        who + how for who in ("picotron-min", "transformers") for how in ("", " compiled")
-    ]
-    for result in written["results"]:
-        assert len(result["step_seconds"]) == 2 and result["mfu"] > 0 and not result["left_out"]
-        assert result["micro_batch"] in (1, 2, 4)
+    monkeypatch.setattr(Preset, "micro_batches", [4])
+    options = ["--presets", "tiny", "--device", "cpu", "--steps", "2"]
+    gpu.main([*options, "--profile", str(tmp_path / "traces")])
     assert "traceEvents" in json.loads((tmp_path / "traces" / "tiny.json").read_text())
-    assert "Self CPU" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Self CPU" in shown
+    for who in ("picotron-min", "transformers"):
+        assert re.search(rf"^{who} +4 .*%.*^{who} compiled +4 .*%", shown, re.DOTALL | re.MULTILINE)
 
 
 BARE = """
@@ -285,8 +233,7 @@ for name in "pydantic rich datasets transformers tokenizers huggingface_hub wand
 from benchmarks import gpu
 with gpu.one_process("cpu") as device:
     work = gpu.Work(gpu.PRESETS["tiny"], device)
-    loss, _ = gpu.picotron_min(work).step(work.data(1), 0)
-    print(loss)
+    print(gpu.picotron_min(work, work.workload(1))(0).loss)
 """
 
 
@@ -399,27 +346,26 @@ def gpu_process():
 def run_of(micro_batch: int, device: torch.device, **options) -> Run:
     work = Work(TINY, device)
     workload = replace(work.workload(micro_batch), **options)
-    return gpu.our_run(work, workload, work.data(micro_batch))
+    return gpu.our_run(work, workload)
 
 
 def gradients_by_the_book(run: Run) -> dict[str, Tensor]:
     """Of the mean loss of the first step, before clipping, in float64."""
     model = with_autograd(run.model.pipeline.chunks[0].model)
     device = run.model.pipeline.device
-    batch = Work(TINY, device).data(TINY.sequences).batch(0, 0).to(device)
-    tokens, targets = batch.tokens, batch.targets
-    logits = model(tokens, batch.positions)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    names, parameters = zip(*run.model.parameters.items(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    work = Work(TINY, device)
+    batch = work.data(work.workload(TINY.micro_batches[-1])).batch(0, 0).to(device)
+    logits = model(batch.tokens, batch.positions)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    parameters = run.model.parameters
+    return dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recompute, compile):
-    model = {"dtype": "bfloat16", "recompute": recompute, "compile": compile}
-    run = run_of(2, gpu_process, **model)
+    run = run_of(2, gpu_process, dtype="bfloat16", recompute=recompute, compile=compile)
     flat = [b.gradients for some in run.model.gradients for b in some.buckets]
     result = train_step(run, 0)
     reference = gradients_by_the_book(run_of(2, gpu_process, dtype="float64"))
@@ -455,7 +401,7 @@ def test_offload_leaves_as_much_less_on_a_gpu_as_planned(gpu_process):
     work, peaks, plans = Work(Preset("tiny", 2048, "full", tokens=8192), gpu_process), [], []
     for layers in (0, 3):
         workload = replace(work.workload(4), offload=layers)
-        run = gpu.our_run(work, workload, work.data(4))
+        run = gpu.our_run(work, workload)
         train_step(run, 0)
         torch.cuda.reset_peak_memory_stats()
         train_step(run, 1)

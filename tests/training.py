@@ -20,7 +20,8 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
-from picotron_min.runtime.config import Config
+from picotron_min.runtime.config import KEY, SECTIONS, Config
+from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import Inputs, fill_weights, open_data
 from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.tokenizer import BytesTokenizer
@@ -30,8 +31,10 @@ __all__ = [
     "SHAPE",
     "StepResult",
     "Training",
+    "config_of",
     "new_linear",
     "open_data",
+    "raw_config",
     "shard_dim",
     "with_autograd",
 ]
@@ -43,6 +46,22 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+def raw_config(**keys) -> dict[str, dict]:
+    """The sections of a config with keys of any of them; an axis stands for its size."""
+    keys = {KEY.get(key, key): value for key, value in keys.items()}
+    assert keys.keys() <= set().union(*SECTIONS.values()), "no section has such a key"
+    return {
+        section: {key: keys[key] for key in names if key in keys}
+        for section, names in SECTIONS.items()
+    }
+
+
+def config_of(**keys) -> Config:
+    return parse_config(raw_config(**keys))
+
+
 DIMS = {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 DIMS |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 

@@ -35,12 +35,15 @@ def parts_of(
 ) -> Parts:
     parts, splits = simple_parts(layout), layout.schedule.splits_backward
     if layout.overlap or workload.fp8 or model_config.num_local_experts or splits:
+        from picotron_min.extensions.kernels.products import apply_products, is_faster
         from picotron_min.extensions.overlap import boundary, ring
 
         kind = ring.RingBoundary if layout.tp_overlap else boundary.SequenceBoundary
         kind = kind if layout.sequence_parallel and layout.tp > 1 else boundary.Boundary
         options = {"kind": kind, "splits": splits, "compiles": workload.compile}
-        parts = parts._replace(tensor_parallel=partial(boundary.apply_overlap, **options))
+        by_onednn = is_faster(device.type, getattr(torch, workload.dtype))
+        apply = apply_products if by_onednn else boundary.apply_overlap
+        parts = parts._replace(tensor_parallel=partial(apply, **options))
     if workload.flash_attention:
         from picotron_min.extensions.kernels.attention import choose_attention
 
@@ -103,7 +106,7 @@ def open_batches(workload: Workload, depths: int, text: NamedTuple, **options) -
     else:
         from picotron_min.extensions.documents.packing import PackedBatches
 
-        batches = PackedBatches(text.tokens, ends=text.ends, folder=text.folder, **options)
+        batches = PackedBatches(text.tokens, ends=text.ends, **options)
     if depths:
         from picotron_min.extensions.multi_token.targets import look_ahead
 

@@ -177,6 +177,8 @@ def run_calibration(flags: argparse.Namespace) -> None:
         setting = request.setting(candidate.layout, candidate.workload)
         measured = read_metrics(metrics, request, candidate)
         runs.append(calibrate.Observation(setting, measured.step_seconds))
+    seen = calibrate.properties(runs) if flags.system else {}
+    runs = [run.having(**seen) for run in runs]
     found = calibrate.calibrate(runs)
     gpu = replace(runs[0].setting.gpu, **found)
     for name in machine.CALIBRATED:
@@ -187,6 +189,10 @@ def run_calibration(flags: argparse.Namespace) -> None:
         print(f"{config}: {how}, {error:+.1%} from measured")
     machine.write(flags.hardware, gpu)
     print(f"wrote {flags.hardware}")
+    if flags.system:  # else it is this project, and a config tells its properties
+        unseen = ", ".join(name for name in calibrate.VISIBLE if name not in seen)
+        machine.write_system(flags.system, seen)
+        print(f"wrote {flags.system}: {seen or 'nothing new'}; these runs do not show {unseen}")
 
 
 if __name__ == "__main__":

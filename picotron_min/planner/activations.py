@@ -24,8 +24,11 @@ def saved_per_token(
     layout: Layout,
     layer: int,
     fp8: bool = False,
+    rows: float = 1.0,
 ) -> float:
     """Bytes that the forward of a layer keeps for backward, per token.
+
+    `rows` of the experts of a rank, to those if tokens use all experts alike.
 
     recompute   wide (float32, or float64)          in the compute dtype
     none        4 E: of 2 norms each the input,     2 E norms' outputs + 2 Q D q, attention's output
@@ -56,7 +59,7 @@ def saved_per_token(
         normed = wide * heads / narrow if c.qk_norm else 0
         attention = _factor(dtype, fp8) * E + (heads + in_8_bits + normed) / tp
     if c.has_experts(layer):
-        mlp = _saved_by_experts(c, dtype, layout, fp8)
+        mlp = _saved_by_experts(c, dtype, layout, fp8, rows)
     else:
         mlp = _saved_by_mlp(E, c.intermediate_size / tp, dtype, fp8)
     further = is_further * (6 * wide + 2 * narrow) * E / split
@@ -110,10 +113,8 @@ def factors_of_depth(c: ModelConfig, dtype: str, layout: Layout) -> float:
     return BYTES[dtype] * 3 * c.hidden_size / (layout.tp if layout.sequence_parallel else 1)
 
 
-def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> float:
+def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool, rows: float) -> float:
     """Bytes that a mixture's forward keeps, its input too, per token.
-
-    As many rows are taken to come from other ranks as leave for them.
 
     router    E its input, in wide; X scores, in wide
     experts   a row for each of a token's k, on every etp rank: E its input, 4 F as in an MLP, and
@@ -124,7 +125,7 @@ def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool) -> 
     wide, narrow = WIDE[dtype], BYTES[dtype]
     # Each tp rank routes its own part of a sequence; shared experts have all of it, as MLPs do.
     saved = wide * (E + c.num_local_experts) / tp
-    saved += c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp
+    saved += rows * c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp
     if c.n_shared_experts:
         saved += _saved_by_mlp(E, c.n_shared_experts * F / tp, dtype, fp8)
         if narrow == wide and tp == 1 and not fp8:

@@ -4,6 +4,7 @@
     one                                 f, the share of the peak in matmuls (of runs in FP8: f8)
     two with different sequences        f and a, the share in attention
     more, some with tp, cp or dp        also the share of the links' speed, and a message's latency
+    more than these unknowns            also properties of another code base: see `properties`
 
 The unknowns are those that make predicted steps most like the measured ones: the sum of squared
 logarithms of their ratios is least.
@@ -16,14 +17,25 @@ from typing import NamedTuple
 
 from picotron_min.planner.step_time import predict
 from picotron_min.planner.system import Setting
+from picotron_min.planner.uncertainty import OF_A_RUN
 
 LIMITS = (1e-3, 1e3)  # times its first value: how far an unknown may be
 FINEST = 1 + 1e-7  # factor by which an unknown is changed at last
+# Properties of System that times can show, given enough layouts. Not visible: how many messages and
+# bytes, which look like slower links; kernels, whose shares are unknowns; what a config states.
+VISIBLE = {"is_fused": (True, False), "hides_tp": (True, False), "overlap": ("none", "tp", "ep")}
+VISIBLE |= {"hides_dp": (True, False), "hides_gathers": (False, True)}
+VISIBLE |= {"reduces": ("micro-batch", "step")}
 
 
 class Observation(NamedTuple):
     setting: Setting
     seconds: float  # of a measured step
+
+    def having(self, **properties: object) -> "Observation":
+        """The same run, if its code base had these properties."""
+        system = replace(self.setting.system, **properties)
+        return self._replace(setting=replace(self.setting, system=system))
 
 
 def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
@@ -32,22 +44,36 @@ def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
     Coordinate descent: change one unknown at a time while that helps, by less and less.
     """
 
-    def loss(values: dict[str, float]) -> float:
-        return sum(math.log(1 + error) ** 2 for error in errors_of(runs, values))
-
     values = start = {name: getattr(runs[0].setting.gpu, name) for name in unknowns(runs)}
-    best, factor = loss(values), 4.0
+    best, factor = loss(runs, values), 4.0
     while factor > FINEST:
         improved = False
         for name in values:
             for change in (factor, 1 / factor):
                 tried = values | {name: values[name] * change}
                 within = LIMITS[0] <= tried[name] / start[name] <= LIMITS[1]
-                if within and (now := loss(tried)) < best:
+                if within and (now := loss(runs, tried)) < best:
                     values, best, improved = tried, now, True
         if not improved:
             factor = math.sqrt(factor)
     return values
+
+
+def properties(runs: Sequence[Observation]) -> dict[str, object]:
+    """Properties of a code base whose other value makes the errors of the best fit half as large.
+
+    None where the fit is already as good as a prediction can be, or has a number for each run.
+    """
+    found, best = {}, loss(runs, calibrate(runs))
+    if len(runs) == len(unknowns(runs)):
+        return found
+    for name, values in VISIBLE.items():
+        for value in values:
+            tried = [run.having(**{name: value}) for run in runs]
+            now = loss(tried, calibrate(tried)) if best > len(runs) * OF_A_RUN**2 else best
+            if now < best / 4:  # of squares
+                runs, best, found[name] = tried, now, value
+    return found
 
 
 def unknowns(runs: Sequence[Observation]) -> list[str]:
@@ -59,6 +85,10 @@ def unknowns(runs: Sequence[Observation]) -> list[str]:
     if any(run.setting.layout.world_size > run.setting.layout.pp for run in runs):
         names += ["link_share", "latency"]
     return names[: len(runs)]
+
+
+def loss(runs: Sequence[Observation], values: dict[str, float]) -> float:
+    return sum(math.log(1 + error) ** 2 for error in errors_of(runs, values))
 
 
 def errors_of(runs: Sequence[Observation], values: dict[str, float]) -> list[float]:

@@ -39,18 +39,12 @@ class Request:
     model_config: ModelConfig
     gpu: Gpu
     gpus: int
-    seq_length: int
+    work: Workload  # but its micro-batches and recompute, which are chosen
     global_batch: int  # sequences a step
     model_name: str = "tiny"
-    dtype: str = "bfloat16"
-    compile: bool = False
-    optimizer: str = "adamw"
     fill: float = 0.92  # share of the memory that may be planned
     max_tp: int = 8
     fixed: Mapping[str, object] = field(default_factory=dict)  # some of CHOICES
-    document_mask: bool = False
-    fp8: bool = False
-    fp8_skip: int = 0
     system: System | None = None  # of another code base; None: this project
     attended: float | None = None  # its mean over a token file: see attended_length
 
@@ -65,7 +59,8 @@ class Request:
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
         layers = self.model_config.num_hidden_layers
-        ours = our_system(workload, self.device, layers)
+        depths = self.model_config.num_layers - layers
+        ours = our_system(workload, self.device, layers, depths)
         system = (self.system and replace(self.system, precision=ours.precision)) or ours
         return Setting(self.model_config, self.gpu, layout, workload, system, self.attended)
 
@@ -108,7 +103,9 @@ class Request:
             case "sharding":
                 kinds = KEYS["distributed.sharding"]["enum"] if layout.dp * cp > 1 else ["none"]
                 # Whole matrices are as fast as rows and pad more: only Muon may gain by them.
-                return [kind for kind in kinds if kind != "layerwise" or self.optimizer == "muon"]
+                return [
+                    kind for kind in kinds if kind != "layerwise" or self.work.optimizer == "muon"
+                ]
 
 
 class Candidate(NamedTuple):
@@ -130,15 +127,12 @@ def groups(request: Request) -> Iterator[tuple[Layout, Workload]]:
     for grid in grids(request):
         sequences, ranks = request.global_batch // grid.dp, grid.dp * grid.cp * grid.tp
         kept = {n: request.fixed[n] for n in ("etp", "ep_engine") if n in request.fixed}
-        asked = {
-            n: getattr(request, n) for n in ("dtype", "optimizer", "compile", "fp8", "fp8_skip")
-        }
         names = ("sequence_parallel", "cp_engine", "ep", "micro_batch_size", "recompute")
         for cut, engine, ep, size, recompute in product(*(request.values(n, grid) for n in names)):
             if sequences % size == 0 and ("ep" in request.fixed or ranks % ep == 0):
                 layout = replace(grid, sequence_parallel=cut, cp_engine=engine, ep=ep, **kept)
-                sizes = request.seq_length, size, sequences // size
-                yield layout, Workload(*sizes, recompute=recompute, **asked)
+                sizes = {"micro_batch_size": size, "num_micro_batches": sequences // size}
+                yield layout, replace(request.work, recompute=recompute, **sizes)
 
 
 def grids(request: Request) -> Iterator[Layout]:
@@ -167,14 +161,8 @@ def rule_problems(request: Request, layout: Layout, work: Workload) -> list[str]
     given = {name if name in names else f"{name}_size": v for name, v in vars(layout).items()}
     config = Config.model_construct(
         distributed=Distributed.model_construct(**given),
-        model=Model.model_construct(
-            name=request.model_name, dtype=request.dtype, fp8=request.fp8, fp8_skip=request.fp8_skip
-        ),
-        training=Training.model_construct(
-            seq_length=request.seq_length,
-            optimizer=request.optimizer,
-            micro_batch_size=work.micro_batch_size,
-        ),
+        model=Model.model_construct(name=request.model_name, **vars(work)),
+        training=Training.model_construct(**vars(work)),
     )
     problems = list(layout_problems(config))
     return problems or list(model_problems(config, request.model_config))

@@ -38,35 +38,33 @@ def request_of(flags: argparse.Namespace) -> Request:
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
     max_tp = flags.max_tp or min(MOST_TP, gpu.gpus_per_node)
-    options = options_of(flags) | {"max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
+    options = options_of(flags, config) | {"max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
     return _request(config, model_of(config), gpu, flags.gpus, flags.global_batch, **options)
 
 
 def _request(
     config: Config, model_config: ModelConfig, gpu: Gpu, gpus: int, global_batch: int, **options
 ) -> Request:
-    work, documents = config.workload, options.pop("documents", None)
+    work = config.workload
     if work.fp8 and "float8" not in gpu.peaks:
         with_8_bits = choice(name for name, other in GPUS.items() if "float8" in other.peaks)
         raise ValueError(f"{gpu.name} does not multiply in 8 bits: use {with_8_bits}, or bfloat16")
-    if documents and not work.document_mask:
-        raise ValueError(f"--documents {documents}: not used without dataset.document_mask")
     if work.dtype not in gpu.peaks:
         why = f"--gpu {gpu.name} has no peak for {work.dtype}"
         raise ValueError(f"{why}: use {choice(gpu.peaks)}")
-    names = ("dtype", "compile", "optimizer", "document_mask", "fp8", "fp8_skip")
-    options |= {name: getattr(work, name) for name in names}
-    options["attended"] = documents and attended_length(documents, work.seq_length)
-    sizes = gpus, work.seq_length, global_batch
-    return Request(model_config, gpu, *sizes, model_name=config.model.name, **options)
+    return Request(model_config, gpu, gpus, work, global_batch, config.model.name, **options)
 
 
-def attended_length(path: Path, seq_length: int) -> float:
+def attended_length(path: Path, config: Config) -> float:
     """The length of rows whose attention costs as much as the documents of a token file.
 
-    The mean of (document's length)^2 over tokens, where rows of `seq_length` cut documents. `path`
-    is documents.bin, where each document ends in the stream, or its folder. ValueError if damaged.
+    The mean of (document's length)^2 over tokens, where rows cut documents. `path` is
+    documents.bin, where each document ends in the stream, or its folder. ValueError if it is
+    damaged, or if the config lets attention reach across documents.
     """
+    if not config.dataset.document_mask:
+        raise ValueError(f"--documents {path}: not used without dataset.document_mask")
+    seq_length = config.training.seq_length
     path = path / "documents.bin" if path.is_dir() else path
     ends, data = array("q"), path.read_bytes()
     if data and len(data) % ends.itemsize == 0:
@@ -97,10 +95,11 @@ def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     return replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
 
 
-def options_of(flags: argparse.Namespace) -> dict[str, object]:
+def options_of(flags: argparse.Namespace, config: Config) -> dict[str, object]:
     """Options of a Request that do not depend on whether it is a search or a config."""
     system = machine.read_system(flags.system) if flags.system else None
-    return {"fill": flags.fill, "documents": flags.documents, "system": system}
+    attended = flags.documents and attended_length(flags.documents, config)
+    return {"fill": flags.fill, "attended": attended, "system": system}
 
 
 def model_of(config: Config) -> ModelConfig:
@@ -143,7 +142,7 @@ def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate
     if config.distributed.use_cpu and name != "cpu":
         raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
     gpu = gpu_of(flags, name, config.world_size)
-    return predicted(config, model_of(config), gpu, **options_of(flags))
+    return predicted(config, model_of(config), gpu, **options_of(flags, config))
 
 
 def predicted(
@@ -158,22 +157,22 @@ def predicted(
 
 def config_of(request: Request, candidate: Candidate) -> dict:
     """config.json of a plan: what it chose, and what was asked for."""
-    chosen = candidate.chosen
+    chosen, work = candidate.chosen, candidate.workload
     raw = {
         "distributed": {},
-        "model": {"name": request.model_name, "dtype": request.dtype},
+        "model": {"name": request.model_name, "dtype": work.dtype},
         "training": {
-            "seq_length": request.seq_length,
-            "gradient_accumulation_steps": chosen["num_micro_batches"],
-            "optimizer": request.optimizer,
+            "seq_length": work.seq_length,
+            "gradient_accumulation_steps": work.num_micro_batches,
+            "optimizer": work.optimizer,
         },
     }
     for name in CHOICES:
         section, key = CHOICES[name].split(".")
         raw[section][key] = chosen[name]
-    if request.document_mask:
+    if work.document_mask:
         raw["dataset"] = {"document_mask": True}
-    raw["model"] |= {key: True for key in ("compile", "fp8") if getattr(request, key)}
+    raw["model"] |= {key: True for key in ("compile", "fp8") if chosen[key]}
     if request.device == "cpu":
         raw["distributed"]["use_cpu"] = True
     return raw

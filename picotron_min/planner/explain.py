@@ -16,7 +16,6 @@ from picotron_min.extensions.settings import Layout, Workload
 from picotron_min.planner.choices import Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb
 from picotron_min.planner.uncertainty import is_toss_up
-from picotron_min.runtime.hardware import WATTS
 
 # The choices that are explained, and their names where another one reads better.
 EXPLAINED = dict.fromkeys(["tp", "cp", "pp"])
@@ -37,11 +36,11 @@ class Reason(NamedTuple):
 
 def energy(request: Request, step: float) -> str:
     """A bound of a step's energy: no published run tells which share of the limit it used."""
-    watts, gpus = WATTS.get(request.gpu.name), request.gpus
-    if watts is None:  # of a CPU
+    watts, gpus = request.gpu.watts, request.gpus
+    if not watts:  # of a CPU
         return ""
     joules = gpus * watts * step
-    each = 1e3 * joules / (request.global_batch * request.seq_length)
+    each = 1e3 * joules / (request.global_batch * request.work.seq_length)
     made = f"{gpus} GPUs x {watts} W x {step:.3g} s"
     return f"energy: at most {joules / 1e3:.3g} kJ a step ({made}), {each:.3g} mJ a token"
 

@@ -73,6 +73,11 @@ def read_system(path: Path) -> System:
         raise ValueError(f"{path}: {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
+def write_system(path: Path, seen: dict[str, object]) -> None:
+    """Add what runs have shown to the properties of a code base."""
+    path.write_text(json.dumps(read_json(path) | seen, indent=4) + "\n", encoding="utf-8")
+
+
 def write(hardware: Path, gpu: Gpu) -> None:
     found = read(hardware) | {gpu.name: {key: getattr(gpu, key) for key in CALIBRATED}}
     hardware.write_text(json.dumps(found, indent=4) + "\n", encoding="utf-8")

@@ -56,7 +56,7 @@ def gigabytes(number: float) -> str:  # 72.3, and 0.0428 of a tiny model
 def memory_per_rank(
     model_config: ModelConfig, layout: Layout, workload: Workload, device: str = "cuda"
 ) -> RankMemory:
-    """The memory of the pipeline rank that needs most, if tokens use all experts alike.
+    """The memory of the pipeline rank that needs most, with as many rows of experts as may come.
 
     Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention,
     the numbers of the experts that tokens use, the [S, S] matrices of attention that is not fused,
@@ -132,8 +132,9 @@ def _memory_of(
     E, V = c.hidden_size, math.ceil(c.vocab_size / layout.tp)
     tokens = work.micro_batch_size * work.seq_length // layout.cp
     fp8 = {i: work.in_fp8(i, c.num_hidden_layers) for i in share.layers}
+    rows = most_rows(layout, work)
     saved, everything = (  # bytes per token of each layer
-        [saved_per_token(c, work.dtype, again, layout, i, fp8[i]) for i in share.layers]
+        [saved_per_token(c, work.dtype, again, layout, i, fp8[i], rows) for i in share.layers]
         for again in (work.recompute, "none")
     )
     layer_input = saved_per_token(c, work.dtype, "full", layout, 0)
@@ -169,6 +170,15 @@ def _memory_of(
     logits, layer = (logits, 0) if logits > layer else (0, layer)
     terms["activations"] = math.ceil(tokens * activations + layer)
     return RankMemory(**terms, loss=math.ceil(loss + logits))
+
+
+def most_rows(layout: Layout, work: Workload) -> float:
+    """How many rows a rank's experts can get, to an even share: even, where nothing bounds them."""
+    of = work.routing
+    if of.moe_pad_expert_input_to_capacity:
+        return of.moe_expert_capacity_factor
+    factors = of.moe_expert_capacity_factor, of.moe_expert_rank_capacity_factor
+    return min([factor for factor in factors if factor] + [layout.ep]) if any(factors) else 1.0
 
 
 def _live_until_w(rank: int, layout: Layout, work: Workload, held: float) -> float:

@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
+from picotron_min.extensions.experts.mixture import EXPERT
 from picotron_min.extensions.optimizers.whole_matrices import Batch, batches
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
@@ -71,14 +72,15 @@ def share_of_rank(
     stages = [range(stops[s], stops[s + 1]) for s in mine]
     has_head = layout.num_stages - 1 in mine
     looks_up = 0 in mine or (has_head and model_config.num_layers > model_config.num_hidden_layers)
-    groups = [[EMBEDDING]] if looks_up else []
+    groups = [(EMBEDDING,)] if looks_up else []
     for window in (window for stage in stages for window in windows(stage, shapes, layout)):
-        groups.append([name for layer in window for name in names[layer]])
+        groups.append(tuple(name for layer in window for name in names[layer]))
     if has_head:
-        head = [saved_name(HEAD, model_config.tie_word_embeddings)]
-        groups += [[NORM]] if head in groups else [[NORM], head]  # a tied matrix counts once
-    units = [_unit(group, shapes, table, places, layout.axis_sizes) for group in groups]
-    return Share(stages, has_head, units)
+        head = (saved_name(HEAD, model_config.tie_word_embeddings),)
+        groups += [(NORM,)] if head in groups else [(NORM,), head]  # a tied matrix counts once
+    sizes = layout.axis_sizes
+    units = {group: _unit(group, shapes, table, places, sizes) for group in set(groups)}
+    return Share(stages, has_head, [units[group] for group in groups])
 
 
 def hidden_batches(
@@ -99,7 +101,7 @@ def _unit(
     sizes: Mapping[str, int],
 ) -> Unit:
     parts, sharded, rows, elements = [], defaultdict(dict), {}, Counter()
-    for name in names:
+    for i, name in enumerate(names):  # some names are there more than once: see _alike
         slices = part(shapes[name], table[name].cuts, places, sizes)
         mine = Part([s.stop - s.start for s in slices], table[name])
         if mine.elements:
@@ -107,9 +109,9 @@ def _unit(
             kind = "hidden" if table[name].is_hidden_matrix else "others"
             elements[f"sharded_{kind}" if shard_of(table[name]) else kind] += mine.elements
             if shard := shard_of(table[name]):  # of experts: over fewer ranks
-                sharded[shard.axis][name] = mine.shape
+                sharded[shard.axis][i] = mine.shape
     for axis, matrices in sharded.items():
-        shards = {name: shard_of(table[name]) for name in matrices}
+        shards = {i: shard_of(table[names[i]]) for i in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]
     return Unit(parts, rows, elements, is_end=names[0] in (EMBEDDING, NORM, HEAD))
 
@@ -117,11 +119,32 @@ def _unit(
 @lru_cache(maxsize=16)
 def _table(
     model_config: ModelConfig, layout: Layout, seq_length: int
-) -> tuple[dict[str, tuple[int, ...]], Table, dict[int, list[str]], list[int]]:
+) -> tuple[dict[str, tuple[int, ...]], Table, list[tuple[str, ...]], list[int]]:
     """Shapes and placements by name, the names of each layer, the number of each stage's layers."""
-    shapes, names = model_config.parameter_shapes(), defaultdict(list)
-    for name in (name for name in shapes if ".layers." in name):
-        names[int(name.split(".")[2])].append(name)
+    has_owners = layout.sharding == "layerwise"  # then a matrix is not placed as others like it
+    shapes, names = _alike(model_config, 0 if has_owners else layout.ep)
     num_layers = layers_of_stages(model_config, layout, seq_length)
     table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
     return shapes, table, names, num_layers
+
+
+@lru_cache(maxsize=64)
+def _alike(c: ModelConfig, ep: int) -> tuple[dict[str, tuple[int, ...]], list[tuple[str, ...]]]:
+    """Shapes by name, and the names of each layer; all of them if `ep` is 0.
+
+    Else one layer stands for all of its kind, and in it one expert for all of an ep rank: its names
+    are there as often as the rank has experts. So tables of large mixtures are as short as others.
+    """
+    shapes, X, layers, of_kind = c.parameter_shapes(), c.num_local_experts, [], {}
+
+    def stand_in(name: str) -> str:
+        return EXPERT.sub(lambda e: f".experts.{int(e[1]) * ep // X}.", name) if ep else name
+
+    for i in range(c.num_layers):
+        kind = tuple(c.mlp_shapes(i).items()) if ep else i
+        if kind not in of_kind:
+            names = (name for name in shapes if name.startswith(f"model.layers.{i}."))
+            of_kind[kind] = tuple(map(stand_in, names))
+        layers.append(of_kind[kind])
+    kept = {*chain(*layers), EMBEDDING, HEAD, NORM}
+    return {name: shape for name, shape in shapes.items() if name in kept}, layers

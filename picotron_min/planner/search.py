@@ -12,15 +12,17 @@ from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
+from operator import itemgetter
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner import choices, memory, step_time
+from picotron_min.planner import choices, memory, ranks
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.choices import LIBRARY_BYTES, Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb, gigabytes, sizes_of
 from picotron_min.planner.parameters import Share, Unit
-from picotron_min.planner.step_time import Rank, StepTime
+from picotron_min.planner.ranks import Rank
+from picotron_min.planner.step_time import StepTime
 from picotron_min.runtime.wording import choice
 
 TIE = 1.005  # predictions that are this close are equal
@@ -54,16 +56,17 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
                 limits += [seconds] if printed not in found else []
                 candidate = Candidate(layout, work, prediction, needed)
                 found.setdefault(printed, []).append(candidate)
-        for needed, layout in options(request, times.layout, times.work) if times else ():
+        for needed, changes in options(request, times.layout, times.work) if times else ():
             if needed <= request.budget:
+                layout = replace(times.layout, **changes)
                 prediction = times.at(layout).prediction()
                 entry = prediction.step, next(numbers), layout, times.work, prediction
                 heappush(waiting, entry)
     return ranked(found.values())[:top]
 
 
-def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[float, Layout]]:
-    """A group with each schedule and sharding, and the bytes that it needs at least.
+def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[float, dict]]:
+    """The bytes that a group needs at least with each schedule and sharding, and these.
 
     The terms are those of memory.py for what is quickly known of the first pipeline rank: no norms
     and ends, rows without padding, and no plan of a schedule that splits backward, whose B frees a
@@ -71,7 +74,7 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
     """
     c, grid = request.model_config, memory.of_parameters_alone(layout)
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
-    for i in {c.has_experts(i): i for i in (0, c.num_hidden_layers - 1)}.values():
+    for i in {c.has_experts(i): i for i in range(c.num_hidden_layers)}.values():
         saved, everything = (  # of a layer, for a micro-batch
             tokens * saved_per_token(c, work.dtype, recompute, layout, i, work.fp8)
             for recompute in (work.recompute, "none")
@@ -82,14 +85,14 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
         schedule = SCHEDULES[engine]
         for chunks in numbers:
             pipeline = Layout(pp=layout.pp, pp_engine=engine, pp_chunks=chunks)
-            first = step_time.ranks_of(c, pipeline, work.seq_length)[0]
+            first = next(iter(ranks.ranks_of(c, pipeline, work.seq_length)))
             sizes = 0, layout.pp, work.num_micro_batches, chunks
             live = 1 if schedule.splits_backward else schedule.live_activations(*sizes)
             saved = sum(number * kept[has_experts] for number, has_experts in first.layers)
             for kind in request.values("sharding", layout):
                 needed = least_parameters(c, grid, kind, first, work.dtype, work.optimizer)
-                at = replace(layout, pp_engine=engine, pp_chunks=chunks, sharding=kind)
-                yield needed + saved * live / chunks + min(again), at
+                changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
+                yield needed + saved * live / chunks + min(again), changes
 
 
 @lru_cache(maxsize=2**14)
@@ -100,9 +103,9 @@ def least_parameters(
     layout = replace(layout, sharding=sharding)
     sizes, units = sizes_of(layout), []
     for number, has_experts in first.layers:
-        of_layer = Counter(dp_cp=step_time.layer_parameters(c, layout, has_experts))
+        of_layer = Counter(dp_cp=ranks.layer_parameters(c, layout, has_experts))
         if has_experts:
-            of_layer["edp"] = step_time.expert_parameters(c, layout)
+            of_layer["edp"] = ranks.expert_parameters(c, layout)
             of_layer["dp_cp"] -= of_layer["edp"] + c.hidden_size * c.num_local_experts  # the router
         sharded = [axis for axis in of_layer if sharding != "none" and sizes[axis] > 1]
         elements = Counter()
@@ -135,7 +138,7 @@ def nothing_fits(request: Request) -> str:
     kept = f" with --fix {fixed}" if fixed else ""
     smallest = least_of_all(request)
     if smallest == math.inf:
-        batch = f"{request.global_batch} sequences of {request.seq_length} tokens"
+        batch = f"{request.global_batch} sequences of {request.work.seq_length} tokens"
         why = f"no layout of {request.gpus} GPUs suits the model and {batch}{kept}"
         flags = ["--gpus", "--global_batch", *(["--fix"] if kept else [])]
         return f"{why}: use another {choice(flags)}"
@@ -148,10 +151,11 @@ def nothing_fits(request: Request) -> str:
 def least_of_all(request: Request) -> float:
     """Bytes a GPU of the layout that needs least; infinite if no layout can be configured."""
     groups, smallest = choices.groups(request), math.inf
-    bounds = [(*bound, work) for layout, work in groups for bound in options(request, layout, work)]
-    for needed, layout, work in sorted(bounds, key=lambda bound: bound[0]):
+    bounds = [(*bound, *group) for group in groups for bound in options(request, *group)]
+    for needed, changes, layout, work in sorted(bounds, key=itemgetter(0)):
         if needed >= smallest:
             break  # all that follow need more
+        layout = replace(layout, **changes)
         if not rule_problems(request, layout, work):
             smallest = min(smallest, request.memory(layout, work).total)
     return smallest

@@ -37,12 +37,8 @@ def plan_text(request: Request, found: list[list[Candidate]], width: int = 100) 
 
 
 def uncertain(request: Request, best: Candidate) -> str:
-    gpu, documents = request.gpu, ""
-    if request.attended:
-        documents = f"Attention is as costly as in rows of {request.attended:,.0f} tokens"
-        documents = f"{documents}, by the documents' lengths.\n"
-    elif request.document_mask:
-        documents = "Planned for one document a row: --documents FILE has their lengths.\n"
+    gpu, documents = request.gpu, about_documents(request)
+    documents += "\n" * bool(documents)
     if request.device == "cpu":
         how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see --calibrate"
         return f"{documents}Times of this CPU are {how}. {NOT_COUNTED}"
@@ -51,13 +47,23 @@ def uncertain(request: Request, best: Candidate) -> str:
     return f"{documents}{OTHERS_RUNS}\n{UNCERTAIN}\n{wider}{NOT_COUNTED}"
 
 
+def about_documents(request: Request) -> str:
+    """Which lengths of documents a prediction takes; empty without a mask between them."""
+    if request.attended:
+        rows = f"rows of {request.attended:,.0f} tokens, by the documents' lengths"
+        return f"Attention is as costly as in {rows}."
+    one = "Planned for one document a row: --documents FILE has their lengths."
+    return one if request.work.document_mask else ""
+
+
 def measures(request: Request, candidate: Candidate) -> dict:
     """Speed, its 90% interval, MFU and HFU, as a run reports them."""
-    config, S = request.model_config, request.attended or request.seq_length
-    step, peak = candidate.prediction.step, request.gpu.peaks[request.dtype]
-    speed = request.global_batch * request.seq_length / step / request.gpus
-    flops = hardware_flops_per_token(config, S, candidate.workload.recompute)
-    setting = request.setting(candidate.layout, candidate.workload)
+    config, work = request.model_config, candidate.workload
+    S = request.attended or work.seq_length
+    step, peak = candidate.prediction.step, request.gpu.peaks[work.dtype]
+    speed = request.global_batch * work.seq_length / step / request.gpus
+    flops = hardware_flops_per_token(config, S, work.recompute)
+    setting = request.setting(candidate.layout, work)
     return {
         "tokens_per_second_per_device": speed,
         "interval": interval(speed, candidate.prediction, setting),

@@ -8,20 +8,23 @@ ranks, and for a host that launches kernels too slowly. Letters are those of lay
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain
-from operator import itemgetter
+from functools import cached_property
+from operator import itemgetter, mul
 from typing import NamedTuple
 
-from picotron_min.costs import layers_of_stages
-from picotron_min.extensions.settings import Layout, ModelConfig
-from picotron_min.pipeline_schedule import stages_of
+from picotron_min.extensions.settings import Layout
 from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import Link, link
+from picotron_min.planner.ranks import (
+    Rank,
+    by_kind,
+    expert_parameters,
+    layer_parameters,
+    ranks_of,
+)
 from picotron_min.planner.system import Setting
 
-Seconds = Counter[str]  # by what they are spent on
+Seconds = dict[str, float]  # by what they are spent on
 
 
 class Prediction(NamedTuple):
@@ -42,57 +45,14 @@ def predict(setting: Setting) -> Prediction:
     return StepTime(setting).prediction()
 
 
-class Rank(NamedTuple):
-    """What a pipeline rank has of the model; a fraction where an ideal balance is assumed."""
+class Load(NamedTuple):
+    """What a pipeline rank has to do, with any schedule and sharding."""
 
-    layers: tuple[tuple[float, bool], ...]  # how many there are without experts, and with them
-    head: float
-    embedding: float
-
-
-@lru_cache(maxsize=4096)
-def ranks_of(
-    c: ModelConfig, pipeline: Layout, seq_length: int, is_balanced: bool | None = None
-) -> list[Rank]:
-    """What each pipeline rank has; `is_balanced` as in system.py."""
-    pp, ranks = pipeline.pp, []
-    if is_balanced is not None:
-        each = tuple((number / pp, kind) for number, kind in by_kind(c, range(c.num_layers)))
-        if is_balanced:
-            return [Rank(each, head=1 / pp, embedding=1.0)] * pp
-        return [Rank(each, head=float(r == pp - 1), embedding=float(r == 0)) for r in range(pp)]
-    stops = [0, *accumulate(layers_of_stages(c, pipeline, seq_length))]
-    for rank in range(pp):
-        stages = stages_of(pipeline.schedule, rank, pp, pipeline.pp_chunks)
-        layers = tuple(chain(*(range(stops[s], stops[s + 1]) for s in stages)))
-        ends = pipeline.num_stages - 1 in stages, 0 in stages
-        ranks.append(Rank(by_kind(c, layers), *map(float, ends)))
-    return ranks
-
-
-@lru_cache(maxsize=4096)
-def by_kind(c: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, bool], ...]:
-    """How many of these layers have no experts, and how many have some, without zeros."""
-    kinds = Counter(map(c.has_experts, layers))
-    return tuple((kinds[kind], kind) for kind in sorted(kinds))
-
-
-def layer_parameters(
-    c: ModelConfig, layout: Layout, has_experts: bool, mlp_matrices: int = 3
-) -> float:
-    """Elements of a layer's matrices on a rank."""
-    E, heads = c.hidden_size, 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    mlp = mlp_matrices * c.intermediate_size / layout.tp
-    if has_experts:
-        F = c.moe_intermediate_size
-        mlp = 3 * F * c.n_shared_experts / layout.tp + c.num_local_experts
-    return E * (heads / layout.tp + mlp) + has_experts * expert_parameters(c, layout)
-
-
-def expert_parameters(c: ModelConfig, layout: Layout) -> float:
-    """Those of a layer's routed experts, which fewer ranks have in common."""
-    number = c.num_local_experts / (layout.ep * layout.etp)
-    return 3 * c.hidden_size * c.moe_intermediate_size * number
+    parts: Seconds  # a micro-batch's forward and backward, without data parallelism
+    forward: float  # seconds of a micro-batch, behind which messages can travel
+    backward: float
+    parameters: float
+    groups: list[tuple[Link, float]]  # the parameters, by the link of the ranks that share them
 
 
 class StepTime(LayerTimes):
@@ -108,6 +68,7 @@ class StepTime(LayerTimes):
         of, mlps = (self.config, self.layout), self.system.mlp_matrices
         own = expert_parameters(*of)
         self.owned = {kind: (layer_parameters(*of, kind, mlps), kind * own) for kind in self.layers}
+        self.loads: dict[Rank, Load] = {}
 
     def at(self, layout: Layout) -> "StepTime":
         """The same with another schedule or sharding, which do not change a layer's time."""
@@ -124,76 +85,96 @@ class StepTime(LayerTimes):
 
     def prediction(self) -> Prediction:
         m, layout = self.work.num_micro_batches, self.layout
-        names = ("pp", "pp_engine", "pp_chunks", "pp_layers")
-        stages = Layout(**{name: getattr(layout, name) for name in names})
-        sizes = stages, self.work.seq_length, self.system.is_balanced
-        ranks = Counter(ranks_of(self.config, *sizes))  # many have the same
-        times = {rank: self.micro_batch(rank) for rank in ranks}
-        mean = sum(times[rank].total() * n for rank, n in ranks.items()) / layout.pp
-        slowest = max(ranks, key=lambda rank: times[rank].total())
-        parts = Counter({name: m * seconds for name, seconds in times[slowest].items()})
+        fields = ("pp", "pp_engine", "pp_chunks", "pp_layers")
+        pipeline = Layout(**{name: getattr(layout, name) for name in fields})
+        ranks = ranks_of(self.config, pipeline, self.work.seq_length, self.system.is_balanced)
+        times = [self.micro_batch(rank) for rank in ranks]
+        totals = [sum(seconds.values()) for seconds in times]
+        mean = sum(map(mul, totals, ranks.values())) / layout.pp
+        slowest = times[totals.index(max(totals))]
+        parts = {name: m * seconds for name, seconds in slowest.items()}
+        busy = sum(parts.values())
         idle = layout.schedule.bubble(layout.pp, m, layout.pp_chunks)
         bubble = m * mean * idle / (1 - idle)  # idle slots beside each busy one
         # Of ranks that share cores, the others compute faster while one waits: a step takes as long
         # as the work of all, or as the longest chain at a whole core's speed if that is longer.
         share = self.gpu.core_share
-        parts["bubble"] = max(0.0, share * bubble - (1 - share) * parts.total())
-        pipeline = parts.total()
+        parts["bubble"] = max(0.0, share * bubble - (1 - share) * busy)
         # All wait for the rank with the most to do after its last backward.
         after = [(self.gradients(rank), self.optimizer(rank)) for rank in ranks]
-        gradients, parts["optimizer"] = max(after, key=sum)
-        parts["dp"] += gradients
-        return Prediction(dict(parts), pipeline)
+        gradients, optimizer = max(after, key=sum)
+        with_messages = parts | {"dp": parts["dp"] + gradients, "optimizer": optimizer}
+        return Prediction(with_messages, pipeline=sum(parts.values()))
 
     def micro_batch(self, rank: Rank) -> Seconds:
         """Forward and backward of all that a rank has, for one micro-batch."""
-        seconds = Counter()
-        for number, has_experts in rank.layers:
-            for name, each in self.layer_parts[has_experts].items():
-                seconds[name] += number * each
-            if self.layout.sharding == "parameters":
+        seconds = dict(self.load(rank).parts)
+        seconds["passes"] += self.accumulation(rank)
+        if self.layout.sharding == "parameters":
+            for number, has_experts in rank.layers:
                 alone = self.layers[has_experts].seconds
                 seconds["dp"] += number * self.gathers(has_experts, *alone)
-        if rank.head:
-            seconds["head"] = rank.head * self.head
-            seconds["tp"] += rank.head * self.head_messages
-        seconds["passes"] += self.accumulation(rank)
         seconds["dp"] += self.each_reduction(rank)
         return seconds
 
+    def load(self, rank: Rank) -> Load:
+        if rank not in self.loads:
+            self.loads[rank] = self._load(rank)
+        return self.loads[rank]
+
+    def _load(self, rank: Rank) -> Load:
+        c, parts = self.config, Counter()
+        forward, backward = self.head * rank.head / 3, 2 / 3 * self.head * rank.head
+        parameters, of_experts = 0.0, 0.0
+        for number, kind in rank.layers:
+            there, back = self.layers[kind].seconds
+            forward, backward = forward + number * there, backward + number * back
+            parameters += number * self.owned[kind][0]
+            of_experts += number * self.owned[kind][1]
+            for name, each in self.layer_parts[kind].items():
+                parts[name] += number * each
+        if rank.head:
+            parts["head"] = rank.head * self.head
+            parts["tp"] += rank.head * self.head_messages
+        vocabulary = c.vocab_size * c.hidden_size / self.layout.tp
+        further = rank.head * self.depths  # each has a projection, and they have an embedding
+        both = (rank.embedding or further) and rank.head == 1 and not c.tie_word_embeddings
+        ends = (1 + bool(both)) * bool(rank.embedding or rank.head) * vocabulary
+        parameters += ends + further * 2 * c.hidden_size**2
+        groups = [(self.dp_link, parameters - of_experts), (self.expert_link, of_experts)]
+        return Load(parts, forward, backward, parameters, groups)
+
     @cached_property
     def head(self) -> float:
-        """lm_head and the loss: three products, and passes over the logits."""
-        c = self.config
-        N = self.tokens * (1 + c.num_layers - c.num_hidden_layers)  # with those further ahead
+        """lm_head and the loss: three products, and passes over the logits.
+
+        Once for each depth, with the projection of a prediction layer, whole on every tp rank.
+        """
+        c, E = self.config, self.config.hidden_size
+        N = self.tokens * (1 + self.depths)
         rows, V = min(N, self.system.stripe_rows or N), c.vocab_size / self.layout.tp
-        products = 3 * N / rows * self.matmul(rows, c.hidden_size, V)  # of each stripe
+        products = 3 * N / rows * self.matmul(rows, E, V)  # of each stripe
         whole = V if self.system.tp_messages == (4, 4) else c.vocab_size  # gathered
         moved = self.system.logit_bytes * N * whole
         if self.system.stripe_rows:  # the gradient of lm_head is read and written for each
-            moved += 8 * V * c.hidden_size * N / rows
+            moved += 8 * V * E * N / rows
+        split = self.layout.tp if self.layout.sequence_parallel else 1  # each rank has its tokens
+        products += 3 * self.depths * self.matmul(self.tokens / split, 2 * E, E)
         return products + moved / self.memory_speed
+
+    @property
+    def depths(self) -> int:  # tokens that are predicted beside the next one
+        return self.config.num_layers - self.config.num_hidden_layers
 
     @property
     def head_messages(self) -> float:
         """Of tensor parallelism: lm_head's input and its gradient; the logits, if gathered."""
         if self.system.tp_messages == (4, 4):
-            return 2 * self.tp_message
+            return 2 * self.tp_message * (1 + self.depths)
         whole = self.width * self.tokens * self.config.vocab_size
         return 2 * self.tp_message + link(self.gpu, self.layout.tp, 1).message(whole)
 
-    # Parameters of a rank, and what is done with each.
-
-    def parameters(self, rank: Rank) -> float:
-        c, vocabulary = self.config, self.config.vocab_size * self.config.hidden_size
-        both = rank.embedding and (rank.head == 1) and not c.tie_word_embeddings
-        ends = (1 + both) * bool(rank.embedding or rank.head) * vocabulary / self.layout.tp
-        return sum(number * self.owned[kind][0] for number, kind in rank.layers) + ends
-
-    def groups(self, rank: Rank) -> list[tuple[Link, float]]:
-        """The parameters of a rank, by the link of the ranks that share them."""
-        own = sum(number * self.owned[kind][1] for number, kind in rank.layers)
-        return [(self.dp_link, self.parameters(rank) - own), (self.expert_link, own)]
+    # What is done with each parameter of a rank.
 
     def accumulation(self, rank: Rank) -> float:
         """Adding a micro-batch's gradients to those of the ones before, for one of them."""
@@ -201,11 +182,12 @@ class StepTime(LayerTimes):
             return 0.0
         g = self.system.gradient_bytes
         bytes_each = self.width + 2 * g if self.work.num_micro_batches > 1 else 6
-        return bytes_each * self.parameters(rank) / self.memory_speed
+        return bytes_each * self.load(rank).parameters / self.memory_speed
 
     def optimizer(self, rank: Rank) -> float:
         sharded, (owned, any_) = self.layout.sharding != "none", self.system.optimizer_bytes
-        each = ((owned / over.size**sharded + any_) * P for over, P in self.groups(rank))
+        groups = self.load(rank).groups
+        each = ((owned / over.size**sharded + any_) * P for over, P in groups)
         return sum(each) / self.memory_speed
 
     # Messages of data parallelism: what of them nothing hides.
@@ -240,7 +222,7 @@ class StepTime(LayerTimes):
 
     def _of_layer(self, has_experts: bool) -> tuple[float, float]:
         """With parameters sharded: a layer's gather and reduction in each micro-batch."""
-        groups = self.groups(Rank(((1, has_experts),), 0, 0))
+        groups = self.load(Rank(((1, has_experts),), 0, 0)).groups
         gather = 0.0 if self.keeps_weights else self.gather(groups)
         return gather, 0.0 if self.system.reduces == "step" else self.reduce_scatter(groups)
 
@@ -257,16 +239,16 @@ class StepTime(LayerTimes):
             seconds = sum(self._of_layer(most))
             return seconds + (not self.keeps_weights) * self.gather([(self.dp_link, ends)])
         if self.layout.sharding == "gradients" and self.system.hides_gathers:
-            reduction = self.reduce_scatter(self.groups(rank))
-            return max(0.0, reduction - self.passes_of(rank)[1])
+            load = self.load(rank)
+            return max(0.0, self.reduce_scatter(load.groups) - load.backward)
         return 0.0  # whole gradients are accumulated, and sent after the last micro-batch
 
     def gradients(self, rank: Rank) -> float:
         """Once a step: the messages of gradients, and of updated weights if they are sharded."""
-        groups, kind, system = self.groups(rank), self.layout.sharding, self.system
+        _, forward, backward, _, groups = self.load(rank)
+        kind, system = self.layout.sharding, self.system
         if all(over.size == 1 for over, elements in groups if elements):
             return 0.0
-        forward, backward = self.passes_of(rank)
         reduce = self.reduce_scatter(groups) * (2 if kind == "none" else 1)
         gather = 0.0 if kind == "none" else self.gather(groups)
         hidden = backward if system.hides_dp else 0.0
@@ -284,11 +266,3 @@ class StepTime(LayerTimes):
             seconds = max(seconds, self.dp_link.message(size) * (2 if kind == "none" else 1))
             seconds += self.dp_link.message(embedding) if kind != "none" else 0.0
         return seconds + max(0.0, gather - forward)
-
-    def passes_of(self, rank: Rank) -> tuple[float, float]:
-        """Forward and backward of one micro-batch, behind which messages can travel."""
-        forward, backward = self.head * rank.head / 3, 2 / 3 * self.head * rank.head
-        for number, has_experts in rank.layers:
-            there, back = self.layers[has_experts].seconds
-            forward, backward = forward + number * there, backward + number * back
-        return forward, backward

@@ -15,16 +15,14 @@ those of the residual stream, of statistics and of gradients. Standard library o
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from functools import partialmethod
 from itertools import accumulate, pairwise
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.extensions.optimizers.whole_matrices import Batch
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.planner.activations import BYTES, WIDE
-from picotron_min.planner.parameters import Unit, hidden_batches, share_of_rank
+from picotron_min.planner.parameters import hidden_batches, share_of_rank
 
 
 class Sent(Counter):
@@ -76,7 +74,7 @@ def planned_ledger(
     _add_parameters(sent, model_config, layout, workload, rank)
     X, L = model_config.num_local_experts, model_config.num_layers
     numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; RoutingCounts
-    numbers += 2 * (L - model_config.num_hidden_layers)  # losses of further tokens
+    numbers += 3 * (L - model_config.num_hidden_layers)  # of further tokens: see multi_token/
     sent.all_reduce("world", BYTES["float64"] * numbers)
     return sent
 
@@ -102,37 +100,25 @@ class _Activations:
         further = self.config.num_layers - self.config.num_hidden_layers
         lookups = (ranks[0] == me) + further * (ranks[-1] == me)  # of a token
         if lookups:  # see VocabularyParallelEmbedding: in the dtype of the residual stream
-            self._sum(self.m, self.wide * lookups)
-            self._gather(self.m, self.wide * lookups)  # backward
+            self._boundary(self.m, self.m, self.wide * lookups)
         if ranks[-1] == me:  # see VocabularyParallelHead: its input; and three numbers a token
-            self._sum(self.m, self.narrow * (1 + further))
-            self._gather(self.m, self.narrow * (1 + further))
+            self._boundary(self.m, self.m, self.narrow * (1 + further))
             self.sent.all_reduce("tp", 3 * self.wide * self.tokens * (1 + further), self.m)
         # An activation to the next stage and a gradient to the one before, if others have them.
         leaving = sum(me in pair and len(set(pair)) == 2 for pair in pairwise(ranks))
         split = layout.tp if layout.sequence_parallel else 1
         self.sent.add("pp", "send", self.wide * self.elements / split, self.m * leaving)
 
-    def _gather(self, times: int, width: int, overlap: bool = False) -> None:
-        """Make a sublayer's input whole: enter, or leave's backward."""
-        if overlap:
-            self._shift(times, width)
+    def _boundary(self, gathers: int, sums: int, width: int, overlap: bool = False) -> None:
+        """Ends of sublayers: inputs that are made whole, and sums of what the ranks have made."""
+        whole, tp = width * self.elements, self.layout.tp
+        if overlap:  # part after part: see overlap/ring.py
+            self.sent.add("tp", "shift", whole / tp, (tp - 1) * (gathers + sums))
         elif self.layout.sequence_parallel:
-            self.sent.all_gather("tp", width * self.elements, times)
-
-    def _sum(self, times: int, width: int, overlap: bool = False) -> None:
-        """Add the ranks' parts: leave, or enter's backward."""
-        if overlap:
-            self._shift(times, width)
-        elif self.layout.sequence_parallel:
-            self.sent.reduce_scatter("tp", width * self.elements, times)
+            self.sent.all_gather("tp", whole, gathers)
+            self.sent.reduce_scatter("tp", whole, sums)
         else:
-            self.sent.all_reduce("tp", width * self.elements, times)
-
-    def _shift(self, times: int, width: int) -> None:
-        """Part after part: see overlap/ring.py."""
-        tp = self.layout.tp
-        self.sent.add("tp", "shift", width * self.elements / tp, (tp - 1) * times)
+            self.sent.all_reduce("tp", whole, sums)
 
     def _layer(self, layer: int) -> None:
         again, m, overlap = self.work.recompute, self.m, self.layout.tp_overlap
@@ -143,18 +129,16 @@ class _Activations:
         self._attention(m * attention)
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
-        gathers, sums = [attention + 1], [whole + 1]
+        gathers, sums = m * (attention + 1), m * (whole + 1)
         if not has_experts or self.config.n_shared_experts:
-            gathers.append(whole + 1)
+            gathers += m * (whole + 1)
             # Shared experts come before the others' last linear.
-            sums.append(whole + 1 if has_experts else 2)
+            sums += m * (whole + 1 if has_experts else 2)
         fp8 = self.work.in_fp8(layer, self.config.num_hidden_layers)
-        for times in gathers:
-            self._gather(m * times, 1 if fp8 else self.narrow, overlap)
-            if fp8 and self.layout.sequence_parallel:  # amax
-                self.sent.all_reduce("tp", BYTES["float32"], m * times)
-        for times in sums:
-            self._sum(m * times, self.narrow, overlap)
+        self._boundary(gathers, 0, 1 if fp8 else self.narrow, overlap)
+        self._boundary(0, sums, self.narrow, overlap)
+        if fp8 and self.layout.sequence_parallel:  # amax
+            self.sent.all_reduce("tp", BYTES["float32"], gathers)
         if has_experts:
             self._experts(whole)
 
@@ -219,10 +203,14 @@ def _add_parameters(
     sent: Sent, model_config: ModelConfig, layout: Layout, workload: Workload, rank: int
 ) -> None:
     """Add to `sent` what a rank sends for its parameters in a step."""
-    places, wide = _places_of(rank, layout), WIDE[workload.dtype]
-    of, c = (model_config, layout, workload.seq_length, places), model_config
-    if workload.optimizer == "muon":
-        _add_updates(sent, hidden_batches(*of), places, BYTES[workload.dtype])
+    c, m, kind = model_config, workload.num_micro_batches, layout.sharding
+    places, wide, narrow = _places_of(rank, layout), WIDE[workload.dtype], BYTES[workload.dtype]
+    of = c, layout, workload.seq_length, places
+    # Muon makes matrices whole, and brings parts of the directions back: optimizers/muon.py.
+    for batch in hidden_batches(*of) if workload.optimizer == "muon" else ():
+        for numbers in batch.numbers(places[batch.axis]) if batch.axis else ():
+            leaves = sum(numbers) - numbers[places[batch.axis]]
+            sent.add(batch.axis, "exchange", narrow * leaves)
     share = share_of_rank(*of)
     is_first, is_last, tied = share.stages[0].start == 0, share.has_head, c.tie_word_embeddings
     looks_further = is_last and c.num_layers > c.num_hidden_layers
@@ -231,15 +219,23 @@ def _add_parameters(
     if layout.num_stages == 1:
         chunks = uses = 1
     for unit in share.units:
-        for part in unit.parts:
-            for axis in () if shard_of(part.placement) else part.placement.sums:
-                sent.all_reduce(axis, wide * part.elements)
         # A layer's weights are needed for forward and backward, a tied embedding at both ends. A V
         # has the ends in two chunks, which reduce their gradients one by one.
         gathers, reductions = (1, 1) if unit.is_end else (2, 1)
         if unit.is_end and unit is share.units[0]:  # the embedding
             gathers, reductions = uses + (is_last and tied), chunks
-        _add_sharded(sent, unit, layout, workload, gathers, reductions)
+        gathers = m * gathers if kind == "parameters" else 1
+        reductions = m * reductions if kind in ("gradients", "parameters") else 1
+        for part in unit.parts:
+            for axis in () if shard_of(part.placement) else part.placement.sums:
+                sent.all_reduce(axis, wide * part.elements)
+        for axis, R in unit.rows.items():
+            buffer = layout.axis_sizes[axis] * R
+            sent.reduce_scatter(axis, wide * buffer, reductions)
+            sent.all_gather(axis, (wide if unit.is_end else narrow) * buffer, gathers)
+            for part in unit.parts:
+                for other in part.placement.sums[1:]:  # a tied embedding: the pipeline's ends
+                    sent.all_reduce(other, wide * R)
 
 
 def _places_of(rank: int, layout: Layout) -> dict[str, int]:
@@ -251,30 +247,3 @@ def _places_of(rank: int, layout: Layout) -> dict[str, int]:
     places["ep"], places["etp"] = divmod(rest, layout.etp)
     places["edp_etp"] = places["edp"] * layout.etp + places["etp"]
     return places
-
-
-def _add_sharded(
-    sent: Sent, unit: Unit, layout: Layout, workload: Workload, gathers: int, reductions: int
-) -> None:
-    """Gradients, and the weights that are gathered; both are numbers of times a micro-batch."""
-    wide, m, kind = WIDE[workload.dtype], workload.num_micro_batches, layout.sharding
-    width = wide if unit.is_end else BYTES[workload.dtype]  # of gathered weights
-    gathers = m * gathers if kind == "parameters" else 1
-    reductions = m * reductions if kind in ("gradients", "parameters") else 1
-    for axis, R in unit.rows.items():
-        buffer = layout.axis_sizes[axis] * R
-        sent.reduce_scatter(axis, wide * buffer, reductions)
-        sent.all_gather(axis, width * buffer, gathers)
-        for part in unit.parts:
-            for other in part.placement.sums[1:]:  # a tied embedding: the ends of the pipeline
-                sent.all_reduce(other, wide * R)
-
-
-def _add_updates(
-    sent: Sent, hidden: Iterable[Batch], places: Mapping[str, int], narrow: int
-) -> None:
-    """Muon makes matrices whole, and brings parts of the directions back: optimizers/muon.py."""
-    for batch in hidden:
-        for numbers in batch.numbers(places[batch.axis]) if batch.axis else ():
-            leaves = sum(numbers) - numbers[places[batch.axis]]
-            sent.add(batch.axis, "exchange", narrow * leaves)

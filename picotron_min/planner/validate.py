@@ -94,14 +94,11 @@ def setting_of(row: dict[str, str]) -> Setting:
         flash_attention=row["attention"] == "flash",
     )
     system = System(
-        **{name: row[name] for name in ("precision", "attention_kernel", "overlap", "reduces")},
-        **{name: row[name] for name in ("dispatcher", "expert_kernels")},
-        **{name: number[name] for name in ("tp_gather_bytes", "gather_bytes")},
+        **{name: number.get(name, row[name]) for name in SAME},
         tp_messages=tuple(map(int, row["tp_messages"].split())),
         hides_gathers=row["hides_gathers"] == "1",
         gradient_bytes=number["grad_bytes"],
         is_fused=row["fused"] == "1",
-        mlp_matrices=number["mlp_matrices"],
         hides_tp=row["tp_hidden"] == "backward",
         hides_dp=row["dp_hidden"] == "1",
         shares_in_node=row["sharding"] == "hybrid",
@@ -111,11 +108,12 @@ def setting_of(row: dict[str, str]) -> Setting:
     return Setting(model_config, gpu, layout, workload, system)
 
 
-# Of columns that a file has not, or that are empty: what the runs of tests/published_runs.csv do.
-DEFAULTS = {"precision": "bf16", "attention_kernel": "fa2", "overlap": "none", "ep": "1"}
-DEFAULTS |= {"tp_messages": "4 4", "tp_gather_bytes": "2", "gather_bytes": "2"}
-DEFAULTS |= {"reduces": "micro-batch", "hides_gathers": "0", "dispatcher": "alltoall"}
-DEFAULTS |= {"expert_kernels": "grouped"}
+# Fields of System whose columns have the same name, and those of columns that a file has not or
+# that are empty: what the runs of tests/published_runs.csv do.
+SAME = ("precision", "attention_kernel", "overlap", "reduces", "dispatcher", "expert_kernels")
+SAME += ("tp_gather_bytes", "gather_bytes", "mlp_matrices")
+DEFAULTS = {name: str(getattr(System(), name)) for name in SAME}
+DEFAULTS |= {"tp_messages": "4 4", "hides_gathers": "0", "ep": "1"}
 MIXTURE = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
 MIXTURE |= {"moe_intermediate_size": "expert_intermediate", "head_dim": "head_dim"}
 

@@ -99,7 +99,7 @@ class Quantity(NamedTuple):
     is_noisy: bool = True  # then it is smoothed, with each step's value behind
 
     def values(self, run: Run) -> list[float | None]:
-        numbers = [(vars(step) | step.balance).get(self.name) for step in run.steps]
+        numbers = [(vars(step) | step.measures).get(self.name) for step in run.steps]
         return [None if number is None else self.scale * number for number in numbers]
 
     def lines(self, runs: Sequence[Run]) -> list[Line]:
@@ -115,6 +115,7 @@ class Quantity(NamedTuple):
 LOSS = Quantity("Loss", "nats a token", "loss")
 OTHERS = [
     *(Quantity(f"Loss {j} further ahead", LOSS.unit, f"mtp_{j}_loss") for j in range(1, 5)),
+    Quantity("Acceptance", "% of drafts of one further token", "mtp_1_acceptance", scale=100),
     Quantity("Learning rate", "learning rate", "learning_rate", is_noisy=False),
     Quantity("Gradient norm", "norm before clipping", "grad_norm"),
     Quantity("Speed", "tokens/s", "tokens_per_second"),

@@ -3,10 +3,10 @@
 from itertools import accumulate
 
 from picotron_min.report.charts import LOSS, Line, curve_pictures, curves, smooth
-from picotron_min.report.page import Cell, cells, gallery, legend, page, paragraph, section, table
-from picotron_min.report.reading import Run, tokens_of
-from picotron_min.report.runs_csv import differing_keys
-from picotron_min.runtime.wording import duration, shown
+from picotron_min.report.page import Cell, gallery, legend, page, paragraph, section, table
+from picotron_min.report.reading import Run
+from picotron_min.report.runs_csv import differing_keys, results_of
+from picotron_min.runtime.wording import shown
 
 
 def comparison(runs: list[Run]) -> str:
@@ -18,7 +18,7 @@ def comparison(runs: list[Run]) -> str:
         about = "A step of these runs is not of one size: tokens are the fairer axis."
         charts.insert(1, _loss_by("tokens", tokens, runs, about))
     if all(run.joules is not None for run in runs):
-        joules = [[*accumulate(step.joules for step in run.steps)] for run in runs]
+        joules = [[*accumulate(step.measures["joules"] for step in run.steps)] for run in runs]
         charts.insert(1, _loss_by("joules", joules, runs, "Those of resumed steps count once."))
     lines = legend([*named]), paragraph("Faint: each step. Strong: smoothed.")
     return page(
@@ -31,12 +31,14 @@ def comparison(runs: list[Run]) -> str:
 
 
 def _validated_differently(runs: list[Run]) -> list[str]:
-    """A note, unless all runs validate on the same sequences of the same text."""
+    """A note, unless all runs validate on the same sequences, as much of which is attended to."""
     # These only order the training.
     ignored = dict.fromkeys(("training.seed", "sequences a step", "dataset.packing"))
-    on = [run.config.data_order | ignored for run in runs if run.config and run.evaluations]
+    mask = "dataset.document_mask"
+    configs = [run.config for run in runs if run.config and run.evaluations]
+    on = [c.data_order | ignored | {mask: c.dataset.document_mask} for c in configs]
     keys = [key for key in on[0] if len({shown(data[key]) for data in on}) > 1] if on else []
-    why = f"{', '.join(keys)}: their val_loss is of different text, and does not compare"
+    why = f"{', '.join(keys)}: their val_loss does not compare"
     return [f"The runs differ in {why}"] if keys else []
 
 
@@ -46,21 +48,17 @@ def _loss_by(unit: str, spent: list[list[float]], runs: list[Run], about: str) -
 
 
 def _results(named: dict[str, Run]) -> str:
-    head = ["run", "steps", "tokens", "took", "loss", "val_loss", "tokens/s", "mfu", "mfu_common"]
-    has_energy, rows = any(run.joules is not None for run in named.values()), []
-    head += ["joules", "joules a token"] * has_energy
-    for name, run in named.items():
-        last, seconds = run.steps[-1], run.seconds
-        val_loss = run.evaluations[-1].val_loss if run.evaluations else None
-        row = [name, *cells(",", last.step, last.tokens), Cell(duration(seconds))]
-        row += cells(".4f", last.loss, val_loss)
-        row += cells(",.0f", tokens_of(run.all_steps) / seconds if seconds else None)
-        tokens = tokens_of(run.all_steps)
-        each = run.joules / tokens if run.joules is not None and tokens else None
-        row += cells(".2%", run.mean_over_time("mfu"), run.mean_over_time("mfu_common"))
-        row += cells(",.4g", run.joules, each) * has_energy
-        rows.append(row)
-    return table(head, rows, "Losses are those of the last step and of the last validation.")
+    results = {name: results_of(run) for name, run in named.items()}
+    known = [n for n in FORMS if any(numbers[n] is not None for numbers in results.values())]
+    rows = [(name, *(Cell.of(row[n], FORMS[n]) for n in known)) for name, row in results.items()]
+    caption = "Losses are those of the last step and of the last validation."
+    return table(("run", *known), rows, caption)
+
+
+FORMS = dict.fromkeys(("steps", "tokens"), ",") | {"seconds": ",.1f"}
+FORMS |= dict.fromkeys(("loss", "val_loss"), ".4f") | {"tokens_per_second": ",.0f"}
+FORMS |= dict.fromkeys(("mfu", "mfu_common"), ".2%")
+FORMS |= dict.fromkeys(("joules", "joules_per_token"), ",.4g")
 
 
 def _differences(named: dict[str, Run]) -> str:

@@ -18,8 +18,6 @@ from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.settings import Layout
 from picotron_min.runtime.metrics import Ranks
 
-AXES = {*Layout().axis_sizes, "ends"}
-
 
 def ranks_of_axis(layout: Layout, axis: str, rank: int) -> list[int]:
     """The row of ranks along an axis that has this rank in it, as in mesh.build_axes."""

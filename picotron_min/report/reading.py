@@ -8,14 +8,14 @@ What is missing or damaged is left out, and noted in `Run.notes`.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import TypeAdapter
+
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.report.rank_traffic import AXES
 from picotron_min.runtime import metrics
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace, read_trace
@@ -41,22 +41,22 @@ class Run(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of all steps, also of those that a resume has repeated: they cost as much."""
-        return sum(step.step_seconds or 0.0 for step in self.all_steps)
+        return sum(step.step_seconds for step in self.all_steps)
 
     @property
     def joules(self) -> float | None:
         """Of these steps; None unless it was measured in all."""
-        known = [step.joules for step in self.all_steps]
+        known = [step.measures.get("joules") for step in self.all_steps]
         return None if None in known else sum(known)
 
     def mean_over_time(self, name: str) -> float | None:
-        known = [s for s in self.all_steps if getattr(s, name) is not None and s.step_seconds]
+        known = [step for step in self.all_steps if getattr(step, name) is not None]
         seconds = sum(s.step_seconds for s in known)
-        return sum(getattr(s, name) * s.step_seconds for s in known) / seconds if known else None
+        return sum(getattr(s, name) * s.step_seconds for s in known) / seconds if seconds else None
 
 
 def tokens_of(steps: Sequence[StepRecord]) -> float:
-    return sum((step.tokens_per_second or 0.0) * (step.step_seconds or 0.0) for step in steps)
+    return sum(step.tokens_per_second * step.step_seconds for step in steps)
 
 
 def read_run(folder: Path) -> Run:
@@ -96,7 +96,7 @@ def read_run(folder: Path) -> Run:
         ranks = None
     trace = None
     try:
-        trace = config and _read_trace(folder, config, starts)
+        trace = config and _read_trace(config.logging.trace_file, folder, starts[-1])
     except (OSError, *UNREADABLE) as error:
         notes.append(f"{config.logging.trace_file} is left out: {error}")
     settings = starts, config, model
@@ -115,7 +115,7 @@ def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) 
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield parse(json.loads(line, **NUMBER))
+                yield parse(json.loads(line))
             except UNREADABLE:
                 damaged.append(number)
     if damaged:
@@ -124,41 +124,15 @@ def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) 
         notes.append(f"{path} has {which}: the report is made without")
 
 
-def _small(number: float) -> float:
-    if abs(number) > 1e18:  # damage, and sums of such numbers would overflow
-        raise ValueError(number)
-    return number
-
-
-NUMBER = {"parse_int": lambda text: _small(int(text))}
-NUMBER |= {"parse_float": lambda text: _small(float(text))}
-NUMBERS = {field.name for field in fields(StepRecord)} - {"step", "comm_bytes", "balance"}
+KNOWN = {field.name for field in fields(StepRecord)}
+RECORDS = TypeAdapter(EvalRecord | SaveRecord | StepRecord)
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def _record(values: dict) -> StepRecord | EvalRecord | SaveRecord:
     """A line of metrics.jsonl; one of UNREADABLE if it is damaged."""
-    step = values["step"]
-    if type(step) is not int or step < 0:
-        raise ValueError("step")
-    if "val_loss" in values:
-        return EvalRecord(step, _number(values["val_loss"]), _number(values.get("bits_per_byte")))
-    if "save_seconds" in values:
-        return SaveRecord(step, _number(values["save_seconds"]) or 0.0)
-    values["loss"]  # a KeyError: of another kind
-    numbers = {name: _number(values.pop(name, None)) for name in NUMBERS}  # older ones lack some
-    if (numbers["step_seconds"] or 0.0) < 0:
-        raise ValueError("step_seconds")
-    sent = {axis: int(number) for axis, number in values.pop("comm_bytes", {}).items()}
-    if sent.keys() - AXES:
-        raise ValueError("axes")
-    balance = {name: value for name, value in values.items() if isinstance(value, float)}
-    return StepRecord(**numbers, step=step, comm_bytes=sent, balance=balance)
-
-
-def _number(value: float | None) -> float | None:
-    """JSON has no NaN: null is a number that was not finite, or is not known."""
-    return value if value is not None and math.isfinite(value) else None
+    measures = {name: values[name] for name in values.keys() - KNOWN}
+    return RECORDS.validate_python(values | {"measures": measures})
 
 
 def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], metrics.Ranks | None]:
@@ -170,30 +144,19 @@ def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], metrics.Ra
 
 def _event(values: dict) -> Start | metrics.Ranks:
     (key,) = values  # ValueError unless there is exactly one
-    event = metrics.EVENTS[key].model_validate(values[key])
-    if isinstance(event, metrics.Ranks) and {a for r in event.ranks for a in r.sent} - AXES:
-        raise ValueError("axes")
-    return event
+    return metrics.EVENTS[key].model_validate(values[key])
 
 
-def _read_trace(folder: Path, config: Config, starts: list[Start]) -> MeasuredStep | None:
-    """The trace that the config names; OSError or one of UNREADABLE if it is not of this run."""
-    name = config.logging.trace_file
+def _read_trace(name: str | None, folder: Path, start: Start) -> MeasuredStep | None:
+    """The trace that the config names; OSError or one of UNREADABLE if it is not of this start."""
     if not name:
         return None
     path = _find(name, folder)
     if path is None:
         raise ValueError("it does not exist, and is written at the end")
     trace = read_trace(str(path))
-    wanted = f"{config.layout.pp_engine} with pp {config.layout.pp}"
-    found = f"{trace.engine} with pp {trace.measured.num_ranks}"
-    if found != wanted:
-        raise ValueError(f"it is of another run: of {found}, not of {wanted}")
     # A file of this name may be left from an earlier run, or have been replaced by a later one.
-    if trace.run_began not in {start.at.isoformat() for start in starts}:
-        of = f"that began {trace.run_began}" if trace.run_began else "of an older version"
-        raise ValueError(f"it is of another run, {of}")
-    # An action may be missing, and a time no number.
-    if not math.isfinite(plan_of_trace(trace.measured, trace.engine).makespan):
-        raise ValueError("its times are damaged")
+    if trace.run_began != start.at.isoformat():
+        raise ValueError(f"it is of another run, that began {trace.run_began}")
+    plan_of_trace(trace.measured, trace.engine)  # ValueError if an action is missing
     return trace

@@ -29,23 +29,25 @@ def write_runs(path: Path, runs: Sequence[Run]) -> None:
         raise ValueError(f"{path} exists and is not a table of runs: name another file with --out")
     keys = differing_keys(runs)
     with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
-        rows = [
-            _row(run) | {key: values[i].strip('"') for key, values in keys.items()}
-            for i, run in enumerate(runs)
-        ]
+        rows = [_row(run) | results_of(run) for run in runs]
+        for i, row in enumerate(rows):
+            row |= {key: values[i].strip('"') for key, values in keys.items()}
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
 
 
 def _row(run: Run) -> dict[str, object]:
-    last, seconds, tokens = run.steps[-1], run.seconds, tokens_of(run.all_steps)
     model = run.folder / "hf" / "config.json"  # written at the end
     is_done = model.is_file() and run.starts
     is_done = is_done and model.stat().st_mtime >= run.starts[-1].at.timestamp()
+    return {"folder": run.folder, "ended": "done" if is_done else "early"}
+
+
+def results_of(run: Run) -> dict[str, float | None]:
+    """What a run reached, and took; None where a number is not known."""
+    last, seconds, tokens = run.steps[-1], run.seconds, tokens_of(run.all_steps)
     return {
-        "folder": run.folder,
-        "ended": "done" if is_done else "early",
         "steps": last.step,
         "tokens": last.tokens,
         "seconds": seconds,
@@ -55,4 +57,5 @@ def _row(run: Run) -> dict[str, object]:
         "mfu": run.mean_over_time("mfu"),
         "mfu_common": run.mean_over_time("mfu_common"),
         "joules": run.joules,
+        "joules_per_token": run.joules / tokens if run.joules is not None and tokens else None,
     }

@@ -96,7 +96,8 @@ def course(run: Run) -> str:
     columns = COLUMNS if run.joules is None else COLUMNS | {"joules": ",.4g"}
     for i in range(count):
         record = run.steps[round(i * last / max(1, count - 1))]
-        numbers = [Cell.of(getattr(record, name), form) for name, form in columns.items()]
+        values = vars(record) | record.measures
+        numbers = [Cell.of(values[name], form) for name, form in columns.items()]
         rows.append((str(record.step), *numbers, losses.get(record.step, Cell(""))))
     which = "All steps" if count > last else f"{count} of {last + 1:,} steps, evenly spaced"
     numbers = table(("step", *columns, "val_loss"), rows, f"{which}, from metrics.jsonl.")
@@ -169,7 +170,7 @@ def measured_peaks(run: Run, layout: Layout) -> list[float]:
     # Before the latest start the layout may have been another.
     begin = run.starts[-1].after_step if run.starts else 0
     since = [record for record in run.steps if record.step > begin] or run.steps
-    latest = max(record.memory_gb or 0.0 for record in since) * 1e9
+    latest = max(record.memory_gb for record in since) * 1e9
     peaks = [rank.memory_gb * 1e9 for rank in run.ranks.ranks] if run.ranks else [latest]
     peaks[0] = max(peaks[0], latest)
     size = layout.world_size // layout.pp  # ranks of a stage, which stand together

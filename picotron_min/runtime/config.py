@@ -19,15 +19,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routin
 from picotron_min.runtime.public_models import tokenizer_of
 
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
-
-
-def in_full(name: str) -> str:
-    if (path := os.path.expanduser(name)).startswith("~"):
-        raise ValueError("has a ~, and no home folder is known: set HOME, or write it in full")
-    return path
-
-
-Name = Annotated[Text, AfterValidator(in_full)]  # built-in, path, or hub id owner/name
+Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
 OptionalName = Annotated[Name | None, BeforeValidator(lambda v: None if v == "" else v)]  # "": null
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,17 +30,10 @@ KEY |= {"num_micro_batches": "gradient_accumulation_steps", "fused": "use_fused_
 KEY |= {"flash_attention": "use_flash_attention", "count_zeros": "log_num_zeros_in_grad"}
 
 # What the types of fields leave open. Larger numbers, far above any use, are slips such as 10**12.
-LARGEST = dict.fromkeys((*AXES, "pp_chunks", "micro_batch_size"), 10**6)
-LARGEST |= {"num_micro_batches": 10**5, "num_hidden_layers": 10**4, "num_local_experts": 10**4}
+LARGEST = {"total_train_steps": 10**8 - 1}  # a checkpoint's name has eight digits
+LARGEST |= dict.fromkeys((*AXES, "pp_chunks", "micro_batch_size", "num_micro_batches"), 10**5)
 LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**4)
-LARGEST |= {"num_nextn_predict_layers": 100}
-LARGEST |= {"total_train_steps": 10**8 - 1}  # a checkpoint's name has eight digits
-MAY_BE_ZERO = (
-    "weight_decay",
-    "mtp_loss_scaling_factor",
-    "moe_seq_aux_loss_coeff",
-    "moe_router_bias_update_rate",
-)
+LARGEST |= {"num_hidden_layers": 10**4, "num_local_experts": 10**4, "num_nextn_predict_layers": 100}
 TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
 TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=1000)]}
@@ -65,13 +50,13 @@ def keys_of(kind: type, *names: str, **defaults) -> dict[str, tuple]:
     keys, of_kind = {}, {field.name: field for field in fields(kind)}
     for name in (*names, *defaults) or of_kind:
         field = of_kind[name]
-        annotation, is_whole = TYPES.get(name, field.type), field.type in (int, int | None)
-        if is_whole or annotation in (float, float | None):
-            least = {"ge": 1} if is_whole else {"gt": 0}
-            if field.default == 0 or name in MAY_BE_ZERO:  # where 0 is the default, it means none
-                least = {"ge": 0}
-            most = LARGEST.get(name, 10**9 if is_whole else 10**12)
-            annotation = Annotated[annotation, Field(**least, le=most)]
+        annotation = TYPES.get(name, field.type)
+        if annotation in (int, int | None):  # where 0 is the default, it means none
+            least = 0 if field.default == 0 else 1
+            annotation = Annotated[annotation, Field(ge=least, le=LARGEST.get(name, 10**9))]
+        elif annotation in (float, float | None):  # null, where it is allowed, means none
+            least = {"ge": 0} if annotation is float else {"gt": 0}
+            annotation = Annotated[annotation, Field(**least, le=10**12)]
         default = defaults.get(name, field.default)
         default = list(default) if isinstance(default, tuple) else default
         keys[KEY.get(name, name)] = (annotation, ... if default is MISSING else default)
@@ -158,7 +143,7 @@ class Config(Section):  # the whole of config.json
     distributed: Distributed = Distributed()
     model: Model = Model()
     training: Training = Training()
-    dataset: Dataset = Field(default_factory=Dataset)  # which needs a home folder
+    dataset: Dataset = Dataset()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     environment: Environment = Environment()
@@ -209,7 +194,7 @@ class Config(Section):  # the whole of config.json
         return _build(Recipe, self.model, self.training, self.logging)
 
 
-OF_TEXT = ("name", "subset_name", "split", "text_column", "document_mask", "packing")
+OF_TEXT = ("name", "subset_name", "split", "text_column", "packing")
 DATA_ORDER = [f"dataset.{key}" for key in OF_TEXT]
 DATA_ORDER += [f"training.{key}" for key in ("seed", "seq_length", "num_samples", "eval_batches")]
 

@@ -30,8 +30,8 @@ def problems_of(config: Config) -> Iterator[str]:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
-    t, trace_file, tokens = config.training, config.logging.trace_file, config.tokens_per_step
-    steps, lowest, peak = t.total_train_steps, t.min_learning_rate, t.learning_rate
+    t, tokens, steps = config.training, config.tokens_per_step, config.training.total_train_steps
+    lowest, peak = t.min_learning_rate, t.learning_rate
     decays = {"betas[1]": t.betas[1]} | ({"momentum": t.momentum} if t.optimizer == "muon" else {})
     for name, decay in decays.items():
         if t.moments == "bfloat16" and decay > LARGEST_BETA2:
@@ -55,15 +55,11 @@ def _training_problems(config: Config) -> Iterator[str]:
     if config.dataset.packing == "bfd" and not config.dataset.document_mask:
         why = 'packing="bfd" packs whole documents, which document_mask=false does not keep apart'
         yield f'{why}: set document_mask to true, or packing to "wrapped"'
-    if trace_file and steps < 5:
-        yield f"trace_file={trace_file} records steps 3 to 5: raise total_train_steps={steps} to 5"
 
 
 def layout_problems(config: Config) -> Iterator[str]:
     """What does not fit whatever the model is."""
     d, seq_length = config.distributed, config.training.seq_length
-    if d.use_cpu and d.backend == "nccl":
-        yield "backend=nccl needs GPUs but use_cpu=true: set backend to auto, or use_cpu to false"
     # The ring gives each rank two pieces of a sequence; tensor parallelism splits a rank's part.
     ring = 2 * d.cp_size if d.cp_engine == "ring" and d.cp_size > 1 else d.cp_size
     pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
@@ -72,10 +68,9 @@ def layout_problems(config: Config) -> Iterator[str]:
         why = f'as cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
         why += f" sequence_parallel={shown(d.sequence_parallel)} need"
         yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
-    if d.tp_overlap and not d.sequence_parallel:
-        yield "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
-    if d.tp_overlap and not d.overlap:
-        yield "tp_overlap=true needs overlap=true: set that, or tp_overlap to false"
+    if d.tp_overlap and not (d.sequence_parallel and d.overlap):
+        needs = "sequence_parallel=true and overlap=true"
+        yield f"tp_overlap=true needs {needs}: set these, or tp_overlap to false"
     ranks, needed = d.dp_size * d.cp_size * d.tp_size, d.ep_size * d.etp_size
     if ranks % needed:
         made = f"ep_size={d.ep_size} x etp_size={d.etp_size} = {needed} does not divide"
@@ -93,6 +88,9 @@ def _name_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
+    for key in ("dataset.cache_dir", "checkpoint.save_dir"):
+        if (path := attrgetter(key)(config)).startswith("~"):
+            yield f"{key}={path}: no home folder is known: set HOME, or write it in full"
 
 
 def _path_problems(config: Config) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -51,10 +51,7 @@ def parse_config(raw: dict, *checks: Callable[[Config], Iterable[str]]) -> Confi
             problems.append(_describe(e))
             bad |= {f"{section}.{name}" for name in key or SECTIONS.get(section, {})}
             (good[section] if key else good).pop(path[-1], None)
-        try:
-            config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
-        except ValidationError:  # a default, too: there is no home folder
-            raise ConfigError(*problems) from None
+        config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
     # A problem that names a bad key, with or without its section, is about the key's default.
     bad |= {where.split(".")[1] for where in bad}
     for check in (*checks, problems_of):
@@ -88,15 +85,8 @@ ELSEWHERE = {"mtp_num_layers": "model.num_nextn_predict_layers"}  # names of Meg
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """A known name with all parts of `word`, else one of which it is probably a slip."""
+    """The only known name with all parts of `word`, else the one most like it, if any is."""
     lower, names = word.lower(), {name.lower(): name for name in known}
-
-    def likeness(name: str) -> tuple[float, bool]:
-        # dp and pp are as much like dpp: a slip is less likely in the first letter.
-        return SequenceMatcher(None, lower, name).ratio(), name[:1] == lower[:1]
-
-    parts = set(lower.split("_"))
-    whole = [name for name in names if parts <= set(name.split("_"))]
-    is_sure = len(whole) == 1 or (len(parts) > 1 and len(whole) > 0)
-    best = max(whole if is_sure else names, key=likeness)
-    return names[best] if is_sure or likeness(best)[0] >= 0.75 else None
+    whole = [name for name in names if {*lower.split("_")} <= {*name.split("_")}]
+    likely = whole if len(whole) == 1 else get_close_matches(lower, names, n=1, cutoff=0.7)
+    return names[likely[0]] if likely else None

@@ -113,9 +113,12 @@ class Console:
             rows["loss"], best = f"{first.loss:.4f} -> {latest.loss:.4f}", self._best
             if not latest.loss - best.loss <= abs(best.loss) / 5:  # also if it is not a number
                 rows["loss"] += f", far above the lowest, {best.loss:.4f} in step {best.step}"
-            if "load_imbalance" in latest.balance:
-                before, now = (r.balance["load_imbalance"] for r in (first, latest))
+            if "load_imbalance" in latest.measures:
+                before, now = (r.measures["load_imbalance"] for r in (first, latest))
                 rows["imbalance"] = f"{before:.2f} -> {now:.2f}"
+            if "mtp_1_acceptance" in latest.measures:
+                before, now = (r.measures["mtp_1_acceptance"] for r in (first, latest))
+                rows["acceptance"] = f"{before:.1%} -> {now:.1%} of tokens one further ahead"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
         rows |= more or {}
@@ -127,17 +130,19 @@ class Console:
         # A beginning that fits the text: Python code, or anything else.
         prompt = "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "
         self._print(USAGE.format(folder=folder, prompt=prompt))
-        if self._steps and "mtp_1_loss" in self._steps[-1].balance:
+        if self._steps and "mtp_1_loss" in self._steps[-1].measures:
             self._print(DRAFTING)
         return results
 
 
 def _of_extensions(record: StepRecord) -> str:
     """Losses of further tokens; of experts the busiest one's tokens over the mean, and dropped."""
-    measures = record.balance
-    parts = [f"{k} {v:.4f}" for k, v in measures.items() if k.startswith("mtp_")]
-    parts += [f"imbalance {v:.2f}" for k, v in measures.items() if k == "load_imbalance"]
-    parts += [f"{v:.1%} dropped" for k, v in measures.items() if k == "dropped" and v]
+    measures = record.measures
+    parts = [f"{k} {v:.4f}" for k, v in measures.items() if k[:4] == "mtp_" and k[-4:] == "loss"]
+    if "load_imbalance" in measures:
+        parts.append(f"imbalance {measures['load_imbalance']:.2f}")
+    if measures.get("dropped"):
+        parts.append(f"{measures['dropped']:.1%} dropped")
     return "".join(f"  {part}" for part in parts)
 
 

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -124,12 +123,10 @@ def print_needed_width(timeline: Timeline, width: int, makespan: float = 0.0) ->
 
 
 def show_trace(width: int, trace: str) -> None:
-    """Draw a measured step under its plan, and explain the difference between the two."""
+    """Draw a measured step under its plan, in which all ranks are equally fast."""
     engine, step, measured, _ = read_trace(trace)
-    # From the plan, where all ranks are equally fast, towards the measurement: an action takes the
-    # mean time of all that are of the same kind; and rank; and chunk; and then its own.
-    models = [plan_of_trace(measured, engine, same) for same in (1, 2, 3, 4)]
-    planned, makespan = models[0], max(models[0].makespan, measured.makespan)
+    planned = plan_of_trace(measured, engine)
+    makespan = max(planned.makespan, measured.makespan)
     for name, timeline in (("planned", planned), ("measured", measured)):
         print(f"{name}, {engine}, step {step + 1}: {timeline.makespan / 1000:.2f} ms")
         print(draw(timeline, width, makespan), "\n")
@@ -138,42 +135,24 @@ def show_trace(width: int, trace: str) -> None:
     parts = [f"{kind.name.lower()} {mean:.2f} ms" for kind, mean in means.items()]
     print(f"mean {', '.join(parts)}\n")
     print("        planned bubble  measured bubble   computes")
-    ranks = range(measured.num_ranks)
-    busy = [(1 - measured.bubble(rank)) * measured.makespan / 1000 for rank in ranks]
-    for rank in ranks:
+    for rank in range(measured.num_ranks):
         bubbles = f"{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}"
-        print(f"rank {rank:<2}{bubbles}  {busy[rank]:6.2f} ms")
-    slow, ratio = busy.index(max(busy)), max(busy) / fmean(busy)
-    causes = [
-        f"imbalance: rank {slow} computes {ratio:.2f} times the mean (more layers, or a slow rank)",
-        "imbalance between the chunks of a rank",
-        "actions that differ from the mean of their stage",
-        "sends, and all else that happens between the actions",
-    ]
-    print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan, of which")
-    for (before, after), cause in zip(pairwise([*models, measured]), causes, strict=True):
-        print(f"  {(after.makespan - before.makespan) / 1000:+8.2f} ms  {cause}")
-    print("A negative part: with these times ranks happen to wait less than with equal ones.")
+        busy = (1 - measured.bubble(rank)) * measured.makespan / 1000
+        print(f"rank {rank:<2}{bubbles}  {busy:6.2f} ms")
+    print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan")
     if measured.num_ranks == 1:
         print("One rank has no bubble: this shows how long each forward and backward takes.")
 
 
-def plan_of_trace(measured: Timeline, engine: str, same: int = 1) -> Timeline:
-    """The measured actions, with messages that take no time.
-
-    An action takes the mean time of all that have the first `same` parts of a key in common.
-    """
-
-    def key(rank: int, action: Action) -> tuple:
-        return (action.kind, rank, action.chunk, action.micro_batch)[:same]
-
+def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
+    """The measured actions, each with the mean time of its kind; messages take no time."""
     times, plans = defaultdict(list), [[] for _ in range(measured.num_ranks)]
     for rank, action, start, end in measured.spans:
-        times[key(rank, action)].append(end - start)
+        times[action.kind].append(end - start)
         plans[rank].append(action)
-    means, place = {name: fmean(values) for name, values in times.items()}, SCHEDULES[engine].place
+    means, place = {kind: fmean(values) for kind, values in times.items()}, SCHEDULES[engine].place
     plans = insert_messages(plans, place)
-    return simulate(plans, lambda rank, action: means[key(rank, action)], place=place)
+    return simulate(plans, lambda rank, action: means[action.kind], place=place)
 
 
 class MeasuredStep(NamedTuple):

@@ -9,8 +9,8 @@ is no message more, and no rank can miss one. After Megatron-LM's --log-energy. 
 """
 
 import math
+import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,31 +28,34 @@ class Meter(Extension):
     ahead, perhaps by most of backward, is in the next step's number; the last step's is in none.
     """
 
-    def __init__(self, device: torch.device, read: Read | None, num_ranks: int) -> None:
-        """`read` None: another rank reads for this one."""
-        self.device, self.read, self.num_ranks = device, read, num_ranks
+    def __init__(
+        self, device: torch.device, read: Read | None, num_ranks: int, tokens: int
+    ) -> None:
+        """`read` None: another rank reads for this one; `tokens` of a step."""
+        self.device, self.read, self.num_ranks, self.tokens = device, read, num_ranks, tokens
         self.is_gpu = device.type == "cuda"
         self.rest, self.mine, self.problem = 0.0, None, ""
-        self.joules = self.seconds = self.tokens = 0.0  # of all steps
+        self.steps, self.joules, self.seconds = 0, 0.0, 0.0  # all steps
 
     @property
     def source(self) -> str:
         return "of the GPUs alone, by NVML" if self.is_gpu else "of the whole machine, by RAPL"
 
     def begin(self) -> None:
-        self.last, self.mine = self.counter(), None
+        self.last, self.mine, self.began = self.counter(), None, time.perf_counter()
 
-    def counter(self) -> int | None:
+    def counter(self) -> float:
+        """uJ since any moment; NaN if the counter cannot be read."""
         try:
             return self.read() if self.read else 0
         except OSError as error:
             self.problem = str(error)
-        return None
+            return math.nan
 
     def take(self) -> float:
-        """Joules since the counter was last read; infinite if it could not be read."""
+        """Joules since the counter was last read."""
         before, self.last = self.last, self.counter()
-        return math.inf if None in (before, self.last) else (self.last - before) / 1e6
+        return (self.last - before) / 1e6
 
     def counts(self) -> Tensor:
         """Joules, and 1 if this rank has read them, [2]. A step asks several times."""
@@ -60,39 +63,36 @@ class Meter(Extension):
             self.mine = torch.zeros(2, dtype=torch.float64, device=self.device)
             joules = self.rest + self.take()
             self.mine[:1].fill_(joules)  # a copy to a GPU would make the host wait
-            self.mine[1:].fill_(bool(self.read) and joules < math.inf)
+            self.mine[1:].fill_(bool(self.read) and not math.isnan(joules))
         return self.mine
 
     def measures(self, totals: Tensor) -> dict[str, object]:
-        self.rest, (self.of_all, self.readers) = self.take(), totals.tolist()
-        if self.of_all == math.inf and not self.problem:
+        """None unless all that should have read have done so; watts: the mean of a reader."""
+        self.rest, (joules, self.readers) = self.take(), totals.tolist()
+        seconds = time.perf_counter() - self.began
+        self.steps, self.joules = self.steps + 1, self.joules + joules
+        self.seconds += seconds
+        if math.isnan(joules):
             of = f"of {self.num_ranks} GPUs" if self.is_gpu else "node(s), not by all"
-            self.problem = f"reported by {self.readers:.0f} {of}"
-        return {}
-
-    def fields(self, seconds: float, tokens: int) -> dict[str, float]:
-        """Fields of the StepRecord: none unless all that should have read have done so."""
-        self.joules, self.seconds = self.joules + self.of_all, self.seconds + seconds
-        self.tokens += tokens
-        if self.of_all == math.inf:
-            return {}
-        watts = self.of_all / seconds / self.readers
-        return {"joules": self.of_all, "joules_per_token": self.of_all / tokens, "watts": watts}
+            self.problem = self.problem or f"reported by {self.readers:.0f} {of}"
+            return dict.fromkeys(("joules", "joules_per_token", "watts"))
+        watts = joules / seconds / self.readers
+        return {"joules": joules, "joules_per_token": joules / self.tokens, "watts": watts}
 
     def summary(self) -> str:
-        if not self.seconds or self.joules == math.inf:
+        if not self.steps or math.isnan(self.joules):
             return f"not measured: {self.problem or 'there was no step'}"
         one = "GPU" if self.is_gpu else "machine, with all that ran on it"
-        each = f"{self.joules / self.tokens:.3g} J a token"
+        each = f"{self.joules / self.tokens / self.steps:.3g} J a token"
         watts = self.joules / self.seconds / self.readers
         return f"{self.joules / 1e3:,.2f} kJ, {each}, {watts:.3g} W a {one}"
 
 
-def open_meter(device: torch.device, local_rank: int, num_ranks: int) -> Meter:
-    """Of one rank; ValueError if a package is missing."""
-    if device.type == "cuda":
-        return Meter(device, nvml_reader(device), num_ranks)
-    return Meter(device, None if local_rank else rapl_reader(), num_ranks)
+def open_meter(device: torch.device, local_rank: int, num_ranks: int, tokens: int) -> Meter:
+    """Of one rank, for steps of so many tokens; ValueError if a package is missing."""
+    on_cpu = None if local_rank else rapl_reader()
+    read = nvml_reader(device) if device.type == "cuda" else on_cpu
+    return Meter(device, read, num_ranks, tokens)
 
 
 def nvml_reader(device: torch.device) -> Read:
@@ -104,14 +104,11 @@ def nvml_reader(device: torch.device) -> Read:
     # Not by index: NVML counts all GPUs of a node, and torch those of CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
-    @cache
-    def handle():
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-
     def read() -> int:
         try:
-            return 1000 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle())
+            pynvml.nvmlInit()  # counts its calls; the first one does the work
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            return 1000 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except pynvml.NVMLError as error:  # AMD's, older than Volta, or a part of one (MIG)
             raise OSError(f"NVML has no energy of {uuid}: {error}") from None
 

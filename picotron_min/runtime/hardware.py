@@ -30,6 +30,7 @@ class Gpu:
     attention_share: float  # FlashAttention-2's
     cudnn_share: float = 0.0  # cuDNN's and FlashAttention-3's
     float8_share: float = 0.67  # of the peak in 8 bits, by matmuls
+    watts: int = 0  # the limit of a board, by data sheets
     gpus_per_node: int = 8  # that NVLink connects
     network: float = 50e9  # one way; 400 Gb/s
     validated: tuple[str, ...] = ()  # dtypes of published runs on it: see docs/planner.md
@@ -54,25 +55,25 @@ AMPERE, H100, H200 = (0.82, 0.50, 0.50, 0.67), (0.70, 0.30, 0.47, 0.67), (0.74, 
 POWER_500W, GH200 = (0.60, 0.26, 0.41, 0.60), (0.55, 0.30, 0.47, 0.67)
 BLACKWELL, ULTRA = (0.75, 0.30, 0.43, 0.61), (0.75, 0.30, 0.70, 0.61)
 
-#  name              peaks        memory  hbm  nvlink  shares   torch's name of the device
+#  name          peaks        memory  hbm  nvlink  watts  shares   torch's name of the device
 _ROWS = [
-    ("A100-80GB", A100, 80, 2000, 300, AMPERE, r"A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe"),
-    ("A100-40GB", A100, 40, 1555, 300, AMPERE, r"A100-(SXM4?|PCIE)-40GB"),
-    ("H100", HOPPER, 80, 3350, 450, H100, r"H100 80GB HBM3"),  # SXM, 700 W
-    ("H100-500W", HOPPER, 96, 2400, 450, POWER_500W, ""),  # with HBM2e
-    ("H100-PCIe", (756, 51.2, 51.2, 1513), 80, 2039, 64, H100, r"H100 PCIe"),
-    ("H100-NVL", NVL, 94, 3938, 64, H100, r"H100 NVL"),
-    ("H200", HOPPER, 141, 4800, 450, H200, r"H200"),
-    ("H200-NVL", NVL, 141, 4800, 450, H200, r"H200 NVL"),
-    ("GH200", HOPPER, 96, 4000, 450, GH200, r"GH200 (480GB|96GB HBM3)"),
-    ("B200", (2250, 75, 37, 4500), 180, 8000, 900, BLACKWELL, r"B200"),
-    ("GB200", GRACE, 186, 8000, 900, BLACKWELL, r"GB200"),
-    ("GB300", GRACE, 279, 8000, 900, ULTRA, r"GB300"),
-    ("L4", (121, 30.3, 0, 242), 24, 300, 32, AMPERE, r"L4"),
-    ("L40S", (362, 91.6, 0, 733), 48, 864, 32, AMPERE, r"L40S"),
-    ("RTX-4090", (165.2, 82.6, 0, 330), 24, 1008, 32, AMPERE, r"GeForce RTX 4090"),
-    ("RTX-3090", (71, 35.6), 24, 936, 32, AMPERE, r"GeForce RTX 3090"),
-    ("MI300X", (1307.4, 163.4, 163.4, 2615), 192, 5300, 448, H100, r"Instinct MI300X( OAM)?"),
+    ("A100-80GB", A100, 80, 2000, 300, 400, AMPERE, r"A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe"),
+    ("A100-40GB", A100, 40, 1555, 300, 400, AMPERE, r"A100-(SXM4?|PCIE)-40GB"),
+    ("H100", HOPPER, 80, 3350, 450, 700, H100, r"H100 80GB HBM3"),  # SXM, 700 W
+    ("H100-500W", HOPPER, 96, 2400, 450, 500, POWER_500W, ""),  # with HBM2e
+    ("H100-PCIe", (756, 51.2, 51.2, 1513), 80, 2039, 64, 350, H100, r"H100 PCIe"),
+    ("H100-NVL", NVL, 94, 3938, 64, 400, H100, r"H100 NVL"),
+    ("H200", HOPPER, 141, 4800, 450, 700, H200, r"H200"),
+    ("H200-NVL", NVL, 141, 4800, 450, 600, H200, r"H200 NVL"),
+    ("GH200", HOPPER, 96, 4000, 450, 700, GH200, r"GH200 (480GB|96GB HBM3)"),
+    ("B200", (2250, 75, 37, 4500), 180, 8000, 900, 1000, BLACKWELL, r"B200"),
+    ("GB200", GRACE, 186, 8000, 900, 1200, BLACKWELL, r"GB200"),
+    ("GB300", GRACE, 279, 8000, 900, 1400, ULTRA, r"GB300"),
+    ("L4", (121, 30.3, 0, 242), 24, 300, 32, 72, AMPERE, r"L4"),
+    ("L40S", (362, 91.6, 0, 733), 48, 864, 32, 350, AMPERE, r"L40S"),
+    ("RTX-4090", (165.2, 82.6, 0, 330), 24, 1008, 32, 450, AMPERE, r"GeForce RTX 4090"),
+    ("RTX-3090", (71, 35.6), 24, 936, 32, 350, AMPERE, r"GeForce RTX 3090"),
+    ("MI300X", (1307.4, 163.4, 163.4, 2615), 192, 5300, 448, 750, H100, r"Instinct MI300X( OAM)?"),
 ]
 BOTH = ("bfloat16", "float8")
 VALIDATED = dict.fromkeys(("H100", "H100-500W", "H200", "B200", "GB200", "GB300"), BOTH)
@@ -85,17 +86,12 @@ GPUS = {
         {dtype: 1e12 * peak for dtype, peak in zip(PEAK_DTYPES, peaks, strict=False) if peak},
         *(1e9 * number for number in (memory, hbm, nvlink)),
         *shares,
+        watts=watts,
         gpus_per_node=NODES.get(name, 8),
         validated=VALIDATED.get(name, ()),
     )
-    for name, peaks, memory, hbm, nvlink, shares, _ in _ROWS
+    for name, peaks, memory, hbm, nvlink, watts, shares, _ in _ROWS
 }
-
-# The limit of a board in watts, by data sheets.
-WATTS = {"A100-80GB": 400, "A100-40GB": 400, "H100": 700, "H100-500W": 500, "H100-PCIe": 350}
-WATTS |= {"H100-NVL": 400, "H200": 700, "H200-NVL": 600, "B200": 1000, "L4": 72, "L40S": 350}
-WATTS |= {"RTX-4090": 450, "RTX-3090": 350, "MI300X": 750}
-WATTS |= {"GH200": 700, "GB200": 1200, "GB300": 1400}
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:

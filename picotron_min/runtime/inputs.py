@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,9 +53,12 @@ class Inputs(NamedTuple):
 
     @property
     def last_step(self) -> int:
-        t = self.config.training
-        enough = self.batches.steps_for(t.max_tokens) if t.max_tokens else t.total_train_steps
-        return min(enough, t.total_train_steps)
+        """The total of steps, or the first one after which max_tokens have been seen."""
+        t, batches = self.config.training, self.batches
+        if not t.max_tokens:
+            return t.total_train_steps
+        left = max(0, t.max_tokens - batches.seen_before)
+        return min(t.total_train_steps, self.first_step + -(-left // batches.tokens_per_step))
 
     def is_due(self, step: int, every: int) -> bool:
         """True every `every` steps (0: never), and after the last step."""
@@ -67,15 +69,9 @@ class Inputs(NamedTuple):
         return is_due and self.batches.num_eval_batches > 0
 
     def in_common(self) -> dict[str, object]:
-        """The settings that must be the same on all nodes: else they train different models."""
-        config, sections = self.config, ("distributed", "model", "training")
-        settings = {f"{name}.{key}": v for name in sections for key, v in getattr(config, name)}
+        """What must be the same on all nodes: else they train different models."""
+        settings = {f"{name}.{key}": v for name, section in self.config for key, v in section}
         settings |= {f"model.{key}": v for key, v in asdict(self.model_config).items()}
-        for key in ("model.name", "model.weights", "logging.trace_file"):
-            settings[key] = "given" if attrgetter(key)(config) else None  # the paths may differ
-        settings["checkpoint.save_frequency"] = config.checkpoint.save_frequency
-        for key in ("dataset.document_mask", "dataset.packing", "logging.log_energy"):
-            settings[key] = attrgetter(key)(config)
         return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
 
 
@@ -163,7 +159,7 @@ def open_meters(config: Config, device: torch.device, launch: Launch) -> list[Ex
         return []
     from picotron_min.runtime.energy import open_meter
 
-    return [open_meter(device, launch.local_rank, launch.world_size)]
+    return [open_meter(device, launch.local_rank, launch.world_size, config.tokens_per_step)]
 
 
 def open_data(

@@ -90,16 +90,18 @@ def listen_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
-def return_freed_memory() -> None:
-    """Let this process, and those that it forks, give large freed tensors back to the system.
+def set_allocator(returns: bool) -> None:
+    """Whether this process, and those that it forks, give large freed tensors back to the system.
 
-    glibc keeps blocks of up to 32 MB for later, cut into pieces that the next ones often do not
-    fit into: a sharded run, which allocates buffers in every step, would save nothing.
+    A sharded run does: glibc keeps blocks of up to 32 MB for later, cut into pieces that the next
+    ones often do not fit into, and a run that allocates buffers in every step would save nothing.
+    Others do not: each step would begin with fresh pages, and wait for the system to zero them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        M_MMAP_THRESHOLD = -3  # from this size on, a block has pages of its own
-        mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    if mallopt and not {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        mallopt(M_MMAP_THRESHOLD, 2**17 if returns else 2**25)  # from here on blocks have own pages
+        mallopt(M_TRIM_THRESHOLD, 2**17 if returns else 2**31 - 1)  # so much stays at the end
 
 
 def choose_device(launch: Launch, use_cpu: bool) -> torch.device:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.runtime.config import KEYS, Config
+from picotron_min.runtime.config import Config, Training
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors
 from picotron_min.runtime.wording import mistake, shown
@@ -82,33 +82,29 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
 
 
 # Keys of training that change nothing of what a step learns; data_order has the batch's size.
-NOT_LEARNED = {"training.max_tokens", "training.eval_frequency", "training.micro_batch_size"}
-NOT_LEARNED |= {"training.gradient_accumulation_steps", "training.moe_pad_expert_input_to_capacity"}
-NOT_LEARNED |= {"training.moe_expert_rank_capacity_factor"}
+NOT_LEARNED = {"max_tokens", "eval_frequency", "micro_batch_size", "gradient_accumulation_steps"}
+NOT_LEARNED |= {"moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"}
 # But if a key on the left is set, those on the right decide among which tokens experts are
 # balanced, or limited.
 CAPACITY = ("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")
 AMONG = {
-    "training.moe_aux_loss_coeff": ("training.micro_batch_size",),
-    "training.moe_global_aux_loss_coeff": ("training.gradient_accumulation_steps",),
-    "training.moe_expert_capacity_factor": CAPACITY,
+    "moe_aux_loss_coeff": ("training.micro_batch_size",),
+    "moe_global_aux_loss_coeff": ("training.gradient_accumulation_steps",),
+    "moe_expert_capacity_factor": CAPACITY,
 }
 
 
 def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     """Every setting that changes what is learned and differs from the saved run's."""
-    effect = {key: "the new value counts" for key in KEYS if key.startswith("training.")}
-    effect = {key: text for key, text in effect.items() if key not in NOT_LEARNED}
-    effect["model.dtype"] = "the new value counts"
-    if metadata.model.num_local_experts:
-        among = {k for if_set, keys in AMONG.items() if attrgetter(if_set)(config) for k in keys}
-        effect |= dict.fromkeys(among, "experts are balanced, or limited, among other tokens")
-    else:
-        effect = {key: text for key, text in effect.items() if ".moe_" not in key}
+    learned = [f"training.{key}" for key in Training.model_fields if key not in NOT_LEARNED]
+    learned += ["model.dtype", "dataset.document_mask"]
+    effect = dict.fromkeys(learned, "the new value counts")
+    for key, others in AMONG.items() if metadata.model.num_local_experts else ():
+        if getattr(config.training, key):
+            effect |= dict.fromkeys(others, "experts are balanced, or limited, among other tokens")
     was, now = (
         {key: attrgetter(key)(c) for key in effect} | c.data_order
         for c in (metadata.config, config)
     )
     effect |= dict.fromkeys(config.data_order, "other data is seen")
-    effect["dataset.document_mask"] = "the new value counts"
     return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]

@@ -8,55 +8,55 @@ there is no torch here, which takes seconds to import.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, Literal, TextIO
 
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.runtime.config import Config
 
 RUN_LOG = "run.jsonl"  # in checkpoint.save_dir
+# What a reader takes; a run that diverges may write others, which JSON has as null.
+Step = Annotated[int, Field(ge=0, lt=10**8)]
+Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)] | None
+AxisName = Literal[(*Layout().axis_sizes, "ends")]
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One training step; None where a number is not known."""
 
-    step: int
-    loss: float  # mean over the target tokens of the global batch
-    grad_norm: float  # before clipping
-    learning_rate: float
-    tokens: int  # trained on so far
-    tokens_per_second: float
-    tokens_per_second_per_device: float
-    mfu: float | None  # share of the devices' peak FLOPs, 0 to 1
-    mfu_common: float | None  # MFU as others count it, 6 N + 12 L H Q T: for comparisons
-    hfu: float | None  # MFU with what recomputation repeats
-    step_seconds: float
-    memory_gb: float  # the writing rank's peak so far
-    comm_bytes: dict[str, int]  # axis -> bytes this rank sent in the step
-    num_zeros_in_grad: int | None = None  # on request: elements of the gradient that are 0
-    cp_imbalance: float | None = None  # with documents apart: of a ring's busiest rank to the mean
-    joules: float | None = None  # on request: see energy.py
-    joules_per_token: float | None = None
-    watts: float | None = None  # mean of a GPU or, on CPUs, of a machine
-    balance: dict[str, object] = field(default_factory=dict)  # of extensions, by name
+    step: Step
+    loss: Number  # mean over the target tokens of the global batch
+    grad_norm: Number  # before clipping
+    learning_rate: Number
+    tokens: Annotated[int, Field(ge=0, le=10**18)]  # trained on so far
+    tokens_per_second: Amount
+    tokens_per_second_per_device: Amount
+    mfu: Number  # share of the devices' peak FLOPs, 0 to 1
+    mfu_common: Number  # MFU as others count it, 6 N + 12 L H Q T: for comparisons
+    hfu: Number  # MFU with what recomputation repeats
+    step_seconds: Amount
+    memory_gb: Amount  # the writing rank's peak so far
+    comm_bytes: dict[AxisName, int]  # axis -> bytes this rank sent in the step
+    measures: dict[str, Number | list]  # by name: of extensions, energy and others
 
 
 @dataclass(frozen=True)
 class EvalRecord:
-    step: int
-    val_loss: float
-    bits_per_byte: float | None = None  # compares models of different tokenizers
+    step: Step
+    val_loss: Number
+    bits_per_byte: Number = None  # compares models of different tokenizers
 
 
 @dataclass(frozen=True)
 class SaveRecord:
-    step: int
-    save_seconds: float  # in which no step ran
+    step: Step
+    save_seconds: Amount  # in which no step ran
 
 
 class Start(BaseModel, frozen=True):
@@ -82,7 +82,7 @@ class Sent(BaseModel, frozen=True):
 
 class Rank(BaseModel, frozen=True):
     memory_gb: float  # peak so far
-    sent: dict[str, dict[str, Sent]]  # axis -> collective
+    sent: dict[AxisName, dict[str, Sent]]  # axis -> collective
 
 
 class Ranks(BaseModel, frozen=True):
@@ -123,7 +123,7 @@ class MetricsLog:
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
         # JSON has no NaN and no infinity: every reader takes null for a missing number.
         values = json.loads(json.dumps(asdict(record)), parse_constant=lambda name: None)
-        values |= values.pop("balance", {})  # its metrics are those of a step as any other
+        values |= values.pop("measures", {})
         if self._file:
             try:
                 self._file.write(json.dumps(values) + "\n")
@@ -162,9 +162,5 @@ def start_wandb(**options):
 
     mode = wandb.setup().settings.mode  # from WANDB_MODE, for example
     if mode == "online":
-        try:
-            is_logged_in = wandb.login(prompt=False, verify=False)
-        except TypeError:  # an older release, without `prompt`
-            is_logged_in = wandb.api.api_key
-        mode = "online" if is_logged_in else "offline"
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
     return wandb.init(mode=mode, **options)

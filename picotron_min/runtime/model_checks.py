@@ -14,7 +14,7 @@ OF_EXPERTS = {name: getattr(Mixture, name) for name in Mixture.__annotations__} 
 
 def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
     """Sentences, with numbers and remedy: why the config does not fit the model's numbers."""
-    layout, seq_length, V = config.layout, config.training.seq_length, c.vocab_size
+    layout, seq_length = config.layout, config.training.seq_length
     tp, cp, longest = layout.tp, layout.cp, c.max_position_embeddings
     cut = _heads(c) | _mlps(c)
     # The ranks divide tokens among them before these go to experts, also without sequence_parallel.
@@ -25,8 +25,6 @@ def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
         heads, own = c.num_attention_heads, c.num_attention_heads // tp
         made = f"num_attention_heads={heads} / tp_size={tp} = {own}"
         yield from _uneven("cp_size", cp, {made: own}, or_else=', or cp_engine="ring"')
-    if (tp - 1) * (rows := math.ceil(V / tp)) >= V:
-        yield f"tp_size={tp} is too large to split vocab_size={V}, {rows} rows a rank: lower it"
     if seq_length > longest:
         where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
@@ -107,9 +105,7 @@ def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:
 
 def _fp8_problems(config: Config, c: ModelConfig) -> Iterator[str]:
     m, d, t, layers = config.model, config.distributed, config.training, c.num_hidden_layers
-    if m.fp8_skip and not m.fp8:
-        yield f"fp8_skip={m.fp8_skip} is for fp8=true: set that, or fp8_skip to 0"
-    elif m.fp8 and 2 * m.fp8_skip >= layers:
+    if m.fp8 and 2 * m.fp8_skip >= layers:
         why = f"fp8_skip={m.fp8_skip} leaves no layer of num_hidden_layers={layers} in FP8"
         yield f"{why}: use at most {(layers - 1) // 2}, or fp8=false"
     if not m.fp8 or d.use_cpu:

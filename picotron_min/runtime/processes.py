@@ -7,6 +7,7 @@ python train.py     the parent: imports torch once (12 seconds for 8 ranks becom
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import signal
@@ -26,7 +27,7 @@ from picotron_min.runtime.launch import (
     Launch,
     exit_on_usage_error,
     listen_on_loopback,
-    return_freed_memory,
+    set_allocator,
     set_environment,
     torchrun_launch,
 )
@@ -53,8 +54,14 @@ def start_run(
         launch = torchrun_launch()
         config = load_config(path, processes=launch and launch.world_size)
         set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
-    if config.layout.sharding != "none":
-        return_freed_memory()
+    set_allocator(returns=config.layout.sharding != "none")
+    # What every rank imports, here once: 8 ranks would take 8 times as long on a few cores.
+    import picotron_min.runtime.reporter  # noqa: F401
+
+    if config.tokenizer != "bytes":
+        from transformers import AutoTokenizer  # noqa: F401
+    gc.freeze()  # what imports have made is never collected, nor its pages copied after a fork
+    gc.enable()  # train.py has disabled it
     if launch:
         _run_rank(train, config, launch)
     else:

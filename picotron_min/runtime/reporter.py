@@ -68,8 +68,7 @@ class Reporter(ExitStack):
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
-        self.told = ""  # why energy is not measured
-        self.told_rows = False  # that a rank had too many
+        self.warned_of: set[str] = set()
         self.console = Console(done + 1, last, Output(quiet=not writes))
         self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
@@ -87,29 +86,27 @@ class Reporter(ExitStack):
         if step == self.measured_step:
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
-        per_layer, energy = config.logging.moe_per_layer_logging, {}
         for meter in self.inputs.meters:  # one, on request
-            energy = meter.fields(seconds, batches.tokens_per_step)
-            if meter.problem not in ("", self.told):
-                self.told = meter.problem
-                self.console.warn(f"energy is not measured: {self.told}")
-        attended = imbalance = None
+            if meter.problem:
+                self.warn_once(meter.problem, f"energy is not measured: {meter.problem}")
+        measures, attended = dict(result.measures), None
+        if not config.logging.moe_per_layer_logging:
+            measures = {k: v for k, v in measures.items() if not k.endswith("_per_layer")}
+        if config.recipe.count_zeros:
+            measures["num_zeros_in_grad"] = int(result.num_zeros)
         if config.dataset.document_mask and self.run_log:  # for what this rank writes
             attended, layout = batches.attended_length(step - 1), config.layout
             if layout.cp > 1 and layout.cp_engine == "ring":
-                imbalance = batches.ring_imbalance(step - 1, layout.cp)
+                measures["cp_imbalance"] = batches.ring_imbalance(step - 1, layout.cp)
         record = StepRecord(
             step=step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            num_zeros_in_grad=int(result.num_zeros) if config.recipe.count_zeros else None,
             learning_rate=result.learning_rate,
             tokens=batches.tokens_seen(step),
             step_seconds=seconds,
             comm_bytes=take_bytes(self.axes),
-            balance={k: v for k, v in result.measures.items() if per_layer or "per_layer" not in k},
-            cp_imbalance=imbalance,
-            **energy,
+            measures=measures,
             **self.speedometer.measure(
                 batches.tokens_per_step / seconds, config.world_size, attended
             ),
@@ -117,13 +114,17 @@ class Reporter(ExitStack):
         self.log.write(record)
         self.console.step(record)
         rows = [v or 0 for v in result.measures.get("rank_imbalance_per_layer", ())]
-        if max(rows, default=0) >= MANY_ROWS and not self.told_rows:
-            self.told_rows = True
+        if max(rows, default=0) >= MANY_ROWS:
             where = f"the experts of a rank in layer {rows.index(max(rows))}"
             rows = f"{max(rows):.2f} times the planned rows, and need as much more memory for them"
-            self.console.warn(f"step {step}: {where} had {rows}")
+            self.warn_once("rows", f"step {step}: {where} had {rows}")
         if result.skipped:
             self.console.warn(f"step {step} changed nothing: its gradient is not finite")
+
+    def warn_once(self, about: str, text: str) -> None:
+        if about not in self.warned_of:
+            self.warned_of.add(about)
+            self.console.warn(text)
 
     def measure_ranks(self, step: int) -> None:
         """Gather what every rank measured, for the report: records of steps are of one rank."""

@@ -29,7 +29,6 @@ class TokenFile(NamedTuple):
     num_bytes: int | None  # UTF-8 bytes of the text; None: not known
     num_documents: int
     ends: np.ndarray | None = None  # int64: where in the stream each document ends, for its mask
-    folder: Path | None = None  # where what is made from it is kept
 
     @property
     def tokens_per_byte(self) -> float | None:
@@ -88,8 +87,7 @@ def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
     if config.dataset.document_mask and tokens[ends[0] - 1] != end:
         problem = f"document_mask=true, but dataset.name={name} has no end-of-text id {end}"
         raise ValueError(f"{problem}: set dataset.tokenizer to its maker's, or the mask to false")
-    folder = Path(config.dataset.cache_dir, _cache_key(config, [Path(name)]))
-    return TokenFile(tokens, None, len(ends), ends, folder)
+    return TokenFile(tokens, None, len(ends), ends)
 
 
 def _cache_key(config: Config, files: list[Path]) -> str:
@@ -241,4 +239,4 @@ def _open_token_file(folder: Path) -> TokenFile:
     if (found := (len(tokens), len(ends), int(ends[-1]))) != expected:
         what = f"tokens, documents and the end of the last are {found} instead of {expected}"
         raise ValueError(f"{folder} is damaged: {what}. Delete it, and it will be made again")
-    return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"], ends, folder)
+    return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"], ends)

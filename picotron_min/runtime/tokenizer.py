@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from picotron_min.runtime.json_file import write_json
+
 
 class BytesTokenizer:
     """A token is a byte of UTF-8: ids 0 to 255 are the bytes, 256 is end of text."""
@@ -18,17 +20,22 @@ class BytesTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
-        import tokenizers
-        from transformers import PreTrainedTokenizerFast
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
+        # Not transformers, which takes a second to import: in a short run, a quarter of its time.
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        # The files must be text, so GPT-2 gave every byte a printable character.
-        ids = {character: byte for byte, character in bytes_to_unicode().items()}
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))  # without merges
-        split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer, backend.decoder = split, tokenizers.decoders.ByteLevel()
-        whole = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT[0])
-        whole.save_pretrained(folder)
+        # The files must be text, so GPT-2 gave every byte a printable character: its own, or one of
+        # those from 256 on.
+        split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        characters = sorted(split.alphabet())
+        own = [ord(character) for character in characters if ord(character) < 256]
+        ids = dict(zip(characters, [*own, *sorted(set(range(256)) - set(own))], strict=True))
+        whole = Tokenizer(models.BPE(ids, []))  # without merges
+        whole.pre_tokenizer, whole.decoder = split, decoders.ByteLevel()
+        whole.add_special_tokens([END_OF_TEXT[0]])
+        folder.mkdir(exist_ok=True)
+        whole.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT[0]}
+        write_json(folder / "tokenizer_config.json", settings)
 
 
 # Those of public models, for tokenizers whose files do not name theirs.

@@ -27,58 +27,33 @@ from picotron_min.placement import placements
 from picotron_min.runtime import hugging_face, saver
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.folders import find_start
 from picotron_min.runtime.metadata import read_to_resume
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.assembled import Parts, assemble, on_one_rank, parts_of
-from tests.training import SHAPE, StepResult, Training, open_data
+from tests.training import SHAPE, StepResult, Training, config_of, open_data
 
 CPU = torch.device("cpu")
 
 
-def make_config(
-    dp=1,
-    pp=1,
-    cp=1,
-    tp=1,
-    tied=False,
-    dtype="float32",
-    fused=True,
-    model=None,
-    distributed=None,
-    checkpoint=None,
-    **training,
-) -> Config:
-    return parse_config(
-        {
-            "distributed": {
-                "dp_size": dp,
-                "tp_size": tp,
-                "pp_size": pp,
-                "cp_size": cp,
-                "sequence_parallel": tp > 1,
-                "use_cpu": True,
-            }
-            | (distributed or {}),
-            "model": SHAPE
-            | {"tie_word_embeddings": tied, "dtype": dtype, "use_fused_adam": fused}
-            | (model or {}),
-            "training": {
-                "learning_rate": 0.01,
-                "schedule": "cosine",
-                "warmup_steps": 2,
-                "total_train_steps": 6,
-                "seq_length": 16,
-                "micro_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-                "eval_batches": 1,
-            }
-            | training,
-            "checkpoint": checkpoint or {},
-        }
-    )
+def make_config(tp=1, tied=False, fused=True, model=(), distributed=(), checkpoint=(), **more):
+    keys = {
+        "tp": tp,
+        "sequence_parallel": tp > 1,
+        "use_cpu": True,
+        "tie_word_embeddings": tied,
+        "fused": fused,
+        "learning_rate": 0.01,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "total_train_steps": 6,
+        "seq_length": 16,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_batches": 1,
+    }
+    return config_of(**SHAPE | keys | dict(distributed) | dict(model) | dict(checkpoint) | more)
 
 
 # Layer 0 has an MLP, layer 1 has experts.
@@ -90,6 +65,32 @@ EXPERTS = {
     "scoring_func": "sigmoid",
     "mlp_only_layers": [0],
 }
+# What names of runs consist of, beside sizes of axes.
+WORDS = {
+    "one": {},
+    "tied": {"tied": True},
+    "experts": {"model": EXPERTS},
+    "unfused": {"fused": False},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float64": {"dtype": "float64"},
+    "sgd": {"optimizer": "sgd"},
+    "wsd": {"schedule": "wsd"},
+    "plain": {"sequence_parallel": False},
+    "afab": {"pp_engine": "afab"},
+    "interleaved": {"pp_engine": "interleaved", "pp_chunks": 2},
+    "zb_v": {"pp_engine": "zb_v", "pp_chunks": 2},
+    "ulysses": {"cp_engine": "ulysses"},
+    "sharded": {"sharding": "parameters"},
+    "owners": {"sharding": "layerwise"},
+}
+
+
+def options_of(name: str) -> dict:
+    """What "dp2-pp2-afab" stands for."""
+    options = {}
+    for word in name.split("-"):
+        options |= WORDS[word] if word in WORDS else {word[:-1]: int(word[-1])}
+    return options
 
 
 def make_training(config: Config, weights: dict[str, Path] | None = None) -> Training:
@@ -180,104 +181,44 @@ def resume_run(folder: Path, config: Config, bad_step: int | None) -> None:
     assert whole.evaluate() == second.evaluate()
 
 
-EP2, ETP2 = {"ep_size": 2}, {"etp_size": 2}
-RUNS = {  # a config, and the step whose gradient is not finite
-    "one": (make_config(), None),
-    "tied": (make_config(tied=True, fused=False), None),
-    "dp2-tied": (make_config(dp=2, tied=True), None),
-    "dp2-skipped": (make_config(dp=2), 1),
-    "dp2-sgd": (make_config(dp=2, optimizer="sgd"), None),
-    "dp2-bfloat16": (make_config(dp=2, dtype="bfloat16"), None),
-    "float64-wsd": (make_config(dtype="float64", schedule="wsd"), None),
-    "tp2-tied": (make_config(tp=2, tied=True), None),
-    "dp2-tp2-skipped": (make_config(dp=2, tp=2, dtype="bfloat16"), 1),
-    "pp2-tied-skipped": (make_config(pp=2, tied=True), 1),
-    "pp2-tp2": (make_config(pp=2, tp=2), None),
-    "dp2-ep2": (make_config(dp=2, model=EXPERTS, distributed=EP2), None),
-    "dp2-tp2-ep2-etp2-skipped": (
-        make_config(dp=2, tp=2, model=EXPERTS, distributed=EP2 | ETP2),
-        1,
-    ),
-    "dp2-pp2-etp2-bfloat16": (
-        make_config(dp=2, pp=2, dtype="bfloat16", model=EXPERTS, distributed=ETP2),
-        None,
-    ),
-}
-
-
-@pytest.mark.turns(2, 5)
-@pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_is_bit_identical(pool, tmp_path, name):
-    config, bad_step = RUNS[name]
+@pytest.mark.parametrize(
+    "name,bad_step",
+    [
+        ("tied-unfused", None),
+        ("dp2-sgd", 1),
+        ("tp2-tied-float64-wsd", None),
+        ("dp2-tp2-bfloat16", 1),
+        ("pp2-tied", 1),
+        ("dp2-tp2-ep2-etp2-experts-bfloat16", None),
+    ],
+)
+def test_a_resumed_run_is_bit_identical(pool, tmp_path, name, bad_step):
+    config = make_config(**options_of(name))
     pool.run(config.world_size, resume_run, tmp_path, config, bad_step)
 
 
-# Saved under one layout and resumed under the other, which has the same global batch, but for dp3.
-# Experts lie on a grid of their own: (ep, etp), beside (dp, tp) of everything else.
-LAYOUTS = {
-    "one": {},
-    "dp2": {"dp": 2},
-    "dp4": {"dp": 4},
-    "tp2": {"tp": 2},
-    "tp2-plain": {"tp": 2, "distributed": {"sequence_parallel": False}},
-    "tp4": {"tp": 4},
-    "pp2-afab": {"pp": 2, "distributed": {"pp_engine": "afab"}},
-    "pp4": {"pp": 4, "gradient_accumulation_steps": 4},
-    "pp2-interleaved": {"pp": 2, "distributed": {"pp_engine": "interleaved", "pp_chunks": 2}},
-    "pp2-zb_v": {"pp": 2, "distributed": {"pp_engine": "zb_v", "pp_chunks": 2}},
-    "cp2": {"cp": 2},
-    "cp4-ulysses": {"cp": 4, "distributed": {"cp_engine": "ulysses"}},
-    "pp2-cp2-tp2": {"pp": 2, "cp": 2, "tp": 2},
-    "dp2-pp2-tp2": {"dp": 2, "pp": 2, "tp": 2},
-    "dp2-tp4-ep4-etp2": {"dp": 2, "tp": 4, "distributed": {"ep_size": 4, "etp_size": 2}},
-    "dp4-ep2-etp2": {"dp": 4, "distributed": {"ep_size": 2, "etp_size": 2}},
-    "dp4-tp2-ep8": {"dp": 4, "tp": 2, "distributed": {"ep_size": 8}},
-    "dp2-pp2-ep2": {"dp": 2, "pp": 2, "distributed": {"ep_size": 2}},
-    "cp2-tp2-etp4": {"cp": 2, "tp": 2, "distributed": {"etp_size": 4}},
-    "dp2-tp2-ep2-sharded": {
-        "dp": 2,  # rows of attention are cut over tp, and then over dp
-        "tp": 2,
-        "distributed": {"ep_size": 2, "sharding": "parameters"},
-    },
-    "dp4-etp2-owners": {"dp": 4, "distributed": {"etp_size": 2, "sharding": "layerwise"}},
-    "dp3-tp2-ep2": {"dp": 3, "tp": 2, "distributed": {"ep_size": 2}},
-}
 # 257 ids over 4 tp ranks are 65, 65, 65 and 62: shards of unequal size.
 SHAPES = {"untied": {"num_hidden_layers": 4}, "experts": EXPERTS}
 SHAPES["tied"] = SHAPES["untied"] | {"tie_word_embeddings": True}
+# Saved under one layout and resumed under the other, which has the same global batch, but for dp3.
+# Experts lie on a grid of their own: (ep, etp), beside (dp, tp) of everything else.
 PAIRS = [
-    ("one", "dp2-pp2-tp2", "untied"),
-    ("dp2", "tp2", "tied"),
-    ("dp4", "pp4", "untied"),
-    ("tp2", "one", "tied"),
-    ("tp2-plain", "tp4", "untied"),
-    ("tp4", "tp2-plain", "tied"),
-    ("pp2-afab", "cp2", "untied"),
-    ("pp4", "dp2", "tied"),
-    ("pp2-interleaved", "pp2-afab", "untied"),
-    ("cp2", "pp2-interleaved", "tied"),
-    ("cp4-ulysses", "dp4", "untied"),
-    ("pp2-cp2-tp2", "dp2", "tied"),
-    ("dp2-pp2-tp2", "cp4-ulysses", "untied"),
+    ("cp4-ulysses", "dp2-pp2-tp2", "untied"),
     ("tp4", "pp2-cp2-tp2", "tied"),
-    ("pp2-zb_v", "dp2", "tied"),  # the first and the last stage are on one rank
+    ("pp2-interleaved", "tp2-plain", "tied"),
+    ("pp2-zb_v", "pp4-afab", "tied"),  # the first and the last stage are on one rank
     ("dp2-tp4-ep4-etp2", "one", "experts"),
-    ("dp2-tp4-ep4-etp2", "dp4-ep2-etp2", "experts"),
-    ("dp4-ep2-etp2", "dp4-tp2-ep8", "experts"),
     ("dp4-tp2-ep8", "dp2-pp2-ep2", "experts"),
-    ("dp2-pp2-ep2", "dp2-tp2-ep2-sharded", "experts"),
-    ("dp2-tp2-ep2-sharded", "cp2-tp2-etp4", "experts"),
-    ("one", "dp4-etp2-owners", "experts"),
+    ("dp2-tp2-ep2-sharded", "cp2-tp2-etp4", "experts"),  # rows are cut over tp, and then over dp
     ("dp4-etp2-owners", "dp3-tp2-ep2", "experts"),  # whose global batch has another size
 ]
 
 
-def of_layout(name: str, model: str = "untied", **options) -> Config:
-    layout = {"gradient_accumulation_steps": 2} | LAYOUTS[name] | options
-    dp, shape = layout.get("dp", 1), {"num_key_value_heads": 4} | SHAPES[model]
-    if dp > 2:
-        layout["gradient_accumulation_steps"] = 1
-    size = 4 // dp // layout["gradient_accumulation_steps"]
+def of_layout(name: str, model: str = "untied") -> Config:
+    layout = options_of(name)
+    dp, micro_batches = layout.get("dp", 1), max(2, layout.get("pp", 1))
+    layout["gradient_accumulation_steps"] = micro_batches = 1 if dp > 2 else micro_batches
+    shape, size = {"num_key_value_heads": 4} | SHAPES[model], 4 // dp // micro_batches
     return make_config(dtype="float64", model=shape, micro_batch_size=size, **layout)
 
 
@@ -371,23 +312,9 @@ def unbroken_run(pool, plain: str) -> tuple[list, dict[str, np.ndarray]]:
     return results, final
 
 
-@pytest.mark.turns(2, 5)
 @pytest.mark.parametrize("saved,resumed,model", PAIRS, ids=map("->".join, PAIRS))
 def test_any_layout_resumes_from_any_other(pool, tmp_path, saved, resumed, model):
     assert_resumes(pool, tmp_path, of_layout(saved, model), of_layout(resumed, model))
-
-
-def load_at_other_layout(folder: Path, config: Config) -> State:
-    training = make_training(config)
-    training.load(folder, step=1)
-    return State(training)
-
-
-def save_a_step(folder: Path, config: Config) -> State:
-    training = make_training(config)
-    training.step(0)
-    training.save(folder, 1)
-    return State(training)
 
 
 def names(folder: Path) -> list[str]:
@@ -440,19 +367,30 @@ class WritesAFile:
         return Path.touch, (self.path,)
 
 
-def test_loading_runs_no_code_of_the_checkpoint(pool, tmp_path):
-    (state,) = pool.run(1, save_a_step, tmp_path, make_config())
-    folder, trace = tmp_path / "step-00000001", tmp_path / "unpickled"
+def load_among_pickles_and_without_files(run: Path) -> None:
+    training, folder, trace = make_training(make_config()), run / "step-00000001", run / "unpickled"
+    training.step(0)
+    training.save(run, 1)
     for path in folder.iterdir():
         assert path.suffix in (".safetensors", ".json")
         assert not path.read_bytes().startswith(b"\x80")  # as pickles do
+    trap = pickle.dumps(WritesAFile(trace))
     for name in (".metadata", "data.pt"):
-        (folder / name).write_bytes(pickle.dumps(WritesAFile(trace)))
-    (loaded,) = pool.run(1, load_at_other_layout, folder, make_config())
-    state.assert_equal(loaded)
+        (folder / name).write_bytes(trap)
+    other = make_training(make_config())
+    other.load(folder, step=1)
+    State(other).assert_equal(State(training))
     assert not trace.exists()
-    pickle.loads((folder / ".metadata").read_bytes())
+    pickle.loads(trap)
     assert trace.exists(), "the trap does not work"
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(OSError, match=f"cannot load {folder}: "):
+        other.load(folder, step=1)
+
+
+def test_loading_runs_no_code_of_the_checkpoint_and_misses_its_files(pool, tmp_path):
+    pool.run(1, load_among_pickles_and_without_files, tmp_path)
 
 
 def background_saves(folder: Path) -> None:
@@ -513,21 +451,6 @@ def test_the_newest_checkpoints_are_kept(pool, tmp_path):
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-final"]
 
 
-def load_what_is_gone(folder: Path) -> str:
-    training = make_training(make_config())
-    with pytest.raises(OSError) as error:
-        training.load(folder, step=1)
-    return str(error.value)
-
-
-def test_a_checkpoint_deleted_after_its_check_is_reported(pool, tmp_path):
-    pool.run(1, save_a_step, tmp_path, make_config())
-    folder = tmp_path / "step-00000001"
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    assert f"cannot load {folder}: " in pool.run(1, load_what_is_gone, folder)[0]
-
-
 TEXT = "Grüße, 世界 🌍!\n\tif x  !=  'y':\r\n\t"
 
 
@@ -547,17 +470,15 @@ def export(folder: Path, config: Config) -> tuple[dict[str, Tensor], Tensor | No
     return {name: part.full_tensor() for name, part in weights.items()}, logits
 
 
-@pytest.mark.turns(2, 5)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, layout, tied):
+@pytest.mark.parametrize(
+    "name", ["dp2", "tp2-tied-float64", "pp2-tied-bfloat16", "pp2-float64", "dp2-bfloat16"]
+)
+def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, name):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    folder = tmp_path / "hf"
-    config = make_config(**layout, tied=tied, dtype=dtype)
+    folder, config = tmp_path / "hf", make_config(**options_of(name))
     (weights, logits), (others, _) = pool.run(2, export, folder, config)
     weights |= others
     assert names(folder) == [
@@ -583,16 +504,15 @@ def test_transformers_loads_the_finished_model(pool, tmp_path, caplog, dtype, la
     assert not any(report.values()), report
     assert not caplog.messages
 
-    dtype = getattr(torch, dtype)
+    dtype = getattr(torch, config.model.dtype)
     loaded = dict(model.named_parameters())
     in_file = load_file(folder / "model-00001-of-00001.safetensors")
-    assert loaded.keys() == weights.keys() and ("lm_head.weight" in loaded) is not tied
+    assert loaded.keys() == weights.keys() and ("lm_head.weight" in loaded) is ("tied" not in name)
     for name, weight in weights.items():
         assert in_file[name].dtype == loaded[name].dtype == dtype
         assert torch.equal(loaded[name], weight.to(dtype))
-    if (
-        dtype != torch.bfloat16 and logits is not None
-    ):  # ours is computed with float32 weights, theirs has only these
+    # Ours is computed with float32 weights, theirs has only these.
+    if dtype != torch.bfloat16 and logits is not None:
         torch.testing.assert_close(theirs.detach(), logits, rtol=0, atol=1e-6)
 
     assert ids[0].tolist() == list(TEXT.encode())

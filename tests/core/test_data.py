@@ -51,8 +51,6 @@ def test_targets_are_the_next_tokens():
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert sorted(batch.tokens.tolist()) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert torch.equal(batch.targets, batch.tokens + 1)
-    assert make_batches(S=4).positions.tolist() == [0, 1, 2, 3]
-    assert batch.tokens.is_contiguous() and batch.targets.is_contiguous()
 
 
 @pytest.mark.parametrize("eval_batches", [0, 1, 2])
@@ -115,16 +113,6 @@ def test_epochs_and_seeds_have_their_own_orders():
     assert len({tuple(step_sequences([batches], step)) for step in range(5)}) == 5
 
 
-def test_every_layout_trains_on_the_same_sequences_in_a_step():
-    layouts = [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 3, 4)]
-    for step in (0, 3, 20):
-        seen = [
-            sorted(step_sequences(all_ranks(dp, B=B, M=M, eval_batches=1), step))
-            for B, M, dp in layouts
-        ]
-        assert all(sequences == seen[0] for sequences in seen)
-
-
 def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
     batches = make_batches(num_tokens=201, B=5, M=1)  # 50 sequences, 5 a step
     drawn = []
@@ -151,17 +139,6 @@ def resume(batches, step, **options):
     return make_batches(first_step=step, seen_before=batches.tokens_seen(step), **options)
 
 
-def test_a_resume_with_the_same_batch_size_continues_with_the_same_batches():
-    unbroken = make_batches(num_tokens=50)
-    resumed = resume(resume(unbroken, 3, num_tokens=50), 7, num_tokens=50)
-    assert resumed.first_step == 7 and resumed.seen_before == 7 * 2 * 3 * 4
-    for step in (7, 8, 30):
-        assert resumed.tokens_seen(step) == unbroken.tokens_seen(step) == step * 24
-        for micro_batch in range(3):
-            expected = unbroken.batch(step, micro_batch)
-            assert torch.equal(resumed.batch(step, micro_batch).tokens, expected.tokens)
-
-
 def test_resumes_with_other_batch_sizes_see_every_sequence_of_an_epoch_once():
     part = {"num_tokens": 4 * 60 + 1, "seed": 3}
     first = make_batches(B=2, M=3, **part)  # 6 sequences a step
@@ -183,13 +160,6 @@ def test_a_resume_with_another_sequence_length_counts_the_tokens_that_were_seen(
     assert step_sequences([longer], 5)[0] == step_sequences([order], 5 * 24 // 8)[0]
 
 
-def test_max_tokens_is_reached_after_the_steps_that_see_so_many():
-    batches = make_batches()  # 24 tokens a step
-    assert [batches.steps_for(n) for n in (1, 24, 25, 48, 49)] == [1, 1, 2, 2, 3]
-    resumed = make_batches(B=1, first_step=10, seen_before=240)  # 12 tokens a step
-    assert [resumed.steps_for(n) for n in (1, 240, 241, 252, 253)] == [10, 10, 11, 11, 12]
-
-
 def test_validation_is_on_the_same_sequences_whatever_the_batch_size():
     batches = make_batches(num_tokens=4001, B=3, M=2, eval_batches=2)
     assert (batches.num_eval_sequences, batches.num_eval_batches) == (2 * data.EVAL_BATCH, 6)
@@ -200,19 +170,6 @@ def test_validation_is_on_the_same_sequences_whatever_the_batch_size():
         assert held_out_tokens(others) == held_out_tokens(batches)
     # They are a sample of all 99 sequences that are held out, not the first ones.
     assert max(held_out_tokens(batches)) - min(held_out_tokens(batches)) > 200
-
-
-def test_context_parallel_ranks_hold_their_columns_of_the_same_rows():
-    whole = make_batches(eval_batches=1)
-    part = make_batches(eval_batches=1, positions=torch.tensor([0, 3]))
-    for batch, columns in [
-        (whole.batch(5, 2), part.batch(5, 2)),
-        (whole.eval_batch(0, 0), part.eval_batch(0, 0)),
-    ]:
-        assert part.positions.tolist() == [0, 3]
-        assert torch.equal(columns.tokens, batch.tokens[:, [0, 3]])
-        assert torch.equal(columns.targets, batch.targets[:, [0, 3]])
-        assert columns.tokens.is_contiguous()
 
 
 def test_a_text_shorter_than_a_sequence_is_refused_with_the_numbers():

@@ -33,23 +33,17 @@ def test_matrices_are_cut_and_norms_are_not(preset):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.sizes}")
-def test_cut_axes_times_copies_are_the_ranks_of_the_stages_each_once(layout, tied):
+def test_cuts_and_copies_are_all_ranks_and_sums_where_tokens_differ(layout, tied):
+    """Tokens differ over dp and cp, and over tp where its ranks see other parts of a sequence."""
     shapes = PRESETS["tiny"].override(tie_word_embeddings=tied).parameter_shapes()
     for name, placement in placements(shapes, layout, tied).items():
         names = [cut.axis for cut in placement.cuts] + list(placement.copies)
         axes = Counter(axis for name in names for axis in JOINT.get(name, (name,)))
         is_at_both_ends = tied and layout.pp > 1 and name == "model.embed_tokens.weight"
         assert axes == Counter(["dp", "cp", "tp"] + ["pp"] * is_at_both_ends), name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.sizes}")
-def test_gradients_are_summed_where_tokens_differ(layout):
-    """Over dp and cp always; over tp where its ranks see other parts of the sequence."""
-    shapes = PRESETS["tiny"].parameter_shapes()
-    for name, placement in placements(shapes, layout, tied=False).items():
         summed = [axis for name in placement.sums for axis in JOINT[name]]
         over_tp = not placement.cuts and layout.sequence_parallel
-        assert summed == ["dp", "cp"] + ["tp"] * over_tp, name
+        assert summed == ["dp", "cp"] + ["tp"] * over_tp + ["pp"] * is_at_both_ends, name
         copies = {axis for name in placement.copies for axis in JOINT.get(name, (name,))}
         assert set(summed) <= copies, "sums are within copies"
 
@@ -66,23 +60,16 @@ def test_parts_are_those_of_torch_chunk(length, size):
         assert rows[rows_here].tolist() == expected
 
 
-def test_a_second_cut_divides_what_the_first_has_left():
+def test_a_second_cut_divides_what_the_first_has_left_and_an_owner_has_all():
     cuts, sizes = [Cut("tp", 0), Cut("dp_cp", 0)], {"tp": 2, "dp_cp": 3}
     places = [
         part([61, 8], cuts, {"tp": tp, "dp_cp": dp}, sizes) for tp in range(2) for dp in range(3)
     ]
-    assert [(rows.start, rows.stop) for rows, _ in places] == [
-        (0, 11), (11, 22), (22, 31), (31, 41), (41, 51), (51, 61),
-    ]  # fmt: skip
-    assert {(columns.start, columns.stop) for _, columns in places} == {(0, 8)}
-
-
-def test_an_owner_has_all_and_the_others_nothing():
-    cuts = [Cut("ep", 0, owner=1), Cut("tp", 1)]
-    here = part([6, 8], cuts, {"ep": 1, "tp": 0}, {"ep": 2, "tp": 2})
-    elsewhere = part([6, 8], cuts, {"ep": 0, "tp": 0}, {"ep": 2, "tp": 2})
-    assert here == (slice(0, 6), slice(0, 4))
-    assert elsewhere == (slice(0, 0), slice(0, 4))
+    ends = [0, 11, 22, 31, 41, 51, 61]
+    assert places == [(slice(*pair), slice(0, 8)) for pair in itertools.pairwise(ends)]
+    cuts, sizes = [Cut("ep", 0, owner=1), Cut("tp", 1)], {"ep": 2, "tp": 2}
+    elsewhere, here = (part([6, 8], cuts, {"ep": ep, "tp": 0}, sizes) for ep in range(2))
+    assert (elsewhere, here) == ((slice(0, 0), slice(0, 4)), (slice(0, 6), slice(0, 4)))
 
 
 def test_a_tied_head_is_saved_as_the_embedding():

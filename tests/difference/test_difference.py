@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from difference.__main__ import main
 from tests.assembled import make_config
@@ -109,3 +110,19 @@ def test_a_config_that_cannot_be_compared_is_refused(tmp_path, capsys):
     path.write_text(json.dumps({"distributed": {"tp_size": 3, "use_cpu": True}}))
     assert main(["--config", str(path)]) == 2
     assert "tp_size=3" in capsys.readouterr().err
+
+
+def test_the_one_process_of_another_version_is_saved_and_compared_with(tmp_path, capsys):
+    files = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "right"
+    for file, rows in zip(files, (24, 12), strict=False):
+        config = make_config(micro_batches=24 // rows)
+        file.write_text(config.model_dump_json(by_alias=True))
+    command = ["--config", str(files[0]), "--steps", "1"]
+    assert main([*command, "--save", str(files[2])]) == 0
+    saved = torch.load(files[2])
+    saved[(0, "loss", "loss", 0, 0)] += 1
+    torch.save(saved, files[2])
+    assert main([*command, "--right", str(files[2])]) == 1
+    assert "FIRST WRONG  step 1, loss" in capsys.readouterr().out
+    assert main(["--config", str(files[1]), "--right", str(files[2])]) == 2
+    assert "is of another config" in capsys.readouterr().err

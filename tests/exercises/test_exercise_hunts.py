@@ -1,5 +1,6 @@
 """The bug hunts of exercises/: symptoms as the stories claim, and answers."""
 
+import sys
 from functools import cache
 
 import pytest
@@ -54,17 +55,37 @@ def test_hunt_4_begins_with_other_weights():
     assert tp.losses[0] != pytest.approx(right.losses[0], abs=1e-4)
 
 
+TOLD = {
+    6: (
+        "pp=2,micro_batches=2",
+        "is the tensor of micro-batch 0, not of micro-batch 1",
+        "_backward",
+    ),
+    7: ("cp=2", "positions 4-11 are rotated as if they were 0-7", "data:Batches._read"),
+}
+
+
+@pytest.mark.parametrize("number", TOLD)
+def test_a_hunt_is_told_by_its_first_wrong_tensor(number, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "difference"]:
+        monkeypatch.delitem(sys.modules, name)
+    run, said, function = TOLD[number]
+    assert commands.main(["hunt", str(number), "--difference", run]) == 1
+    found, _, named = capsys.readouterr().out.partition("look at")
+    assert said in found and function in named
+    table = [measure(number, other, 2) for other in HUNTS[number].runs]
+    assert table[0].norm == pytest.approx(table[1].norm, abs=1e-10) != table[2].norm
+
+
 @pytest.mark.parametrize("number", HUNTS)
-def test_an_answer_is_judged_by_its_distance(number):
+def test_an_answer_is_a_function_or_a_line_in_it(number):
     hunt = HUNTS[number]
     lines = (hunts.ROOT / hunt.file).read_text().splitlines()
     (line,) = (i for i, text in enumerate(lines, 1) if hunt.old.splitlines()[0] in text)
-    for place in range(line, line + len(hunt.old.splitlines())):
-        assert judge(hunt, f"{hunt.file}:{place}") == "right"
-    start = max(i for i in range(1, line) if lines[i - 1].startswith(("def ", "class ")))
-    assert judge(hunt, f"{hunt.file}:{start}") == "function"
+    start = max(i for i in range(1, line) if lines[i - 1].lstrip().startswith("def "))
     name = lines[start - 1].split("(")[0].split()[1]
-    assert judge(hunt, f"{hunt.file}:{name}") == "function"
+    for place in (line, start, name):
+        assert judge(hunt, f"{hunt.file}:{place}") == "right"
     assert judge(hunt, f"{hunt.file}:1") == judge(hunt, f"{hunt.file}:other") == "file"
     assert judge(hunt, "picotron_min/mesh.py:1") == "wrong"
     with pytest.raises(ValueError, match="is no place"):
@@ -81,7 +102,7 @@ def test_a_student_draws_a_mistake_that_some_layouts_show(monkeypatch):
     first = drawn._hunt_of(*by_name[start.mistakes[0].name])
     assert first.file == "picotron_min/initialise.py" and first.found == start.mistakes[0].sentence
     assert drawn._runs_that_show(first, right) == ("dp=1", "tp=2")
-    assert judge(first, "picotron_min/initialise.py:initialise") == "function"
+    assert judge(first, "picotron_min/initialise.py:initialise") == "right"
     line = (hunts.ROOT / first.file).read_text().split("def initialise(")[0].count("\n") + 1
     assert judge(first, f"{first.file}:{line}") == "right"
     assert drawn._runs_that_show(first._replace(new="1 / 0"), right) == ()  # it crashes

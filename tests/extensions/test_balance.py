@@ -53,17 +53,19 @@ def test_measures_are_means_over_tokens_and_over_layers_with_experts(coefficient
     assert measure_balance(routed, MODEL, routing, 2) == per_layer | means
 
 
-def test_the_console_shows_the_imbalance_and_what_is_dropped():
+def test_the_console_shows_further_tokens_the_imbalance_and_what_is_dropped():
     console, out = started(1, 3)
     for step, imbalance, dropped in ((1, 2.5, 0.0), (2, 1.75, 0.0415), (3, 1.255, 0.0)):
-        balance = {"load_imbalance": imbalance, "dropped": dropped}
-        console.step(replace(RECORD, step=step, loss=3.0, balance=balance))
+        further = {"mtp_1_loss": 3.5, "mtp_1_acceptance": imbalance / 10}
+        measures = further | {"load_imbalance": imbalance, "dropped": dropped}
+        console.step(replace(RECORD, step=step, loss=3.0, measures=measures))
     console.summary("a folder", None, "some text")
     first, second, third, *summary = (line for line in out.getvalue().splitlines() if line)
-    assert "loss 3.0000  imbalance 2.50  1.23M tok/s" in first
-    assert "loss 3.0000  imbalance 1.75  4.2% dropped  1.23M tok/s" in second
+    assert "loss 3.0000  mtp_1_loss 3.5000  imbalance 2.50  1.23M tok/s" in first
+    assert "mtp_1_loss 3.5000  imbalance 1.75  4.2% dropped  1.23M tok/s" in second
     assert "dropped" not in third
-    assert "  imbalance  2.50 -> 1.25" in "\n".join(summary)
+    assert "  imbalance   2.50 -> 1.25" in "\n".join(summary)
+    assert "  acceptance  25.0% -> 12.6% of tokens" in "\n".join(summary)
 
 
 def test_too_many_rows_on_a_rank_are_a_warning_or_the_one_error_of_all_ranks(workplace):

@@ -15,11 +15,13 @@ from tests.assembled import MODELS, make_config, make_training
 from tests.extensions.test_experts import MODELS as EXPERTS
 from tests.extensions.test_experts import make_expert_config
 
+KINDS = MODELS | EXPERTS
+KINDS["two depths"] = MODELS["untied"].override(num_nextn_predict_layers=2)
 LAYERS = 3  # all run the same graphs
 
 
 def steps(config, compiles: bool, model: str = "grouped-query") -> list[tuple]:
-    model_config = (MODELS | EXPERTS)[model].override(num_hidden_layers=LAYERS)
+    model_config = KINDS[model].override(num_hidden_layers=LAYERS)
     model = config.model.model_copy(update={"compile": compiles})
     training = make_training(config.model_copy(update={"model": model}), model_config)
     return [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
@@ -52,6 +54,10 @@ def compare(pool, config, *model: str) -> tuple[int, int]:
 def test_a_layer_of_one_process_is_one_graph(pool, recompute):
     graphs, breaks = compare(pool, make_config(recompute=recompute, micro_batches=2))
     assert (graphs, breaks) == (2, 0), "one for all layers, one for the loss"
+
+
+def test_prediction_layers_are_one_graph_more(pool):
+    assert compare(pool, make_config(micro_batches=2), "two depths") == (3, 0)
 
 
 def test_bfloat16_copies_are_compiled_too(pool):

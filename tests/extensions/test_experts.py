@@ -167,9 +167,9 @@ def test_every_layout_trains_the_same_mixture(pool, layout, choices, sharding):
     assert_trains_as_one_rank(pool, config, model, scope)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_gate_of_shared_experts_is_summed_where_ranks_see_other_tokens(pool, sequence_parallel):
-    config = make_expert_config(ep=2, tp=2, sequence_parallel=sequence_parallel)
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_gate_of_shared_experts_is_summed_where_ranks_see_other_tokens(pool, cut):
+    config = make_expert_config(ep=2, tp=2, sequence_parallel=cut, tp_overlap=cut)
     assert_trains_as_one_rank(pool, config, "gated", "sequence")
 
 

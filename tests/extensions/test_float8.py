@@ -269,8 +269,6 @@ def test_rounding_is_compiled_for_every_shape():
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"num_hidden_layers": 4, "intermediate_size": 160}
 PROBLEMS = {
-    "skip alone": ({"fp8": False, "fp8_skip": 1}, {}, {},
-        "fp8_skip=1 is for fp8=true: set that, or fp8_skip to 0"),
     "all skipped": ({"fp8_skip": 2}, {"use_cpu": True}, {},
         "fp8_skip=2 leaves no layer of num_hidden_layers=4 in FP8: use at most 1, or fp8=false"),
     "a narrow MLP": ({"intermediate_size": 168}, {"tp_size": 2}, {},

@@ -8,7 +8,6 @@ reference rounds in blocks, and is written apart from precision/float8.py.
 import functools
 import math
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -17,15 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron_min.collectives import Ledger
-from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary
-from picotron_min.extensions.overlap.linear import Linear, WeightGradients, linears
+from picotron_min.extensions.overlap.boundary import SequenceBoundary
+from picotron_min.extensions.overlap.linear import Linear, WeightGradients
 from picotron_min.extensions.overlap.ring import RingBoundary
 from picotron_min.extensions.precision.float8 import quantise
-from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
-from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.extensions.precision.float8_linear import Float8Linear
+from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.model import Llama
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.traffic import planned_traffic
 from picotron_min.runtime.config import Config
@@ -205,39 +202,6 @@ def test_ranks_gather_the_bytes_of_one_device(pool, n, format, kind):
         share = (n - 1) / n
         assert of_rank.num_bytes == share * (BATCH * SEQUENCE * HIDDEN + 2 * 4)
         assert of_rank.with_nan == [math.inf] * 2, "all ranks skip the step"
-
-
-def mlp_of(kind: type[Boundary], axis) -> list[Tensor]:
-    """Of an MLP that is not cut: output, gradient of x, and of the weights."""
-    torch.manual_seed(0)
-    model = Llama(ModelConfig(61, HIDDEN, 48, 1, 4, 4)).double()
-    model.boundary = kind(axis, WeightGradients())
-    apply_float8(model, Workload(16, dtype="float64", fp8=True), "cpu")
-    mlp = model.model.layers["0"].mlp
-    for linear in linears(mlp).values():
-        linear.refresh()
-    own = [t.chunk(axis.size, dim=1)[axis.rank] for t in (whole_tensor(), whole_tensor().flip(2))]
-    x, dy = (t.double().contiguous() for t in own)
-    y = mlp(x.requires_grad_())
-    y.backward(dy)
-    return [y.detach(), x.grad, *(linear.weight.grad for linear in linears(mlp).values())]
-
-
-def mlp_in_sequence(kind: type[Boundary]) -> list[Tensor]:
-    return mlp_of(kind, build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp)
-
-
-@pytest.mark.parametrize("kind", [SequenceBoundary, RingBoundary])
-def test_one_large_number_sets_the_scale_of_all_ranks(pool, kind):
-    """Each of two ranks computes all of the MLP: so their sum is twice that of one device."""
-    alone = SimpleNamespace(rank=0, size=1, share=0.0, ledger=Ledger())
-    y, dx, *gradients = mlp_of(Boundary, alone)
-    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-9)
-    for rank, ours in enumerate(pool.run(2, mlp_in_sequence, kind)):
-        for whole, part in zip((y, dx), ours[:2], strict=True):
-            close(part, 2 * whole.chunk(2, dim=1)[rank])
-        for expected, gradient in zip(gradients, ours[2:], strict=True):
-            close(gradient, expected)
 
 
 LEDGERS = {

@@ -1,9 +1,12 @@
-"""A linear's three products, and the queue of weight gradients."""
+"""A linear's three products, the queue of weight gradients, and sums where they lie."""
+
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from picotron_min.extensions.kernels.products import LEAST, OneDnnLinear, is_faster, use_in_loss
 from picotron_min.extensions.overlap.linear import (
     Linear,
     WeightGradients,
@@ -11,6 +14,7 @@ from picotron_min.extensions.overlap.linear import (
     apply_queue,
     linears,
 )
+from picotron_min.model import Head
 from tests.training import new_linear
 
 X, DY = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
@@ -88,12 +92,9 @@ def test_each_of_the_three_products_can_be_replaced():
     torch.testing.assert_close(model.weight.grad, 5 * plain.weight.grad)
 
 
-@pytest.mark.parametrize("with_queue", [False, True], ids=["autograd", "queue"])
-def test_with_copies_products_are_in_bfloat16_and_gradients_in_float32(with_queue):
+def test_with_copies_products_are_in_bfloat16_and_gradients_in_float32():
     model = two_layers(torch.float32)
-    apply_copies(model, torch.bfloat16)
-    if with_queue:
-        apply_queue(model, WeightGradients())
+    apply_copies(model, torch.bfloat16)  # products are autograd's; with a queue, see below
     arrived = arrivals(model)
     exact = two_layers()
     for _ in range(2):  # the second adds to the first, once
@@ -116,3 +117,89 @@ def test_copies_follow_the_weights_when_they_are_refreshed():
     for linear in linears(model).values():
         linear.refresh()
     assert torch.equal(model[0].copy, model[0].weight.bfloat16())
+
+
+@pytest.mark.parametrize("tokens", [4, 100])  # below and above LEAST
+def test_products_by_onednn_equal_those_in_float64(tokens):
+    torch.manual_seed(0)
+    x, dy = torch.randn(3, tokens, 96), torch.randn(200, 3, tokens).movedim(0, -1)
+    weight, before = nn.Parameter(torch.randn(200, 96)), torch.randn(200, 96)
+    weight.grad, linear = before.clone(), OneDnnLinear(weight)
+    assert (x.numel() * 200 > LEAST) == (tokens == 100)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        y, dx = linear.product(x), linear.input_gradient(dy)
+        linear.add_weight_gradient(x, dy)
+    names = {event.name for event in profile.events()}
+    assert ("mkldnn::_linear_pointwise" in names) == (tokens == 100)
+    x, dy, w = x.double(), dy.double(), weight.detach().double()
+    expected = x @ w.T, dy @ w, before + torch.einsum("bto,bti->oi", dy, x)
+    for a, b in zip((y, dx, weight.grad), expected, strict=True):
+        assert (a - b).norm() < 1e-6 * b.norm()
+
+
+def test_the_loss_by_onednn_equals_it_in_float64():
+    torch.manual_seed(0)
+    x, targets = torch.randn(2, 40, 64), torch.randint(600, (2, 40))
+    head, results = Head(64, 600, bias=False), []
+    for dtype in (torch.float64, torch.float32):
+        model, own = deepcopy(head).to(dtype), x.to(dtype).requires_grad_()
+        if dtype == torch.float32:
+            use_in_loss(model)
+        with torch.profiler.profile() as profile:
+            loss = model.loss(own, targets)
+        loss.backward()
+        results.append((loss, own.grad, model.weight.grad))
+    names = [event.name for event in profile.events()]
+    assert names.count("mkldnn::_linear_pointwise") == 3 and "aten::mm" not in names
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() < 1e-6 * a.norm()
+
+
+@pytest.mark.parametrize("device, dtype", [("cuda", torch.float32), ("cpu", torch.float64)])
+def test_other_products_are_torchs_own(device, dtype):
+    assert not is_faster(device, dtype)
+
+
+# Where they lie: in float32, against sums in float64.
+
+OUT, IN, TOKENS = 8, 16, 40
+
+
+def factors(dtype: torch.dtype, rows: int = TOKENS) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, IN).to(dtype), torch.randn(rows, OUT).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_micro_batches_are_added_to_what_is_there(dtype):
+    torch.manual_seed(0)
+    linear, arrived = new_linear(IN, OUT), []
+    buffer = torch.randn(OUT * IN + 5)  # as a bucket, not zero, and with others behind it
+    linear.weight.grad = buffer[:-5].view(OUT, IN)
+    expected, storage = buffer.double(), linear.weight.grad.data_ptr()
+    if dtype == torch.bfloat16:
+        apply_copies(linear, dtype)
+    linear.gradient_arrived = lambda: arrived.append(1)
+    apply_queue(linear, WeightGradients())
+    for _ in range(3):
+        x, dy = factors(dtype)
+        linear(x.requires_grad_()).backward(dy)
+        expected[:-5] += (dy.double().T @ x.detach().double()).flatten()
+    assert len(arrived) == 3 and linear.weight.grad.data_ptr() == storage
+    assert linear.copy is None or linear.copy.grad is None, "a gradient of the copy"
+    # On a CPU a bfloat16 product is rounded before it is added.
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(buffer.double(), expected, rtol=0, atol=tolerance * 60)
+    assert torch.equal(buffer[-5:].double(), expected[-5:]), "what lies behind it is another's"
+
+
+@pytest.mark.gpu
+def test_a_gpu_adds_a_product_of_bfloat16_to_float32():
+    torch.manual_seed(0)
+    linear = new_linear(IN, OUT).cuda()
+    expected = torch.randn(OUT, IN).cuda()
+    linear.weight.grad = expected.clone()
+    for _ in range(3):
+        x, dy = (t.cuda() for t in factors(torch.bfloat16))
+        linear.add_weight_gradient(x, dy)
+        expected = expected + (dy.double().T @ x.double())
+    torch.testing.assert_close(linear.weight.grad.double(), expected, rtol=0, atol=1e-4)

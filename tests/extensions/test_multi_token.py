@@ -29,6 +29,7 @@ from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.runtime.architectures import from_hf, to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
+from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import hardware_flops_per_token
 from picotron_min.runtime.hugging_face import find_weights, layers_left_out
 from picotron_min.runtime.tokenizer import BytesTokenizer
@@ -63,13 +64,15 @@ def pieces_of(data: Batches, rows: list[int], D: int) -> Iterator[Piece]:
                 yield torch.from_numpy(known.astype(np.int64)), last - first
 
 
-def written_out(c: ModelConfig, weights: dict[str, Tensor], pieces: list[Piece]) -> list[Tensor]:
-    """The summed cross entropy of each depth."""
+def written_out(
+    c: ModelConfig, weights: dict[str, Tensor], pieces: list[Piece]
+) -> tuple[list[Tensor], list[int]]:
+    """The summed cross entropy of each depth, and how many targets have the largest logit."""
     trunk, layer = Llama(c.override(num_nextn_predict_layers=0)).double(), DecoderLayer(c).double()
     trunk.lm_head = nn.Identity()
     tied, embedding = c.tie_word_embeddings, weights["model.embed_tokens.weight"]
     head, E = embedding if tied else weights["lm_head.weight"], (c.hidden_size,)
-    sums = [0.0] * (1 + c.num_nextn_predict_layers)
+    sums, hits = ([0] * (1 + c.num_nextn_predict_layers) for _ in range(2))
     for known, n in pieces:
         positions = torch.arange(n)
         own = {name: weights[name] for name, _ in trunk.named_parameters()}
@@ -90,7 +93,8 @@ def written_out(c: ModelConfig, weights: dict[str, Tensor], pieces: list[Piece])
             targets = known[j + 1 : j + 1 + n]
             logits = h[0, : len(targets)] @ head.T
             sums[j] = sums[j] + F.cross_entropy(logits, targets, reduction="sum")
-    return sums
+            hits[j] += (logits.argmax(-1) == targets).sum().item()
+    return sums, hits
 
 
 def compare_with_the_objective(config: Config, model_config: ModelConfig) -> None:
@@ -101,7 +105,7 @@ def compare_with_the_objective(config: Config, model_config: ModelConfig) -> Non
     step = next(i for i in range(9) if last in data._starts(i, everything))
     pieces = pieces_of(data, data._starts(step, everything), D)
     weights = {name: p.detach().clone().requires_grad_() for name, p in training.parameters.items()}
-    first, *others = written_out(model_config, weights, list(pieces))
+    (first, *others), hits = written_out(model_config, weights, list(pieces))
     N = sum((data.batch(step, i).targets[0] >= 0).sum() for i in range(data.num_micro_batches))
     ((first + FACTOR / D * sum(others)) / N).backward()
 
@@ -112,6 +116,7 @@ def compare_with_the_objective(config: Config, model_config: ModelConfig) -> Non
         own = sum((targets >= 0).sum() for targets in batches)
         assert own < N, "some targets are held out, or of other documents"
         assert abs(result.measures[f"mtp_{j}_loss"] - expected / own) < 1e-12
+        assert result.measures[f"mtp_{j}_acceptance"] == hits[j] / own.item()
     for name, parameter in training.parameters.items():
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=0, atol=1e-12, msg=name)
 
@@ -305,12 +310,10 @@ def test_files_may_have_other_prediction_layers_or_repeat_an_end(tmp_path):
     ids=str,
 )
 def test_what_no_model_of_transformers_computes_is_refused(model, factor, message):
+    raw = make_config(mtp_loss_scaling_factor=float(factor)).model_dump(by_alias=True)
+    raw["model"] |= {"num_nextn_predict_layers": 1, "vocab_size": 257} | model
     with pytest.raises(ValueError, match=message):
-        config = make_config(
-            model={"num_nextn_predict_layers": 1, "vocab_size": 257} | model,
-            mtp_loss_scaling_factor=float(factor),
-        )
-        resolve_model(config)
+        resolve_model(parse_config(raw))
 
 
 # Costs: FLOPs and memory, against what torch counts; what is sent is in test_planner_traffic.py.

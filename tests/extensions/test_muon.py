@@ -2,10 +2,8 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +13,6 @@ from picotron_min.extensions.optimizers.whole_matrices import Batch
 from picotron_min.extensions.settings import Recipe
 from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.metadata import read_to_resume
 from tests import assembled
 from tests.assembled import assert_trains_as_one_rank
 from tests.core import test_checkpoint
@@ -180,12 +177,10 @@ def test_a_rank_sends_its_part_there_and_gets_it_back(pool, sharding, axis, n):
         assert {name: bytes for name, bytes in sent.items() if bytes} == {axis: 2 * each_way}
 
 
-CHECKPOINTS = {
-    "one": {},
+CHECKPOINTS = {  # others are in test_adamw.py
     "fused off": {"fused": False},
     "dp2": {"dp": 2},
     "bfloat16": {"dp": 2, "dtype": "bfloat16"},
-    "pp2-tp2": {"pp": 2, "tp": 2, "tied": True},
 }
 
 
@@ -196,23 +191,6 @@ def test_a_resumed_run_with_muon_is_bit_identical(pool, tmp_path, layout):
     pool.run(config.world_size, test_checkpoint.resume_run, tmp_path, config, skipped)
 
 
-def save_after_three_steps(folder: Path, config: Config) -> list[str]:
-    training = test_checkpoint.train_and_save(folder, config)
-    return sorted(test_checkpoint.State(training))
-
-
-def resume_at_step_three(folder: Path, config: Config) -> list[tuple[float, float]]:
-    training = test_checkpoint.make_training(config)
-    path = folder / "step-00000003"
-    training.load(path, read_to_resume(path, training.model_config, "muon").step)
-    return [training.step(step)[:2] for step in range(3, 6)]
-
-
-def run_unbroken(config: Config) -> list[tuple[float, float]]:
-    training = test_checkpoint.make_training(config)
-    return [training.step(step)[:2] for step in range(6)][3:]
-
-
 @pytest.mark.parametrize("saved,resumed", [("dp2", "tp2"), ("tp4", "pp2-afab"), ("pp4", "one")])
 def test_any_layout_resumes_from_any_other_with_muon(pool, tmp_path, saved, resumed):
     def config_of(name: str) -> Config:
@@ -220,15 +198,7 @@ def test_any_layout_resumes_from_any_other_with_muon(pool, tmp_path, saved, resu
         training = config.training.model_copy(update={"optimizer": "muon"})
         return config.model_copy(update={"training": training})
 
-    before, after, one = config_of(saved), config_of(resumed), config_of("one")
-    keys = pool.run(before.world_size, save_after_three_steps, tmp_path, before)
-    states = [key for key in set().union(*keys) if key.startswith("optimizer.")]
-    hidden = {key for key in states if "_proj" in key}
-    assert hidden and {key.split(".")[1] for key in hidden} == {"momentum_buffer"}
-    assert {key.split(".")[1] for key in set(states) - hidden} == {"exp_avg", "exp_avg_sq"}
-    (expected,) = pool.run(1, run_unbroken, one)
-    for results in pool.run(after.world_size, resume_at_step_three, tmp_path, after):
-        np.testing.assert_allclose(results, expected, rtol=0, atol=1e-10)
+    test_checkpoint.assert_resumes(pool, tmp_path, config_of(saved), config_of(resumed))
 
 
 def test_muon_needs_one_state_a_hidden_matrix():

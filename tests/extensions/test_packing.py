@@ -1,9 +1,6 @@
 """Best-fit packing: rows of whole documents, of every token to train on once."""
 
 import dataclasses
-import os
-import signal
-import time
 
 import numpy as np
 import pytest
@@ -12,13 +9,12 @@ import torch
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.extensions.documents import packing
 from picotron_min.extensions.documents.batches import DocumentBatches
-from picotron_min.extensions.documents.packing import PackedBatches, best_fit, kept, pack
+from picotron_min.extensions.documents.packing import PackedBatches, best_fit, pack
 from picotron_min.extensions.settings import Workload
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.token_file import TokenFile
-from tests.pool import run_forked
 
 
 def slow_best_fit(lengths: list[int], S: int) -> list[list[int]]:
@@ -139,71 +135,16 @@ def test_layouts_and_resumed_runs_read_the_same_rows():
                 assert sum((part.extra[0].lengths for part in parts), ()) == whole.extra[0].lengths
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "cache" / "best-fit.bin"
-
-
-ENDS = np.cumsum([3, 5, 2, 9, 4, 1, 7, 7])
-
-
-def test_spans_are_made_once_and_then_read_without_a_lock(path, monkeypatch):
-    made = kept(path, ENDS, 30, 8)
-    np.testing.assert_array_equal(made, pack(ENDS, 30, 8))
-    monkeypatch.setattr(packing, "FileLock", None)
-    again = kept(path, ENDS, 30, 8)
-    assert isinstance(again.base, np.memmap) and np.array_equal(again, made)
-
-
-def test_damaged_and_stale_spans_are_made_anew(path):
-    expected = kept(path, ENDS, 30, 8).copy()
-    whole = path.read_bytes()
-    other = np.append(ENDS[:-2], [ENDS[-2] + 1, ENDS[-1]])  # as many documents, in as many tokens
-    damaged = [b"", whole[:-8], whole[:-3], whole[8:], whole[:50] + b"\1" + whole[51:], b"\0" * 8]
-    for wrong in damaged:
-        path.write_bytes(wrong)
-        np.testing.assert_array_equal(kept(path, ENDS, 30, 8), expected)
-        assert path.read_bytes() == whole
-    np.testing.assert_array_equal(kept(path, other, 30, 8), pack(other, 30, 8))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "VERSION", packing.VERSION + 1)
-        patch.setattr(packing, "pack", lambda *_: expected * 0)
-        assert not kept(path, other, 30, 8).any(), "of another version"
-
-
-def test_ranks_that_start_together_pack_once_and_a_killed_one_leaves_nothing(
-    path, tmp_path, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(packing.os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        assert run_forked(lambda: kept(path, ENDS, 30, 8), 1) == [-signal.SIGKILL]
-    assert not path.exists()
-    log = tmp_path / "log"
-
-    def slow_pack(*args):
-        with log.open("a") as file:
-            file.write("packed\n")
-        time.sleep(0.2)
-        return pack(*args)
-
-    monkeypatch.setattr(packing, "pack", slow_pack)
-    assert run_forked(lambda: kept(path, ENDS, 30, 8), 3) == [0, 0, 0]
-    assert log.read_text() == "packed\n"
-    np.testing.assert_array_equal(kept(path, ENDS, 30, 8), pack(ENDS, 30, 8))
-
-
-def test_a_run_keeps_its_spans_beside_its_tokens(tmp_path):
+def test_a_run_reads_packed_rows():
     config = parse_config(
         {
             "dataset": {"document_mask": True, "packing": "bfd"},
             "training": {"seq_length": 8, "eval_batches": 1},
         }
     )
-    text = TokenFile(np.arange(ENDS[-1]), None, len(ENDS), ENDS, tmp_path)
-    batches = open_data(config, text, 0)
+    ends = np.cumsum(LENGTHS["mixed"])
+    batches = open_data(config, TokenFile(np.arange(ends[-1]), None, len(ends), ends), 0)
     assert isinstance(batches, PackedBatches)
-    (file,) = tmp_path.glob("*.bin")
-    assert file.name == f"best-fit-8-{ENDS[-1] - 9}.bin"
     assert "packing" in {field.name for field in dataclasses.fields(Workload)}
     assert config.data_order["dataset.packing"] == "bfd"
 

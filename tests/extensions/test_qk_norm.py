@@ -55,14 +55,10 @@ def test_a_config_goes_out_and_comes_in_the_same():
     assert hf["model_type"] == "qwen3" and from_hf(hf) == SHAPE
 
 
-LAYOUTS = {
-    "tp": {"tp": 2},
+LAYOUTS = {  # beside those of test_layouts.py
     "tp, simple": {"tp": 4, "overlap": False},
-    "sp": {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
     "sp, ring": {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
-    "cp": {"cp": 2},
     "ulysses, tp": {"cp": 2, "tp": 2, "cp_engine": "ulysses"},
-    "pp": {"pp": 2, "micro_batches": 2},
     "zb_h1, tp": {"pp": 2, "tp": 2, "chunks": 1, "engine": "zb_h1", "micro_batches": 2},
     "ZeRO-1, tp": {"dp": 2, "tp": 2, "sharding": "optimizer"},
     "ZeRO-3": {"dp": 2, "sharding": "parameters", "recompute": "full"},
@@ -88,9 +84,3 @@ def test_a_model_that_could_not_be_exported_is_refused_before_it_trains(workplac
     outcome = workplace.main(workplace.config("both", model=both))
     assert outcome.code == 2 and "'qwen3' of transformers is another model" in outcome.output
     assert not workplace.folder.joinpath("runs", "both").exists()
-
-
-def test_a_model_without_them_has_none():
-    plain = SHAPE.override(qk_norm=False)
-    assert not any("_norm" in name for name in plain.attention_shapes())
-    assert to_hf(plain)["model_type"] == "llama"

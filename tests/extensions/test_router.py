@@ -179,6 +179,15 @@ def test_counts_are_summed_only_for_losses_that_are_on():
         calls.clear()
 
 
+def test_counts_of_the_step_before_are_gone_when_one_begins():
+    router, tally = make_router(SHAPE, Routing(**COEFFICIENTS["global"]), drawn(8, E), None)
+    _, experts = router(drawn(2, 4, E, seed=1))
+    tally.count(1, experts.flatten(0, 1))
+    assert tally.table.any() and tally.counts_of_step.any()
+    tally.begin()
+    assert not tally.table.any() and not tally.counts_of_step.any()
+
+
 def test_a_router_chooses_by_float32_scores_under_autocast():
     tally = RoutingCounts(SHAPE, CPU)
     router = Router(SHAPE, Routing(), tally, layer=0)

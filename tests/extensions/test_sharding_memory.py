@@ -11,7 +11,7 @@ import torch.distributed as dist
 from picotron_min.costs import parameter_count
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.launch import return_freed_memory
+from picotron_min.runtime.launch import set_allocator
 from tests.core.test_checkpoint import make_config, make_training
 from tests.extensions.test_sharding import sharded
 from tests.pool import Pool
@@ -33,7 +33,7 @@ def resident_bytes(kind: str) -> int:
 def bytes_a_parameter(config: Config) -> float:
     """How much this process has grown after two steps."""
     libc, threshold = ctypes.CDLL(None), -3
-    return_freed_memory()  # as train.py does
+    set_allocator(returns=True)  # as train.py does
     try:
         gc.collect()
         libc.malloc_trim(0)  # what runs before this one have left
@@ -61,7 +61,7 @@ def test_a_process_has_less_memory_with_sharding(new_pool):
         make_config(
             dp=4, seq_length=32, gradient_accumulation_steps=1, optimizer="adamw", model=model
         )
-        for model in (None, LARGE)
+        for model in ({}, LARGE)
     )
 
     def measure(sharding: str, config: Config = large) -> float:
@@ -71,7 +71,7 @@ def test_a_process_has_less_memory_with_sharding(new_pool):
     measure("none", small)  # what only a first run allocates is there from now on
     sizes = {sharding: measure(sharding) for sharding in ("none", *SAVED)}
     for sharding, (least, most) in SAVED.items():
-        assert least <= sizes["none"] - sizes[sharding] <= most + 0.5, sizes
+        assert least <= sizes["none"] - sizes[sharding] <= most + 1, sizes
 
 
 def gathers_and_computing(config: Config) -> list[tuple[str, int]]:

@@ -1,10 +1,13 @@
-"""Tensor parallelism that overlaps messages with products: the same model, the same bytes."""
+"""Tensor parallelism that overlaps messages with products: the same results, the same bytes.
+
+That it trains the same model is in test_layouts.py and test_experts.py; in test_planner_traffic.py
+that it sends the same bytes.
+"""
 
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,17 +18,10 @@ from picotron_min.collectives import Axis
 from picotron_min.extensions.overlap.boundary import SequenceBoundary
 from picotron_min.extensions.overlap.linear import WeightGradients
 from picotron_min.extensions.overlap.ring import RingBoundary
-from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import layout_problems
-from picotron_min.runtime.reporter import take_bytes
-from tests.assembled import (
-    MODELS,
-    make_config,
-    make_training,
-)
-from tests.extensions import test_experts
 
 B, S, F, E = 2, 12, 5, 6
 QUEUE = WeightGradients()
@@ -137,58 +133,11 @@ def test_a_part_is_sent_while_the_next_one_is_multiplied(events):
     assert events == [*sum(steps, ()), *own, "wait 0", "wait 1", "wait 2"]
 
 
-def overlapped(config: Config, **distributed) -> Config:
-    raw = config.model_dump(by_alias=True)
-    raw["distributed"] |= {"sequence_parallel": True, "tp_overlap": True, **distributed}
-    return Config.model_validate(raw)
-
-
-# More are in test_layouts.py, where it takes turns with other choices, and in test_compile.py.
-
-
-def off_and_on(config: Config, model: ModelConfig) -> list[tuple]:
-    return [run(overlapped(config, tp_overlap=on), model) for on in (False, True)]
-
-
-def run(config: Config, model: ModelConfig) -> tuple[dict, int, dict[str, int]]:
-    """Numbers of two steps of a rank; its shifts, and the bytes that it sends, in the first."""
-    training = make_training(config, model)
-    steps, shifts = [training.step(0)], training.axes.tp.ledger.calls["shift"]
-    sent = take_bytes(training.axes)
-    steps.append(training.step(1))
-    numbers = {name: p.grad.numpy() for name, p in training.parameters.items()}
-    numbers |= {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps]}
-    return numbers, shifts, sent
-
-
-EXPERTS = test_experts.MODELS["gated"]  # with shared ones; layer 1 has a dense MLP
-PAIRS = {
-    "parameters, full": (
-        overlapped(make_config(2, 2, 2, recompute="full"), sharding="parameters"),
-        MODELS["tied"],
-    ),
-    "experts": (test_experts.make_expert_config(tp=2, ep=2), EXPERTS),
-}
-
-
-@pytest.mark.parametrize("config,model", PAIRS.values(), ids=PAIRS)
-def test_overlap_changes_neither_a_run_nor_its_bytes(pool, config, model):
-    model = model.override(num_hidden_layers=2)
-    for off, on in pool.run(config.world_size, off_and_on, config, model):
-        (expected, no_shifts, bytes_off), (numbers, shifts, bytes_on) = off, on
-        for name, values in expected.items():
-            np.testing.assert_allclose(numbers[name], values, rtol=0, atol=1e-10, err_msg=name)
-        assert bytes_on == bytes_off and bytes_on["tp"] > 0
-        assert shifts and not no_shifts
-
-
-def test_overlap_without_sequence_parallelism_is_refused():
-    config = Config.model_validate({"distributed": {"tp_size": 2, "tp_overlap": True}})
+@pytest.mark.parametrize("lacking", ["sequence_parallel", "overlap"])
+def test_overlap_without_what_it_needs_is_refused(lacking):
+    layout = {"sequence_parallel": True, "overlap": True} | {lacking: False}
+    config = Config.model_validate({"distributed": {"tp_size": 2, "tp_overlap": True} | layout})
     assert list(layout_problems(config)) == [
-        "tp_overlap=true needs sequence_parallel=true: set that, or tp_overlap to false"
-    ]
-    distributed = {"sequence_parallel": True, "tp_overlap": True, "overlap": False}
-    config = Config.model_validate({"distributed": {"tp_size": 2} | distributed})
-    assert list(layout_problems(config)) == [
-        "tp_overlap=true needs overlap=true: set that, or tp_overlap to false"
+        "tp_overlap=true needs sequence_parallel=true and overlap=true: set these, or tp_overlap"
+        " to false"
     ]

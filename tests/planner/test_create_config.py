@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,20 @@ def test_it_names_what_the_prediction_leaves_out(create):
     assert "  as without tp_overlap, whose effect" in out
 
 
+def test_documents_shorten_the_attention_of_the_predicted_step(create, tmp_path):
+    (tmp_path / "documents.bin").write_bytes(array("q", [1024, 2048]).tobytes())
+    of, file = "--dtype bfloat16 --dp 8 --seq_len 2048 --model_name Llama-3.2-1B", "--documents ."
+    code, out, err = create(f"{of} {file}")
+    assert (code, out) == (2, "") and "not used without dataset.document_mask" in err
+    assert not PATH.exists()
+    one = create(f"{of} --document_mask")[1]
+    assert "  Planned for one document a row: --documents FILE has their lengths.\n" in one
+    several = create(f"{of} --document_mask {file}")[1]
+    assert "  Attention is as costly as in rows of 1,024 tokens, by the documents' " in several
+    steps = [float(text.split("predicted step")[1].split()[0]) for text in (one, several)]
+    assert steps[1] < steps[0]
+
+
 MIXTURE = "--num_local_experts 8 --moe_intermediate_size 96 --mlp_only_layers [0]"
 
 
@@ -210,7 +225,6 @@ def test_an_unknown_flag_suggests_the_nearest(create):
         "--SCHEDULE=wsd": "did you mean --schedule?",
         "--frobnicate": "see --help",
         "--learning=1": "did you mean --learning_rate?",  # an abbreviation is not guessed
-        "--dpp": "did you mean --dp?",  # not --pp, which is as near
         "--cpu": "did you mean --use_cpu?",  # not --cp
         "--num_layers": "did you mean --num_hidden_layers?",  # not --pp_layers
         "--xp": "see --help",  # as near to --pp, --dp, --cp, --tp and --ep

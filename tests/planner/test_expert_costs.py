@@ -13,10 +13,10 @@ from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.qk_norm.extension import QkNorm
-from picotron_min.extensions.settings import Layout, ModelConfig, Routing
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
+from picotron_min.planner.memory import memory_per_rank, most_rows, shares_of_ranks
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.hardware import (
     active_parameter_count,
@@ -71,7 +71,7 @@ def test_a_known_mixture_has_its_known_sizes():
     assert round(active_parameter_count(MIXTRAL) / 1e9, 1) == 12.9
     lookup_and_norms = 32_000 * 4096 + 65 * 4096
     matmul = active_parameter_count(MIXTRAL) - lookup_and_norms
-    assert costs.matmul_parameters(MIXTRAL) == matmul
+    assert costs.model_flops_per_token(MIXTRAL, 0) == 6 * matmul
     attention = 12 * 32 * 32 * 128 * 4096
     common = 6 * active_parameter_count(MIXTRAL) + attention
     assert common_flops_per_token(MIXTRAL, 4096) == common
@@ -154,6 +154,9 @@ EXPERTS |= {"hidden_size": 160, "head_dim": 48}
 GATED = {"n_shared_experts": 1, "moe_shared_expert_gate": True}
 
 
+PADDED = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+
+
 def config_of(ep=1, etp=1, sharding="none", model=None, **options) -> Config:
     distributed = {"ep_size": ep, "etp_size": etp, "sharding": sharding}
     return test_checkpoint.make_config(
@@ -174,6 +177,7 @@ GRIDS = [
     {"tp": 2, "etp": 2},
     {"tp": 2, "ep": 2, "distributed": {"sequence_parallel": False}},
     {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+    {"dp": 2, "ep": 2, **PADDED},
 ]
 
 
@@ -191,7 +195,8 @@ def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
         saved.append(sum(pool.run(config.world_size, bytes_saved, config)) / config.world_size)
     t = config.training
     model_config = test_checkpoint.resolve_model(config)
-    planned = saved_per_token(model_config, "float32", "none", config.layout, 0)
+    rows = most_rows(config.layout, config.workload)
+    planned = saved_per_token(model_config, "float32", "none", config.layout, 0, rows=rows)
     measured = (saved[1] - saved[0]) / (t.micro_batch_size * t.seq_length)
     assert planned == pytest.approx(measured, rel=0.01)
 
@@ -238,6 +243,24 @@ def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
         assert held[:2] == pytest.approx((weights, gradients), abs=8 * 160 + gates)
         # The fullest rank of one window may not be that of another.
         assert states * (0.9 if sharding == "layerwise" else 1) <= held[2] + 1280 <= states + 2560
+
+
+def test_as_many_rows_are_planned_as_a_rank_can_get():
+    def rows(ep: int, **routing) -> float:
+        return most_rows(Layout(dp=8, ep=ep), Workload(8, routing=Routing(**routing)))
+
+    assert rows(8) == 1, "nothing bounds them: even ones"
+    assert rows(8, moe_expert_rank_capacity_factor=1.5) == 1.5
+    assert rows(8, moe_expert_rank_capacity_factor=3.0, moe_expert_capacity_factor=2.0) == 2
+    assert rows(2, moe_expert_rank_capacity_factor=3.0) == 2, "all of both ranks"
+    assert rows(1, moe_expert_capacity_factor=0.5) == 0.5 and rows(1, **PADDED) == 1.5
+    plain, more = (
+        memory_per_rank(MIXTRAL, Layout(dp=8, ep=8), Workload(4096, 4, routing=Routing(**of)))
+        for of in ({}, {"moe_expert_rank_capacity_factor": 1.5})
+    )
+    each = 2 * (5 * 14_336 + 4096)  # k numbers of a token and layer, all in float32
+    assert more.activations - plain.activations == 0.5 * 32 * 4 * 4096 * 4 * each
+    assert more[:3] == plain[:3]
 
 
 def test_experts_of_other_ranks_need_no_memory():

@@ -16,7 +16,8 @@ import pytest
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import link, send_seconds
-from picotron_min.planner.step_time import Rank, StepTime, predict
+from picotron_min.planner.ranks import Rank
+from picotron_min.planner.step_time import StepTime, predict
 from picotron_min.planner.system import Setting, System, our_system
 from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.public_models import find_preset
@@ -178,6 +179,29 @@ def test_the_head_at_once_and_in_stripes():
     assert StepTime(setting(system=System(stripe_rows=4))).head == close(stripes)
 
 
+def test_prediction_layers_multiply_with_a_projection_and_lm_head_again():
+    further = MODEL.override(num_nextn_predict_layers=2)
+    head = 3 * (3 * 1280 / 500 + 2 * (3 * 64 + 80 + 3 * 80) / 500) + 8 * 3 * 80 / 500
+
+    def projections(tokens: int) -> float:  # [tokens, 16] x [16, 8], three products of each depth
+        return 2 * 3 * (256 * tokens / 500 + 2 * (16 * tokens + 128 + 8 * tokens) / 500)
+
+    assert our_system(replace(WORK, fp8=True, fp8_skip=1), "cuda", 4, 1).layers_in_8_bits == 2 / 5
+    step = StepTime(setting(model=further))
+    assert step.head == close(head + projections(8))
+    for cut in (False, True):  # with sequence parallelism each rank has half of the tokens
+        of = Layout(tp=2, sequence_parallel=cut)
+        more, plain = (StepTime(setting(of, model=model)) for model in (further, MODEL))
+        lm_head = more.head - projections(4 if cut else 8)
+        assert lm_head == close(3 * (3 * 640 / 500 + 2 * (192 + 40 + 120) / 500) + 8 * 120 / 500)
+        assert more.head_messages == close(3 * plain.head_messages)
+    assert (
+        step.load(Rank(((4, False),), head=1, embedding=1)).parameters == 2 * LAYER + ALL + 2 * 128
+    )
+    assert step.load(Rank(ONE, head=1, embedding=0)).parameters == LAYER + 2 * 80 + 2 * 128
+    assert step.load(Rank(ONE, head=0, embedding=1)).parameters == LAYER + 80
+
+
 LAYER = 8 * (2 * 3 * 4 + 3 * 16)  # parameters: 576
 ALL = 2 * LAYER + 2 * 80
 WHOLE = Rank(((2, False),), head=1, embedding=1)
@@ -186,10 +210,10 @@ ONE = ((1, False),)  # layer, without experts
 
 def test_parameters_accumulation_and_optimizer():
     step = StepTime(setting())
-    assert step.owned[False] == (LAYER, 0) and step.parameters(WHOLE) == ALL
-    assert StepTime(setting(Layout(tp=2))).parameters(WHOLE) == ALL / 2
+    assert step.owned[False] == (LAYER, 0) and step.load(WHOLE).parameters == ALL
+    assert StepTime(setting(Layout(tp=2))).load(WHOLE).parameters == ALL / 2
     tied = MODEL.override(tie_word_embeddings=True)
-    assert StepTime(setting(model=tied)).parameters(WHOLE) == ALL - 80
+    assert StepTime(setting(model=tied)).load(WHOLE).parameters == ALL - 80
     assert step.accumulation(WHOLE) == close(6 * ALL / 500)
     several = replace(WORK, num_micro_batches=2)
     assert StepTime(setting(work=several)).accumulation(WHOLE) == close((2 + 2 * 4) * ALL / 500)
@@ -224,7 +248,7 @@ def test_our_gradients_leave_the_last_bucket_and_the_embedding():
     # With gradients sharded, each micro-batch's are sent behind its backward.
     several = replace(WORK, num_micro_batches=2)
     step = StepTime(setting(Layout(dp=2, sharding="gradients"), several, ours))
-    _, backward = step.passes_of(WHOLE)
+    backward = step.load(WHOLE).backward
     assert step.each_reduction(WHOLE) == close(max(0, 0.5 * 4 * ALL / 50 + 1.1 - backward))
 
 
@@ -242,7 +266,7 @@ def test_messages_of_sharded_parameters():
     hybrid = System(shares_in_node=True)
     step = StepTime(setting(Layout(dp=8, sharding="parameters"), system=hybrid))
     between = 2 * (0.5 * LAYER / 10 + 1.1)
-    assert step.reduce_scatter(step.groups(Rank(ONE, 0, 0))) == close(
+    assert step.reduce_scatter(step.load(Rank(ONE, 0, 0)).groups) == close(
         0.75 * 4 * LAYER / 50 + 1.3 + between
     )
     # Reduced once a step: added up in each micro-batch, hidden behind the last one's backward.
@@ -256,7 +280,7 @@ def test_messages_of_sharded_parameters():
     kept = StepTime(setting(Layout(dp=2, sharding="parameters"), system=System(gather_bytes=0)))
     assert kept.gathers(False, forward=0, backward=0) == close(reduction)
     assert kept.each_reduction(WHOLE) == close(reduction)
-    forward, _ = kept.passes_of(WHOLE)
+    forward = kept.load(WHOLE).forward
     assert kept.gradients(WHOLE) == close(max(0, 0.5 * 2 * ALL / 50 + 1.1 - forward))
     assert StepTime(setting(Layout(pp=2, dp=2), system=once)).keeps_weights
     narrow = StepTime(setting(Layout(dp=2, sharding="parameters"), system=System(gather_bytes=1)))
@@ -324,9 +348,9 @@ def test_experts_compute_and_travel():
     assert step.owned[True] == (expected, 8 * 3 * 4 * 4 / 2)
     # Experts are on one rank each: not reduced, not gathered, and its own to update.
     rank, experts = Rank(((1, True),), 0, 0), 8 * 3 * 4 * 4 / 2
-    (over, others), (alone, own) = step.groups(rank)
+    (over, others), (alone, own) = step.load(rank).groups
     assert (over.size, alone.size, own) == (2, 1, experts)
-    assert step.gather(step.groups(rank)) == close(0.5 * 2 * others / 50 + 1.1)
+    assert step.gather(step.load(rank).groups) == close(0.5 * 2 * others / 50 + 1.1)
     assert step.optimizer(rank) == close((30 * (others / 2 + own) + 4 * expected) / 500)
 
 
@@ -349,7 +373,7 @@ def test_ranks_that_share_cores_compute_while_others_wait():
 def test_the_bubble_and_the_sum_of_the_parts():
     work, layout = replace(WORK, num_micro_batches=4), Layout(pp=2)
     prediction = predict(setting(layout, work))  # balanced: both ranks take as long
-    each = StepTime(setting(layout, work)).micro_batch(Rank(ONE, 0.5, 1)).total()
+    each = sum(StepTime(setting(layout, work)).micro_batch(Rank(ONE, 0.5, 1)).values())
     assert prediction.parts["bubble"] == close(each)  # (p - 1) micro-batches
     assert prediction.pipeline == close(5 * each) and prediction.bubble == close(1 / 5)
     assert sum(prediction.parts.values()) == close(prediction.step, rel=1e-9)
@@ -358,7 +382,8 @@ def test_the_bubble_and_the_sum_of_the_parts():
     # With equal layers, the last rank has the head besides, and sets the pace.
     uneven = predict(setting(layout, work, System(is_balanced=False)))
     times = StepTime(setting(layout, work, System(is_balanced=False)))
-    first, last = (times.micro_batch(rank).total() for rank in (Rank(ONE, 0, 1), Rank(ONE, 1, 0)))
+    ranks = Rank(ONE, 0, 1), Rank(ONE, 1, 0)
+    first, last = (sum(times.micro_batch(rank).values()) for rank in ranks)
     assert uneven.pipeline == close(4 * last + (first + last) / 2)
     # Two chunks halve the bubble.
     chunks = predict(setting(Layout(pp=2, pp_engine="interleaved", pp_chunks=2), work))

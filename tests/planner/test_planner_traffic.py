@@ -86,7 +86,7 @@ dp=2 pp=2 cp=2 sharding=optimizer m=3 model=tied
 dp=2 pp=2 tp=2 sp=true m=2 recompute=full dtype=bfloat16 model=depths
 dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding=parameters model=depths
 """.splitlines()
-KINDS = "none", "optimizer", "gradients", "parameters"
+KINDS = "none", "gradients", "optimizer", "parameters"  # the second and fourth have their turn
 # A V has both ends on one rank.
 LAYOUTS += [f"dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding={k} model=five" for k in KINDS]
 LAYOUTS += [

@@ -109,14 +109,10 @@ def test_a_report_has_all_pictures_and_needs_no_network(page):
     assert "default-src 'none'" in page.source
 
 
-def test_identifiers_of_pictures_are_unique_and_what_they_refer_to_is_there(page):
+def test_pictures_have_their_own_identifiers_and_the_colours_of_the_page(page):
     own = re.findall(r'\bid="([^"]*)"', page.source)
-    pairs = re.findall(r'href="#([^"]*)"|url\(#(.*?)\)', page.source)
-    used = {href or url for href, url in pairs}
+    used = set(re.findall(r'(?:href="|url\()#([^")]*)', page.source))
     assert len(own) == len(set(own)) and used and used <= set(own)
-
-
-def test_pictures_take_their_colours_from_the_page(page):
     drawn = re.sub(r"<style>.*?</style>", "", page.source, flags=re.DOTALL)
     assert set(re.findall(r"#[0-9a-fA-F]{6}\b", drawn)) == set()
     defined = set(re.findall(r"(--[\w-]+):", page.source))
@@ -187,32 +183,39 @@ def test_the_pipeline_is_planned_above_measured_with_both_bubbles(folder, page):
     assert "measured: 270 ms, bubble 33.3%" in page.text
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        '{"step": 21, "loss": 1.0, "grad',  # a kill in the middle of a line
-        "\x00\x00\udcff",
-        "[" * 5000,
-        '{"step": 21}\n{"loss": 1.0}\n[1]\n3\nnull',
-        '{"step": "21", "loss": 1.0}\n{"step": true, "loss": 1}',
-        '{"step": 21, "loss": "low"}\n{"step": 21, "loss": 1, "comm_bytes": {"tp": "x"}}',
-        '{"step": 21, "loss": 1, "comm_bytes": {"zz": 1}}',
-        '{"step": 21, "loss": 1' + 400 * "0" + "}",
-        '{"step": 21, "loss": 1, "comm_bytes": null}',
-        '{"step": 21, "loss": 1, "step_seconds": -1}\n{"step": 21, "loss": 1, "mfu": 1e300}',
-        '{"step": 21' + 30 * "0" + ', "loss": 1}',
-    ],
-)
-def test_damaged_lines_are_left_out_and_named(tmp_path, lines):
+DAMAGED = [
+    '{"step": 21, "loss": 1.0, "grad',  # a kill in the middle of a line
+    "\x00\x00\udcff",
+    "[" * 5000,
+    '{"step": 21}',
+    '{"loss": 1.0}',
+    "[1]",
+    "3",
+    "null",
+    {"step": "two"},
+    {"step": 10**30},
+    {"loss": "low"},
+    {"loss": 10**400},
+    {"comm_bytes": {"tp": "x"}},
+    {"comm_bytes": {"zz": 1}},
+    {"step_seconds": -1},
+    {"mfu": 1e300},
+    {"watts": "many"},
+]
+
+
+def test_damaged_lines_are_left_out_and_named(tmp_path):
     config = write_run(tmp_path)
+    whole = json.loads((tmp_path / "metrics.jsonl").read_text().partition("\n")[0])
     with (tmp_path / "metrics.jsonl").open("a", errors="surrogateescape") as file:
-        file.write(lines + "\n")
+        for damage in DAMAGED:
+            line = damage if isinstance(damage, str) else json.dumps({**whole, "step": 21} | damage)
+            file.write(f"{line}\n")
     write_records(tmp_path, config, [22])
     run = read_run(tmp_path)
     assert [record.step for record in run.steps] == [*range(1, 21), 22]
-    assert len(run.notes) == 1 and "metrics.jsonl has " in run.notes[0]
-    first = 20 + 2 * 4 + 1
-    assert re.search(rf" damaged lines? \(number {first}[,)]", run.notes[0])
+    (note,), first = run.notes, 20 + 2 * 4 + 1
+    assert f"metrics.jsonl has {len(DAMAGED)} damaged lines (number {first}, " in note
 
 
 def test_damage_is_reported_on_the_page_and_on_the_terminal(tmp_path, capsys):
@@ -231,34 +234,28 @@ def test_damage_is_reported_on_the_page_and_on_the_terminal(tmp_path, capsys):
     assert "Set logging.trace_file" in page.text
 
 
-def test_without_a_pipeline_there_is_no_section_about_one(tmp_path):
+def test_without_a_pipeline_or_a_readable_start_sections_are_left_out(tmp_path):
     write_run(tmp_path, distributed={"dp_size": 2})
     assert read_run(tmp_path).trace and "The pipeline" not in report(tmp_path).text
-
-
-def test_a_run_whose_start_cannot_be_read_is_shown_without_settings(tmp_path):
-    write_run(tmp_path)
     log = tmp_path / "run.jsonl"
     log.write_text(log.read_text()[100:])
     assert "has no settings: only" in report(tmp_path).text
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
+def test_a_damaged_trace_is_left_out(tmp_path):
+    write_run(tmp_path)
+    path = tmp_path / "trace.json"
+    whole = path.read_text()
+    for damage in (
         lambda events: events.pop(),
         lambda events: events[0].update(dur=math.nan),
         lambda events: events[0].update(pid="0"),
         lambda events: events[0].update(ts=10**400),
-    ],
-    ids=["truncated", "nan", "text", "huge"],
-)
-def test_a_damaged_trace_is_left_out(tmp_path, damage):
-    write_run(tmp_path)
-    path = tmp_path / "trace.json"
-    trace = json.loads(path.read_text())
-    damage(trace["traceEvents"])
-    path.write_text(json.dumps(trace))
+    ):
+        trace = json.loads(whole)
+        damage(trace["traceEvents"])
+        path.write_text(json.dumps(trace))
+        assert "trace.json is left out: " in read_run(tmp_path).notes[0]
     assert "trace.json is left out: " in report(tmp_path).text
 
 
@@ -308,14 +305,16 @@ def test_a_single_step_and_numbers_that_were_not_finite_are_drawn(tmp_path):
 
 def test_what_some_runs_record_is_drawn_for_them(tmp_path):
     config = recorded_runs.config_of(tmp_path, {})
-    balance = {"load_imbalance": 1.5, "mtp_1_loss": 2.5, "dropped_per_layer": [0.0], "z_loss": None}
+    depth = {"mtp_1_loss": 2.5, "mtp_1_acceptance": 0.25}
+    balance = {"load_imbalance": 1.5, "dropped_per_layer": [0.0], "z_loss": None} | depth
     energy = {"joules": 51.2, "joules_per_token": 0.1, "watts": 102.4}
-    write_records(tmp_path, config, [1, 2], balance=balance, num_zeros_in_grad=3, **energy)
+    balance["num_zeros_in_grad"] = 3
+    write_records(tmp_path, config, [1, 2], measures=balance | energy)
     page = report(tmp_path)
-    further = "Loss 1 further ahead"
-    others = [*CURVES, "Power", "Zeros in the gradient", "Imbalance"]
-    assert [title for title in page.pictures if title != further] == others
-    assert page.pictures.index(further) < page.pictures.index("Learning rate")
+    loss, *others = CURVES
+    further = ["Loss 1 further ahead", "Acceptance"]
+    more = ["Power", "Zeros in the gradient", "Imbalance"]
+    assert page.pictures == [loss, *further, *others, *more]
     assert "only metrics.jsonl is shown" in page.text
     tokens = 0.5 * (1001 + 1002)
     assert page.facts()["energy"] == f"0.10 kJ, {102.4 / tokens:.3g} J a token, in all steps"
@@ -323,57 +322,41 @@ def test_what_some_runs_record_is_drawn_for_them(tmp_path):
     assert [row["joules"] for row in rows.values()] == 2 * [(51.2, "51.2")]
     for name, values in (("partly", {}), ("dearer", energy | {"joules": 64.0})):
         (tmp_path / name).mkdir()
-        write_records(tmp_path / name, config, [1], **energy)
-        write_records(tmp_path / name, config, [2], **values)
+        write_records(tmp_path / name, config, [1], measures=energy)
+        write_records(tmp_path / name, config, [2], measures=values)
     assert read_run(tmp_path / "partly").joules is None
     page = report(tmp_path, tmp_path / "dearer", out=tmp_path / "dearer.html")
     assert "Loss by joules" in page.pictures
     rows = page.rows("run", "joules").values()
     assert [row["joules"][0] for row in rows] == [102.4, 115.2]
-    assert [row["joules a token"][0] for row in rows] == [102.4 / tokens, 115.2 / tokens]
+    assert [row["joules_per_token"][0] for row in rows] == [102.4 / tokens, 115.2 / tokens]
 
 
 def test_a_trace_of_another_run_is_left_out(tmp_path):
-    other = recorded_runs.config_of(tmp_path, {"distributed": {"pp_size": 4}})
     config = write_run(tmp_path)
-    recorded_runs.write_trace(tmp_path, other)
-    run = read_run(tmp_path)
-    assert run.trace is None
-    assert "trace.json is left out: it is of another run: of 1f1b with pp 4, not" in run.notes[0]
     for hours, began in ((-1, "05:30"), (2, "08:30")):  # earlier, or in the same place later
         of_other = recorded_runs.STARTED + timedelta(hours=hours)
         recorded_runs.write_trace(tmp_path, config, of_other)
         run = read_run(tmp_path)
         assert run.trace is None
         assert f"it is of another run, that began 2026-11-22T{began}" in run.notes[0]
-    recorded_runs.write_trace(tmp_path, config, None)
-    run = read_run(tmp_path)
-    assert run.trace is None and "of another run, of an older version" in run.notes[0]
     (tmp_path / "trace.json").write_text("{}")
     assert "trace.json is not a trace of a pipeline" in read_run(tmp_path).notes[0]
 
 
 def test_a_folder_that_was_moved_still_has_its_files(tmp_path):
     write_run(tmp_path / "before")
-    moved = (tmp_path / "before").rename(tmp_path / "after")
-    run = read_run(moved)
+    run = read_run((tmp_path / "before").rename(tmp_path / "after"))
     assert run.trace and len(run.steps) == 20 and not run.notes
 
 
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        (None, "does not exist"),
-        ('{"step": 0, "save_seconds": 1}\n', "has no record of a step"),
-        ("\x00\n", "has no record of a step"),
-    ],
-)
-def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys, metrics, message):
-    if metrics:
-        (tmp_path / "metrics.jsonl").write_text(metrics)
-    assert message in refusal(capsys, tmp_path)
-    assert not (tmp_path / "report.html").exists()
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
     assert "is not a folder" in refusal(capsys, tmp_path / "missing")
+    assert "does not exist" in refusal(capsys, tmp_path)
+    for metrics in ('{"step": 0, "save_seconds": 1}\n', "\x00\n"):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        assert "has no record of a step" in refusal(capsys, tmp_path)
+    assert not (tmp_path / "report.html").exists()
 
 
 def refusal(capsys, *arguments: object) -> str:
@@ -422,11 +405,6 @@ def test_several_folders_are_compared(folder, tmp_path):
         "logging.trace_file": (shown(folder / "trace.json"), shown(other / "trace.json")),
     }
     results = page.rows("run", "val_loss")
-    for name in (folder, other):
-        run = read_run(name)
-        assert results[str(name)]["loss"][0] == run.steps[-1].loss
-        assert results[str(name)]["val_loss"][0] == run.evaluations[-1].val_loss
-        assert results[str(name)]["tokens"][0] == run.steps[-1].tokens
     # The same as a table, where the second run has ended and the first has not.
     (other / "hf").mkdir()
     (other / "hf/config.json").touch()
@@ -435,9 +413,13 @@ def test_several_folders_are_compared(folder, tmp_path):
         lines = {line["folder"]: line for line in csv.DictReader(file)}
     assert [line["ended"] for line in lines.values()] == ["early", "done"]
     for name in (folder, other):
-        run, line = read_run(name), lines[str(name)]
-        assert float(line["loss"]) == run.steps[-1].loss and line["joules"] == ""
-        assert float(line["val_loss"]) == run.evaluations[-1].val_loss
+        run, line, row = read_run(name), lines[str(name)], results[str(name)]
+        assert float(line["loss"]) == row["loss"][0] == run.steps[-1].loss
+        val_loss = run.evaluations[-1].val_loss
+        assert float(line["val_loss"]) == row["val_loss"][0] == val_loss
+        tokens = run.steps[-1].step * run.config.tokens_per_step
+        assert line["tokens"] == str(tokens) and row["tokens"][1] == f"{tokens:,}"
+        assert line["joules"] == ""
         assert float(line["seconds"]) == run.seconds and line["steps"] == "20"
         assert {key: line[key] for key in rows} == {
             key: row[str(name)][1].strip('"') for key, row in rows.items()
@@ -448,7 +430,7 @@ def test_validation_of_other_sequences_is_not_compared_in_silence(folder, tmp_pa
     for name, training in (("more", {"eval_batches": 8}), ("same", {"seed": 7})):
         write_run(tmp_path / name, training={"gradient_accumulation_steps": 4} | training)
         text = report(folder, tmp_path / name, out=tmp_path / "compared.html").text
-        note = "The runs differ in training.eval_batches: their val_loss is of different text"
+        note = "The runs differ in training.eval_batches: their val_loss does not compare"
         assert (note in text) is (name == "more")
     write_run(tmp_path / "packed", dataset={"document_mask": True, "packing": "bfd"})
     text = report(folder, tmp_path / "packed", out=tmp_path / "compared.html").text
@@ -466,12 +448,9 @@ def test_more_runs_than_lines_that_differ_are_refused(folder, tmp_path, capsys):
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 20, "a table may have more"
 
 
-def test_layers_of_several_chunks_are_several_ranges():
+def test_ranges_of_layers_and_smoothing_by_halves():
     assert ranges([0, 1, 2, 3]) == "0-3"
     assert ranges([0, 1, 8, 9, 11]) == "0-1, 8-9, 11"
-
-
-def test_smoothing_weighs_the_past_by_halves():
     assert smooth([2.0] * 7) == [2.0] * 7
     assert smooth([0.0, 3.0]) == pytest.approx([0.0, 2.0])  # weights 1/2 and 1
     assert smooth([None, 1.0, None, 4.0]) == pytest.approx([None, 1.0, 1.0, 3.0])  # 1/2 and 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -50,20 +49,12 @@ BAD = {
         'training.seq_length="256": must be a valid integer, without quotes'),
     "a number as text": ("training", {"learning_rate": "big"},
         'training.learning_rate="big": must be a valid number'),
-    "a whole number as 1e9": ("training", {"max_tokens": 1e9},
-        "training.max_tokens=1000000000.0: must be a valid integer"),
-    "true for a number": ("training", {"seed": True}, "seed=true: must be a valid integer"),
     "true in quotes": ("distributed", {"use_cpu": "true"},
         'distributed.use_cpu="true": must be a valid boolean, without quotes'),
-    "a number for text": ("dataset", {"split": 3}, "dataset.split=3: must be a valid string"),
     "null without a meaning": ("training", {"seq_length": None},
         "training.seq_length=null: must be a valid integer"),
     "an empty name": ("model", {"name": ""}, 'model.name="": must have at least 1 character'),
     "a NUL in a name": ("model", {"name": "a\0"}, r'model.name="a\u0000": must match'),
-    "half a character": ("checkpoint", {"save_dir": "\ud800"},
-        r'checkpoint.save_dir="\ud800": must be a valid string'),
-    "text in a list": ("distributed", {"pp_layers": [1, "3"]},
-        'distributed.pp_layers.1="3": must be a valid integer, without quotes'),
     "a number too large for a float": ("training", {"learning_rate": 10**400},
         "...: must be a valid number"),
     "no process": ("distributed", {"dp_size": 0},
@@ -73,19 +64,14 @@ BAD = {
     "zero for no clipping": ("training", {"grad_clip": 0},
         "training.grad_clip=0: must be greater than 0"),
     "a beta of 1": ("training", {"betas": [0.9, 1]}, "training.betas.1=1: must be less than 1"),
-    "one beta": ("training", {"betas": [0.9]}, "training.betas=[0.9]: must have at least 2 items"),
     "an unknown schedule": ("training", {"schedule": "cosin"},
         "training.schedule=\"cosin\": must be 'constant', 'cosine' or 'wsd'"),
     "a token in the file": ("environment", {"HF_TOKEN": "hf_secret"},
         "environment.HF_TOKEN must be null: delete it, and run  export HF_TOKEN=..."),
     "a misspelt key": ("training", {"learning_rat": 1},
         "training.learning_rat is not known: did you mean learning_rate?"),
-    "a key in capitals": ("distributed", {"TP_SIZE": 2},
-        "distributed.TP_SIZE is not known: did you mean tp_size?"),
     "a key of another section": ("model", {"seq_length": 64},
         "model.seq_length is not known: did you mean training.seq_length?"),
-    "a misspelt key of another section": ("model", {"seq_lenght": 64},
-        "model.seq_lenght is not known: did you mean training.seq_length?"),
     "a key like no other": ("logging", {"zzz": 1},
         "logging.zzz is not known: use log_num_zeros_in_grad, use_wandb, project_name, run_name, "
         "metrics_file, trace_file, log_energy or moe_per_layer_logging"),
@@ -98,8 +84,6 @@ BAD = {
         'document_mask to true, or packing to "wrapped"'),
     "fewer tokens than a step": ("training", {"max_tokens": 100},
         "max_tokens=100: must be at least 2048, the tokens of one step"),
-    "nccl without GPUs": ("distributed", {"backend": "nccl", "use_cpu": True},
-        "backend=nccl needs GPUs but use_cpu=true: set backend to auto, or use_cpu to false"),
     "longer than the model": ("training", {"seq_length": 4096},
         "seq_length=4096 is above max_position_embeddings=2048 of model.name=tiny: use at "
         "most 2048, or raise it"),
@@ -107,8 +91,6 @@ BAD = {
         "vocab_size=256: use at least 257, the token ids of dataset.tokenizer=bytes"),
     "heads that do not divide": ("model", {"num_attention_heads": 3, "num_key_value_heads": 1},
         "model.name=tiny: num_attention_heads=3 does not divide hidden_size=128"),
-    "KV heads that do not divide": ("model", {"num_key_value_heads": 3},
-        "num_key_value_heads=3 does not divide num_attention_heads=4: use one of [1, 2, 4]"),
     "chunks on one rank": ("distributed", {"pp_chunks": 2, "pp_engine": "interleaved"},
         'pp_engine="interleaved" with pp_chunks=2 needs more than pp_size=1: use more ranks, or '
         "1f1b with pp_chunks 1"),
@@ -127,47 +109,20 @@ BAD = {
     "an unknown model": ("model", {"name": "SmolLM-136M"},
         "model.name=SmolLM-136M: use SmolLM-360M, SmolLM-135M, SmolLM-1.7B, a local path or a hub "
         "id owner/name"),
-    "no model folder": ("model", {"name": "./nowhere"},
-        "model.name=./nowhere: there is no /"),
     "an unknown dataset": ("dataset", {"name": "stdlb"},
         "dataset.name=stdlb: use stdlib, a local path or a hub id owner/name"),
-    "no dataset file": ("dataset", {"name": "texts/nowhere.jsonl"},
-        "dataset.name=texts/nowhere.jsonl: there is no /"),
-    "an unknown tokenizer": ("dataset", {"tokenizer": "byte"},
-        "dataset.tokenizer=byte: use bytes, a local path"),
-    "no tokenizer folder": ("dataset", {"tokenizer": "/nowhere/at/all"},
-        "dataset.tokenizer=/nowhere/at/all: there is no /nowhere/at/all"),
-    "a key that is only a little like others": ("distributed", {"cosines": 2},
-        "distributed.cosines is not known: use pp_size, dp_size, cp_size, tp_size,"),
-    "more layers than memory": ("model", {"num_hidden_layers": 10**9},
-        "model.num_hidden_layers=1000000000: must be less than or equal to 10000"),
-    "more ranks than computers": ("distributed", {"dp_size": 10**12},
-        "distributed.dp_size=1000000000000: must be less than or equal to 1000000"),
-    "more micro-batches than a plan": ("training", {"gradient_accumulation_steps": 10**9},
-        "gradient_accumulation_steps=1000000000: must be less than or equal to 100000"),
     "more steps than names": ("training", {"total_train_steps": 10**8},
         "training.total_train_steps=100000000: must be less than or equal to 99999999"),
-    "a longer sequence than memory": ("training", {"seq_length": 10**12},
-        "training.seq_length=1000000000000: must be less than or equal to 1000000000"),
     "a seed that torch cannot take": ("training", {"seed": 2**64},
         "training.seed=18446744073709551616: must be less than or equal to 9223372036854775807"),
     "bytes in a large vocabulary": ("model", {"name": "SmolLM-135M"},  # with the tokenizer below
         "vocab_size=49152 of model.name=SmolLM-135M is far above the 257 token ids of"
         " dataset.tokenizer=bytes: leave it out for the model's own, or set vocab_size"),
-    "a short trace": ("logging", {"trace_file": "t"},  # with the steps below
-        "trace_file=t records steps 3 to 5: raise total_train_steps=4 to 5"),
-    "a rank without a row of the vocabulary": ("distributed", {"tp_size": 32},  # with heads below
-        "tp_size=32 is too large to split vocab_size=257, 9 rows a rank: lower it"),
     "a name that no file system allows": ("dataset", {"tokenizer": "./" + "x" * 256},
         f"dataset.tokenizer=./{'x' * 256}: there is no /"),
 }
 # fmt: on
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
-BESIDE = {  # what else is in the config
-    "bytes in a large vocabulary": {"dataset": {"tokenizer": "bytes"}},
-    "a short trace": {"training": {"total_train_steps": 4}},
-    "a rank without a row of the vocabulary": {"model": HEADS},
-}
+BESIDE = {"bytes in a large vocabulary": {"dataset": {"tokenizer": "bytes"}}}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -195,7 +150,6 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(name):
             '{"model": {"name": "a", "compile": true, "name": "b"}}',
             "an object repeats name: keep",
         ),
-        (r'{"model": {"\ud800": 1}}', "codec can't encode character '\\ud800'"),
     ],
 )
 def test_a_mistake_in_the_file_is_located(tmp_path, text, message):
@@ -284,11 +238,6 @@ def test_either_of_picotrons_switches_turns_flash_attention_off():
     assert parse_config({}).workload.flash_attention
 
 
-def test_a_config_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        Config().training.seed = 1
-
-
 def test_a_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/nowhere")
     config = parse_config({"checkpoint": {"save_dir": "~/runs"}})
@@ -297,9 +246,9 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 
 
 def test_without_a_home_folder_a_tilde_is_refused(monkeypatch):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and user
-    (problem,) = problems({})
-    assert 'cache_dir="~/.cache/picotron_min": ' in problem and "HOME" in problem
+    monkeypatch.setenv("HOME", "~")  # what expanduser gives without a home folder
+    (problem,) = problems({"dataset": {"cache_dir": "~/cache"}})
+    assert problem.startswith("dataset.cache_dir=~/cache: ") and "set HOME" in problem
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -357,12 +306,6 @@ def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
     path.write_text(json.dumps(to_hf(PRESETS["tiny"])))
     with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
         resolve_model(config)
-
-
-def test_local_files_are_accepted(tmp_path):
-    (tmp_path / "text.txt").write_text("text")
-    dataset = {"name": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
-    parse_config({"dataset": dataset})
 
 
 def test_layouts_that_do_not_fit_the_model_name_those_that_do():
@@ -546,18 +489,15 @@ def test_a_config_is_checked_without_importing_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("levels", [99, 10**5])
-def test_deep_json_is_refused(tmp_path, levels):
+@pytest.mark.parametrize(
+    "value, message",
+    [("[" * 10**5, "brackets are nested too deep"), ("9" * 5000, "Exceeds the limit")],
+    ids=["deep", "long"],
+)
+def test_what_python_cannot_read_is_refused(tmp_path, value, message):
     path = tmp_path / "config.json"
-    path.write_text('{"training": {"seed": ' + "[" * levels + "]" * levels + "}}")
-    with pytest.raises(ValueError, match=r"cannot read .* brackets are nested more than 100 deep"):
-        load_config(path)
-
-
-def test_a_number_of_5000_digits_is_refused(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"training": {"max_tokens": ' + "9" * 5000 + "}}")
-    with pytest.raises(ValueError, match=r"Exceeds the limit \(4300 digits\)"):
+    path.write_text('{"training": {"seed": ' + value + "}}")
+    with pytest.raises(ValueError, match=f"cannot read .* {message}"):
         load_config(path)
 
 

@@ -71,14 +71,6 @@ def test_a_log_has_short_lines_and_no_control_characters():
     assert path in text and all(len(line) <= 80 or path in line for line in text.splitlines())
 
 
-def test_a_dumb_terminal_gets_the_same_lines_as_a_log():
-    def dumb(**rich):
-        environ = {"TERM": "dumb"}
-        return run_console(range(1, 30), 29, _environ=environ, color_system=None, **rich)
-
-    assert dumb(force_terminal=True) == dumb(force_terminal=False)
-
-
 def test_a_terminal_gets_a_live_bar_as_well():
     environ = {"TERM": "xterm"}
     text = run_console(range(1, 30), 29, force_terminal=True, _environ=environ)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from picotron_min import pipeline_schedule
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import Span, simulate
-from picotron_min.pipeline_schedule import Action, Kind, bubble
+from picotron_min.pipeline_schedule import bubble
 from picotron_min.runtime import draw
 
 ROOT = Path(__file__).parents[2]
@@ -109,57 +108,6 @@ def test_a_trace_is_drawn_under_its_plan(tmp_path, capsys):
     busy = 8 * chunks * 3
     figures = rf"rank 2 +{bubble(4, 8, chunks):.1%} +{slow.bubble(2):.1%} +{busy:.2f} ms\n"
     assert re.search(figures, out)
-
-
-STEP = build_plans("interleaved", 4, 8, 2)
-
-
-def causes(
-    time_of: Callable[[int, Action], float], send_time: float, path: Path, capsys
-) -> dict[str, float]:
-    """What the command names as causes of a difference between plan and trace, in ms."""
-    measured = simulate(STEP, time_of, send_time)
-    write_trace(path, measured.spans, pp_engine="interleaved")
-    draw.main(["--trace", str(path)])
-    out = capsys.readouterr().out
-    total, rest = re.search(r"\n([-+][\d.]+) ms from the plan, of which\n(.*)", out, re.S).groups()
-    found = {name: float(ms) for ms, name in re.findall(r"  +([-+][\d.]+) ms  (.*)\n", rest)}
-    assert len(found) == 4 and "\nA negative part: " in out
-    assert sum(found.values()) == pytest.approx(float(total), abs=0.05)
-    return found
-
-
-def textbook(rank: int, action: Action) -> float:
-    return 10.0 if action.kind is Kind.FORWARD else 20.0
-
-
-@pytest.mark.parametrize(
-    "time_of, send_time, cause",
-    [
-        (textbook, 3.0, "sends, and all else that happens between the actions"),
-        (
-            lambda rank, a: textbook(rank, a) * (2 if rank == 2 else 1),
-            0.0,
-            "imbalance: rank 2 computes 1.60 times the mean (more layers, or a slow rank)",
-        ),
-        (
-            lambda rank, a: textbook(rank, a) * (1.5 if a.chunk else 0.5),
-            0.0,
-            "imbalance between the chunks of a rank",
-        ),
-        (
-            lambda rank, a: textbook(rank, a) * (9 if a.micro_batch == 3 else 1),
-            0.0,
-            "actions that differ from the mean of their stage",
-        ),
-    ],
-)
-def test_the_cause_of_a_slow_step_is_named_with_its_time(
-    time_of, send_time, cause, tmp_path, capsys
-):
-    found = causes(time_of, send_time, tmp_path / "t.json", capsys)
-    assert found.pop(cause) > 10
-    assert set(found.values()) == {0}
 
 
 def event(name: str, begins: str) -> str:

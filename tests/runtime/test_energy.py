@@ -1,5 +1,6 @@
 """Energy: what counters have counted, once, and only in steps; and the reason where they do not."""
 
+import itertools
 import os
 import statistics
 import sys
@@ -8,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +53,11 @@ def spend(function, counter: Path, joules: int):
     return spends
 
 
+def clock() -> SimpleNamespace:
+    """In place of `time`: two seconds pass between any two looks."""
+    return SimpleNamespace(perf_counter=itertools.count(step=2).__next__)
+
+
 def powered(folder: Path) -> None:
     """In a run: its passes, updates, evaluations and saves use what is written above."""
     counter = packages(folder, 10**6, wraps_at=10**12) / "intel-rapl:0" / "energy_uj"
@@ -59,6 +66,7 @@ def powered(folder: Path) -> None:
     train.evaluate = spend(train.evaluate, counter, EVALUATION)
     Saver.save = spend(Saver.save, counter, SAVE)
     energy.rapl_reader = partial(rapl_reader, folder)
+    energy.time = clock()
 
 
 def test_a_run_has_the_joules_of_its_steps_and_of_nothing_else(workplace):
@@ -74,15 +82,12 @@ def test_a_run_has_the_joules_of_its_steps_and_of_nothing_else(workplace):
     left_out = 2 * EVALUATION + 3 * SAVE + UPDATE  # the last update is in no step
     assert sum(joules) == pytest.approx((used - left_out) / 1e6, abs=1e-9)
     for step in steps:
-        assert step["watts"] == step["joules"] / step["step_seconds"]
+        assert step["watts"] == step["joules"] / 2
         assert step["joules_per_token"] == step["joules"] / 256
-    seconds = sum(step["step_seconds"] for step in steps)
-    said = (
-        f"0.02 kJ, {sum(joules) / 256 / 6:.3g} J a token, {sum(joules) / seconds:.3g} W a machine"
-    )
+    mean = sum(joules) / 6
+    said = f"energy      0.02 kJ, {mean / 256:.3g} J a token, {mean / 2:.3g} W a machine"
     assert said in outcome.output
     assert "of the whole machine, by RAPL\n" in outcome.output and "warning" not in outcome.output
-    assert said in (workplace.folder / "runs/energy/hf/README.md").read_text()
 
 
 class Source:
@@ -101,15 +106,16 @@ class Source:
 def two_steps(sources: list[Source | None], is_gpu: bool) -> tuple:
     """What each rank, with a reader of its own or none, reports; and the bytes that it sends."""
     config, sent = make_config(dp=2), []
-    meter = Meter(CPU, sources[dist.get_rank()], 2)
+    meter = Meter(CPU, sources[dist.get_rank()], 2, tokens=100)
     meter.is_gpu = is_gpu
     for meters in ([], [meter]):
         training = make_training(config, MODEL.override(num_hidden_layers=2), meters)
         for step in (0, 1):
             training.axes.world.ledger.take_bytes()
-            training.step(step)
+            with mock.patch.object(energy, "time", clock()):
+                result = training.step(step)
             sent.append(training.axes.world.ledger.take_bytes())
-    return meter.fields(2.0, 100), meter.problem, meter.summary(), sent
+    return result.measures, meter.problem, meter.summary(), sent
 
 
 @pytest.mark.parametrize(
@@ -124,11 +130,10 @@ def two_steps(sources: list[Source | None], is_gpu: bool) -> tuple:
 def test_all_that_should_read_do_or_the_step_has_no_joules(pool, sources, is_gpu, joules, problem):
     """A step reads when it begins, before its sum, and at its end, which is the next one's."""
     ranks = pool.run(2, two_steps, sources, is_gpu, timeout=30)
-    for fields, _, _, sent in ranks:
-        assert fields.get("joules") == joules
-        if joules:
-            assert fields["watts"] == joules / 2 / len([*filter(None, sources)])
-            assert fields["joules_per_token"] == joules / 100
+    for measures, _, _, sent in ranks:
+        assert measures["joules"] == joules
+        assert measures["joules_per_token"] == (joules and joules / 100)
+        assert measures["watts"] == (joules and joules / 2 / len([*filter(None, sources)]))
         assert [number - sent[0] for number in sent] == [0, 0, 16, 16], "2 float64, sent once"
     _, first_problem, summary, _ = ranks[0]  # of the rank that prints
     assert first_problem == problem and summary.startswith(f"not measured: {problem}") != bool(
@@ -137,8 +142,8 @@ def test_all_that_should_read_do_or_the_step_has_no_joules(pool, sources, is_gpu
 
 
 def break_one_of_two() -> None:
-    def one_of_two(device, local_rank, num_ranks):
-        return Meter(device, Source(None if local_rank else 5), num_ranks)
+    def one_of_two(device, local_rank, *sizes):
+        return Meter(device, Source(None if local_rank else 5), *sizes)
 
     energy.open_meter = one_of_two
 
@@ -175,7 +180,7 @@ def test_only_packages_count_and_each_may_wrap(tmp_path):
 def reason_as_nobody(folder: Path, out: int) -> None:
     if os.geteuid() == 0:
         os.setuid(65534)
-    meter = Meter(CPU, rapl_reader(folder), 1)
+    meter = Meter(CPU, rapl_reader(folder), 1, tokens=100)
     meter.begin()
     os.write(out, meter.problem.encode())
 
@@ -221,7 +226,7 @@ def test_a_gpu_is_known_by_its_uuid_and_not_by_its_index(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     read = nvml_reader(GPU)
-    assert [read(), read()] == [5000, 5000] and nvml.asked == ["init", "GPU-12-ab"]
+    assert [read(), read()] == [5000, 5000] and nvml.asked == 2 * ["init", "GPU-12-ab"]
     nvml.mj = None
     with pytest.raises(OSError, match=r"^NVML has no energy of GPU-12-ab: Not Supported$"):
         read()
@@ -229,7 +234,7 @@ def test_a_gpu_is_known_by_its_uuid_and_not_by_its_index(monkeypatch):
     with pytest.raises(
         ValueError, match=r'run  pip install -e "\.\[energy\]"  or set it to false$'
     ):
-        open_meter(GPU, 0, 1)
+        open_meter(GPU, 0, 1, 100)
 
 
 @pytest.mark.gpu
@@ -251,7 +256,7 @@ def test_energy_of_a_gpu_is_its_power_over_time():
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_the_numbers_of_a_meter():
-    meter = Meter(torch.device("cuda", 0), Source(5), 1)
+    meter = Meter(torch.device("cuda", 0), Source(5), 1, tokens=100)
     torch.cuda.set_sync_debug_mode("error")
     try:
         meter.begin()

@@ -15,10 +15,8 @@ from picotron_min.runtime import export
 from picotron_min.runtime.architectures import from_hf, our_name
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.config_file import load_config, parse_config
+from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hugging_face import find_weights
-from picotron_min.runtime.inputs import open_data
-from picotron_min.runtime.token_file import open_text
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import make_training
 from tests.training import Training
@@ -180,21 +178,6 @@ LAYOUTS = {
 }
 
 
-def all_losses(folder: Path, config: Config) -> float:
-    return training_from(folder, config).step(0).loss
-
-
-@pytest.mark.parametrize("name", ["mixtral", "glm", "solar", "qwen"])
-def test_their_weights_give_their_loss_on_every_layout(pool, tmp_path, name):
-    write_theirs(tmp_path, name)
-    expected = None
-    for layout in ({}, *LAYOUTS.values()):
-        config = config_of(tmp_path, "float64", 4 // layout.get("dp_size", 1), **layout)
-        losses = pool.run(config.world_size, all_losses, tmp_path, config)
-        expected = expected or losses[0]
-        assert losses == pytest.approx([expected] * config.world_size, rel=1e-12)
-
-
 def read_and_write(folder: Path, config: Config, exported: Path) -> None:
     training_from(folder, config).export(exported, BytesTokenizer())
 
@@ -332,51 +315,3 @@ def test_a_router_that_no_shape_shows_must_be_the_same(tmp_path, name, changes):
         find_weights(str(tmp_path), ours, set())
     if key != "scoring_func":  # without which there is no bias
         assert find_weights(str(tmp_path), ours, {key}) == tmp_path
-
-
-SHAPES = {
-    "mixtral": {"num_local_experts": 4},
-    "glm4_moe": {
-        "num_local_experts": 8,
-        "scoring_func": "sigmoid",
-        "mlp_only_layers": [0],
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.0,
-    },
-    "qwen2_moe": {
-        "num_local_experts": 4,
-        "n_shared_experts": 2,
-        "moe_shared_expert_gate": True,
-        "norm_topk_prob": False,
-    },
-}
-
-
-@pytest.mark.parametrize("model_type", SHAPES)
-def test_a_run_with_experts_exports_the_model_of_its_validation_loss(
-    workplace, monkeypatch, model_type
-):
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.chdir(workplace.folder)
-    sections = {
-        "distributed": {"dp_size": 1, "pp_size": 2, "tp_size": 2, "ep_size": 2},
-        "model": SHAPES[model_type] | {"moe_intermediate_size": 16},
-        "training": {"moe_router_bias_update_rate": 0.05},
-    }
-    outcome = workplace.main(workplace.config(model_type, **sections))
-    assert outcome.code == 0, outcome.output
-    model = AutoModelForCausalLM.from_pretrained(f"runs/{model_type}/hf")
-    assert model.config.model_type == model_type
-    config = load_config(f"{model_type}.json")
-    data = open_data(config, open_text(config, BytesTokenizer(), 257), dp_rank=0)
-    total, num_targets = 0.0, 0
-    for index, micro_batch in itertools.product(range(data.num_eval_batches), range(2)):
-        batch = data.eval_batch(index, micro_batch)
-        logits = model(batch.tokens).logits.flatten(0, 1)
-        total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
-        num_targets += batch.num_targets
-    reported = workplace.evaluations(model_type)[-1]["val_loss"]
-    assert total / num_targets == pytest.approx(reported, rel=1e-6)

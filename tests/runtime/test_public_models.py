@@ -181,7 +181,7 @@ REFUSED = {  # what this model does not compute, or nobody
         ),
         ({"head_dim": 7}, "even rotary dimension, but got .head_dim.=7"),
         ({"vocab_size": 0}, "vocab_size=0: must be greater than or equal to 1"),
-        ({"vocab_size": 0, "rms_norm_eps": 0.0}, "vocab_size=0: .*; rms_norm_eps=0.0: must be"),
+        ({"vocab_size": 0, "rope_theta": -1.0}, "vocab_size=0: .*; rope_theta=-1.0: must be"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000: must be .* to 10000"),
         ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
         ({"rope_scaling": "llama3"}, "transformers cannot read it: .*rope_parameters"),

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from picotron_min import checkpoint
 from picotron_min.mesh import Axes
-from picotron_min.runtime import inputs, saver
+from picotron_min.runtime import saver
 from tests.core.test_checkpoint import State, make_config, make_training, names
 
 
@@ -86,23 +86,3 @@ def save_where_the_folder_is_deleted(folder: Path) -> None:
 
 def test_a_deleted_folder_is_made_again_or_named(pool, tmp_path):
     pool.run(1, save_where_the_folder_is_deleted, tmp_path / "run")
-
-
-def train_with_slow_initialisation() -> None:
-    config = make_config(dp=2)
-    initialise = inputs.initialise
-
-    def slow(parameters, model_config, seed, table, axes) -> None:
-        make_timeouts_short(axes)
-        if dist.get_rank() == 0:
-            time.sleep(1.5)
-        initialise(parameters, model_config, seed, table, axes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "initialise", slow)
-        training = make_training(config)
-    assert not training.step(0).skipped
-
-
-def test_initialising_may_take_longer_than_the_timeout(pool):
-    pool.run(2, train_with_slow_initialisation)

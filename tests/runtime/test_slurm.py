@@ -52,7 +52,7 @@ esac
 TORCHRUN = """#!/usr/bin/env bash
 node=$SLURM_NODEID
 printf '%q ' "$@" > new.$node && mv new.$node call.$node
-until [ -e pid.$node ]; do sleep 0.05; done
+until [ -e pid.$node ] || [ -e exit.$node ]; do sleep 0.05; done
 trap 'code=1; kill -TERM $(cat pid.$node)' TERM
 until [ -e exit.$node ]; do sleep 0.05; done
 exit ${code:-$(cat exit.$node)}

@@ -85,18 +85,10 @@ KINDS = ["jsonl", "json", "parquet", "saved dataset", "saved splits"]
 KINDS += ["folder of text", "folder of jsonl"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain words, isn't it",
-        " \n\n\t leading",
-        "é 日本 😀 \x00\r\n",
-        "".join(map(chr, range(999))),
-    ],
-)
-def test_the_saved_bytes_tokenizer_gives_the_bytes_back(text, tmp_path):
+def test_the_saved_bytes_tokenizer_gives_the_bytes_back(tmp_path):
     from transformers import AutoTokenizer
 
+    text = " \n\n\t leading, isn't it é 日本 😀 \x00\r\n" + "".join(map(chr, range(999)))
     BytesTokenizer().save(tmp_path)
     # Beside a Llama's config, as in a finished model's folder, which must not change its class.
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 257}')
@@ -107,15 +99,6 @@ def test_the_saved_bytes_tokenizer_gives_the_bytes_back(text, tmp_path):
     assert BytesTokenizer().encode([text])[0].tolist() == ids
     assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
     assert tokenizer.decode([65, 256], skip_special_tokens=True) == "A"
-
-
-def test_a_tokenizer_folder_makes_the_same_stream_as_its_original(prepare, tmp_path):
-    BytesTokenizer().save(tmp_path / "tokenizer")
-    path = write_jsonl(tmp_path / "a.jsonl")
-    file = prepare(path, tokenizer=str(tmp_path / "tokenizer"))
-    assert file.tokens.tolist() == STREAM
-    load_tokenizer(str(tmp_path / "tokenizer")).save(tmp_path / "again")
-    assert load_tokenizer(str(tmp_path / "again")).vocab_size == 257
 
 
 def save_word_tokenizer(folder, words, **special):
@@ -364,19 +347,18 @@ def test_a_process_killed_in_the_middle_leaves_nothing_half_made(prepare, tmp_pa
     assert sorted(entry.suffix for entry in (tmp_path / "cache").iterdir()) in ([""], ["", ".lock"])
 
 
-def test_bytes_need_no_transformers_and_prepared_tokens_need_no_datasets(tmp_path):
+def test_prepared_bytes_need_neither_transformers_nor_datasets(prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl")
+    prepare(path)
     code = (
         "import sys; from picotron_min.runtime.config import Config;"
         "from picotron_min.runtime.token_file import open_text;"
         "from picotron_min.runtime.tokenizer import BytesTokenizer;"
         f"dataset = {{'name': {str(path)!r}, 'cache_dir': {str(tmp_path / 'cache')!r}}};"
         "open_text(Config(dataset=dataset), BytesTokenizer(), 257);"
-        "print('transformers' in sys.modules, 'datasets' in sys.modules)"
+        "assert not {'transformers', 'datasets'} & sys.modules.keys()"
     )
-    for expected in ("False True", "False False"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert (done.stdout.strip(), done.stderr) == (expected, "")
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 MISTAKES = {  # what is on disk, the options, the message

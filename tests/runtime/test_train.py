@@ -1,6 +1,6 @@
 """train.py as its users meet it: its output, its files, its exit codes; and the one train step.
 
-Most runs are forks, see workplace.py; that of the README is a command, as users start it.
+Runs are forks, see workplace.py.
 """
 
 import itertools
@@ -8,11 +8,8 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
-import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,14 +29,15 @@ from picotron_min.mesh import build_axes
 from picotron_min.optimizer import learning_rate_at
 from picotron_min.planner.traffic import planned_ledger
 from picotron_min.report.reading import read_run
-from picotron_min.runtime import draw, inputs, token_file
+from picotron_min.runtime import draw
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
-from picotron_min.runtime.inputs import open_text
+from picotron_min.runtime.inputs import Inputs, open_text
 from picotron_min.runtime.reporter import warnings_of
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import State, make_config, make_training, run_steps
+from tests.runtime.test_metadata import saved_by
 from tests.training import Training, open_data, with_autograd
 from tests.workplace import (
     ROOT,
@@ -50,33 +48,11 @@ from tests.workplace import (
     torchrun,
 )
 
-README = (ROOT / "README.md").read_text()
-
 
 @pytest.fixture(scope="module")
 def first_run(workplace) -> Outcome:
     """Two processes; it saves to runs/first."""
     return workplace.main(workplace.config("first"))
-
-
-@pytest.fixture(scope="module")
-def readme_run(workplace) -> Outcome:
-    """The first command of the README, where train.py and config.json are in the folder."""
-    command = re.search(r"\btorchrun --[^\n`]*", README)[0]
-    assert command == "torchrun --nproc_per_node 4 train.py --config config.json"
-    (workplace.folder / "train.py").symlink_to(ROOT / "train.py")
-    workplace.short_config("config")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of torchrun
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=workplace.folder,
-        env=os.environ | {"COLUMNS": "200", "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-    )
-    return Outcome(done.returncode, done.stdout, 0.0)
 
 
 def test_python_train_py_trains_and_reports(workplace, first_run):
@@ -161,7 +137,6 @@ def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_r
     assert [record["step"] for record in saves] == [2, 4, 6]
     names = "step loss grad_norm learning_rate tokens tokens_per_second"
     names += " tokens_per_second_per_device mfu mfu_common hfu step_seconds memory_gb comm_bytes"
-    names += " num_zeros_in_grad cp_imbalance joules joules_per_token watts"
     for step, record in enumerate(records, 1):
         assert record.keys() == set(names.split())
         assert record["step"] == step and record["tokens"] == step * 8 * 32
@@ -190,10 +165,17 @@ def test_the_finished_model_has_the_reported_validation_loss(
     assert float(capsys.readouterr().out) == pytest.approx(reported, abs=1e-5)
 
 
-def test_the_readmes_first_command_trains_the_same_as_without_torchrun(workplace, readme_run):
-    assert readme_run.code == 0, readme_run.output
-    assert "4 x cpu over gloo: dp 2 x pp 1 x cp 1 x tp 2" in readme_run.output
-    assert readme_run.output.count("Done\n") == 1
+def torchrun_of_four() -> None:
+    torchrun(*STANDALONE, "--nproc_per_node", "4")
+    sys.exit(0)
+
+
+def test_torchrun_trains_the_same_as_without(workplace):
+    """With the repository's config.json. The README's own command is run by .ci/run."""
+    launched = workplace.main(workplace.short_config("config"), torchrun_of_four)
+    assert launched.code == 0, launched.output
+    assert "4 x cpu over gloo: dp 2 x pp 1 x cp 1 x tp 2" in launched.output
+    assert launched.output.count("Done\n") == 1
     outcome = workplace.main(workplace.short_config("alone"))
     assert outcome.code == 0, outcome.output
     assert [record["step"] for record in workplace.steps("config")] == [1, 2, 3, 4]
@@ -253,71 +235,34 @@ def test_the_same_command_twice_keeps_the_first_run(workplace):
         )
 
 
-def test_a_resumed_run_warns_of_other_data_and_of_having_no_step_left(workplace):
-    assert workplace.main(workplace.config("again")).code == 0
-    config = workplace.config(
-        "again",
-        training={"seed": 7, "micro_batch_size": 4},
-        checkpoint={"load_path": "latest"},
-        distributed={"sequence_parallel": True},
-    )
-    outcome = workplace.main(config)
-    assert outcome.code == 0
-    assert "training.seed was 42 and is 7: from here on other data is seen" in outcome.output
-    assert "sequences a step was 8 and is 16" in outcome.output
-    assert "no step is left: runs/again/step-00000006 has 6 of 6" in outcome.output
-    assert "dataset.name was" not in outcome.output
-    assert "sequence_parallel=true changes nothing with tp_size=1" in outcome.output
+@pytest.mark.parametrize(
+    "first,seen,tokens,last",
+    [(0, 0, 24, 2), (0, 0, 25, 3), (10, 240, 240, 10), (10, 240, 241, 11), (0, 0, 9999, 200)],
+)
+def test_max_tokens_is_reached_after_the_steps_that_see_so_many(first, seen, tokens, last):
+    config = Config(training={"max_tokens": tokens})
+    batches = SimpleNamespace(seen_before=seen, tokens_per_step=12)
+    started = SimpleNamespace(config=config, first_step=first, batches=batches)
+    assert Inputs.last_step.fget(started) == last
 
 
-def test_a_resumed_run_that_ends_before_its_trace_warns():
-    config = Config(logging={"trace_file": "t.json"})
-    same = {"config": config, "metadata": None, "model_config": resolve_model(config)}
-    same |= {"weights": None}
-    for first, last, expected in (
-        (6, 8, ["trace_file stays empty: it records steps 9 to 11 of 8"]),
-        (6, 9, []),
-    ):
-        found = SimpleNamespace(first_step=first, last_step=last, **same)
-        assert list(warnings_of(found)) == expected
-
-
-def test_a_mistake_in_the_config_is_reported_without_a_traceback(workplace):
-    config = workplace.config("mistake", training={"seq_lenght": 32}, model={"hidden_size": 30})
-    outcome = workplace.main(config)
-    assert outcome.code == 2
-    assert "training.seq_lenght is not known: did you mean seq_length?" in outcome.output
-    assert "num_attention_heads=4 does not divide hidden_size=30" in outcome.output
-    assert "Traceback" not in outcome.output
-    assert not (workplace.folder / "runs/mistake").exists()
-
-
-def test_a_mistake_in_the_data_is_reported_once_without_a_traceback(workplace):
-    (workplace.folder / "rows.jsonl").write_text('{"body": "some text"}\n' * 100)
-    outcome = workplace.main(workplace.config("data", dataset={"name": "rows.jsonl"}))
-    assert outcome.code == 2
-    message = (
-        "dataset 'rows.jsonl' has no text in column 'text': set dataset.text_column to one that"
-    )
-    assert outcome.output.count(message) == 1
-    assert "Traceback" not in outcome.output and outcome.seconds < 20
-
-
-def only_the_second_rank_has_no_gpu() -> None:
-    def choose_device(launch, use_cpu):
-        if launch.local_rank == 1:
-            raise ValueError("process 1 on this node has no GPU")
-        return torch.device("cpu")
-
-    inputs.choose_device = choose_device
-    time.sleep = lambda seconds: None
-
-
-def test_a_mistake_that_only_one_rank_sees_is_reported_too(workplace):
-    outcome = workplace.main(workplace.config("gpu"), only_the_second_rank_has_no_gpu)
-    assert outcome.code == 2
-    assert "process 1 on this node has no GPU" in outcome.output
-    assert "Traceback" not in outcome.output
+@pytest.mark.parametrize(
+    "first,last,sections,expected",
+    [
+        (6, 8, {"logging": {"trace_file": "t.json"}}, "trace_file stays empty: it records steps 9"),
+        (6, 9, {"logging": {"trace_file": "t.json"}}, None),
+        (6, 6, {}, "no step is left: runs/step-00000006 has 6 of 6; its model is exported"),
+        (6, 9, {"training": {"seed": 7}}, "training.seed was 42 and is 7: from here on other data"),
+        (6, 9, {"distributed": {"sequence_parallel": True}}, "sequence_parallel=true changes noth"),
+    ],
+)
+def test_a_resumed_run_warns_of_what_is_other_than_expected(first, last, sections, expected):
+    config, start = Config(**sections), Path("runs/step-00000006")
+    same = {"config": config, "metadata": saved_by(Config()), "model_config": resolve_model(config)}
+    same |= {"weights": None, "start": start}
+    warnings = list(warnings_of(SimpleNamespace(first_step=first, last_step=last, **same)))
+    assert len(warnings) == (expected is not None)
+    assert not expected or warnings[0].startswith(expected)
 
 
 def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(workplace):
@@ -540,20 +485,3 @@ def check_evaluation() -> None:
 
 def test_evaluation_keeps_no_graph_and_changes_nothing(pool):
     pool.run(2, check_evaluation)
-
-
-def tokenise_slowly() -> None:
-    write = token_file._write_token_file
-    token_file._write_token_file = lambda *arguments: time.sleep(1.3) or write(*arguments)
-
-
-def test_tokenising_may_take_longer_than_the_timeout(workplace):
-    config = workplace.config(
-        "slow",
-        distributed={"timeout_seconds": 1},
-        dataset={"cache_dir": "slow"},
-        training={"total_train_steps": 3, "eval_batches": 0},
-    )
-    outcome = workplace.main(config, tokenise_slowly)
-    assert outcome.code == 0, outcome.output
-    assert len(workplace.steps("slow")) == 3

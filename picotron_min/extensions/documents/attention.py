@@ -1,7 +1,8 @@
 """Attention inside documents: plain attention to each, or, over a ring, rectangle by rectangle."""
 
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,10 @@ def inside_documents(attention: nn.Module, device: torch.device) -> nn.Module:
 
 
 class DocumentAttention(nn.Module):
-    """Causal attention of q [B, Q, S, D] to k and v [B, K, S, D], one document after another."""
+    """Causal attention of q [B, Q, S, D] to k and v [B, K, S, D], one document after another.
+
+    Rows whose documents have the same lengths are attended together, if they follow each other.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -35,11 +39,22 @@ class DocumentAttention(nn.Module):
 
     @torch.compiler.disable  # the lengths change in every call
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        rows = []
-        for row, lengths in enumerate(documents.lengths):
-            parts = (x[row : row + 1].split(lengths, dim=2) for x in (q, k, v))
-            rows.append(torch.cat([self.inner(*part) for part in zip(*parts, strict=True)], dim=2))
-        return torch.cat(rows)
+        alike = [(lengths, len(list(rows))) for lengths, rows in groupby(documents.lengths)]
+        groups = _cut((q, k, v), [count for _, count in alike], dim=0)
+        outs = []
+        for group, (lengths, _) in zip(groups, alike, strict=True):
+            outs.append(_join([self.inner(*part) for part in _cut(group, lengths, dim=2)], dim=2))
+        return _join(outs, dim=0)
+
+
+def _cut(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Sequence[Tensor]]:
+    if len(sizes) == 1:  # as it is: a split of one would copy the gradient
+        return [tensors]
+    return list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
+
+
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 class VarlenAttention(nn.Module):

@@ -1,9 +1,4 @@
-"""Batches of rows that know where documents end.
-
-    stream       t h e   c a t E a   d o g E r a i n E        S = 8
-    a row       [t h e _ c a t E]a
-    positions    0 1 2 3 4 5 6 7      from 0 in each document
-    targets      h e _ c a t E .      none for the end of a document
+"""Batches of rows that know where documents end: README.md shows one.
 
 The rows, and their order, are those of a run without `document_mask`. So a document that a row cuts
 begins again at position 0 in another row.

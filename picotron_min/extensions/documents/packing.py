@@ -4,28 +4,20 @@
     packed     [t h e _ c a t E .|r a i n E d o g E]f o x E     S = 9, a dot: padding
 
 The packed stream is the text in another order, with padding: row r is its tokens r S to r S + S,
-and the end of a row is the end of a document. It is not written: what is kept is how far each span
-was moved. Only documents longer than S are cut. A run trains on the documents that end before the
-held-out text, and validates on the rows of a run without packing, so that their losses compare.
-Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling".
+and the end of a row is the end of a document. It is not written: every rank finds, from the places
+where documents end, how far each span is moved. README.md says what is cut, and what held out.
 """
 
-import os
-import zlib
 from collections import defaultdict
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 from picotron_min.data import Batch
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.loss import IGNORE_INDEX
 
-VERSION = 1  # of what is kept
 PADDING = -(2**62)  # "moved" so far, it is nowhere in the stream
 
 
@@ -84,46 +76,14 @@ def pack(ends: np.ndarray, cut: int, S: int) -> np.ndarray:
     return np.stack((np.where(starts < 0, PADDING, -moved), packed_ends))
 
 
-def kept(path: Path, ends: np.ndarray, cut: int, S: int) -> np.ndarray:
-    """What `pack` returns, made by the first rank of the first run, and mapped into memory."""
-    if (spans := _open(path, ends)) is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if (spans := _open(path, ends)) is None:
-                spans = pack(ends, cut, S)
-                aside = path.with_suffix(".partial")
-                np.append(spans, _seal(spans, ends)).tofile(aside)
-                os.replace(aside, path)  # complete or absent
-    return spans
-
-
-def _open(path: Path, ends: np.ndarray) -> np.ndarray | None:
-    """None unless the whole file is there, made from documents that end where these do."""
-    try:
-        numbers = np.memmap(path, np.int64, "r")
-    except (OSError, ValueError):  # none, or one that was cut off
-        return None
-    spans, seal = numbers[:-1], numbers[-1]
-    return spans.reshape(2, -1) if seal == _seal(spans, ends) else None
-
-
-def _seal(spans: np.ndarray, ends: np.ndarray) -> int:
-    return zlib.crc32(spans, zlib.crc32(np.ascontiguousarray(ends), VERSION))
-
-
-@dataclass(eq=False)
 class PackedBatches(DocumentBatches):
-    _: KW_ONLY
-    folder: Path | None = None  # where the spans are kept
-
     def __post_init__(self) -> None:
         super().__post_init__()  # as without packing, and so with the same held-out text
         S, cut, ends = self.seq_length, self.cut, self.ends
         if ends[0] > cut:
             problem = f"the first document has {ends[0]} tokens, and there are {cut} to train on"
             raise ValueError(f'{problem}: use more text, or dataset.packing "wrapped"')
-        make = partial(kept, self.folder / f"best-fit-{S}-{cut}.bin") if self.folder else pack
-        self.moved, self.ends = make(ends, cut, S)
+        self.moved, self.ends = pack(ends, cut, S)
         self.cut = int(self.ends[-1]) - S - (len(self.tokens) - cut)
         self.num_sequences = self.cut // S
         self.padding = 1 - ends[np.searchsorted(ends, cut, "right") - 1] / self.cut

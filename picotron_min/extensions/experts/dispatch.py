@@ -15,7 +15,7 @@ weight w (4 or 8); r rows leave their rank, of n tokens about n k etp (1 - 1/(ep
     allgather    forward for each token 2 (ep etp - 1) (b + k w / 2) and its choices,
                  8 k (ep etp - 1), backward the first again
 
-Source: Lepikhin et al. 2020, "GShard"; Liu et al. 2025, "MoE Parallel Folding", for the two grids.
+Source of the two grids: Liu et al. 2025, "MoE Parallel Folding".
 """
 
 from collections.abc import Callable

@@ -8,6 +8,7 @@ experts are a loop here as well: it adds them where they lie. Experts stay param
 their weights are views of the one tensor, and backward adds to each one's gradient, as linear.py.
 """
 
+import math
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -24,6 +25,8 @@ from picotron_min.model import Llama
 # grouped product writes them to new memory first. Below, it takes longer to start so many products.
 LEAST_IN_PLACE = 2**14
 
+LEAST_ALONE = 2**16  # likewise, from which products of a faster kind are worth a loop
+
 
 def apply_grouped_experts(
     model: Llama, dtype: torch.dtype, etp: int, queue: WeightGradients
@@ -37,7 +40,10 @@ def apply_grouped_experts(
         return  # torch has no kernel for these: the loop remains
     take_apart(model)
     for moe in mixtures(model):
-        projections = zip(*(expert.children() for expert in moe.experts.values()), strict=True)
+        projections = [*zip(*(expert.children() for expert in moe.experts.values()), strict=True)]
+        has_own_products = type(projections[0][0]) is not Linear  # see kernels/products.py
+        if has_own_products and math.prod(sizes) >= LEAST_ALONE:
+            continue  # they take less time than one for all: the loop remains
         moe.run = partial(run_together, *(Stack(list(linears), queue) for linears in projections))
 
 

@@ -6,10 +6,7 @@ and back in while it runs backward. With 4 layers, of which the first 3 are offl
     compute   F0 | F1    | F2    | F3    | B3   | B2   | B1   | B0
     copies         0 out   1 out   2 out   2 in   1 in   0 in
 
-So at most two offloaded layers are on the GPU at a time. The last layer of a stage stays, because
-its backward comes first. What it costs, and when the copies are hidden: see README.md.
-Source: Rhu et al. 2016, "vDNN", section 3. In production: Transformer Engine's
-`get_cpu_offload_context`; `torch.autograd.graph.save_on_cpu`, which waits for each copy.
+So at most two offloaded layers are on the GPU at a time. README.md has when copies are hidden.
 """
 
 from collections.abc import Iterable

@@ -5,8 +5,7 @@
                            full         the input of each layer, [B, S, E]
 
 Selective is coarser than Korthikanti et al. 2022, section 5, who keep q, k and v: fused attention
-has little to recompute but them. Source: Chen et al. 2016, "Training Deep Nets with Sublinear
-Memory Cost", section 4. In production: `torch.utils.checkpoint`, which this is built on.
+has little to recompute but them.
 """
 
 from collections.abc import Callable

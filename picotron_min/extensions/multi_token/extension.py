@@ -1,6 +1,7 @@
 """Multi-token prediction: layers behind the last one predict tokens further ahead."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from picotron_min.extension import Extension
 from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import ModelConfig, Workload
-from picotron_min.loss import IGNORE_INDEX, head_loss
+from picotron_min.loss import IGNORE_INDEX, Vocabulary, head_loss, stripe_loss
 from picotron_min.model import Head, Llama
 from picotron_min.placement import Table
 from picotron_min.tensor_parallel import VocabularyParallelHead
@@ -21,8 +22,8 @@ class MultiToken(Extension):
         further = workload.mtp_loss_scaling_factor / D
         wide = torch.promote_types(getattr(torch, workload.dtype), torch.float32)
         self.scales = torch.tensor([1.0, *[further] * D], dtype=wide, device=device)
-        # Summed losses and numbers of targets of a step, by depth.
-        self.table = torch.zeros(2, 1 + D, dtype=torch.float64, device=device)
+        # Summed losses, numbers of targets, and of those that were the likeliest, by depth.
+        self.table = torch.zeros(3, 1 + D, dtype=torch.float64, device=device)
         self.first_stage = None
 
     def swap(self, model: Llama) -> None:
@@ -33,7 +34,11 @@ class MultiToken(Extension):
 
     def connect(self, model: Llama, table: Table) -> None:
         if isinstance(model.lm_head, Head):
-            model.lm_head.loss = partial(self.loss, model.lm_head, model.lm_head.loss)
+            head = model.lm_head
+            head.loss = partial(self.loss, head, head.loss)
+            vocabulary = getattr(head.stripe_loss, "keywords", {}).get("vocabulary", Vocabulary())
+            total = partial(self.note_likeliest, vocabulary.total)
+            head.stripe_loss = partial(stripe_loss, vocabulary=replace(vocabulary, total=total))
 
     def wrap(self, model: Llama) -> None:
         # In a V the first and the last stage are on one rank, and their embeddings are one.
@@ -57,12 +62,21 @@ class MultiToken(Extension):
             depths = torch.arange(start, start + len(x), device=x.device) // per_depth
             start += len(x)
             self.table[0].index_add_(0, depths, losses.double())
-            self.table[1].index_add_(0, depths, (targets != IGNORE_INDEX).double())
+            counts = targets != IGNORE_INDEX
+            self.table[1].index_add_(0, depths, counts.double())
+            self.table[2].index_add_(0, depths, (self.is_likeliest & counts).double())
             return losses * (depths == 0), gradient.mul_(self.scales[depths, None])
 
         if isinstance(head, VocabularyParallelHead):
             x = head.ends.enter(x)
         return head_loss(x, head.weight, targets, of_stripe)
+
+    def note_likeliest(self, total: Callable, x: Tensor) -> Tensor:
+        """Note of a stripe's rows whether no logit is above the target's; x is stripe_loss's."""
+        x = total(x)
+        # The target's logit less the largest of all ranks: an exact 0, and no further message.
+        self.is_likeliest = x[1] == 0
+        return x
 
     def begin(self) -> None:
         self.table.zero_()
@@ -71,6 +85,7 @@ class MultiToken(Extension):
         return self.table[:, 1:].flatten()
 
     def measures(self, totals: Tensor) -> dict[str, object]:
-        sums, numbers = totals.view(2, -1)  # tp times each: tensor-parallel ranks have the same
-        means = (sums / numbers).tolist()
-        return {f"mtp_{j}_loss": mean for j, mean in enumerate(means, 1)}
+        # tp times each: tensor-parallel ranks have the same.
+        losses, numbers, likeliest = totals.view(3, -1)
+        means = {"loss": losses / numbers, "acceptance": likeliest / numbers}
+        return {f"mtp_{j}_{k}": m for k, of in means.items() for j, m in enumerate(of.tolist(), 1)}

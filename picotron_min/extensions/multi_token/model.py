@@ -1,13 +1,7 @@
-"""Prediction layers: each predicts one token further than the one before.
+"""Prediction layers: each predicts one token further than the one before, as README.md writes out.
 
-    h_0 = norm(the last decoder layer)                              predicts the next token
-    h_j = norm_j(layer_j(eh_proj [enorm(embedding); hnorm(h_j-1)])) predicts token i + j + 1
-                                  of token i + j
-
-All depths share the model's embedding and lm_head, and each is called once for all of them.
-Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; the idea, Gloeckle et al. 2024, "Better &
-Faster Large Language Models via Multi-token Prediction". In production: Megatron-LM's
-`MultiTokenPredictionBlock`.
+All depths share the model's embedding and lm_head, and each is called once for all of them. In
+production: Megatron-LM's `MultiTokenPredictionBlock`.
 """
 
 from collections.abc import Iterable

@@ -5,12 +5,7 @@
 
 In bfloat16 v can get stuck. When gradients have become small, a step takes the fraction 1 - b2
 of v away; if that is less than half a digit, rounding to nearest restores v. At b2 = 0.99 v
-follows; README.md has numbers.
-
-Each line of a step is one operation on a list of tensors, as in torch's own optimizers: on a GPU
-that is a kernel or a few, where a loop over parameters starts one for each of them.
-
-Source: Zamirai et al. 2020, "Revisiting BFloat16 Training".
+follows; README.md has numbers, and why each line of a step is one operation on a list of tensors.
 """
 
 import math
@@ -18,8 +13,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-
-from picotron_min.extensions.settings import LARGEST_BETA2
 
 # Elements that are updated together, by device: of so many the wide moments exist at a time, 8
 # bytes each. On a CPU they stay in its cache; a GPU needs kernels that outlast the next start.
@@ -30,7 +23,6 @@ class NarrowAdamW(torch.optim.Optimizer):
     """torch's AdamW, but for the dtype of `exp_avg` and `exp_avg_sq`."""
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:
-        assert betas[1] <= LARGEST_BETA2, f"betas[1]={betas[1]}: its average would freeze"
         super().__init__(groups, {"lr": lr, "betas": betas})
         for parameter in (p for group in self.param_groups for p in group["params"]):
             state = self.state[parameter] = {"step": torch.zeros(())}
@@ -66,10 +58,7 @@ class NarrowAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             state, most = self.state[parameter], CHUNKS[parameter.device.type]
             whole = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-            pieces = [whole]
-            if parameter.numel() > most:
-                pieces = zip(*(tensor.view(-1).split(most) for tensor in whole), strict=True)
-            for piece in pieces:
+            for piece in zip(*(tensor.view(-1).split(most) for tensor in whole), strict=True):
                 if chunk and size + piece[0].numel() > most:
                     yield tuple(map(list, zip(*chunk, strict=True)))
                     chunk, size = [], 0

@@ -8,13 +8,9 @@ keeps the directions and makes all their lengths equal:
                |  |  +-- directions of the input             S of a gradient: 9, 2, 0.1, 0.01, ...
                +--+----- directions of the output, and how much each matters
 
-A few products of matrices do it, without a decomposition: 5 (4 k^2 l + 2 k^3) FLOPs for a matrix of
-k x l, k <= l. They need whole matrices. Where n ranks have parts of them, an all-to-all makes n
-matrices whole at once, one on each rank, and another one brings the directions back. Of a matrix of
-b bytes a rank sends b/n (n-1)/n each way. AdamW updates the embedding, lm_head, norms and routers.
-
-Source: Jordan et al. 2024, "Muon"; the size of an update, Liu et al. 2025, "Muon is Scalable for
-LLM Training", section 2.2. In production: `torch.optim.Muon`, for whole matrices only.
+A few products of matrices do it, without a decomposition. They need whole matrices. Where n ranks
+have parts of them, an all-to-all makes n matrices whole at once, one on each rank, and another one
+brings the directions back. Of a matrix of b bytes a rank sends b/n (n-1)/n each way.
 """
 
 import math

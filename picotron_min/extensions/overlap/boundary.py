@@ -145,7 +145,12 @@ _all_reduce = torch.compiler.disable(collectives.all_reduce)
 
 
 def apply_overlap(
-    model: Llama, axes: Axes, kind: type[Boundary], splits: bool, compiles: bool
+    model: Llama,
+    axes: Axes,
+    kind: type[Boundary],
+    splits: bool,
+    compiles: bool,
+    linear: type[Linear] = Linear,
 ) -> None:
     """In place of apply_tensor_parallel: a queue of weight gradients, and boundaries that run it.
 
@@ -156,7 +161,7 @@ def apply_overlap(
     queue.split, queue.hold = splits, axis.size > 1  # until a message travels
     model.boundary = boundary = kind(axis, queue)
     if not compiles or queue.waits:  # with nothing to wait for, a compiled layer is
-        apply_queue(model, queue)  # one graph, with autograd's own products
+        apply_queue(model, queue, linear)  # one graph, with autograd's own products
     if axis.size == 1:
         return
     for layer in model.model.layers.values():

@@ -136,17 +136,17 @@ def linears(model: nn.Module) -> dict[str, Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def take_apart(model: nn.Module) -> None:
+def take_apart(model: nn.Module, kind: type[Linear] = Linear) -> None:
     """Replace every nn.Linear of a model, but its head, by one of three products, in place."""
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is nn.Linear:
-                setattr(parent, name, Linear(module.weight))
+                setattr(parent, name, kind(module.weight))
 
 
-def apply_queue(model: nn.Module, queue: WeightGradients) -> None:
+def apply_queue(model: nn.Module, queue: WeightGradients, kind: type[Linear] = Linear) -> None:
     """Let the linears of a model put their weight gradients into a queue, in place."""
-    take_apart(model)
+    take_apart(model, kind)
     for linear in linears(model).values():
         forward = partial(_Product.apply, linear, queue)
         linear.forward = torch.compiler.disable(forward)  # it cannot look into a queue

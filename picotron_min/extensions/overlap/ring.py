@@ -10,12 +10,7 @@ both are cut into n parts, which are sent one by one. Rank 1 of 4, x2 being rank
     multiply, scatter    multiply     x2 W    x3 W    x0 W    x1 W
                          send                 to 2    to 3    to 0    each straight to its owner
 
-Cost: the bytes of the two collectives, (n-1)/n b each. A part whose product takes longer than its
-message hides it; else the difference is waited for. But products of S/n rows use a GPU less well,
-and n partial sums are kept. README.md has numbers.
-
-Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition". In
-production: `torch.ops.symm_mem.fused_all_gather_matmul`, `fused_matmul_reduce_scatter`.
+It sends the bytes of the two collectives, (n-1)/n b each. README.md has what that hides.
 """
 
 from collections.abc import Callable, Sequence

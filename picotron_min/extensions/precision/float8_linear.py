@@ -4,10 +4,8 @@
     backward    dy of each -> bytes, E5M2 ---> dx, the ranks' sum         dy W
     later       the same bytes ---> dW, added to the gradient in float32  dy^T x
 
-The last linear of a sublayer, o or down, does the reverse: its dy is gathered. Sums travel in the
-compute dtype, since their scale is not known before they are complete. Weights, which stay float32
-for the optimizer, are rounded once a step. Parts that are gathered need one scale, from the maximum
-of all ranks' amax: a message of 4 bytes.
+The last linear of a sublayer, o or down, does the reverse: its dy is gathered. Parts that are
+gathered need one scale, from the maximum of all ranks' amax: a message of 4 bytes.
 
 overlap/boundary.py has the same two Functions without rounding, and more comments.
 """

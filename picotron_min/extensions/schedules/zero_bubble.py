@@ -13,9 +13,7 @@ two: B computes the first, W the second, and W fills gaps (linear.py has the que
     rank 0  F0F1F2f0b0w0f1b1w1F3B0W0f2b2w2B1W1f3b3w3B2W2B3W3··      ZB-V: stages 0 1 1 0; the
     rank 1  ··F0f0F1f1b0w0F2B0W0f2b1w1F3B1W1f3b2w2B2b3B3W2w3W3        way back is in lower case
 
-Cost: from B to W a linear keeps its input and its output's gradient, about two thirds of what
-forward has kept. Every rank keeps up to p activations, as in 1F1B only the first one does.
-README.md has the time that a rank is idle.
+README.md has the time that a rank is idle, and what it keeps.
 Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sections 2 and 6. In production:
 `torch.distributed.pipelining.ScheduleZBVZeroBubble`, whose order that of ZB-V is.
 """

@@ -1,7 +1,6 @@
 """Sharded data parallelism (ZeRO): each rank keeps, and updates, only its own part of the model.
 
-Data-parallel ranks hold the same weights, gradients and optimizer state: with AdamW in float32, 16
-bytes per parameter on each. Here each of n ranks owns some rows of every matrix:
+Each of n ranks owns some rows of every matrix:
 
     layer 0, 4 ranks    | q rows 0-7   | k rows 0-1 | ... |    rank 0     a buffer [n, R]:
                         | q rows 8-15  | k rows 2-3 | ... |    rank 1     row r is rank r's,
@@ -12,8 +11,6 @@ bytes per parameter on each. Here each of n ranks owns some rows of every matrix
     weights     all-gather: each rank gets all updated rows, a layer's while the one before computes
 
 README.md has what each choice of `sharding` keeps whole, and how often it sends that.
-Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "FSDP". In production:
-`torch.distributed.fsdp.fully_shard`.
 """
 
 import weakref

@@ -1,0 +1,114 @@
+"""Products: the time that a step cannot go below, whatever is done between them.
+
+    a step     product norm product Python product loss ... update message
+    its bound  product product product ...   bytes of the update and of messages    / (1 - bubble)
+
+The products (those of matrices, and fused attention) are those that the step calls, in its order,
+with its shapes, strides and dtypes, and nothing between them. Bytes move at the speed of a copy: of
+an update each weight and moment is read and written, each gradient read for the norm and for the
+update; of a message each byte is read and written. Where each rank waits for the pipeline, the rest
+of the step has to suffice. The time between products that no kernel needs to take is not in it.
+
+Products that a step calls twice are in it twice: tests/counts.json has how many FLOPs a step calls.
+Here is also what else compare.py and gpu.py share.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.initialise import initial_std, initial_weight
+from picotron_min.runtime.speed import device_name
+
+CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
+PRODUCTS = "mm addmm addmm_ bmm baddbmm baddbmm_ _grouped_mm _scaled_mm _linear_pointwise"
+
+
+class Done(NamedTuple):
+    """The result of a step, over all ranks."""
+
+    loss: float  # mean over the tokens
+    grad_norm: float  # before clipping
+
+
+Step = Callable[[int], Done]
+
+
+def check_same_work(done: dict[str, list[Done]], tolerance: Done) -> None:
+    """ValueError if contenders differ in the loss or gradient norm of an early step."""
+    for name, theirs in done.items():
+        ours, mine = next(iter(done.items()))
+        for a, b in list(zip(mine, theirs, strict=True))[:CHECKED_STEPS]:
+            if not all(abs(x - y) <= t * abs(x) for x, y, t in zip(a, b, tolerance, strict=True)):
+                why = "they do not do the same work, so their times cannot be compared"
+                raise ValueError(f"a step of {ours} came to {a}, of {name} to {b}: {why}")
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """What one must know to read the numbers."""
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "transformers": version("transformers") if find_spec("transformers") else "none",
+    }
+
+
+def initial_weights(model_config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """By name, one at a time: memory is measured."""
+    num_layers = model_config.num_hidden_layers
+    for name, shape in model_config.parameter_shapes().items():
+        yield name, initial_weight(name, shape, seed, initial_std(name, num_layers))
+
+
+class Products(TorchDispatchMode):
+    """Records the products that are called, and calls them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple] = {}  # one of each kind: memory is that of a few tensors
+        self.order: list[Any] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in PRODUCTS.split() or "attention" in name:
+            flat, _ = tree_flatten((args, kwargs))
+            of = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in flat)
+            kind = (function, *of)
+            if kind not in self.calls:
+                copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs or {}))
+                self.calls[kind] = (function, *copies)
+            self.order.append(kind)
+        return function(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def again(self) -> None:
+        for kind in self.order:
+            function, args, kwargs = self.calls[kind]
+            function(*args, **kwargs)
+
+
+def bytes_of_update(optimizer: torch.optim.Optimizer) -> int:
+    """Read and written: weights and what is stored of them. Read twice: gradients."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    stored = [x for p in weights for x in optimizer.state[p].values() if isinstance(x, Tensor)]
+    return 2 * sum(x.nbytes for x in [*weights, *weights, *stored])
+
+
+def profile(step: Step, order: str = "self_cpu_time_total", trace: str = "") -> str:
+    """The operations that take most time in two steps; their Chrome trace goes to a file."""
+    step(0)  # makes the optimizer's state, and compiles
+    with torch.profiler.profile() as profiler:  # of a GPU as well, where there is one
+        step(1)
+        step(2)
+    if trace:
+        profiler.export_chrome_trace(trace)
+    return profiler.key_averages().table(sort_by=order, row_limit=25)

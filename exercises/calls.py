@@ -1,0 +1,194 @@
+"""What a version returns, beside what the course's own function returns in the same call.
+
+    joined_view returned None; it should return a tensor [3, 2, 4] of float64
+    part(shape=(5, 3), cuts=[], ...) returned (slice(0, 5), slice(3)), the course's own (...)
+
+The first such call is shown to a student. Calls are compared one by one, as long as both versions
+get the same arguments.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from types import FunctionType, GeneratorType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Size, Tensor
+
+from exercises.compare import LONGEST, described, differences, equal, shown
+
+SHORT = 70  # characters of an argument that is shown
+MOST = 200  # of a list, that are compared
+
+
+class Thing(str):
+    """What is no tensor, number, text, list or dict: its text, fields or kind."""
+
+    kind = ""
+
+
+def content_of(value: Any, depth: int = 2) -> Any:
+    """A copy that can be compared and shown; of other objects a Thing."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, str | int | float | slice | np.ndarray | np.generic):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): content_of(part, depth) for key, part in value.items()}
+    if type(value) in (list, tuple, range, Size):  # not a named tuple, nor a queue that is a list
+        parts = [content_of(part, depth) for part in value[:MOST]]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    kind, fields = type(value).__name__, _fields(value)
+    if type(value).__str__ is not object.__str__:  # as an action of a pipeline: "F0"
+        text = str(value)
+    elif not fields or not depth:
+        text = f"<{kind}>"
+    else:
+        texts = [f"{name}={shown(content_of(x, depth - 1))[0]}" for name, x in fields.items()]
+        text = f"{kind}({', '.join(texts)})"
+    thing = Thing(text)
+    thing.kind = "iterator" if isinstance(value, Iterator) else kind
+    return thing
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    is_record = dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace)
+    return getattr(value, "__dict__", {}) if is_record else {}
+
+
+def fits(got: Any, right: Any) -> bool:
+    """Whether a content can stand where the right one is wanted; a list may have another length."""
+    if isinstance(right, Tensor | np.ndarray):
+        return described(got) == described(right)
+    if isinstance(right, list | tuple):
+        is_list = isinstance(got, list | tuple)
+        if isinstance(right, tuple):
+            return is_list and len(got) == len(right) and all(map(fits, got, right))
+        return is_list and all(fits(one, right[0]) for one in got if right)
+    return _kind(got) == _kind(right) or (_kind(got), _kind(right)) == ("list", "iterator")
+
+
+def _kind(content: Any) -> str:
+    if isinstance(content, int | float | np.generic):
+        return "number"
+    return content.kind if isinstance(content, Thing) else type(content).__name__
+
+
+class Call(NamedTuple):
+    name: str
+    verb: str  # returned, yielded
+    given: dict[str, Any]  # contents of the arguments, by name
+    got: Any  # the result's content
+    form: str  # what the result is: "a tensor [3, 4] of float64"
+
+    def text(self) -> str:
+        texts = {name: shown(value)[0] for name, value in self.given.items()}
+        for name, value in self.given.items():
+            if len(texts[name]) > SHORT:
+                is_tensor = isinstance(value, Tensor)
+                texts[name] = f"a tensor {list(value.shape)}" if is_tensor else "..."
+        return f"{self.name}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
+class WrongCall(NamedTuple):
+    """The first call whose result is not that of the course's own function."""
+
+    text: str
+    is_type: bool  # it has another form
+
+
+class Calls:
+    """Notes the calls of the definitions that it watches, of each rank, without those within."""
+
+    def __init__(self) -> None:
+        self.noted: dict[int | None, list[Call]] = defaultdict(list)
+        self.within: set[int | None] = set()
+
+    def take(self) -> dict[int | None, list[Call]]:
+        """All calls since it was last asked."""
+        taken, self.noted, self.within = self.noted, defaultdict(list), set()
+        return dict(taken)
+
+    def watch(self, definition: Any) -> Any:
+        """A function whose calls are noted; a class with such methods; else what it is."""
+        if isinstance(definition, type):
+            for name, member in list(vars(definition).items()):
+                if (watched := self.watch(member)) is not member:
+                    setattr(definition, name, watched)
+        elif isinstance(definition, staticmethod | classmethod):
+            return type(definition)(self.watch(definition.__func__))
+        return self._watched(definition) if isinstance(definition, FunctionType) else definition
+
+    def _watched(self, function: FunctionType) -> FunctionType:
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount]
+
+        def note(rank: int | None, given: dict[str, Any], verb: str, result: Any) -> None:
+            call = function.__qualname__, verb, given, content_of(result), described(result)
+            self.noted[rank].append(Call(*call))
+
+        @functools.wraps(function)
+        def watched(*args: Any, **options: Any) -> Any:
+            rank = getattr(threading.current_thread(), "rank", None)
+            if rank in self.within:
+                return function(*args, **options)
+            given = content_of({**dict(zip(names, args, strict=False)), **options})
+            given.pop("self", None)
+            self.within.add(rank)
+            try:
+                result = function(*args, **options)
+            finally:
+                self.within.discard(rank)
+            note(rank, given, "returned", result)
+            return yields(rank, given, result) if isinstance(result, GeneratorType) else result
+
+        def yields(rank: int | None, given: dict[str, Any], results: Iterator) -> Iterator[Any]:
+            for result in results:
+                note(rank, given, "yielded", result)
+                yield result
+
+        return watched
+
+
+def wrong_call(
+    found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]
+) -> WrongCall | None:
+    """The first call with the same arguments and another result: by its form, else by content."""
+    different = None
+    for rank in found.keys() & right.keys():
+        for i, (call, other) in enumerate(zip(found[rank], right[rank], strict=False)):
+            if call[:2] != other[:2] or not equal(call.given, other.given):
+                break  # from here on they do different things
+            if should := _wanted_form(call, right[rank][i : i + 2]):
+                should = f"it should {other.verb.removesuffix('ed')} {should}"
+                return WrongCall(f"{call.name} {call.verb} {call.form}; {should}.", True)
+            if not different and not equal(call.got, other.got):
+                different = WrongCall(_difference(call, other, rank, len(found)), False)
+    return different
+
+
+def _wanted_form(call: Call, right: list[Call]) -> str:
+    """What should be returned, if the result cannot stand for it: right[1] may be yielded."""
+    wanted, *items = right
+    if not fits(call.got, wanted.got):
+        return wanted.form
+    is_list = _kind(wanted.got) == "iterator" and isinstance(call.got, list)
+    for item in items:
+        if is_list and item.verb == "yielded" and not all(fits(x, item.got) for x in call.got[:1]):
+            return f"{wanted.form} of {item.form}"
+    return ""
+
+
+def _difference(call: Call, other: Call, rank: int | None, ranks: int) -> str:
+    index, *pair = next(differences(call.got, other.got))
+    where = f" at {list(index)}" if index else ""
+    if len(str(call.got)) < LONGEST:  # all of it
+        where, pair = "", [call.got, other.got]
+    mine, right = shown(*pair)
+    on = f"on rank {rank} " * (ranks > 1)
+    return f"{on}{call.text()}\n    {call.verb}{where} {mine}\n    the course's own {right}"

@@ -1,0 +1,59 @@
+"""Gradescope: its autograder zip, and the results.json with which a submission is answered.
+
+https://gradescope-autograders.readthedocs.io, "Specifications". The zip is unpacked into
+/autograder/source. setup.sh runs once, and run_autograder for each submission, which lies in
+/autograder/submission and is answered in /autograder/results/results.json.
+"""
+
+import json
+import shlex
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from exercises.exercise import ROOT
+from exercises.handout import PACKED, files_in
+
+SETUP = """\
+#!/usr/bin/env bash
+set -e
+apt-get update && apt-get install -y python3 python3-venv
+python3 -m venv /autograder/venv
+# torch for CPUs is a tenth of the size.
+/autograder/venv/bin/pip install "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu
+/autograder/venv/bin/pip install /autograder/source
+"""
+RUN = """\
+#!/usr/bin/env bash
+cd /autograder/source
+PYTHONPATH=. /autograder/venv/bin/python -m exercises grade --one /autograder/submission \\
+    --json /autograder/results/results.json --seed {seed} {exercises}
+"""
+
+
+def write_results(path: Path, rows: list[dict]) -> None:
+    """results.json: a test for each task of one student."""
+    tests = [
+        {
+            "name": row["exercise"],
+            "score": row["points"],
+            "max_score": row["of"],
+            "status": "passed" if row["passed"] else "failed",
+            "output": row["message"] or row["mistake"].replace("_", " "),
+        }
+        for row in rows
+    ]
+    path.write_text(json.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
+
+
+def write_zip(path: Path, words: Iterable[str], seed: int) -> None:
+    """The autograder: the whole course, with its answers, and the two scripts."""
+    exercises = shlex.join(["--exercises", *words]) if words else ""
+    scripts = {"setup.sh": SETUP, "run_autograder": RUN.format(seed=seed, exercises=exercises)}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in scripts.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = 0o755 << 16  # it can be run
+            archive.writestr(info, text)
+        for name in files_in(["pyproject.toml", "README.md", "LICENSE", *PACKED]):
+            archive.write(ROOT / name, name)
