@@ -40,7 +40,7 @@ from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
-from picotron_min.runtime.launch import Launch, set_environment
+from picotron_min.runtime.launch import Launch, compute_deterministically, set_environment
 from tests.assembled import MODEL, make_config, make_training
 from tests.training import with_autograd
 from train import Run, train_step
@@ -377,6 +377,22 @@ def test_buckets_gather_the_gradients_of_all_micro_batches(gpu_process, recomput
     for name, gradient in pieces.items():
         assert any(gradient._is_view() and gradient._base is f for f in flat), name
         assert_near(gradient, clip * reference[name], 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_deterministic_steps_give_the_same_bits_twice(gpu_process, compile):
+    compute_deterministically()
+    try:
+        weights = []
+        for _ in range(2):
+            run = run_of(2, gpu_process, dtype="bfloat16", compile=compile)
+            for index in range(3):
+                train_step(run, index)
+            weights.append([p.detach().clone() for p in run.model.parameters.values()])
+        assert all(map(torch.equal, *weights))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

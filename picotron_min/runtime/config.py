@@ -97,6 +97,7 @@ A_STEP = keys_of(
 
 class Training(section(keys_of(Recipe, *OF_TRAINING) | A_STEP | keys_of(Routing))):
     seed: int = Field(42, ge=0, le=2**63 - 1)  # of weights and of the order of the data
+    deterministic: bool = False  # on GPUs the same bits in each run; slower
     max_tokens: PositiveInt | None = None  # stops earlier; the schedule ignores it
     num_samples: PositiveInt | None = None  # documents read of the dataset; null: all
     eval_frequency: NonNegativeInt = 0  # steps between validations; 0: only at the end

@@ -104,6 +104,13 @@ def set_allocator(returns: bool) -> None:
         mallopt(M_TRIM_THRESHOLD, 2**17 if returns else 2**31 - 1)  # so much stays at the end
 
 
+def compute_deterministically() -> None:
+    """Let a GPU's kernels add in the same order in every run; RuntimeError where one cannot."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # two buffers, never chosen by load
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it is written before it is read
+
+
 def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
     """One GPU a process where there are GPUs, else the CPU; ValueError if they are too few."""
     if use_cpu or not torch.cuda.is_available():

@@ -84,6 +84,7 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
 # Keys of training that change nothing of what a step learns; data_order has the batch's size.
 NOT_LEARNED = {"max_tokens", "eval_frequency", "micro_batch_size", "gradient_accumulation_steps"}
 NOT_LEARNED |= {"moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"}
+NOT_LEARNED |= {"deterministic"}
 # But if a key on the left is set, those on the right decide among which tokens experts are
 # balanced, or limited.
 CAPACITY = ("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")

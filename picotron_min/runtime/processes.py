@@ -25,6 +25,7 @@ import torch.distributed as dist
 from picotron_min.runtime.failures import GRACE, RankMonitor, monitored, report
 from picotron_min.runtime.launch import (
     Launch,
+    compute_deterministically,
     exit_on_usage_error,
     listen_on_loopback,
     set_allocator,
@@ -71,6 +72,8 @@ def start_run(
 def _run_rank(train: Callable, config: "Config", launch: Launch) -> None:
     if config.environment.OMP_NUM_THREADS:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
+    if config.training.deterministic:
+        compute_deterministically()
     timeout, save_dir = config.distributed.timeout_seconds, config.checkpoint.save_dir
     with monitored(launch, timeout, save_dir) as monitor:
         train(config, monitor)

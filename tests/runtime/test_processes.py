@@ -1,5 +1,6 @@
 """How runs end: well, badly, and on request."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -429,6 +430,22 @@ def exit_codes(*processes: multiprocessing.Process) -> list[int]:
         process.join(10)
         process.kill()
     return [process.exitcode for process in processes]
+
+
+def trains_deterministically(path: Path) -> None:
+    path.write_text(json.dumps({"training": {"deterministic": True}}))
+
+    def check(config, monitor) -> None:
+        monitor.connect("gloo")
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+    alone = Launch(0, 0, 1, open_store=lambda timeout: dist.HashStore())
+    processes._run_rank(check, load_config(str(path)), alone)
+
+
+def test_a_deterministic_run_is_one_before_its_first_product(tmp_path):
+    assert exit_codes(fork(trains_deterministically, tmp_path / "config.json")) == [0]
 
 
 def test_a_waiting_rank_exits_when_another_has_reported_why_it_failed(tmp_path):
