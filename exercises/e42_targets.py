@@ -10,8 +10,8 @@ Replace `batches.batch`, in place, by a function that returns a DepthBatch: its 
 the batch, [B, S/cp], and behind them, for each depth j from 1 to `depths`, the token j + 1 places
 behind each position, in one tensor [1 + depths, B, S/cp]. IGNORE_INDEX stands for a token at or
 behind the position's next one of `ends` (places in the stream, up to its last), or behind
-`batches.cut`, where held-out text begins; and at a position where the batch has it already. Rows of
-a micro-batch begin at `batches._starts(step, batches._places(micro_batch))`.
+`batches.cut`, where held-out text begins. Rows of a micro-batch begin at
+`batches._starts(step, batches._places(micro_batch))`.
 Read: targets.py of extensions/multi_token, data.py.
 
 ? The stream is on every rank. Which places of it does a rank need for its positions and a depth?

@@ -1,5 +1,6 @@
 """Multi-token prediction: the objective written out, and the same in every layout."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +17,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min.costs import layers_of_stages
-from picotron_min.data import Batch, Batches
-from picotron_min.extensions.documents.packing import PADDING
+from picotron_min.data import Batches
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.multi_token.extension import MultiToken
 from picotron_min.extensions.multi_token.targets import DepthBatch, look_ahead
@@ -55,11 +55,10 @@ Piece = tuple[Tensor, int]  # known tokens of a document, of which so many are i
 def pieces_of(data: Batches, rows: list[int], D: int) -> Iterator[Piece]:
     """What rows from these places have of each document, and what follows there."""
     ends, S = [*getattr(data, "ends", [data.cut])], data.seq_length
-    is_padding = getattr(data, "moved", np.zeros(len(ends))) == PADDING
     for start in rows:
-        for begin, end, padded in zip([0, *ends], ends, is_padding, strict=False):
+        for begin, end in itertools.pairwise([0, *ends]):
             first, last = max(begin, start), min(end, start + S)
-            if first < last and not padded:
+            if first < last and data.tokens[first : first + 1] != IGNORE_INDEX:  # that is padding
                 known = data.tokens[first : min(end, last + 1 + D, data.cut)]
                 yield torch.from_numpy(known.astype(np.int64)), last - first
 
@@ -140,28 +139,20 @@ def test_losses_and_gradients_are_those_of_the_objective_written_out(pool, tied,
     pool.run(1, compare_with_the_objective, config, model_config)
 
 
-def test_targets_are_read_further_and_none_is_behind_an_end_or_padding(monkeypatch):
+def test_targets_are_read_further_and_none_is_behind_an_end(monkeypatch):
     sizes = {"micro_batch_size": 3, "num_micro_batches": 1, "dp_rank": 0, "dp_size": 1}
     batches = Batches(np.arange(13), seq_length=4, seed=0, positions=torch.tensor([0, 3]), **sizes)
     order = np.argsort([batches._starts(0, [i]) for i in range(3)], axis=0).flatten()
-    read = batches._read
-
-    def padded(starts: list[int]) -> Batch:  # as of a row that ends with padding
-        batch = read(starts)
-        batch.targets[batch.targets == 8] = IGNORE_INDEX
-        return batch
-
-    batches._read, no = padded, IGNORE_INDEX
     look_ahead(batches, 2, ends=np.array([7, 13]))
-    batch = batches.batch(0, 0)
+    batch, no = batches.batch(0, 0), IGNORE_INDEX
     assert batch.targets[:, order].tolist() == [
-        [[1, 4], [5, no], [9, 12]],
-        [[2, 5], [6, no], [10, no]],
-        [[3, 6], [no, no], [11, no]],
+        [[1, 4], [5, 8], [9, 12]],
+        [[2, 5], [6, 9], [10, no]],
+        [[3, 6], [no, 10], [11, no]],
     ]
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     moved = batch.to(torch.device("meta"))  # as to a GPU
-    assert batch.num_targets == 5 and type(moved) is DepthBatch
+    assert batch.num_targets == 6 and type(moved) is DepthBatch
 
 
 def validation_losses(config: Config, model_config: ModelConfig) -> tuple[float, float]:

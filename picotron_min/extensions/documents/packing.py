@@ -9,16 +9,15 @@ where documents end, how far each span is moved. README.md says what is cut, and
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
-import torch
 
 from picotron_min.data import Batch
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.loss import IGNORE_INDEX
 
-PADDING = -(2**62)  # "moved" so far, it is nowhere in the stream
+PADDING = -(2**62)  # "starts" there, which is nowhere in the text
 
 
 def best_fit(lengths: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,64 +51,57 @@ def best_fit(lengths: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
     return by_length[np.argsort(row_of, kind="stable")], np.bincount(row_of).cumsum()
 
 
-def pack(ends: np.ndarray, cut: int, S: int) -> np.ndarray:
-    """[2, spans] int64 of the packed stream: how far each was moved, and where it ends there.
+def pack(ends: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
+    """The spans of the packed stream: how far their places in the text are, and where they end.
 
-    Rows of the documents that end by the cut, then the held-out text, then a row of padding, for
-    rows are read with tokens behind them.
+    `ends` are those of the documents; places of padding are below 0.
     """
-    documents = np.append(0, ends[: np.searchsorted(ends, cut, "right")])
-    pieces = -(-np.diff(documents) // S)  # of which all but the last have S tokens
+    begins = np.append(0, ends[:-1])
+    pieces = -(-(ends - begins) // S)  # of which all but the last have S tokens
     number = np.arange(pieces.sum()) - np.repeat(pieces.cumsum() - pieces, pieces)
-    starts = np.repeat(documents[:-1], pieces) + S * number
-    lengths = np.minimum(np.repeat(documents[1:], pieces) - starts, S)
+    starts = np.repeat(begins, pieces) + S * number
+    lengths = np.minimum(np.repeat(ends, pieces) - starts, S)
 
     order, rows = best_fit(lengths, S)
     starts, lengths = starts[order], lengths[order]
     room = S - np.add.reduceat(lengths, np.append(0, rows[:-1]))
-    held_out = np.append(cut, ends[len(documents) - 1 :])
+    room[-1] += 1  # since rows are read with the token behind them
     starts = np.insert(starts, rows[room > 0], PADDING)
     lengths = np.insert(lengths, rows[room > 0], room[room > 0])
-    starts = np.concatenate((starts, held_out[:-1], [PADDING]))
-    packed_ends = np.concatenate((lengths, np.diff(held_out), [S])).cumsum()
-    moved = np.append(0, packed_ends[:-1]) - starts
-    return np.stack((np.where(starts < 0, PADDING, -moved), packed_ends))
+    packed_ends = lengths.cumsum()
+    return starts + lengths - packed_ends, packed_ends
 
 
 class PackedBatches(DocumentBatches):
     def __post_init__(self) -> None:
-        super().__post_init__()  # as without packing, and so with the same held-out text
-        S, cut, ends = self.seq_length, self.cut, self.ends
-        if ends[0] > cut:
-            problem = f"the first document has {ends[0]} tokens, and there are {cut} to train on"
+        super().__post_init__()
+        same = {field.name: getattr(self, field.name) for field in fields(self)}
+        self.eval_batch = DocumentBatches(**same).eval_batch  # as without packing: losses compare
+        ends = self.ends[: np.searchsorted(self.ends, self.cut, "right")]  # not held out
+        if not len(ends):
+            documents = f"the first document has {self.ends[0]} tokens"
+            problem = f"{documents}, and there are {self.cut} to train on"
             raise ValueError(f'{problem}: use more text, or dataset.packing "wrapped"')
-        self.moved, self.ends = pack(ends, cut, S)
-        self.cut = int(self.ends[-1]) - S - (len(self.tokens) - cut)
-        self.num_sequences = self.cut // S
-        self.padding = 1 - ends[np.searchsorted(ends, cut, "right") - 1] / self.cut
-        self._eval_starts += self.cut - cut
-        self.tokens = _PackedStream(self.tokens, self.moved, self.ends, ends[0] - 1)
+        self.end_of_text = int(self.tokens[ends[0] - 1])
+        self.tokens = _PackedStream(self.tokens, *pack(ends, self.seq_length))
+        self.ends, self.cut = self.tokens.ends, int(self.tokens.ends[-1]) - 1
+        self.num_sequences = self.cut // self.seq_length
+        self.padding = 1 - ends[-1] / self.cut
 
     def _read(self, starts: list[int] | np.ndarray) -> Batch:
         batch = super()._read(starts)
-        last = np.searchsorted(self.ends, np.add(starts, self.seq_length))  # span of each row
-        is_padding = self.moved[last] == PADDING
-        begins = np.where(is_padding, self.ends[last - 1] - starts, self.seq_length)
-        batch.targets[..., self.positions >= torch.from_numpy(begins)[:, None]] = IGNORE_INDEX
+        batch.tokens[batch.tokens == IGNORE_INDEX] = self.end_of_text
         return batch
 
 
 @dataclass
 class _PackedStream:
     tokens: np.ndarray
-    moved: np.ndarray
+    moves: np.ndarray
     ends: np.ndarray
-    fill: int  # where in the stream there is an end-of-text, for padding
 
     def __getitem__(self, where: slice) -> np.ndarray:
-        first, last = np.searchsorted(self.ends, (where.start + 1, where.stop))
-        lengths = np.diff(self.ends[first:last], prepend=where.start, append=where.stop)
-        places = np.arange(where.start, where.stop) + np.repeat(
-            self.moved[first : last + 1], lengths
-        )
-        return self.tokens[np.where(places < 0, self.fill, places)]
+        """[tokens] int64; padding is IGNORE_INDEX, and so never a target."""
+        places = np.arange(where.start, where.stop)
+        places += self.moves[np.searchsorted(self.ends, places, "right")]
+        return np.where(places < 0, IGNORE_INDEX, self.tokens[places.clip(0)].astype(np.int64))

@@ -44,7 +44,6 @@ def look_ahead(batches: Batches, depths: int, ends: np.ndarray) -> None:
         targets = [next_token.targets]
         for ahead in range(2, depths + 2):
             tokens = np.where(ahead < left, rows[:, batches.positions + ahead], IGNORE_INDEX)
-            tokens[next_token.targets == IGNORE_INDEX] = IGNORE_INDEX  # of padding, for example
             targets.append(torch.from_numpy(tokens))
         return DepthBatch(*next_token._replace(targets=torch.stack(targets)))
 
