@@ -58,7 +58,8 @@ def test_the_rectangles_of_all_ranks_have_each_visible_pair_once(size, seed):
         plan = ring_plan(Documents((tuple(lengths),)), rank, size, width)
         squares = [r.is_causal for r in plan[rank]]
         assert squares == sorted(squares, reverse=True), "every query is in a square at first"
-        for source, (_, queries, keys, is_causal) in ((s, r) for s in range(size) for r in plan[s]):
+        for source, (ours, theirs, is_causal) in ((s, r) for s in range(size) for r in plan[s]):
+            queries, keys = ours[2], theirs[3]
             here = np.ones((queries.stop - queries.start, keys.stop - keys.start), int)
             rows, columns = places[rank][queries], places[source][keys]
             seen[np.ix_(rows, columns)] += np.tril(here) if is_causal else here
@@ -76,8 +77,8 @@ def test_a_row_that_is_not_cut_is_one_square_a_document():
 def num_pairs(plan: tuple) -> int:
     """Pairs of a query and a key that a rank computes."""
     total = 0
-    for _, queries, keys, is_causal in itertools.chain(*plan):
-        n, m = queries.stop - queries.start, keys.stop - keys.start
+    for ours, theirs, is_causal in itertools.chain(*plan):
+        n, m = (some.stop - some.start for some in (ours[2], theirs[3]))
         total += n * (n + 1) // 2 if is_causal else n * m
     return total
 

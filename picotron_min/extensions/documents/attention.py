@@ -1,8 +1,8 @@
 """Attention inside documents: plain attention to each, or, over a ring, rectangle by rectangle."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +39,22 @@ class DocumentAttention(nn.Module):
 
     @torch.compiler.disable  # the lengths change in every call
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        alike = [(lengths, len(list(rows))) for lengths, rows in groupby(documents.lengths)]
-        groups = _cut((q, k, v), [count for _, count in alike], dim=0)
-        outs = []
-        for group, (lengths, _) in zip(groups, alike, strict=True):
-            outs.append(_join([self.inner(*part) for part in _cut(group, lengths, dim=2)], dim=2))
-        return _join(outs, dim=0)
+        alike = [*documents.alike]
+        lengths = iter([lengths for _, lengths in alike])
+
+        def attend(*qkv: Tensor) -> Tensor:  # of rows that are alike
+            return _by_parts(self.inner, qkv, next(lengths), dim=2)
+
+        return _by_parts(attend, (q, k, v), [rows.stop - rows.start for rows, _ in alike], dim=0)
 
 
-def _cut(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Sequence[Tensor]]:
+def _by_parts(
+    attend: Callable[..., Tensor], qkv: Sequence[Tensor], sizes: Sequence[int], dim: int
+) -> Tensor:
     if len(sizes) == 1:  # as it is: a split of one would copy the gradient
-        return [tensors]
-    return list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
-
-
-def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return attend(*qkv)
+    parts = zip(*(x.split(sizes, dim) for x in qkv), strict=True)
+    return torch.cat([attend(*part) for part in parts], dim)
 
 
 class VarlenAttention(nn.Module):
@@ -99,10 +99,8 @@ class _DocumentRing(torch.autograd.Function):  # _RingAttention explains the ord
         out = wide(torch.empty_like(q))
         lse = torch.empty_like(out[..., 0])
         for source, block in ring(kv, axis):
-            for row, queries, keys, is_causal in plan[source]:
-                ours = slice(row, row + 1), slice(None), queries
-                k, v = block[:, row, None, :, keys]
-                part = kernel.attend(q[ours], k, v, is_causal)
+            for ours, theirs, is_causal in plan[source]:
+                part = kernel.attend(q[ours], *block[theirs], is_causal)
                 if not is_causal:  # every query is in one square, and these came first
                     part = merge_blocks(out[ours], lse[ours], *part)
                 out[ours], lse[ours] = part
@@ -115,17 +113,14 @@ class _DocumentRing(torch.autograd.Function):  # _RingAttention explains the ord
         (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
         dq, shift = torch.zeros_like(q, dtype=lse.dtype), None
         for source, block in ring(kv, axis):
-            parts = []  # computed before the wait, while the gradients travel
-            for row, queries, keys, is_causal in ctx.plan[source]:
-                ours = slice(row, row + 1), slice(None), queries
-                k, v = block[:, row, None, :, keys]
-                tensors = gradient[ours], q[ours], k, v, out[ours], lse[ours]
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)  # while those of other ranks travel
+            for ours, theirs, is_causal in ctx.plan[source]:
+                tensors = gradient[ours], q[ours], *block[theirs], out[ours], lse[ours]
                 dq_part, *dkv_part = ctx.kernel.backward(*tensors, is_causal)
                 dq[ours] += dq_part
-                parts.append((row, keys, torch.cat(dkv_part)))
-            dkv = shift.wait() if shift else torch.zeros_like(kv, dtype=lse.dtype)
-            for row, keys, part in parts:
-                dkv[:, row, :, keys] += part
+                dkv[theirs] += torch.stack(dkv_part)
+            if shift:
+                dkv += shift.wait()
             if source == axis.rank:
                 own_dkv = dkv
             else:

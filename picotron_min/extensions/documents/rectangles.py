@@ -17,7 +17,7 @@ these keys. A dot: no document is in both. Blank: later keys. Standard library o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 
@@ -28,11 +28,17 @@ class Documents:
     # A class, not a plain tuple: torch.compile would compile again for the numbers of each batch.
     lengths: tuple[tuple[int, ...], ...]
 
+    @property
+    def alike(self) -> Iterator[tuple[slice, tuple[int, ...]]]:
+        """Rows that follow each other with the same lengths, and these."""
+        first = 0
+        for lengths, rows in groupby(self.lengths):
+            yield slice(first, first := first + len([*rows])), lengths
+
 
 class Rectangle(NamedTuple):
-    row: int  # of the batch
-    queries: slice  # of a rank's own S/n
-    keys: slice  # likewise
+    ours: tuple[slice, ...]  # in queries [B, Q, S/n, D]
+    theirs: tuple[slice, ...]  # in another rank's keys and values [2, B, K, S/n, D]
     is_causal: bool  # then it is a square
 
 
@@ -60,12 +66,12 @@ def ring_plan(
     def starts(rank: int) -> tuple[int, int]:
         return rank * width, (2 * size - 1 - rank) * width
 
-    plan = []
+    plan, every = [], slice(None)
     for source in range(size):
         found = [
-            Rectangle(row, *rectangle)
-            for row, lengths in enumerate(documents.lengths)
-            for rectangle in rectangles(lengths, starts(rank), starts(source), width)
+            Rectangle((rows, every, queries), (every, rows, every, keys), is_causal)
+            for rows, lengths in documents.alike
+            for queries, keys, is_causal in rectangles(lengths, starts(rank), starts(source), width)
         ]
         plan.append(tuple(sorted(found, key=lambda rectangle: not rectangle.is_causal)))
     return tuple(plan)
