@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from picotron_min.runtime import draw
+from tests import ring_picture
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -69,6 +70,10 @@ def test_the_picture_of_schedules_is_what_its_command_draws(tmp_path):
     drawn = tmp_path / "schedules.svg"
     draw.main(["--svg", str(drawn)])
     assert drawn.read_bytes() == (ROOT / "docs/schedules.svg").read_bytes()
+
+
+def test_the_picture_of_a_ring_is_what_its_command_draws():
+    assert ring_picture.picture() == (ROOT / "docs/documents.svg").read_text()
 
 
 # Names of other packages, and commands. Where "In production:" stands, all names are theirs.
