@@ -28,13 +28,11 @@ class Meter(Extension):
     ahead, perhaps by most of backward, is in the next step's number; the last step's is in none.
     """
 
-    def __init__(
-        self, device: torch.device, read: Read | None, num_ranks: int, tokens: int
-    ) -> None:
+    def __init__(self, device: torch.device, read: Read | None, ranks: int, tokens: int) -> None:
         """`read` None: another rank reads for this one; `tokens` of a step."""
-        self.device, self.read, self.num_ranks, self.tokens = device, read, num_ranks, tokens
+        self.device, self.read, self.ranks, self.tokens = device, read, ranks, tokens
         self.is_gpu = device.type == "cuda"
-        self.rest, self.mine, self.problem = 0.0, None, ""
+        self.last, self.rest, self.problem = math.nan, 0.0, ""
         self.steps, self.joules, self.seconds = 0, 0.0, 0.0  # all steps
 
     @property
@@ -42,20 +40,17 @@ class Meter(Extension):
         return "of the GPUs alone, by NVML" if self.is_gpu else "of the whole machine, by RAPL"
 
     def begin(self) -> None:
-        self.last, self.mine, self.began = self.counter(), None, time.perf_counter()
-
-    def counter(self) -> float:
-        """uJ since any moment; NaN if the counter cannot be read."""
-        try:
-            return self.read() if self.read else 0
-        except OSError as error:
-            self.problem = str(error)
-            return math.nan
+        self.take()  # of an evaluation, a save or nothing
+        self.mine, self.began = None, time.perf_counter()
 
     def take(self) -> float:
-        """Joules since the counter was last read."""
-        before, self.last = self.last, self.counter()
-        return (self.last - before) / 1e6
+        """Joules since the last call; NaN if the counter cannot be read."""
+        try:
+            now = self.read() if self.read else 0
+        except OSError as error:
+            self.problem, now = str(error), math.nan
+        before, self.last = self.last, now
+        return (now - before) / 1e6
 
     def counts(self) -> Tensor:
         """Joules, and 1 if this rank has read them, [2]. A step asks several times."""
@@ -69,11 +64,10 @@ class Meter(Extension):
     def measures(self, totals: Tensor) -> dict[str, object]:
         """None unless all that should have read have done so; watts: the mean of a reader."""
         self.rest, (joules, self.readers) = self.take(), totals.tolist()
-        seconds = time.perf_counter() - self.began
         self.steps, self.joules = self.steps + 1, self.joules + joules
-        self.seconds += seconds
+        self.seconds += (seconds := time.perf_counter() - self.began)
         if math.isnan(joules):
-            of = f"of {self.num_ranks} GPUs" if self.is_gpu else "node(s), not by all"
+            of = f"of {self.ranks} GPUs" if self.is_gpu else "node(s), not by all"
             self.problem = self.problem or f"reported by {self.readers:.0f} {of}"
             return dict.fromkeys(("joules", "joules_per_token", "watts"))
         watts = joules / seconds / self.readers
@@ -90,9 +84,9 @@ class Meter(Extension):
 
 def open_meter(device: torch.device, local_rank: int, num_ranks: int, tokens: int) -> Meter:
     """Of one rank, for steps of so many tokens; ValueError if a package is missing."""
-    on_cpu = None if local_rank else rapl_reader()
-    read = nvml_reader(device) if device.type == "cuda" else on_cpu
-    return Meter(device, read, num_ranks, tokens)
+    if device.type == "cuda":
+        return Meter(device, nvml_reader(device), num_ranks, tokens)
+    return Meter(device, None if local_rank else rapl_reader(), num_ranks, tokens)
 
 
 def nvml_reader(device: torch.device) -> Read:

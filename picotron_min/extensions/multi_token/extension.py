@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from picotron_min.extension import Extension
 from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import ModelConfig, Workload
-from picotron_min.loss import IGNORE_INDEX, Vocabulary, head_loss, stripe_loss
+from picotron_min.loss import IGNORE_INDEX, Vocabulary, stripe_loss
 from picotron_min.model import Head, Llama
 from picotron_min.placement import Table
-from picotron_min.tensor_parallel import VocabularyParallelHead
 
 
 class MultiToken(Extension):
@@ -54,11 +53,11 @@ class MultiToken(Extension):
         """
         if targets.ndim == 2:  # as in validation
             return of_next_token(x, targets)
-        start, per_depth = 0, targets[0].numel()
+        start, per_depth, of_rows = 0, targets[0].numel(), head.stripe_loss
 
         def of_stripe(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal start
-            losses, gradient = head.stripe_loss(x, weight, targets)
+            losses, gradient = of_rows(x, weight, targets)
             depths = torch.arange(start, start + len(x), device=x.device) // per_depth
             start += len(x)
             self.table[0].index_add_(0, depths, losses.double())
@@ -67,9 +66,10 @@ class MultiToken(Extension):
             self.table[2].index_add_(0, depths, (self.is_likeliest & counts).double())
             return losses * (depths == 0), gradient.mul_(self.scales[depths, None])
 
-        if isinstance(head, VocabularyParallelHead):
-            x = head.ends.enter(x)
-        return head_loss(x, head.weight, targets, of_stripe)
+        head.stripe_loss = of_stripe
+        total = of_next_token(x, targets)  # flattens both: a row for each depth and token
+        head.stripe_loss = of_rows
+        return total
 
     def note_likeliest(self, total: Callable, x: Tensor) -> Tensor:
         """Note of a stripe's rows whether no logit is above the target's; x is stripe_loss's."""
