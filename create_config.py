@@ -198,7 +198,7 @@ def describe(config: Config, flags: argparse.Namespace) -> None:
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
         if config.model.offload:
             print_offload(config, model_config, gpu)
-        print_prediction(config, model_config, gpu, flags)
+        print_prediction(config, gpu, flags)
 
 
 def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
@@ -265,8 +265,8 @@ def print_offload(config: Config, c: ModelConfig, gpu: Gpu) -> None:
     print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
 
 
-def print_prediction(config: Config, c: ModelConfig, gpu: Gpu, flags: argparse.Namespace) -> None:
-    request, candidate = predicted(config, c, gpu, attended=flags.attended)
+def print_prediction(config: Config, gpu: Gpu, flags: argparse.Namespace) -> None:
+    request, candidate = predicted(config, gpu, attended=flags.attended)
     step, number = candidate.prediction.step, measures(request, candidate)
     low, high = number["interval"]
     speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"

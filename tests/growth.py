@@ -31,8 +31,8 @@ from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.planner.choices import Request, groups
 from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.picture import log_log, point
 from picotron_min.planner.search import search
+from picotron_min.planner.validate import log_log, point
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS

@@ -16,28 +16,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from picotron_min.planner import calibrate, config_files, machine, picture, show, validate
-from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.measured import read_metrics
+from picotron_min.planner import calibrate, config_files, show, validate
+from picotron_min.planner.choices import CHOICES
 from picotron_min.planner.search import nothing_fits, search
-from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.hardware import GPUS
+from picotron_min.runtime.json_file import read_json, write_json
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 the user's mistakes, or nothing fits."""
     parser = build_parser()
-    flags = parser.parse_args(arguments)
     try:
-        run(parser, flags)
-    except (ConfigError, ValueError, OSError) as error:
-        problems = error.problems if isinstance(error, ConfigError) else [error]
-        if isinstance(error, OSError) and error.filename:
-            problems = [f"{error.filename}: {error.strerror}: name another file"]
-        for problem in problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
-    return 0
+        run(parser, parser.parse_args(arguments))
+        return 0
+    except OSError as error:
+        problems = f"{error.filename}: {error.strerror}: name another file"
+    except ValueError as error:
+        problems = str(error)  # a line for each
+    print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)
+    return 2
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--documents", type=Path, metavar="FILE", help=about)
     add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
     about = "what --calibrate has found, default: %(default)s"
-    add("--hardware", type=Path, default=machine.HARDWARE, metavar="FILE", help=about)
+    add("--hardware", type=Path, default=Path("hardware.json"), metavar="FILE", help=about)
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
     add("--config", type=Path, metavar="FILE", help="predict this one")
     add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")
@@ -95,42 +92,35 @@ def above_zero(kind: type, most: float = math.inf, why: str = "") -> Callable[[s
     return read
 
 
-# What each kind of command reads; without --config, --calibrate and --validate it is a search.
-OF_MACHINE = {"system", "gpu", "gpus_per_node", "network", "cores", "hardware"}
-READS = {
-    "validate": {"picture"},
-    "calibrate": OF_MACHINE | {"documents"},
-    "config": OF_MACHINE | {"documents", "fill", "metrics", "json"},
-}
-
-
 def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-    kind = next((kind for kind in READS if getattr(flags, kind)), None)
-    if unused := given - {kind} - READS[kind] if kind else given & {"metrics", "picture"}:
-        names, where = ", ".join(f"--{name}" for name in sorted(unused)), "without --config"
-        raise ValueError(f"{names}: not used {f'with --{kind}' if kind else where}; leave it out")
+    kind = next((kind for kind in COMMANDS if getattr(flags, kind)), None)
+    command, reads = COMMANDS.get(kind, (run_search, given - {"metrics", "picture"}))
+    if unused := given - {kind} - reads:
+        names = ", ".join(f"--{name}" for name in sorted(unused))
+        where = f"with --{kind}" if kind else "without --config"
+        raise ValueError(f"{names}: not used {where}; leave it out")
     if "hardware" in given and kind != "calibrate" and not flags.hardware.is_file():
         why = f"--hardware {flags.hardware} is no file"
         raise ValueError(f"{why}: write it with --calibrate, or leave it out")
-    commands = {"validate": run_validation, "calibrate": run_calibration, "config": run_config}
-    commands.get(kind, run_search)(flags)
+    command(flags)
 
 
 def run_validation(flags: argparse.Namespace) -> None:
     runs = [run for path in flags.validate for run in validate.read_runs(path)]
     if flags.picture:
-        flags.picture.write_text(picture.draw(runs), encoding="utf-8")
+        flags.picture.write_text(validate.draw(runs), encoding="utf-8")
     print(validate.report(runs))
 
 
 def run_search(flags: argparse.Namespace) -> None:
-    request = config_files.request_of(flags)
+    request = config_files.asked_by(flags)
     found = search(request, flags.top)
     if not found:
         raise ValueError(nothing_fits(request))
     if flags.json:
-        print(json.dumps([as_numbers(request, candidate) for candidate, *_ in found], indent=2))
+        numbers = [show.as_numbers(request, candidate) for candidate, *_ in found]
+        print(json.dumps(numbers, indent=2))
     else:
         print(show.plan_text(request, found))
     if flags.write:
@@ -139,32 +129,16 @@ def run_search(flags: argparse.Namespace) -> None:
         print(f"\nwrote {flags.write}: yours to add are {left}", file=sys.stderr)
 
 
-def as_numbers(request: Request, candidate: Candidate) -> dict:
-    """A candidate for other programs."""
-    return {
-        "choices": {name: candidate.chosen[name] for name in CHOICES},
-        "num_micro_batches": candidate.workload.num_micro_batches,
-        "step_seconds": candidate.prediction.step,
-        "parts": candidate.prediction.parts,
-        "bubble": candidate.prediction.bubble,
-        "memory": candidate.memory._asdict(),
-        "traffic": {axis: sent for axis, sent, *_ in show.traffic_rows(request, candidate)},
-        **show.measures(request, candidate),
-    }
-
-
 def run_config(flags: argparse.Namespace) -> None:
     request, candidate = config_files.of_config(flags, flags.config)
-    measured = flags.metrics and read_metrics(flags.metrics, request, candidate)
+    measured = flags.metrics and calibrate.read_metrics(flags.metrics, request, candidate)
     if flags.json:
-        real = measured and measured.model_dump(exclude={"step"})
-        print(json.dumps(as_numbers(request, candidate) | {"measured": real}, indent=2))
-        return
-    print(show.table(request, [[candidate]]))
-    details = show.details(request, candidate, width=100)
-    print(f"\n{details}\n\n{show.uncertain(request, candidate)}")
-    if measured:
-        print(f"\n{show.beside(request, candidate, measured)}")
+        real = {"measured": measured and measured.model_dump(exclude={"step"})}
+        return print(json.dumps(show.as_numbers(request, candidate) | real, indent=2))
+    blocks = [show.table(request, [[candidate]]), show.details(request, candidate)]
+    blocks += [show.uncertain(request, candidate)]
+    blocks += [show.beside(request, candidate, measured)] if measured else []
+    print("\n\n".join(blocks))
 
 
 def run_calibration(flags: argparse.Namespace) -> None:
@@ -174,26 +148,35 @@ def run_calibration(flags: argparse.Namespace) -> None:
     runs = []
     for config, metrics in zip(files[::2], files[1::2], strict=True):
         request, candidate = config_files.of_config(flags, config)
+        measured = calibrate.read_metrics(metrics, request, candidate)
         setting = request.setting(candidate.layout, candidate.workload)
-        measured = read_metrics(metrics, request, candidate)
         runs.append(calibrate.Observation(setting, measured.step_seconds))
     seen = calibrate.properties(runs) if flags.system else {}
     runs = [run.having(**seen) for run in runs]
     found = calibrate.calibrate(runs)
     gpu = replace(runs[0].setting.gpu, **found)
-    for name in machine.CALIBRATED:
+    for name in calibrate.CALIBRATED:
         how = "found" if name in found else "as it was: these runs do not show it"
         print(f"{name:<16}{getattr(gpu, name):>10.3g}  {how}")
+    how = "fitted, as many unknowns as runs" if len(found) == len(runs) else "predicted"
     for config, error in zip(files[::2], calibrate.errors_of(runs, found), strict=True):
-        how = "fitted, as many unknowns as runs" if len(found) == len(runs) else "predicted"
         print(f"{config}: {how}, {error:+.1%} from measured")
-    machine.write(flags.hardware, gpu)
+    reached = {gpu.name: {name: getattr(gpu, name) for name in calibrate.CALIBRATED}}
+    write_json(flags.hardware, calibrate.read_found(flags.hardware) | reached)
     print(f"wrote {flags.hardware}")
     if flags.system:  # else it is this project, and a config tells its properties
         unseen = ", ".join(name for name in calibrate.VISIBLE if name not in seen)
-        machine.write_system(flags.system, seen)
+        write_json(flags.system, read_json(flags.system) | seen)
         print(f"wrote {flags.system}: {seen or 'nothing new'}; these runs do not show {unseen}")
 
+
+# Commands by the flag that asks for each, with what else they read; without one it is a search.
+OF_MACHINE = {"system", "gpu", "gpus_per_node", "network", "cores", "hardware", "documents"}
+COMMANDS = {
+    "validate": (run_validation, {"picture"}),
+    "calibrate": (run_calibration, OF_MACHINE),
+    "config": (run_config, OF_MACHINE | {"fill", "metrics", "json"}),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,7 @@
 """What your machine reaches of its peaks, from runs that were measured on it.
 
+    metrics.jsonl of runs  ->  unknowns  ->  hardware.json  ->  later plans
+
     runs that are given                 what is found, and what else stays as it was
     one                                 f, the share of the peak in matmuls (of runs in FP8: f8)
     two with different sequences        f and a, the share in attention
@@ -11,13 +13,68 @@ logarithms of their ratios is least.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Literal, NamedTuple
 
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
+
+from picotron_min.planner.choices import Candidate, Request
 from picotron_min.planner.step_time import predict
 from picotron_min.planner.system import Setting
+from picotron_min.planner.traffic import planned_traffic
 from picotron_min.planner.uncertainty import OF_A_RUN
+from picotron_min.runtime.metrics import RUN_LOG
+
+WARM_UP = 5  # steps that are slower than those to come
+
+
+class Measured(BaseModel, allow_inf_nan=False, strict=True):
+    """Of a step; of a run the median after the warm-up, and the rest of its last step."""
+
+    step: NonNegativeInt
+    step_seconds: float = Field(gt=0)
+    comm_bytes: dict[str, NonNegativeInt]  # by axis
+    memory_gb: float = Field(ge=0)
+
+
+class Event(BaseModel):
+    """A line of run.jsonl that is about a start."""
+
+    start: dict[str, object]
+
+
+def read_metrics(path: Path, request: Request, candidate: Candidate) -> Measured:
+    """What a run of this config measured; ValueError if it was of another, or too short."""
+    log = path.parent / RUN_LOG  # a start for each time that the run resumed
+    starts = [*_records(log, Event)] if log.is_file() else []
+    begin = starts[-1].start.get("after_step", 0) if starts else 0
+    # Of a step that was repeated, the later record counts.
+    steps = {record.step: record for record in _records(path, Measured)}
+    after = [record for step, record in steps.items() if step > begin]
+    if len(after) <= WARM_UP:
+        since = f" after step {begin}, where the run resumed" if begin else ""
+        why = f"{path} has {len(after)} steps{since}"
+        raise ValueError(f"{why}, and the first {WARM_UP} warm up: train at least {WARM_UP + 1}")
+    planned = planned_traffic(request.model_config, candidate.layout, candidate.workload)
+    theirs = {axis for axis, sent in after[-1].comm_bytes.items() if sent}
+    if theirs != planned.keys():
+        used, ours = (" ".join(sorted(axes)) or "none" for axes in (theirs, planned))
+        why = f"{path} is of a run that sent over the axes {used}; the config's are {ours}"
+        raise ValueError(f"{why}: name the metrics of a run of this config")
+    seconds = median(record.step_seconds for record in after[WARM_UP:])
+    return after[-1].model_copy(update={"step_seconds": seconds})
+
+
+def _records(path: Path, kind: type[BaseModel]) -> Iterator:
+    """The lines of a file that are of this kind; a kill may leave a part of one."""
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            yield kind.model_validate_json(line)
+
 
 LIMITS = (1e-3, 1e3)  # times its first value: how far an unknown may be
 FINEST = 1 + 1e-7  # factor by which an unknown is changed at last
@@ -43,7 +100,6 @@ def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
 
     Coordinate descent: change one unknown at a time while that helps, by less and less.
     """
-
     values = start = {name: getattr(runs[0].setting.gpu, name) for name in unknowns(runs)}
     best, factor = loss(runs, values), 4.0
     while factor > FINEST:
@@ -95,3 +151,17 @@ def errors_of(runs: Sequence[Observation], values: dict[str, float]) -> list[flo
     """Predicted / measured - 1 of each run, if a GPU has these values."""
     steps = [predict(replace(s, gpu=replace(s.gpu, **values))).step for s, _ in runs]
     return [step / run.seconds - 1 for step, run in zip(steps, runs, strict=True)]
+
+
+CALIBRATED = ("matmul_share", "float8_share", "attention_share", "link_share", "latency")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Found = TypeAdapter(dict[str, dict[Literal[CALIBRATED], Positive]])
+
+
+def read_found(hardware: Path) -> dict[str, dict[str, float]]:
+    """What was found, by device; nothing if there is no file. ValueError if it is damaged."""
+    try:
+        return Found.validate_json(hardware.read_bytes()) if hardware.exists() else {}
+    except ValidationError:
+        why = f"{hardware} is not what --calibrate writes"
+        raise ValueError(f"{why}: delete it, calibrate again") from None

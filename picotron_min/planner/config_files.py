@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from array import array
 from contextlib import suppress
@@ -10,22 +11,24 @@ from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 
-from picotron_min.extensions.settings import ModelConfig
-from picotron_min.planner import machine
+from pydantic import TypeAdapter, ValidationError
+
+from picotron_min.planner.calibrate import read_found
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.runtime.config import KEYS, Config, ConfigError
+from picotron_min.planner.system import System
+from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import parse_json, read_json
-from picotron_min.runtime.wording import choice
+from picotron_min.runtime.wording import choice, mistake
 
 ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
 ALIASES |= {"mbs": "micro_batch_size"}
 MOST_TP = 8  # by default, also where more GPUs are in a node
 
 
-def request_of(flags: argparse.Namespace) -> Request:
+def asked_by(flags: argparse.Namespace) -> Request:
     """What the flags ask for; ValueError for what is missing or does not fit."""
     needed = ("model", "gpus", "seq_length", "global_batch")
     if missing := [f"--{name}" for name in needed if getattr(flags, name) is None]:
@@ -37,14 +40,32 @@ def request_of(flags: argparse.Namespace) -> Request:
     asked["dataset"] = {"document_mask": bool(flags.documents)}
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
-    max_tp = flags.max_tp or min(MOST_TP, gpu.gpus_per_node)
-    options = options_of(flags, config) | {"max_tp": max_tp, "fixed": fixed_choices(flags.fix)}
-    return _request(config, model_of(config), gpu, flags.gpus, flags.global_batch, **options)
+    options = {"max_tp": flags.max_tp or min(MOST_TP, gpu.gpus_per_node)}
+    options |= {"gpus": flags.gpus, "global_batch": flags.global_batch}
+    options |= {"fixed": fixed_choices(flags.fix)}
+    return request_of(config, gpu, **options_of(flags, config), **options)
 
 
-def _request(
-    config: Config, model_config: ModelConfig, gpu: Gpu, gpus: int, global_batch: int, **options
-) -> Request:
+def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate]:
+    """A config file as it is, with what is predicted for it."""
+    config = parse_config(read_json(path))
+    name = flags.gpu or ("cpu" if config.distributed.use_cpu else "H100")
+    if config.distributed.use_cpu and name != "cpu":
+        raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
+    gpu = gpu_of(flags, name, config.world_size)
+    return predicted(config, gpu, **options_of(flags, config))
+
+
+def predicted(config: Config, gpu: Gpu, **options) -> tuple[Request, Candidate]:
+    """A config on a GPU, with options of Request."""
+    request = request_of(config, gpu, **options)
+    return request, request.candidate(config.layout, config.workload)
+
+
+def request_of(config: Config, gpu: Gpu, **options) -> Request:
+    """ValueError if the model is not known without the network, or the GPU has no such peak."""
+    if not is_known_here(config.model.name):
+        raise ConfigError(f"model.name={config.model.name}: download it and name its folder")
     work = config.workload
     if work.fp8 and "float8" not in gpu.peaks:
         with_8_bits = choice(name for name, other in GPUS.items() if "float8" in other.peaks)
@@ -52,7 +73,61 @@ def _request(
     if work.dtype not in gpu.peaks:
         why = f"--gpu {gpu.name} has no peak for {work.dtype}"
         raise ValueError(f"{why}: use {choice(gpu.peaks)}")
-    return Request(model_config, gpu, gpus, work, global_batch, config.model.name, **options)
+    of_config = {"gpus": config.world_size, "global_batch": config.global_batch}
+    of_config |= {"work": work, "model_name": config.model.name}
+    return Request(resolve_model(config), gpu, **of_config | options)
+
+
+def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
+    """The device of a name, with what flags and --calibrate state; ValueError if it has no such."""
+    if name != "cpu" and name not in GPUS:
+        raise ValueError(f"--gpu {name} is not known: use {', '.join(GPUS)}, or cpu")
+    unused = ("network", "gpus_per_node") if name == "cpu" else ("cores",)
+    if given := [f"--{flag}" for flag in unused if getattr(flags, flag)]:
+        kind = "a CPU" if name == "cpu" else name
+        raise ValueError(f"{', '.join(given)}: not used for {kind}; leave it out")
+    gpu = cpu(flags.cores or os.cpu_count(), ranks) if name == "cpu" else GPUS[name]
+    network = 1e9 / 8 * flags.network if flags.network else gpu.network
+    gpu = replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
+    found = read_found(flags.hardware).get(name)
+    if found and not flags.calibrate:
+        print(f"{flags.hardware} is used: what --calibrate found of {name}", file=sys.stderr)
+    return replace(gpu, **found, is_calibrated=True) if found else gpu
+
+
+# Of a core, before any run was measured: FLOP/s; bytes/s of the memory that all cores share, and of
+# a message between two processes.
+CORE_PEAKS = {"float32": 80e9, "bfloat16": 80e9, "float64": 40e9}
+CPU_MEMORY_SPEED, CPU_LINK = 20e9, 4e9
+
+
+def cpu(cores: int, ranks: int) -> Gpu:
+    """This machine's, whose cores and memory the ranks share."""
+    share = min(1.0, cores / ranks)  # of a core that a rank has
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    peaks = {dtype: share * peak for dtype, peak in CORE_PEAKS.items()}
+    speeds = CPU_MEMORY_SPEED / ranks, CPU_LINK / ranks
+    shares = {"gpus_per_node": max(64, ranks), "core_share": share}
+    return Gpu("cpu", peaks, memory, *speeds, 0.8, 0.4, **shares)
+
+
+def options_of(flags: argparse.Namespace, config: Config) -> dict[str, object]:
+    """Options of a Request that do not depend on whether it is a search or a config."""
+    system = read_system(flags.system) if flags.system else None
+    attended = flags.documents and attended_length(flags.documents, config)
+    return {"fill": flags.fill, "attended": attended, "system": system}
+
+
+def read_system(path: Path) -> System:
+    """The properties of a code base, by the fields of System; ValueError if there is another."""
+    raw, known = read_json(path), System.__dataclass_fields__
+    if not raw.keys() <= known.keys():
+        why = f"{path} has other keys than {', '.join(known)}"
+        raise ValueError(f"{why}: see picotron_min/planner/system.py")
+    try:
+        return TypeAdapter(System).validate_python(raw)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {mistake(error.errors()[0])}") from None
 
 
 def attended_length(path: Path, config: Config) -> float:
@@ -64,49 +139,14 @@ def attended_length(path: Path, config: Config) -> float:
     """
     if not config.dataset.document_mask:
         raise ValueError(f"--documents {path}: not used without dataset.document_mask")
-    seq_length = config.training.seq_length
     path = path / "documents.bin" if path.is_dir() else path
     ends, data = array("q"), path.read_bytes()
     if data and len(data) % ends.itemsize == 0:
         ends.frombytes(data)
     if not ends or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
         raise ValueError(f"{path} is no documents.bin: name one in a folder of dataset.cache_dir")
-    squares = begin = 0
-    for end in ends:
-        first = min(end, begin - begin % seq_length + seq_length) - begin  # up to its row's end
-        rows, last = divmod(end - begin - first, seq_length)
-        squares += first**2 + rows * seq_length**2 + last**2
-        begin = end
-    return squares / begin
-
-
-def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
-    """The device of a name, with what the flags state; ValueError for those of another kind."""
-    gpu = machine.machine(name, flags.hardware, ranks, flags.cores)
-    unused = ("network", "gpus_per_node") if name == "cpu" else ("cores",)
-    if given := [f"--{flag}" for flag in unused if getattr(flags, flag)]:
-        kind = "a CPU" if name == "cpu" else name
-        raise ValueError(f"{', '.join(given)}: not used for {kind}; leave it out")
-    if gpu.is_calibrated and not flags.calibrate:
-        print(f"{flags.hardware} is used: what --calibrate found of {name}", file=sys.stderr)
-    if name == "cpu":
-        return gpu
-    network = 1e9 / 8 * (flags.network or 400)
-    return replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
-
-
-def options_of(flags: argparse.Namespace, config: Config) -> dict[str, object]:
-    """Options of a Request that do not depend on whether it is a search or a config."""
-    system = machine.read_system(flags.system) if flags.system else None
-    attended = flags.documents and attended_length(flags.documents, config)
-    return {"fill": flags.fill, "attended": attended, "system": system}
-
-
-def model_of(config: Config) -> ModelConfig:
-    """The model's numbers, which must be known without the network."""
-    if not is_known_here(config.model.name):
-        raise ConfigError(f"model.name={config.model.name}: download it and name its folder")
-    return resolve_model(config)
+    cuts = sorted({*ends, *range(0, ends[-1], config.training.seq_length)})
+    return sum((b - a) ** 2 for a, b in pairwise(cuts)) / ends[-1]
 
 
 def fixed_choices(text: str) -> dict[str, object]:
@@ -120,55 +160,25 @@ def fixed_choices(text: str) -> dict[str, object]:
             raise ValueError(
                 f"--fix {text}: {pair} is not known or there twice: use {near[0]} once"
             )
-        schema = KEYS[CHOICES[name]]
-        if "enum" in schema:
-            good, what = value in schema["enum"], choice(schema["enum"])
-        else:
-            with suppress(ValueError):
-                value = parse_json(value)
-            good, what = type(value) is bool, "true or false"
-            if schema["type"] == "integer":
-                good, what = type(value) is int and value > 0, "a whole number from 1 up"
-        if not good:
-            raise ValueError(f"--fix {pair}: must be {what}")
-        fixed[name] = value
+        section, key = CHOICES[name].split(".")
+        with suppress(ValueError):  # else it is text
+            value = parse_json(value)
+        try:
+            keys = Config.model_fields[section].annotation(**{key: value})
+        except ValidationError as error:
+            raise ValueError(f"--fix {mistake(error.errors()[0])}") from None
+        fixed[name] = getattr(keys, key)
     return fixed
-
-
-def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate]:
-    """A config file as it is, with what is predicted for it."""
-    config = parse_config(read_json(path))
-    name = flags.gpu or ("cpu" if config.distributed.use_cpu else "H100")
-    if config.distributed.use_cpu and name != "cpu":
-        raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
-    gpu = gpu_of(flags, name, config.world_size)
-    return predicted(config, model_of(config), gpu, **options_of(flags, config))
-
-
-def predicted(
-    config: Config, model_config: ModelConfig, gpu: Gpu, **options
-) -> tuple[Request, Candidate]:
-    """A config on a GPU, with options of Request; ValueError if it has no peak for the dtype."""
-    layout, workload = config.layout, config.workload
-    sizes = layout.world_size, config.global_batch
-    request = _request(config, model_config, gpu, *sizes, **options)
-    return request, request.candidate(layout, workload)
 
 
 def config_of(request: Request, candidate: Candidate) -> dict:
     """config.json of a plan: what it chose, and what was asked for."""
     chosen, work = candidate.chosen, candidate.workload
-    raw = {
-        "distributed": {},
-        "model": {"name": request.model_name, "dtype": work.dtype},
-        "training": {
-            "seq_length": work.seq_length,
-            "gradient_accumulation_steps": work.num_micro_batches,
-            "optimizer": work.optimizer,
-        },
-    }
-    for name in CHOICES:
-        section, key = CHOICES[name].split(".")
+    raw = {"distributed": {}, "model": {"name": request.model_name, "dtype": work.dtype}}
+    raw["training"] = {"seq_length": work.seq_length, "optimizer": work.optimizer}
+    raw["training"]["gradient_accumulation_steps"] = work.num_micro_batches
+    for name, key in CHOICES.items():
+        section, key = key.split(".")
         raw[section][key] = chosen[name]
     if work.document_mask:
         raw["dataset"] = {"document_mask": True}

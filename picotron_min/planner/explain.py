@@ -34,17 +34,6 @@ class Reason(NamedTuple):
     candidate: Candidate | None = None  # None where the rules allow no such layout
 
 
-def energy(request: Request, step: float) -> str:
-    """A bound of a step's energy: no published run tells which share of the limit it used."""
-    watts, gpus = request.gpu.watts, request.gpus
-    if not watts:  # of a CPU
-        return ""
-    joules = gpus * watts * step
-    each = 1e3 * joules / (request.global_batch * request.work.seq_length)
-    made = f"{gpus} GPUs x {watts} W x {step:.3g} s"
-    return f"energy: at most {joules / 1e3:.3g} kJ a step ({made}), {each:.3g} mJ a token"
-
-
 def why(request: Request, best: Candidate) -> Iterator[Reason]:
     """The reasons for every choice that had an alternative."""
     for choice in (choice for choice in EXPLAINED if choice not in request.fixed):

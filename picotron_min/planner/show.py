@@ -1,13 +1,11 @@
 """A plan as text: the best layouts, then all about the first of them."""
 
-from collections.abc import Iterator
-
 from picotron_min import costs
 from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.planner.calibrate import Measured
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.explain import EXPLAINED, energy, lines_of, shown, why
-from picotron_min.planner.links import Link, link
-from picotron_min.planner.measured import Measured
+from picotron_min.planner.explain import EXPLAINED, lines_of, shown, why
+from picotron_min.planner.links import link
 from picotron_min.planner.memory import RankMemory, gb, gigabytes
 from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffic
 from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
@@ -16,6 +14,7 @@ from picotron_min.runtime.hardware import hardware_flops_per_token
 
 MOST_EQUAL = 3  # of a line of the table
 MOST_DRAWN = 4000  # actions of a drawing
+WIDTH = 100  # of lines
 LEGEND = """\
 s: sequence parallelism, u: Ulysses, 1 x 4: sequences of a micro-batch x micro-batches, =: as fast;
 passes: over memory. First is the one with fewest axes within 0.5% of the fastest, then by step.
@@ -27,24 +26,38 @@ NOT_COUNTED = (
 )
 
 
-def plan_text(request: Request, found: list[list[Candidate]], width: int = 100) -> str:
+def plan_text(request: Request, found: list[list[Candidate]]) -> str:
     """The table of the best layouts, and the details and reasons of the first."""
     best = found[0][0]
     reasons = ["why (one choice changed, and all others kept, also the micro-batch)"]
     reasons += lines_of(why(request, best))
-    blocks = [f"{table(request, found)}\n{LEGEND}", details(request, best, width)]
+    blocks = [f"{table(request, found)}\n{LEGEND}", details(request, best)]
     return "\n\n".join([*blocks, "\n  ".join(reasons), uncertain(request, best)])
 
 
+def as_numbers(request: Request, candidate: Candidate) -> dict:
+    """A candidate for other programs."""
+    work, prediction = candidate.workload, candidate.prediction
+    return {
+        "choices": {name: candidate.chosen[name] for name in CHOICES},
+        "num_micro_batches": work.num_micro_batches,
+        "step_seconds": prediction.step,
+        "parts": prediction.parts,
+        "bubble": prediction.bubble,
+        "memory": candidate.memory._asdict(),
+        "traffic": planned_traffic(request.model_config, candidate.layout, work),
+        **measures(request, candidate),
+    }
+
+
 def uncertain(request: Request, best: Candidate) -> str:
-    gpu, documents = request.gpu, about_documents(request)
-    documents += "\n" * bool(documents)
+    gpu, lines = request.gpu, [about_documents(request)]
     if request.device == "cpu":
         how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see --calibrate"
-        return f"{documents}Times of this CPU are {how}. {NOT_COUNTED}"
+        return "\n".join(filter(None, [*lines, f"Times of this CPU are {how}. {NOT_COUNTED}"]))
     wider = unlike(request.setting(best.layout, best.workload))
-    wider = f"It is twice as wide here: {wider}.\n" if wider else ""
-    return f"{documents}{OTHERS_RUNS}\n{UNCERTAIN}\n{wider}{NOT_COUNTED}"
+    lines += [OTHERS_RUNS, UNCERTAIN, wider and f"It is twice as wide here: {wider}.", NOT_COUNTED]
+    return "\n".join(filter(None, lines))
 
 
 def about_documents(request: Request) -> str:
@@ -106,26 +119,31 @@ def _difference(candidate: Candidate, other: Candidate) -> str:
     return " ".join(f"{EXPLAINED.get(n) or n} {shown(other.chosen[n])}" for n in changed)
 
 
-def details(request: Request, best: Candidate, width: int) -> str:
+def details(request: Request, best: Candidate) -> str:
     """Where time, memory and bytes of a layout go, and its schedule."""
-    blocks = [times(best, width), memory(request, best.memory), traffic(request, best)]
-    m, layout = best.workload.num_micro_batches, best.layout
-    if bound := energy(request, best.prediction.step):
-        blocks.append(bound)
-    if layout.pp > 1 and layout.pp * m * layout.pp_chunks <= MOST_DRAWN:
+    blocks = [times(best), memory(request, best.memory), traffic(request, best)]
+    m, layout, step = best.workload.num_micro_batches, best.layout, best.prediction.step
+    if watts := request.gpu.watts:  # a bound: no published run tells which share of it was used
+        joules = request.gpus * watts * step
+        each = 1e3 * joules / (request.global_batch * best.workload.seq_length)
+        made = f"{request.gpus} GPUs x {watts} W x {step:.3g} s"
+        blocks.append(
+            f"energy: at most {joules / 1e3:.3g} kJ a step ({made}), {each:.3g} mJ a token"
+        )
+    if layout.pp > 1 and layout.num_stages * m <= MOST_DRAWN:
         schedule = layout.schedule
         plans = [schedule.plan(r, layout.pp, m, layout.pp_chunks) for r in range(layout.pp)]
-        drawn = draw(simulate(plans, place=schedule.place), width)
+        drawn = draw(simulate(plans, place=schedule.place), WIDTH)
         blocks.append(f"schedule {layout.pp_engine}\n{drawn}")
     return "\n\n".join(blocks)
 
 
-def times(best: Candidate, width: int) -> str:
+def times(best: Candidate) -> str:
     parts, step = best.prediction.parts, best.prediction.step
     lines = [f"time {step:.4g} s"]
     for name, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         if seconds > 0:
-            bar = "█" * round(seconds / step * (width - 40))
+            bar = "█" * round(seconds / step * (WIDTH - 40))
             lines.append(f"  {name:<11}{seconds:>10.4g} s{seconds / step:>7.1%}  {bar}")
     return "\n".join(lines)
 
@@ -141,31 +159,24 @@ def memory(request: Request, of: RankMemory) -> str:
 def traffic(request: Request, best: Candidate) -> str:
     """Bytes that rank 0 sends in a step; how long they travel, and what of that is hidden."""
     lines = ["traffic of rank 0  GB a step   messages  link     seconds  hidden"]
-    for axis, sent, calls, over in traffic_rows(request, best):
-        seconds = sent / over.bandwidth + calls * over.latency
+    layout, tp, cp = best.layout, best.layout.tp, best.layout.cp
+    strides = {"cp": tp, "dp": tp * cp, "dp_cp": tp, "pp": tp * cp * layout.dp}
+    strides |= {"ep": layout.etp, "edp": layout.ep * layout.etp}
+    strides["ends"] = (layout.pp - 1) * strides["pp"]
+    ledger = planned_ledger(request.model_config, layout, best.workload)
+    calls = by_axis(ledger.calls)
+    for axis, sent in by_axis(ledger).items():
+        over = link(request.gpu, ledger.sizes[axis], strides.get(axis, 1))
+        seconds = sent / over.bandwidth + calls[axis] * over.latency
         exposed = best.prediction.parts.get(PARTS.get(axis))
         hidden = "" if exposed is None else f"{max(0.0, 1 - exposed / seconds):>8.0%}"
         kind = "memory" if request.device == "cpu" else "network" if over.is_network else "NVLink"
-        number = f"{sent / 1e9:>12.4g}{calls:>11,.0f}"
-        lines.append(f"  {axis:<15}{number}  {kind:<8}{seconds:>8.3g}{hidden}")
+        number = f"{sent / 1e9:>12.4g}{calls[axis]:>11,.0f}"
+        lines += [f"  {axis:<15}{number}  {kind:<8}{seconds:>8.3g}{hidden}"] if sent else []
     return "\n".join(lines)
 
 
 PARTS = {"tp": "tp", "cp": "cp", "ep_etp": "ep", "dp_cp": "dp"}  # of a step's time, by axis
-
-
-def traffic_rows(request: Request, best: Candidate) -> Iterator[tuple[str, float, float, Link]]:
-    """Axis, bytes, calls and link of all that rank 0 sends."""
-    layout, tp, cp = best.layout, best.layout.tp, best.layout.cp
-    sent = planned_ledger(request.model_config, layout, best.workload)
-    calls = by_axis(sent.calls)
-    strides = {"cp": tp, "dp": tp * cp, "dp_cp": tp, "pp": tp * cp * layout.dp}
-    strides |= {"ep": layout.etp, "edp": layout.ep * layout.etp}
-    strides["ends"] = (layout.pp - 1) * strides["pp"]
-    for axis, total in by_axis(sent).items():
-        if total:
-            over = link(request.gpu, sent.sizes[axis], strides.get(axis, 1))
-            yield axis, total, calls[axis], over
 
 
 def beside(request: Request, candidate: Candidate, measured: Measured) -> str:

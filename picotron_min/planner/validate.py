@@ -8,9 +8,12 @@ A row of the file has every input of a prediction, and the speed that its source
 """
 
 import csv
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
-from statistics import median
+from statistics import correlation, median
 from typing import NamedTuple
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
@@ -74,17 +77,9 @@ def setting_of(row: dict[str, str]) -> Setting:
     gpu = replace(gpu, gpus_per_node=number["gpus_per_node"])
     if "network_gbps" in row:  # else the run is inside one node
         gpu = replace(gpu, network=1e9 / 8 * float(row["network_gbps"]))
-    shape = (number[key] for key in ("vocab", "hidden", "intermediate", "layers", "heads"))
-    others = {field: number[key] for field, key in MIXTURE.items() if key in number}
-    others["tie_word_embeddings"] = row["tied"] == "1"
-    model_config = ModelConfig(*shape, number["kv_heads"], **others)
-    layout = Layout(
-        *(number[key] for key in ("pp", "dp", "cp", "tp")),
-        pp_engine=row["engine"],
-        pp_chunks=number["chunks"],
-        sequence_parallel=row["sp"] == "1",
-        sharding={"hybrid": "parameters"}.get(row["sharding"], row["sharding"]),
-        ep=number["ep"],
+    model, layout, system = (
+        {field: number[column] for field, column in columns.items() if column in number}
+        for columns in (MODEL, LAYOUT, SYSTEM)
     )
     workload = Workload(
         number["seq"],
@@ -93,29 +88,32 @@ def setting_of(row: dict[str, str]) -> Setting:
         dtype="bfloat16",
         flash_attention=row["attention"] == "flash",
     )
-    system = System(
-        **{name: number.get(name, row[name]) for name in SAME},
-        tp_messages=tuple(map(int, row["tp_messages"].split())),
-        hides_gathers=row["hides_gathers"] == "1",
-        gradient_bytes=number["grad_bytes"],
-        is_fused=row["fused"] == "1",
-        hides_tp=row["tp_hidden"] == "backward",
-        hides_dp=row["dp_hidden"] == "1",
-        shares_in_node=row["sharding"] == "hybrid",
-        is_balanced=row["balanced"] == "1",
-        repeats=(float(row["recompute_matmul"]), float(row["recompute_attention"])),
-    )
-    return Setting(model_config, gpu, layout, workload, system)
+    system |= {name: row[name] for name in TEXTS}
+    system |= {
+        "tp_messages": tuple(map(int, row["tp_messages"].split())),
+        "hides_tp": row["tp_hidden"] == "backward",
+        "shares_in_node": row["sharding"] == "hybrid",
+        "repeats": (float(row["recompute_matmul"]), float(row["recompute_attention"])),
+    }
+    kind = {"hybrid": "parameters"}.get(row["sharding"], row["sharding"])
+    layout = Layout(**layout, pp_engine=row["engine"], sharding=kind)
+    return Setting(ModelConfig(**model), gpu, layout, workload, System(**system))
 
 
-# Fields of System whose columns have the same name, and those of columns that a file has not or
-# that are empty: what the runs of tests/published_runs.csv do.
-SAME = ("precision", "attention_kernel", "overlap", "reduces", "dispatcher", "expert_kernels")
-SAME += ("tp_gather_bytes", "gather_bytes", "mlp_matrices")
-DEFAULTS = {name: str(getattr(System(), name)) for name in SAME}
-DEFAULTS |= {"tp_messages": "4 4", "hides_gathers": "0", "ep": "1"}
-MIXTURE = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
-MIXTURE |= {"moe_intermediate_size": "expert_intermediate", "head_dim": "head_dim"}
+# Columns by the fields that they fill, some with 0 and 1 for false and true.
+MODEL = {"vocab_size": "vocab", "hidden_size": "hidden", "intermediate_size": "intermediate"}
+MODEL |= {"num_hidden_layers": "layers", "num_attention_heads": "heads", "head_dim": "head_dim"}
+MODEL |= {"num_key_value_heads": "kv_heads", "tie_word_embeddings": "tied"}
+MODEL |= {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+MODEL |= {"moe_intermediate_size": "expert_intermediate"}
+LAYOUT = {name: name for name in ("pp", "dp", "cp", "tp", "ep")}
+LAYOUT |= {"pp_chunks": "chunks", "sequence_parallel": "sp"}
+SYSTEM = {n: n for n in ("tp_gather_bytes", "gather_bytes", "mlp_matrices", "hides_gathers")}
+SYSTEM |= {"gradient_bytes": "grad_bytes", "is_fused": "fused", "hides_dp": "dp_hidden"}
+SYSTEM |= {"is_balanced": "balanced"}
+TEXTS = ("precision", "attention_kernel", "overlap", "reduces", "dispatcher", "expert_kernels")
+# Of columns that a file has not, or that are empty: what runs of tests/published_runs.csv do.
+DEFAULTS = {name: getattr(System(), name) for name in TEXTS} | {"tp_messages": "4 4"}
 
 
 class Errors(NamedTuple):
@@ -139,9 +137,7 @@ def sweep(runs: list[Run]) -> list[Run]:
 
 def spearman(a: list[float], b: list[float]) -> float:
     """How well two orders agree, from -1 to 1; without ties."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (a, b)]
-    n, squares = len(a), sum((x - y) ** 2 for x, y in zip(*ranks, strict=True))
-    return 1 - 6 * squares / (n * (n * n - 1))
+    return correlation(*([sorted(values).index(value) for value in values] for values in (a, b)))
 
 
 def report(runs: list[Run]) -> str:
@@ -152,24 +148,23 @@ def report(runs: list[Run]) -> str:
         note += "" if run.is_within else "  outside of its interval"
         speeds = f"{run.measured:10,.5g} {run.predicted:10,.5g} {run.error:+8.1%}"
         lines.append(f"{run.name:42.42} {speeds}{note}")
-    if counted := [run for run in runs if run.use == "counted"]:
-        errors = errors_of(counted)
-        lines.append(
-            f"\n{len(counted)} counted runs: error of MFU {errors.median:.1%} in the median, at"
-            f" most {errors.nine_tenths:.1%} in nine of ten, at most {errors.worst:.1%} in all"
-        )
+    counted = [run for run in runs if run.use == "counted"]
     kinds = sorted({run.kind for run in counted})
+    groups = {"counted runs": counted} if counted else {}
+    lines.append("")
     for kind in kinds if len(kinds) > 1 else ():
-        of_kind = [run for run in counted if run.kind == kind]
-        errors, within = errors_of(of_kind), sum(run.is_within for run in of_kind) / len(of_kind)
-        width = median(run.interval[1] / run.predicted - 1 for run in of_kind)
+        groups[kind] = [run for run in counted if run.kind == kind]
+    for name, some in groups.items():
+        errors, within = errors_of(some), sum(run.is_within for run in some) / len(some)
+        width = median(run.interval[1] / run.predicted - 1 for run in some)
         lines.append(
-            f"{len(of_kind):>4} {kind:16} {errors.median:.1%} in the median, at most"
-            f" {errors.nine_tenths:.1%} in nine of ten; {within:.0%} within their intervals"
-            f" (median width {width:.0%})"
+            f"{len(some):>4} {name:16} error of MFU {errors.median:.1%} in the median, at most"
+            f" {errors.nine_tenths:.1%} in nine of ten, {errors.worst:.1%} in all;"
+            f" {within:.0%} within their intervals (median width {width:.0%})"
         )
     if ranked := sweep(runs):
-        order = spearman([r.measured for r in ranked], [r.predicted for r in ranked])
+        speeds = [r.measured for r in ranked], [r.predicted for r in ranked]
+        order = spearman(*speeds)
         chosen = max(ranked, key=lambda run: run.predicted)
         reached = chosen.measured / max(run.measured for run in ranked)
         lines.append(
@@ -177,3 +172,50 @@ def report(runs: list[Run]) -> str:
             f" reached {reached:.1%} of the best measured speed"
         )
     return "\n".join(lines)
+
+
+SIZE, LEFT, TOP = 560, 60, 34  # pixels of the square, and of what is beside it
+LEAST, MOST = 10, 100_000  # tokens/s of a GPU
+COLOURS = {"dense, bf16": "#0072B2", "dense, 8 bits": "#D55E00"}
+COLOURS |= {"mixtures, bf16": "#009E73", "mixtures, 8 bits": "#CC79A7"}
+
+
+def draw(runs: Sequence[Run]) -> str:
+    """All counted runs as SVG: the published speed to the right, the predicted one upwards."""
+    marks = ['<path d="M{} {}L{} {}" stroke="#888" fill="none"/>']
+    marks[0] = marks[0].format(*point(LEAST, LEAST), *point(MOST, MOST))
+    for run in (run for run in runs if run.use == "counted"):
+        x, y = point(run.measured, run.predicted)
+        ends = "V".join(str(point(1, end)[1]) for end in run.interval)
+        marks.append(f'<g stroke="{COLOURS[run.kind]}" fill="{COLOURS[run.kind]}">')
+        marks.append(f'<path d="M{x} {ends}" opacity="0.4"/><circle cx="{x}" cy="{y}" r="2"/>')
+        marks.append(f"<title>{escape(run.name)}: {run.error:+.1%}</title></g>")
+    title = "Predicted above published tokens/s of a GPU, with 90% intervals"
+    return log_log(title, LEAST, MOST, marks, COLOURS)
+
+
+def log_log(
+    title: str, least: float, most: float, marks: Sequence[str], colours: dict[str, str]
+) -> str:
+    """A square with two logarithmic axes from `least` to `most`, and marks at `point`s of it."""
+    lines = []
+    for power in range(round(math.log10(least)), round(math.log10(most)) + 1):
+        x, y = point(10**power, 10**power, least, most)
+        lines.append(f'<path d="M{x} {TOP}V{TOP + SIZE}M{LEFT} {y}H{LEFT + SIZE}" stroke="#8884"/>')
+        number, below = f"{10**power:,}</text>", TOP + SIZE + 16
+        lines.append(f'<text x="{x}" y="{below}" text-anchor="middle">{number}')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{number}')
+    lines += marks
+    for i, (kind, colour) in enumerate(colours.items()):
+        lines.append(f'<text x="{LEFT + 10}" y="{TOP + 20 + 16 * i}" fill="{colour}">{kind}</text>')
+    lines.append(f'<text x="{LEFT}" y="20">{title}</text>')
+    width, height = LEFT + SIZE + 30, TOP + SIZE + 26
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+    style = 'font-family="sans-serif" font-size="12" fill="#777"'
+    return "\n".join([f"{head} {style}>", *lines, "</svg>", ""])
+
+
+def point(right: float, up: float, least: float = LEAST, most: float = MOST) -> tuple[float, float]:
+    """Pixels of two values."""
+    x, y = (SIZE * math.log(v / least) / math.log(most / least) for v in (right, up))
+    return round(LEFT + x, 1), round(TOP + SIZE - y, 1)

@@ -34,7 +34,6 @@ from picotron_min.model import Llama
 from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.runtime.config import ConfigError
-from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.inputs import check_fp8
@@ -315,10 +314,10 @@ def test_8_bits_are_planned_where_a_gpu_has_them():
     steps = []
     for model in ({}, {"fp8": True, "fp8_skip": 1}, {"fp8": True}):
         config = parse_config({"model": model | {"name": "Llama-3.1-8B", "dtype": "bfloat16"}})
-        steps.append(predicted(config, resolve_model(config), GPUS["H100"])[1].prediction.step)
+        steps.append(predicted(config, GPUS["H100"])[1].prediction.step)
     assert steps == sorted(steps, reverse=True) and len(set(steps)) == 3
     with pytest.raises(ValueError, match="A100-80GB does not multiply in 8 bits: use H100"):
-        predicted(config, resolve_model(config), GPUS["A100-80GB"])
+        predicted(config, GPUS["A100-80GB"])
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -15,10 +15,16 @@ import pytest
 import create_config
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.extensions.settings import Layout, Workload
-from picotron_min.planner import calibrate, machine, parameters
-from picotron_min.planner.__main__ import main
+from picotron_min.planner import calibrate, parameters
+from picotron_min.planner.__main__ import build_parser, main
 from picotron_min.planner.choices import Request, groups, rule_problems, schedules
-from picotron_min.planner.config_files import attended_length, config_of, fixed_choices
+from picotron_min.planner.config_files import (
+    attended_length,
+    config_of,
+    cpu,
+    fixed_choices,
+    gpu_of,
+)
 from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.memory import memory_per_rank, shares_of_ranks
 from picotron_min.planner.search import TIE, options, search
@@ -150,10 +156,10 @@ def test_fixed_choices_stay():
     ("text", "message"),
     [
         ("tpp=2", "use tp"),
-        ("recompute=ful", "must be none, full or selective"),
-        ("tp=0", "must be a whole number from 1 up"),
-        ("tp=" + "[" * 10**5, "must be a whole number"),
-        ("sp=2", "must be true or false"),
+        ("recompute=ful", "must be 'none', 'full' or 'selective'"),
+        ("tp=0", "tp_size=0: must be greater than or equal to 1"),
+        ("tp=" + "[" * 10**5, "must be a valid integer"),
+        ("sp=2", "must be a valid boolean"),
         ("mbs=1,micro_batch_size=2", "there twice: use micro_batch_size once"),
     ],
 )
@@ -391,7 +397,7 @@ def test_another_code_base_is_planned_by_its_properties(tmp_path, capsys):
     for properties, message in {
         "[]": "must hold one object",
         '{"overlaps": "tp"}': "has other keys than precision,",
-        '{"overlap": "pp"}': "overlap: input should be 'none', 'tp' or 'ep'",
+        '{"overlap": "pp"}': "overlap=\"pp\": must be 'none', 'tp' or 'ep'",
     }.items():
         system.write_text(properties)
         assert plan(*asked, "--system", system) == 2
@@ -523,7 +529,7 @@ def test_calibration_finds_what_a_machine_reaches():
     tp = [Layout(tp=2), Layout(tp=8, sequence_parallel=True)]
     runs = [observed(real), observed(real, seq_length=8192), *(observed(real, x) for x in tp)]
     all_four = calibrate.calibrate(runs)
-    assert {*all_four} == {*machine.CALIBRATED} - {"float8_share"}
+    assert {*all_four} == {*calibrate.CALIBRATED} - {"float8_share"}
     assert max(map(abs, calibrate.errors_of(runs, all_four))) < 0.01
     assert all_four["matmul_share"] == pytest.approx(0.5, rel=0.02)
 
@@ -558,16 +564,17 @@ def test_what_was_found_is_written_and_read(tmp_path, capsys):
     shown = capsys.readouterr()
     assert json.loads(shown.out)["step_seconds"] == pytest.approx(0.5)
     assert f"{hardware} is used: what --calibrate found of cpu" in shown.err
-    assert machine.machine("H100", hardware, 8) == GPUS["H100"], "of another device"
+    flags = build_parser().parse_args(["--hardware", str(hardware)])
+    assert gpu_of(flags, "H100", 8) == GPUS["H100"], "of another device"
     hardware.write_text("[1]")
     assert plan("--config", "config.json", *at) == 2
     assert "delete it, calibrate again" in capsys.readouterr().err
 
 
-def test_ranks_share_the_cores_of_a_cpu(tmp_path):
-    two, four = (machine.machine("cpu", tmp_path / "no", n, cores=2) for n in (2, 4))
+def test_ranks_share_the_cores_of_a_cpu():
+    one, two, four = (cpu(cores=2, ranks=n) for n in (1, 2, 4))
     assert two.peaks["float32"] == 2 * four.peaks["float32"] and two.hbm == 2 * four.hbm
-    assert machine.machine("cpu", tmp_path / "no", 1, cores=2).peaks == two.peaks
+    assert one.peaks == two.peaks
 
 
 def test_a_new_config_shows_the_step_that_the_planner_predicts(tmp_path, capsys):

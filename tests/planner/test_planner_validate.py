@@ -6,7 +6,7 @@ from statistics import mean, median
 
 import pytest
 
-from picotron_min.planner import picture
+from picotron_min.planner import validate
 from picotron_min.planner.__main__ import main
 from picotron_min.planner.validate import errors_of, read_runs, report, spearman, sweep
 
@@ -26,21 +26,13 @@ def others():
     return [run for run in read_runs(FILES[1]) if run.use == "counted"]
 
 
-def kind(run) -> tuple[bool, bool]:
-    """Whether it is a mixture, and in 8 bits."""
-    system = run.setting.system
-    return bool(run.setting.model_config.num_local_experts), system.precision != "bf16"
-
-
 def test_other_code_bases_are_predicted_too(others):
     """Section 6 of the specification: medians, and nine tenths within."""
-    dense = errors_of([run for run in others if not kind(run)[0]])
-    assert dense.median < 0.06 and dense.nine_tenths < 0.16
-    in_8_bits = errors_of([run for run in others if kind(run) == (False, True)])
-    assert in_8_bits.median < 0.05 and in_8_bits.nine_tenths < 0.13
-    mixtures = errors_of([run for run in others if kind(run)[0]])
-    assert mixtures.median < 0.10 and mixtures.nine_tenths < 0.18
-    assert [len(others), sum(kind(run)[0] for run in others)] == [109, 26]
+    most = {"dense": (0.06, 0.16), "dense, 8 bits": (0.05, 0.13), "mixtures": (0.10, 0.18)}
+    for kind, (middle, nine_tenths) in most.items():
+        errors = errors_of([run for run in others if run.kind.startswith(kind)])
+        assert errors.median < middle and errors.nine_tenths < nine_tenths, kind
+    assert [len(others), sum("mixtures" in run.kind for run in others)] == [109, 26]
     apart = [run for run in others if run.setting.system.tp_messages != (4, 4)]
     sharded = [run for run in others if run.setting.system.reduces == "step"]
     assert apart and errors_of(apart).worst < 0.15
@@ -101,7 +93,7 @@ def test_intervals_hold_nine_of_ten_runs(runs, others):
     """In each class, too; on constants refitted without a run's shape, tests/planner/refit.py."""
     counted = [run for run in runs if run.use == "counted"] + others
     kinds = {run.kind for run in counted}
-    assert kinds == set(picture.COLOURS) and 0.90 < mean(run.is_within for run in counted) < 0.98
+    assert kinds == set(validate.COLOURS) and 0.90 < mean(run.is_within for run in counted) < 0.98
     for name in kinds:
         assert mean(run.is_within for run in counted if run.kind == name) >= 0.9
     widths = [r.interval[1] / r.predicted - 1 for r in counted if "dense" in r.kind]
@@ -115,5 +107,5 @@ def test_the_picture_in_docs_is_what_the_command_draws(tmp_path):
     circles = [line for line in drawn.read_text().splitlines() if "<circle" in line]
     assert len(circles) == 65 + 109
     # A run that is predicted exactly is on the diagonal.
-    x, y = picture.point(1000, 1000)
-    assert (x - picture.LEFT, picture.TOP + picture.SIZE - y) == (x - picture.LEFT,) * 2
+    x, y = validate.point(1000, 1000)
+    assert (x - validate.LEFT, validate.TOP + validate.SIZE - y) == (x - validate.LEFT,) * 2
