@@ -20,7 +20,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System, our_system
-from picotron_min.runtime.config import KEYS, Config, Distributed, Model, Training
+from picotron_min.runtime.config import KEY, KEYS, Config, Distributed, Model, Training
 from picotron_min.runtime.config_checks import layout_problems, model_problems
 from picotron_min.runtime.hardware import Gpu
 
@@ -58,10 +58,8 @@ class Request:
         return self.fill * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
-        layers = self.model_config.num_hidden_layers
-        depths = self.model_config.num_layers - layers
-        ours = our_system(workload, self.device, layers, depths)
-        system = (self.system and replace(self.system, precision=ours.precision)) or ours
+        ours = our_system(self.model_config, workload, self.device)
+        system = replace(self.system, precision=ours.precision) if self.system else ours
         return Setting(self.model_config, self.gpu, layout, workload, system, self.attended)
 
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:
@@ -157,8 +155,7 @@ def schedules(request: Request, pp: int) -> dict[str, list[int]]:
 
 def rule_problems(request: Request, layout: Layout, work: Workload) -> list[str]:
     """Why config files could not have this layout, as messages."""
-    names = set(Distributed.model_fields)
-    given = {name if name in names else f"{name}_size": v for name, v in vars(layout).items()}
+    given = {KEY.get(name, name): value for name, value in vars(layout).items()}
     config = Config.model_construct(
         distributed=Distributed.model_construct(**given),
         model=Model.model_construct(name=request.model_name, **vars(work)),

@@ -13,12 +13,12 @@ head dimension, M MLP size, X experts of size F; w bytes of a number in the comp
 """
 
 import math
-from functools import cached_property, partial
+from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
 from picotron_min.planner.activations import BYTES
-from picotron_min.planner.links import link, send_seconds
+from picotron_min.planner.links import link
 from picotron_min.planner.system import Setting
 
 ATTENTION_BACKWARD = 2.5 / 0.6  # 5 products instead of 2, at 0.6 of forward's speed
@@ -33,6 +33,10 @@ GROUPED = 1.65  # times as long as the same products one by one
 PERMUTES = {"alltoall": 9.0, "fused": 0.9}  # times the bytes, with sorts and waits of the host
 TP_EXPOSED, EP_EXPOSED = 0.45 + 0.1, 0.3  # of messages that products, or other work, hide
 DIRECT = 1.25, 2.0  # an all-to-all to a ring's speed, inside a node and between nodes
+
+
+# Linears that have the same input: rows, inputs and outputs of each, by name.
+Products = dict[str, tuple[float, float, list[float]]]
 
 
 class Pass(NamedTuple):
@@ -77,9 +81,10 @@ class LayerTimes:
         self.memory_speed = self.gpu.hbm_share * self.gpu.hbm  # H
 
     def layer(self, has_experts: bool = False) -> Layer:
-        linears = self._linears(has_experts)
+        products = self._products(has_experts)
+        linears = self._linears(products, has_experts)
         matmuls = sum(linears.values())
-        attention, passes = self._attention(), self._passes(has_experts)
+        attention, passes = self._attention(), self._passes(products, has_experts)
         tp, cp, ep = self._tp(matmuls), self._cp(*attention), self._ep(has_experts)
         # Of a linear, backward has two products that each cost what the forward's does.
         each = (matmuls, 2 * matmuls), attention, passes, tp, cp, (ep, ep)
@@ -95,19 +100,23 @@ class LayerTimes:
         in_8_bits = flops / (self.gpu.float8_share * self.gpu.peaks["float8"])
         return wide + narrow * (in_8_bits + (i * k + k * j + w * i * j) / H - wide)
 
-    def _linears(self, has_experts: bool) -> dict[str, float]:
-        """The forward of a layer's linears, by the parts of costs.layer_flops."""
-        c, tp, N = self.config, self.layout.tp, self.tokens
-        E, M, D = c.hidden_size, c.intermediate_size / tp, c.head_dim / tp
-        Q, K = c.num_attention_heads * D, c.num_key_value_heads * D
-        ups, matmul = self.system.mlp_matrices - 1, partial(self.matmul, narrow=self.narrow)
-        if self.system.joins_linears:
-            qkv, up = matmul(N, E, Q + 2 * K), matmul(N, E, ups * M)
-        else:
-            qkv, up = matmul(N, E, Q) + 2 * matmul(N, E, K), ups * matmul(N, E, M)
-        attention = {"o": matmul(N, Q, E), "q, k, v": qkv}
-        mlp = {"gate, up": up, "down": matmul(N, M, E)}
-        return attention | (self._experts() if has_experts else mlp)
+    def _products(self, has_experts: bool) -> Products:
+        """The linears of a layer, by the parts of costs.layer_flops."""
+        c, tp, N, E = self.config, self.layout.tp, self.tokens, self.config.hidden_size
+        Q, K = (n * c.head_dim / tp for n in (c.num_attention_heads, c.num_key_value_heads))
+        inner, ups = c.intermediate_size / tp, self.system.mlp_matrices - 1
+        if has_experts:  # a token has k of them
+            N, inner, ups = N / tp * c.num_experts_per_tok, c.moe_intermediate_size, 2
+        attention = {"q, k, v": (self.tokens, E, [Q, K, K]), "o": (self.tokens, Q, [E])}
+        return attention | {"gate, up": (N, E, [inner] * ups), "down": (N, inner, [E])}
+
+    def _linears(self, products: Products, has_experts: bool) -> dict[str, float]:
+        """Their times in forward."""
+        times = {}
+        for name, (rows, inputs, outputs) in products.items():
+            columns = [sum(outputs)] if self.system.joins_linears else outputs
+            times[name] = sum(self.matmul(rows, inputs, j, self.narrow) for j in columns)
+        return times | (self._experts() if has_experts else {})
 
     def _experts(self) -> dict[str, float]:
         """Those of a mixture: the fullest rank has `imbalance` times the mean of the rows."""
@@ -142,7 +151,7 @@ class LayerTimes:
         forward += SCORE_BYTES * pairs / self.memory_speed
         return forward, 2 * forward
 
-    def _passes(self, has_experts: bool) -> tuple[float, float]:
+    def _passes(self, products: Products, has_experts: bool) -> tuple[float, float]:
         """Forward and backward of what lies between matmuls."""
         c, tp, N, w = self.config, self.layout.tp, self.tokens, self.width
         heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim / tp
@@ -157,23 +166,18 @@ class LayerTimes:
         residuals = (6 * self.system.residual_bytes + 8) * c.hidden_size * N / split
         few, many = FUSED if self.system.is_fused else UNFUSED
         moved = few * residuals + many * w * (2 * heads + inner / tp) * N + permuted
-        there, back = self._casts(has_experts)
+        there, back = self._casts(products, has_experts) if self.narrow else (0.0, 0.0)
         return (moved + there) / self.memory_speed, (2 * moved + back) / self.memory_speed
 
-    def _casts(self, has_experts: bool) -> tuple[float, float]:
+    def _casts(self, products: Products, has_experts: bool) -> tuple[float, float]:
         """Bytes of rounding to 8 bits: of inputs in forward, of gradients in backward."""
-        c, tp, E = self.config, self.layout.tp, self.config.hidden_size
-        Q, K = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
-        there, back = E + Q / tp, (Q + 2 * K) / tp + E
-        left = 1.0
-        if not has_experts:
-            M = c.intermediate_size / tp
-            there, back = there + E + M, back + (self.system.mlp_matrices - 1) * M + E
-        elif self.system.experts_in_8_bits:
-            F, k = c.moe_intermediate_size, c.num_experts_per_tok
-            there, back = there + k * (E + F) / tp, back + k * (2 * F + E) / tp
-            left = CASTS_INSIDE if self.system.expert_kernels == "fused" else 1.0
-        each = left * CAST_BYTES[self.system.precision] * self.narrow * self.tokens
+        each = CAST_BYTES[self.system.precision] * self.narrow
+        if has_experts and not self.system.experts_in_8_bits:
+            products = {name: products[name] for name in ("q, k, v", "o")}
+        elif has_experts and self.system.expert_kernels == "fused":
+            each *= CASTS_INSIDE
+        there = sum(rows * inputs for rows, inputs, _ in products.values())
+        back = sum(rows * sum(outputs) for rows, _, outputs in products.values())
         return each * there, each * back
 
     # Messages: what of them is not hidden, forward and backward.
@@ -206,14 +210,13 @@ class LayerTimes:
         if cp == 1:
             return 0.0, 0.0
         heads, kv_heads = c.num_attention_heads / tp, c.num_key_value_heads / tp
-        each = self.tokens * c.head_dim  # elements of a head
+        each, over = self.tokens * c.head_dim, link(self.gpu, cp, tp)  # elements of a head
         if self.layout.cp_engine == "ulysses":
             repeated = math.lcm(max(1, int(kv_heads)), cp)  # so that every rank has some
-            over = link(self.gpu, cp, tp)
             once = 2 * over.message(w * heads * each) + 2 * over.message(w * repeated * each)
             return once, once
-        hop = send_seconds(self.gpu, cp, tp, 2 * w * kv_heads * each)
-        last = send_seconds(self.gpu, cp, tp, 2 * max(4, w) * kv_heads * each)  # float32 gradients
+        hop = over.send(2 * w * kv_heads * each)
+        last = over.send(2 * max(4, w) * kv_heads * each)  # float32 gradients
         ring = (cp - 1) * hop
         both = (cp - 1) * (hop + last)
         return max(0.0, ring - forward), max(0.0, both - backward) + last

@@ -17,36 +17,28 @@ class Link(NamedTuple):
     """Between the ranks of one row of an axis."""
 
     size: int  # ranks
-    bandwidth: float  # bytes/s
+    bandwidth: float  # bytes/s of a ring
     latency: float  # seconds, of a collective
     is_network: bool
+    alone: float  # bytes/s of one rank to its neighbour
+    start: float  # seconds until the first byte arrives
 
     def message(self, whole: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of a tensor with so many bytes."""
+        """Seconds to gather or reduce-scatter so many bytes; an all-reduce is two of these."""
         if self.size == 1:
             return 0.0
         return (self.size - 1) / self.size * whole / self.bandwidth + self.latency
 
-    def all_reduce(self, whole: float) -> float:
-        return 2 * self.message(whole)  # a reduce-scatter and an all-gather
+    def send(self, sent: float) -> float:
+        """Seconds of a message from a rank to its neighbour, which uses one network card."""
+        return sent / self.alone + self.start if self.size > 1 else 0.0
 
 
 def link(gpu: Gpu, size: int, stride: int) -> Link:
     """The link of `size` ranks, each `stride` ranks from the next."""
-    inside = gpu.link_share * gpu.nvlink
-    if size * stride <= gpu.gpus_per_node:
-        return Link(size, inside, gpu.latency + gpu.hop * (size - 1), is_network=False)
+    inside, is_network = gpu.link_share * gpu.nvlink, size * stride > gpu.gpus_per_node
+    card = gpu.network_share * gpu.network if is_network else math.inf
     each = max(1, min(size, gpu.gpus_per_node // stride))  # ranks of the row in a node
-    hops = each - 1 + math.ceil(size / each) - 1
-    bandwidth = min(inside, gpu.network_share * gpu.network * each)
-    return Link(size, bandwidth, gpu.latency + gpu.hop * hops, is_network=True)
-
-
-def send_seconds(gpu: Gpu, size: int, stride: int, sent: float) -> float:
-    """Seconds of a message from a rank to its neighbour, which uses one network card."""
-    if size == 1:
-        return 0.0
-    speed = gpu.link_share * gpu.nvlink
-    if size * stride > gpu.gpus_per_node:
-        speed = min(speed, gpu.network_share * gpu.network)
-    return sent / speed + gpu.latency
+    latency = gpu.latency + gpu.hop * (each - 1 + math.ceil(size / each) - 1)
+    speeds = min(inside, each * card), min(inside, card)
+    return Link(size, speeds[0], latency, is_network, speeds[1], gpu.latency)

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
-from operator import sub
 from typing import NamedTuple
 
 from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
 from picotron_min.layout import STRIPE_ROWS
+from picotron_min.pipeline_schedule import Plan, Schedule
 from picotron_min.planner.activations import (
     BYTES,
     WIDE,
@@ -28,7 +28,7 @@ from picotron_min.planner.activations import (
     factors_per_token,
     saved_per_token,
 )
-from picotron_min.planner.parameters import Share, share_of_rank
+from picotron_min.planner.parameters import LayerParameters, Share, share_of_rank
 
 
 class RankMemory(NamedTuple):
@@ -133,10 +133,8 @@ def _memory_of(
     tokens = work.micro_batch_size * work.seq_length // layout.cp
     fp8 = {i: work.in_fp8(i, c.num_hidden_layers) for i in share.layers}
     rows = most_rows(layout, work)
-    saved, everything = (  # bytes per token of each layer
-        [saved_per_token(c, work.dtype, again, layout, i, fp8[i], rows) for i in share.layers]
-        for again in (work.recompute, "none")
-    )
+    each = (kept_and_repeated(c, layout, work, i, fp8[i], rows) for i in share.layers)
+    saved, again = zip(*each, strict=True)
     layer_input = saved_per_token(c, work.dtype, "full", layout, 0)
     moves = device != "cpu" and tokens * layer_input >= LEAST_OFFLOAD
     moved, on_their_way = _offloaded(share, saved, layer_input, work.offload * moves)
@@ -148,7 +146,11 @@ def _memory_of(
         factors = sum(factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
         further = sum(layer >= c.num_hidden_layers for layer in share.layers)
         factors += further * factors_of_depth(c, work.dtype, layout)
-        live = _live_until_w(rank, layout, work, factors / kept)
+        # From B to W only factors are left; recomputed, they are more than forward has kept. More
+        # micro-batches than these repeat what they do. Each activation is of one chunk.
+        few = min(work.num_micro_batches, 4 * layout.pp)
+        plan = _plan(schedule, rank, layout.pp, few, layout.pp_chunks)
+        live = peak_live(plan, factors / kept) / layout.pp_chunks
         losses = 1  # the last stage's B follows its F at once, and takes what the loss has kept
 
     terms = parameter_bytes(share, layout, work)
@@ -165,11 +167,26 @@ def _memory_of(
         logits += (rows > tokens) * BYTES[work.dtype] * E * rows  # side by side
     # Backward runs a part of one layer again at a time, when the logits are gone: so only the
     # larger of both counts. (lm_head's copy would go, too; it is counted.)
-    again = everything if work.recompute == "full" else map(sub, everything, saved)
     layer = tokens * (max(again) + on_their_way)
     logits, layer = (logits, 0) if logits > layer else (0, layer)
     terms["activations"] = math.ceil(tokens * activations + layer)
     return RankMemory(**terms, loss=math.ceil(loss + logits))
+
+
+@lru_cache(maxsize=64)
+def _plan(schedule: Schedule, *sizes: int) -> Plan:
+    return schedule.plan(*sizes)
+
+
+def kept_and_repeated(
+    c: ModelConfig, layout: Layout, work: Workload, layer: int, fp8: bool, rows: float = 1.0
+) -> tuple[float, float]:
+    """Bytes per token that a layer keeps, and those that it has while backward runs it again."""
+    saved, everything = (
+        saved_per_token(c, work.dtype, again, layout, layer, fp8, rows)
+        for again in (work.recompute, "none")
+    )
+    return saved, everything if work.recompute == "full" else everything - saved
 
 
 def most_rows(layout: Layout, work: Workload) -> float:
@@ -179,16 +196,6 @@ def most_rows(layout: Layout, work: Workload) -> float:
         return of.moe_expert_capacity_factor
     factors = of.moe_expert_capacity_factor, of.moe_expert_rank_capacity_factor
     return min([factor for factor in factors if factor] + [layout.ep]) if any(factors) else 1.0
-
-
-def _live_until_w(rank: int, layout: Layout, work: Workload, held: float) -> float:
-    """Split backward: micro-batches that are alive at once, if a part `held` of each waits for W.
-
-    From B to W only factors are left; recomputed, they are more than what forward has kept.
-    """
-    few = min(work.num_micro_batches, 4 * layout.pp)  # more of them repeat what these do
-    plan = layout.schedule.plan(rank, layout.pp, few, layout.pp_chunks)
-    return peak_live(plan, held) / layout.pp_chunks  # each is of one chunk
 
 
 def _offloaded(
@@ -213,12 +220,8 @@ def _fp8_weights(
     share: Share, c: ModelConfig, layout: Layout, work: Workload, fp8: Mapping[int, bool]
 ) -> int:
     """FP8: bytes of W and its transpose, beyond the copies in bfloat16 that they replace."""
-    heads = 2 * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)
-    inner = {False: c.intermediate_size, True: c.n_shared_experts * c.moe_intermediate_size}
-    layers = [
-        fp8[i] * 2 * c.hidden_size * (heads + 3 * inner[c.has_experts(i)]) // layout.tp
-        for i in share.layers
-    ]
+    linears = (LayerParameters.of(c, layout, c.has_experts(i)).linears for i in share.layers)
+    layers = [2 * fp8[i] * int(size) for i, size in zip(share.layers, linears, strict=True)]
     if layout.sharding == "parameters":  # of the window that computes
         return max(layers) * math.ceil(len(layers) / len(share.windows))
     replaced = work.dtype == "bfloat16" and layout.sharding == "none"

@@ -1,9 +1,10 @@
-"""The parameters of a rank: its part of each, in units that are used together.
+"""What a rank has of the model: its layers, and its part of each parameter.
 
+    rank    how many layers with experts, how many without, which ends: for times (step_time.py)
+    share   its parts of parameters, in units that are used together: for memory.py, traffic.py
     unit    a window of layers, the embedding, the last norm, or lm_head
     rows    R of the buffers [n, R] in which the sharded matrices of a unit travel, by axis
 
-What a rank holds (memory.py) and what it sends for them (traffic.py) follow from these.
 Standard library only.
 """
 
@@ -23,6 +24,73 @@ from picotron_min.pipeline_schedule import stages_of
 from picotron_min.placement import Placement, Table, part, placements, saved_name
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+@lru_cache(maxsize=16)
+def layers_of_ranks(c: ModelConfig, layout: Layout, seq_length: int) -> list[list[range]]:
+    """The layers of each stage of each pipeline rank."""
+    stops = [0, *accumulate(layers_of_stages(c, layout, seq_length))]
+    of_ranks = (
+        stages_of(layout.schedule, rank, layout.pp, layout.pp_chunks) for rank in range(layout.pp)
+    )
+    return [[range(stops[s], stops[s + 1]) for s in stages] for stages in of_ranks]
+
+
+class Rank(NamedTuple):
+    """What a pipeline rank has of the model; a fraction where an ideal balance is assumed."""
+
+    layers: tuple[tuple[float, bool], ...]  # how many there are without experts, and with them
+    head: float
+    embedding: float
+
+
+@lru_cache(maxsize=4096)
+def ranks_of(
+    c: ModelConfig, layout: Layout, seq_length: int, is_balanced: bool | None = None
+) -> Counter[Rank]:
+    """How many pipeline ranks have what, the first rank first; `is_balanced` as in system.py.
+
+    A `layout` with the fields of the pipeline alone is found again in the cache.
+    """
+    pp = layout.pp
+    if is_balanced is not None:
+        each = tuple((number / pp, kind) for number, kind in by_kind(c, range(c.num_layers)))
+        if is_balanced:
+            return Counter({Rank(each, head=1 / pp, embedding=1.0): pp})
+        return Counter(Rank(each, float(r == pp - 1), float(r == 0)) for r in range(pp))
+    return Counter(
+        Rank(
+            by_kind(c, tuple(chain(*stages))),
+            head=float(stages[-1].stop == c.num_layers),
+            embedding=float(stages[0].start == 0),
+        )
+        for stages in layers_of_ranks(c, layout, seq_length)
+    )
+
+
+@lru_cache(maxsize=4096)
+def by_kind(c: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+    """How many of these layers have no experts, and how many have some, without zeros."""
+    kinds = Counter(map(c.has_experts, layers))
+    return tuple((kinds[kind], kind) for kind in sorted(kinds))
+
+
+class LayerParameters(NamedTuple):
+    """Elements of a layer's matrices on a rank, by which ranks share them."""
+
+    linears: float
+    router: float
+    experts: float  # that tokens are routed to: fewer ranks have the same ones
+
+    @classmethod
+    def of(
+        cls, c: ModelConfig, layout: Layout, has_experts: bool, mlp_matrices: int = 3
+    ) -> "LayerParameters":
+        E, F, X = c.hidden_size, c.moe_intermediate_size, c.num_local_experts
+        inner = 3 * F * c.n_shared_experts if has_experts else mlp_matrices * c.intermediate_size
+        heads = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        experts = 3 * E * F * X / (layout.ep * layout.etp)
+        return cls(E * (heads + inner) / layout.tp, has_experts * E * X, has_experts * experts)
 
 
 class Part(NamedTuple):
@@ -66,17 +134,15 @@ def share_of_rank(
     model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
 ) -> Share:
     """Of the rank that is at these places along the axes that cut parameters."""
-    shapes, table, names, num_layers = _table(model_config, layout, seq_length)
-    mine = stages_of(layout.schedule, places["pp"], layout.pp, layout.pp_chunks)
-    stops = [0, *accumulate(num_layers)]
-    stages = [range(stops[s], stops[s + 1]) for s in mine]
-    has_head = layout.num_stages - 1 in mine
-    looks_up = 0 in mine or (has_head and model_config.num_layers > model_config.num_hidden_layers)
+    c, (shapes, table, names) = model_config, _table(model_config, layout, seq_length)
+    stages = layers_of_ranks(c, layout, seq_length)[places["pp"]]
+    has_head = stages[-1].stop == c.num_layers
+    looks_up = stages[0].start == 0 or (has_head and c.num_layers > c.num_hidden_layers)
     groups = [(EMBEDDING,)] if looks_up else []
     for window in (window for stage in stages for window in windows(stage, shapes, layout)):
         groups.append(tuple(name for layer in window for name in names[layer]))
     if has_head:
-        head = (saved_name(HEAD, model_config.tie_word_embeddings),)
+        head = (saved_name(HEAD, c.tie_word_embeddings),)
         groups += [(NORM,)] if head in groups else [(NORM,), head]  # a tied matrix counts once
     sizes = layout.axis_sizes
     units = {group: _unit(group, shapes, table, places, sizes) for group in set(groups)}
@@ -87,7 +153,7 @@ def hidden_batches(
     model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]
 ) -> Iterator[Batch]:
     """The matrices of a rank's layers that Muon makes whole together."""
-    shapes, table, names, _ = _table(model_config, layout, seq_length)
+    shapes, table, names = _table(model_config, layout, seq_length)
     share = share_of_rank(model_config, layout, seq_length, places)
     mine = chain(*(names[layer] for layer in share.layers))
     return batches(mine, shapes, table, places, layout.axis_sizes)
@@ -119,13 +185,13 @@ def _unit(
 @lru_cache(maxsize=16)
 def _table(
     model_config: ModelConfig, layout: Layout, seq_length: int
-) -> tuple[dict[str, tuple[int, ...]], Table, list[tuple[str, ...]], list[int]]:
-    """Shapes and placements by name, the names of each layer, the number of each stage's layers."""
+) -> tuple[dict[str, tuple[int, ...]], Table, list[tuple[str, ...]]]:
+    """Shapes and placements by name, and the names of each layer."""
     has_owners = layout.sharding == "layerwise"  # then a matrix is not placed as others like it
     shapes, names = _alike(model_config, 0 if has_owners else layout.ep)
-    num_layers = layers_of_stages(model_config, layout, seq_length)
+    num_layers = layers_of_stages(model_config, layout, seq_length) if has_owners else ()
     table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
-    return shapes, table, names, num_layers
+    return shapes, table, names
 
 
 @lru_cache(maxsize=64)

@@ -16,12 +16,10 @@ from operator import itemgetter
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner import choices, memory, ranks
-from picotron_min.planner.activations import saved_per_token
+from picotron_min.planner import choices, memory
 from picotron_min.planner.choices import LIBRARY_BYTES, Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb, gigabytes, sizes_of
-from picotron_min.planner.parameters import Share, Unit
-from picotron_min.planner.ranks import Rank
+from picotron_min.planner.parameters import LayerParameters, Rank, Share, Unit, ranks_of
 from picotron_min.planner.step_time import StepTime
 from picotron_min.runtime.wording import choice
 
@@ -74,25 +72,21 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
     """
     c, grid = request.model_config, memory.of_parameters_alone(layout)
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
-    for i in {c.has_experts(i): i for i in range(c.num_hidden_layers)}.values():
-        saved, everything = (  # of a layer, for a micro-batch
-            tokens * saved_per_token(c, work.dtype, recompute, layout, i, work.fp8)
-            for recompute in (work.recompute, "none")
-        )
-        kept[c.has_experts(i)] = saved
-        again.append(everything if work.recompute == "full" else everything - saved)
+    for kind, layer in {c.has_experts(i): i for i in range(c.num_hidden_layers)}.items():
+        kept[kind], more = memory.kept_and_repeated(c, layout, work, layer, work.fp8)
+        again.append(more)
     for engine, numbers in choices.schedules(request, layout.pp).items():
         schedule = SCHEDULES[engine]
         for chunks in numbers:
             pipeline = Layout(pp=layout.pp, pp_engine=engine, pp_chunks=chunks)
-            first = next(iter(ranks.ranks_of(c, pipeline, work.seq_length)))
+            first = next(iter(ranks_of(c, pipeline, work.seq_length)))
             sizes = 0, layout.pp, work.num_micro_batches, chunks
             live = 1 if schedule.splits_backward else schedule.live_activations(*sizes)
             saved = sum(number * kept[has_experts] for number, has_experts in first.layers)
             for kind in request.values("sharding", layout):
                 needed = least_parameters(c, grid, kind, first, work.dtype, work.optimizer)
                 changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
-                yield needed + saved * live / chunks + min(again), changes
+                yield needed + tokens * (saved * live / chunks + min(again)), changes
 
 
 @lru_cache(maxsize=2**14)
@@ -103,15 +97,12 @@ def least_parameters(
     layout = replace(layout, sharding=sharding)
     sizes, units = sizes_of(layout), []
     for number, has_experts in first.layers:
-        of_layer = Counter(dp_cp=ranks.layer_parameters(c, layout, has_experts))
-        if has_experts:
-            of_layer["edp"] = ranks.expert_parameters(c, layout)
-            of_layer["dp_cp"] -= of_layer["edp"] + c.hidden_size * c.num_local_experts  # the router
-        sharded = [axis for axis in of_layer if sharding != "none" and sizes[axis] > 1]
-        elements = Counter()
-        for axis, size in of_layer.items():
-            elements["sharded_hidden" if axis in sharded else "hidden"] += size
-        rows = {axis: of_layer[axis] / sizes[axis] for axis in sharded}
+        linears, _, experts = LayerParameters.of(c, layout, has_experts)
+        elements, rows = Counter(), {}
+        for axis, size in {"dp_cp": linears, "edp": experts}.items():
+            is_sharded = sharding != "none" and sizes[axis] > 1
+            elements["sharded_hidden" if is_sharded else "hidden"] += size
+            rows |= {axis: size / sizes[axis]} if is_sharded else {}
         units += number * [Unit([], rows, elements)]
     work = Workload(1, 1, 1, dtype, optimizer=optimizer)
     return sum(memory.parameter_bytes(Share([], False, units), layout, work).values())

@@ -15,13 +15,7 @@ from typing import NamedTuple
 from picotron_min.extensions.settings import Layout
 from picotron_min.planner.layer_time import LayerTimes
 from picotron_min.planner.links import Link, link
-from picotron_min.planner.ranks import (
-    Rank,
-    by_kind,
-    expert_parameters,
-    layer_parameters,
-    ranks_of,
-)
+from picotron_min.planner.parameters import LayerParameters, Rank, by_kind, ranks_of
 from picotron_min.planner.system import Setting
 
 Seconds = dict[str, float]  # by what they are spent on
@@ -52,7 +46,7 @@ class Load(NamedTuple):
     forward: float  # seconds of a micro-batch, behind which messages can travel
     backward: float
     parameters: float
-    groups: list[tuple[Link, float]]  # the parameters, by the link of the ranks that share them
+    groups: list[tuple[Link, float]]  # these, by the link of the ranks that share them
 
 
 class StepTime(LayerTimes):
@@ -60,14 +54,23 @@ class StepTime(LayerTimes):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.kinds = by_kind(self.config, range(self.config.num_layers))
+        c, layout, system = self.config, self.layout, self.system
+        self.depths = c.num_layers - c.num_hidden_layers  # tokens predicted beside the next one
+        self.kinds = by_kind(c, range(c.num_layers))
         # By whether a layer has experts.
         self.layers = {has_experts: self.layer(has_experts) for _, has_experts in self.kinds}
         self.layer_parts = {k: layer.parts() | {"dp": 0.0} for k, layer in self.layers.items()}
-        self.dp_link, self.expert_link = self._dp_links()
-        of, mlps = (self.config, self.layout), self.system.mlp_matrices
-        own = expert_parameters(*of)
-        self.owned = {kind: (layer_parameters(*of, kind, mlps), kind * own) for kind in self.layers}
+        # Between the ranks that sum their gradients, and share the parameters; and of experts.
+        n, stride = layout.dp * layout.cp, layout.ep * layout.etp
+        self.expert_link = link(self.gpu, max(1, n * layout.tp // stride), stride)
+        shared = min(n, self.gpu.gpus_per_node // layout.tp) if system.shares_in_node else n
+        self.dp_link = link(self.gpu, shared, layout.tp)
+        self.owned = {
+            kind: LayerParameters.of(c, layout, kind, system.mlp_matrices) for kind in self.layers
+        }
+        # Whether sharded weights, once gathered in a step, are kept to its end.
+        once = system.reduces == "step" and layout.pp > 1
+        self.keeps_weights = system.gather_bytes == 0 or once
         self.loads: dict[Rank, Load] = {}
 
     def at(self, layout: Layout) -> "StepTime":
@@ -118,19 +121,16 @@ class StepTime(LayerTimes):
         return seconds
 
     def load(self, rank: Rank) -> Load:
-        if rank not in self.loads:
-            self.loads[rank] = self._load(rank)
-        return self.loads[rank]
-
-    def _load(self, rank: Rank) -> Load:
+        if known := self.loads.get(rank):
+            return known
         c, parts = self.config, Counter()
         forward, backward = self.head * rank.head / 3, 2 / 3 * self.head * rank.head
-        parameters, of_experts = 0.0, 0.0
+        others, of_experts = 0.0, 0.0  # parameters
         for number, kind in rank.layers:
             there, back = self.layers[kind].seconds
             forward, backward = forward + number * there, backward + number * back
-            parameters += number * self.owned[kind][0]
-            of_experts += number * self.owned[kind][1]
+            others += number * sum(self.owned[kind][:2])
+            of_experts += number * self.owned[kind].experts
             for name, each in self.layer_parts[kind].items():
                 parts[name] += number * each
         if rank.head:
@@ -140,9 +140,10 @@ class StepTime(LayerTimes):
         further = rank.head * self.depths  # each has a projection, and they have an embedding
         both = (rank.embedding or further) and rank.head == 1 and not c.tie_word_embeddings
         ends = (1 + bool(both)) * bool(rank.embedding or rank.head) * vocabulary
-        parameters += ends + further * 2 * c.hidden_size**2
-        groups = [(self.dp_link, parameters - of_experts), (self.expert_link, of_experts)]
-        return Load(parts, forward, backward, parameters, groups)
+        others += ends + further * 2 * c.hidden_size**2
+        groups = [(self.dp_link, others), (self.expert_link, of_experts)]
+        self.loads[rank] = Load(parts, forward, backward, others + of_experts, groups)
+        return self.loads[rank]
 
     @cached_property
     def head(self) -> float:
@@ -161,10 +162,6 @@ class StepTime(LayerTimes):
         split = self.layout.tp if self.layout.sequence_parallel else 1  # each rank has its tokens
         products += 3 * self.depths * self.matmul(self.tokens / split, 2 * E, E)
         return products + moved / self.memory_speed
-
-    @property
-    def depths(self) -> int:  # tokens that are predicted beside the next one
-        return self.config.num_layers - self.config.num_hidden_layers
 
     @property
     def head_messages(self) -> float:
@@ -192,15 +189,6 @@ class StepTime(LayerTimes):
 
     # Messages of data parallelism: what of them nothing hides.
 
-    def _dp_links(self) -> tuple[Link, Link]:
-        """Between the ranks that sum their gradients, and share the parameters; and of experts."""
-        layout, tp = self.layout, self.layout.tp
-        n, stride = layout.dp * layout.cp, layout.ep * layout.etp
-        experts = link(self.gpu, max(1, n * tp // stride), stride)
-        if self.system.shares_in_node:
-            n = min(n, self.gpu.gpus_per_node // tp)
-        return link(self.gpu, n, tp), experts
-
     def gather(self, groups: list[tuple[Link, float]]) -> float:
         width = self.system.gather_bytes or 2
         return sum(over.message(width * elements) for over, elements in groups if elements)
@@ -211,14 +199,8 @@ class StepTime(LayerTimes):
         if self.system.shares_in_node:  # then the nodes add up theirs
             nodes = self.layout.dp * self.layout.cp // self.dp_link.size
             among = link(self.gpu, nodes, self.layout.tp * self.dp_link.size)
-            seconds += among.all_reduce(g * groups[0][1] / self.dp_link.size)
+            seconds += 2 * among.message(g * groups[0][1] / self.dp_link.size)
         return seconds
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether sharded weights, once gathered in a step, are kept to its end."""
-        once = self.system.reduces == "step" and self.layout.pp > 1
-        return self.system.gather_bytes == 0 or once
 
     def _of_layer(self, has_experts: bool) -> tuple[float, float]:
         """With parameters sharded: a layer's gather and reduction in each micro-batch."""

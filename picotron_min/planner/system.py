@@ -54,16 +54,14 @@ class System:
     repeats: tuple[float, float] | None = None
 
 
-def our_system(
-    workload: Workload, device: str = "cuda", num_layers: int = 1, depths: int = 0
-) -> System:
-    """This project as a workload uses it."""
+def our_system(c: ModelConfig, workload: Workload, device: str = "cuda") -> System:
+    """This project as a model and a workload use it."""
     wide, fused = WIDE[workload.dtype], workload.compile
     # See linear.py (one matmul for each weight), model.py (the residual stream is wide), loss.py
     # (stripes; what is read and written for a logit), adamw (p, m, v twice, g; scale, norm, zero).
     return System(
         precision="fp8" if workload.fp8 else "bf16",
-        layers_in_8_bits=(num_layers - 2 * workload.fp8_skip) / (num_layers + depths),
+        layers_in_8_bits=(c.num_hidden_layers - 2 * workload.fp8_skip) / c.num_layers,
         experts_in_8_bits=False,
         tp_gather_bytes=1 if workload.fp8 else 2,
         residual_bytes=wide,

@@ -16,13 +16,12 @@ those of the residual stream, of statistics and of gradients. Standard library o
 import math
 from collections import Counter
 from functools import partialmethod
-from itertools import accumulate, pairwise
+from itertools import chain, pairwise
 
-from picotron_min.costs import layers_of_stages
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.planner.activations import BYTES, WIDE
-from picotron_min.planner.parameters import hidden_batches, share_of_rank
+from picotron_min.planner.parameters import hidden_batches, layers_of_ranks, share_of_rank
 
 
 class Sent(Counter):
@@ -67,36 +66,37 @@ def planned_ledger(
     model_config: ModelConfig, layout: Layout, workload: Workload, rank: int = 0
 ) -> Sent:
     """The bytes by axis and collective, and how often a rank calls each."""
-    stage = layout.coordinates(rank).pp
-    ends = min(2, layout.pp) if stage in (0, layout.pp - 1) else 1  # ranks, as this one sees them
-    sent = Sent(layout.axis_sizes | {"ends": ends})
-    _Activations(sent, model_config, layout, workload).of_rank(stage)
-    _add_parameters(sent, model_config, layout, workload, rank)
+    step = _Step(model_config, layout, workload, rank)
+    step.activations()
+    step.parameters()
     X, L = model_config.num_local_experts, model_config.num_layers
     numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; RoutingCounts
     numbers += 3 * (L - model_config.num_hidden_layers)  # of further tokens: see multi_token/
-    sent.all_reduce("world", BYTES["float64"] * numbers)
-    return sent
+    step.sent.all_reduce("world", BYTES["float64"] * numbers)
+    return step.sent
 
 
-class _Activations:
-    """What carries activations and their gradients, for all micro-batches of a step."""
+class _Step:
+    """What a rank sends in all micro-batches of a step."""
 
-    def __init__(self, sent: Sent, config: ModelConfig, layout: Layout, work: Workload) -> None:
-        self.sent, self.config, self.layout, self.work = sent, config, layout, work
+    def __init__(self, config: ModelConfig, layout: Layout, work: Workload, rank: int) -> None:
+        self.config, self.layout, self.work, self.rank = config, layout, work, rank
+        self.stage = layout.coordinates(rank).pp
+        ends = (
+            min(2, layout.pp) if self.stage in (0, layout.pp - 1) else 1
+        )  # ranks, as it sees them
+        self.sent = Sent(layout.axis_sizes | {"ends": ends})
         self.narrow, self.wide = BYTES[work.dtype], WIDE[work.dtype]
         self.tokens = work.micro_batch_size * work.seq_length // layout.cp  # N
         self.elements = self.tokens * config.hidden_size  # of [B, S/cp, E]
         self.m = work.num_micro_batches
 
-    def of_rank(self, me: int) -> None:
-        """Of a pipeline rank."""
-        layout, place = self.layout, self.layout.schedule.place
+    def activations(self) -> None:
+        """And their gradients."""
+        me, layout, place = self.stage, self.layout, self.layout.schedule.place
         ranks = [place(stage, layout.pp)[0] for stage in range(layout.num_stages)]
-        stops = [0, *accumulate(layers_of_stages(self.config, layout, self.work.seq_length))]
-        for rank, layers in zip(ranks, pairwise(stops), strict=True):
-            for layer in range(*layers) if rank == me else ():
-                self._layer(layer)
+        for layer in chain(*layers_of_ranks(self.config, layout, self.work.seq_length)[me]):
+            self._layer(layer)
         further = self.config.num_layers - self.config.num_hidden_layers
         lookups = (ranks[0] == me) + further * (ranks[-1] == me)  # of a token
         if lookups:  # see VocabularyParallelEmbedding: in the dtype of the residual stream
@@ -158,84 +158,70 @@ class _Activations:
 
     def _experts(self, forwards: int) -> None:
         """Expert parallelism, given how often forward runs: see experts/dispatch.py."""
-        layout, m, routing = self.layout, self.m, self.work.routing
+        c, layout, m, routing = self.config, self.layout, self.m, self.work.routing
         if layout.tp > 1 and not layout.sequence_parallel:
             # The outputs of the tp ranks' parts, and in backward the gradients of the inputs.
             self.sent.all_gather("tp", self.narrow * self.elements, 2 * m)
+        X, k, ranks = c.num_local_experts, c.num_experts_per_tok, layout.ep * layout.etp
+        own, row = self.tokens / layout.tp, self.narrow * c.hidden_size  # that a rank brings
         if layout.ep_engine == "allgather":
-            self._gather_dispatch(forwards)
+            whole, weights = ranks * self.tokens // layout.tp, self.wide * k  # of all ranks
+            self.sent.all_gather("ep_etp", whole * (row + weights + 8 * k), m * forwards)
+            self.sent.reduce_scatter("ep_etp", whole * (row + weights), m)  # backward of both
+            self.sent.reduce_scatter("ep_etp", whole * row, m)  # the sum for each token
+            self.sent.all_gather("ep_etp", whole * row, m)
         else:
-            self._all_to_all_dispatch(forwards)
-        X, B = self.config.num_local_experts, self.work.micro_batch_size
+            rows = own * k * layout.etp * (ranks - 1) / ranks  # that leave
+            if routing.moe_pad_expert_input_to_capacity:
+                capacity = math.ceil(min(own, routing.moe_expert_capacity_factor * own * k / X))
+                rows = capacity * X // layout.ep * (ranks - 1)
+            else:  # the numbers of rows, as int64
+                self.sent.all_to_all("ep_etp", 8 * ranks * X // layout.ep, m * forwards)
+            # There with a weight, and back; in backward the same, the other way.
+            self.sent.add("ep_etp", "exchange", rows * (row + self.wide), m * (forwards + 1))
+            self.sent.add("ep_etp", "exchange", rows * row, 2 * m)
         balances = (routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff)
         if any((*balances, routing.moe_global_aux_loss_coeff)):  # how many tokens experts have
-            self.sent.all_reduce("cp_tp", self.wide * B * X, m)
+            self.sent.all_reduce("cp_tp", self.wide * self.work.micro_batch_size * X, m)
         if routing.moe_global_aux_loss_coeff:
             self.sent.all_reduce("dp", self.wide * X, m)
 
-    def _all_to_all_dispatch(self, forwards: int) -> None:
-        c, layout, m = self.config, self.layout, self.m
-        ranks, X, k = layout.ep * layout.etp, c.num_local_experts, c.num_experts_per_tok
-        own = self.tokens / layout.tp  # tokens that a rank brings
-        factor = self.work.routing.moe_expert_capacity_factor
-        rows = own * k * layout.etp * (ranks - 1) / ranks  # that leave
-        if self.work.routing.moe_pad_expert_input_to_capacity:
-            capacity = math.ceil(min(own, factor * own * k / X))
-            rows = capacity * X // layout.ep * (ranks - 1)
-        else:  # the numbers of rows, as int64
-            self.sent.all_to_all("ep_etp", 8 * ranks * X // layout.ep, m * forwards)
-        # There with a weight, and back; in backward the same, the other way.
-        row = self.narrow * c.hidden_size
-        self.sent.add("ep_etp", "exchange", rows * (row + self.wide), m * (forwards + 1))
-        self.sent.add("ep_etp", "exchange", rows * row, 2 * m)
-
-    def _gather_dispatch(self, forwards: int) -> None:
-        c, m, k = self.config, self.m, self.config.num_experts_per_tok
-        tokens = self.layout.ep * self.layout.etp * self.tokens // self.layout.tp  # of all ranks
-        row, weights = self.narrow * c.hidden_size, self.wide * k
-        self.sent.all_gather("ep_etp", tokens * (row + weights + 8 * k), m * forwards)
-        self.sent.reduce_scatter("ep_etp", tokens * (row + weights), m)  # backward of both
-        self.sent.reduce_scatter("ep_etp", tokens * row, m)  # the sum for each token
-        self.sent.all_gather("ep_etp", tokens * row, m)
-
-
-def _add_parameters(
-    sent: Sent, model_config: ModelConfig, layout: Layout, workload: Workload, rank: int
-) -> None:
-    """Add to `sent` what a rank sends for its parameters in a step."""
-    c, m, kind = model_config, workload.num_micro_batches, layout.sharding
-    places, wide, narrow = _places_of(rank, layout), WIDE[workload.dtype], BYTES[workload.dtype]
-    of = c, layout, workload.seq_length, places
-    # Muon makes matrices whole, and brings parts of the directions back: optimizers/muon.py.
-    for batch in hidden_batches(*of) if workload.optimizer == "muon" else ():
-        for numbers in batch.numbers(places[batch.axis]) if batch.axis else ():
-            leaves = sum(numbers) - numbers[places[batch.axis]]
-            sent.add(batch.axis, "exchange", narrow * leaves)
-    share = share_of_rank(*of)
-    is_first, is_last, tied = share.stages[0].start == 0, share.has_head, c.tie_word_embeddings
-    looks_further = is_last and c.num_layers > c.num_hidden_layers
-    # In how many chunks the embedding is, and how many modules use it. One chunk uses it once.
-    chunks, uses = is_first + (looks_further or (is_last and tied)), is_first + looks_further
-    if layout.num_stages == 1:
-        chunks = uses = 1
-    for unit in share.units:
-        # A layer's weights are needed for forward and backward, a tied embedding at both ends. A V
-        # has the ends in two chunks, which reduce their gradients one by one.
-        gathers, reductions = (1, 1) if unit.is_end else (2, 1)
-        if unit.is_end and unit is share.units[0]:  # the embedding
-            gathers, reductions = uses + (is_last and tied), chunks
-        gathers = m * gathers if kind == "parameters" else 1
-        reductions = m * reductions if kind in ("gradients", "parameters") else 1
-        for part in unit.parts:
-            for axis in () if shard_of(part.placement) else part.placement.sums:
-                sent.all_reduce(axis, wide * part.elements)
-        for axis, R in unit.rows.items():
-            buffer = layout.axis_sizes[axis] * R
-            sent.reduce_scatter(axis, wide * buffer, reductions)
-            sent.all_gather(axis, (wide if unit.is_end else narrow) * buffer, gathers)
+    def parameters(self) -> None:
+        """Gradients, and weights where they are sharded."""
+        c, layout, m, sent = self.config, self.layout, self.m, self.sent
+        places, kind = _places_of(self.rank, layout), layout.sharding
+        of = c, layout, self.work.seq_length, places
+        # Muon makes matrices whole, and brings parts of the directions back: optimizers/muon.py.
+        for batch in hidden_batches(*of) if self.work.optimizer == "muon" else ():
+            for numbers in batch.numbers(places[batch.axis]) if batch.axis else ():
+                leaves = sum(numbers) - numbers[places[batch.axis]]
+                sent.add(batch.axis, "exchange", self.narrow * leaves)
+        share = share_of_rank(*of)
+        is_first, is_last, tied = share.stages[0].start == 0, share.has_head, c.tie_word_embeddings
+        looks_further = is_last and c.num_layers > c.num_hidden_layers
+        # In how many chunks the embedding is, and how many modules use it. One chunk uses it once.
+        chunks = is_first + (looks_further or (is_last and tied))
+        uses = is_first + looks_further
+        if layout.num_stages == 1:
+            chunks = uses = 1
+        for unit in share.units:
+            # A layer's weights are needed for forward and backward, a tied embedding at both ends.
+            # A V has the ends in two chunks, which reduce their gradients one by one.
+            gathers, reductions = (1, 1) if unit.is_end else (2, 1)
+            if unit.is_end and unit is share.units[0]:  # the embedding
+                gathers, reductions = uses + (is_last and tied), chunks
+            gathers = m * gathers if kind == "parameters" else 1
+            reductions = m * reductions if kind in ("gradients", "parameters") else 1
             for part in unit.parts:
-                for other in part.placement.sums[1:]:  # a tied embedding: the pipeline's ends
-                    sent.all_reduce(other, wide * R)
+                for axis in () if shard_of(part.placement) else part.placement.sums:
+                    sent.all_reduce(axis, self.wide * part.elements)
+            for axis, R in unit.rows.items():
+                buffer = layout.axis_sizes[axis] * R
+                sent.reduce_scatter(axis, self.wide * buffer, reductions)
+                sent.all_gather(axis, (self.wide if unit.is_end else self.narrow) * buffer, gathers)
+                for part in unit.parts:
+                    for other in part.placement.sums[1:]:  # a tied embedding: the pipeline's ends
+                        sent.all_reduce(other, self.wide * R)
 
 
 def _places_of(rank: int, layout: Layout) -> dict[str, int]:

@@ -15,8 +15,8 @@ import pytest
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.layer_time import LayerTimes
-from picotron_min.planner.links import link, send_seconds
-from picotron_min.planner.ranks import Rank
+from picotron_min.planner.links import link
+from picotron_min.planner.parameters import Rank
 from picotron_min.planner.step_time import StepTime, predict
 from picotron_min.planner.system import Setting, System, our_system
 from picotron_min.runtime.hardware import GPUS, Gpu
@@ -107,9 +107,8 @@ def test_messages_inside_a_node_and_between_nodes():
     # 8 ranks in two nodes: four cards, 3 hops inside and one between
     assert link(TOY, 8, 1).message(160) == close(7 / 8 * 160 / 40 + 1 + 4 * 0.1)
     assert link(TOY, 2, 4).message(100) == close(0.5 * 100 / 10 + 1 + 0.1)  # one card, one hop
-    assert link(TOY, 2, 1).all_reduce(100) == close(2 * (1 + 1 + 0.1))
-    assert send_seconds(TOY, 4, 1, 100) == close(3) and send_seconds(TOY, 2, 4, 100) == close(11)
-    assert send_seconds(TOY, 1, 1, 100) == 0
+    assert link(TOY, 4, 1).send(100) == close(3) and link(TOY, 2, 4).send(100) == close(11)
+    assert link(TOY, 1, 1).send(100) == 0
 
 
 def test_what_weight_gradients_hide_of_tensor_parallelism():
@@ -186,7 +185,8 @@ def test_prediction_layers_multiply_with_a_projection_and_lm_head_again():
     def projections(tokens: int) -> float:  # [tokens, 16] x [16, 8], three products of each depth
         return 2 * 3 * (256 * tokens / 500 + 2 * (16 * tokens + 128 + 8 * tokens) / 500)
 
-    assert our_system(replace(WORK, fp8=True, fp8_skip=1), "cuda", 4, 1).layers_in_8_bits == 2 / 5
+    five = MODEL.override(num_hidden_layers=4, num_nextn_predict_layers=1)
+    assert our_system(five, replace(WORK, fp8=True, fp8_skip=1)).layers_in_8_bits == 2 / 5
     step = StepTime(setting(model=further))
     assert step.head == close(head + projections(8))
     for cut in (False, True):  # with sequence parallelism each rank has half of the tokens
@@ -210,7 +210,7 @@ ONE = ((1, False),)  # layer, without experts
 
 def test_parameters_accumulation_and_optimizer():
     step = StepTime(setting())
-    assert step.owned[False] == (LAYER, 0) and step.load(WHOLE).parameters == ALL
+    assert step.owned[False] == (LAYER, 0, 0) and step.load(WHOLE).parameters == ALL
     assert StepTime(setting(Layout(tp=2))).load(WHOLE).parameters == ALL / 2
     tied = MODEL.override(tie_word_embeddings=True)
     assert StepTime(setting(model=tied)).load(WHOLE).parameters == ALL - 80
@@ -238,7 +238,7 @@ def test_gradients_of_data_parallelism():
 
 
 def test_our_gradients_leave_the_last_bucket_and_the_embedding():
-    ours = our_system(WORK)
+    ours = our_system(MODEL, WORK)
     # All fits one bucket, and nothing is left to hide it behind.
     step = StepTime(setting(Layout(dp=2), system=ours))
     assert step.gradients(WHOLE) == close(2 * (0.5 * 4 * ALL / 50 + 1.1))
@@ -343,15 +343,15 @@ def test_experts_compute_and_travel():
         seconds = max(2 * 128 / 62.5, far * 128 / 20)
         assert of.layer(has_experts=True).forward.ep == close(2 * (seconds + 1))
     assert of.layer(has_experts=False).forward.ep == 0
-    expected = 8 * (2 * 3 * 4 + 3 * 4 * 4 / 2 + 4)  # heads, half of the experts, router
+    rank, experts = Rank(((1, True),), 0, 0), 8 * 3 * 4 * 4 / 2  # half of them
     step = StepTime(setting(Layout(dp=2, ep=2, sharding="optimizer"), model=model))
-    assert step.owned[True] == (expected, 8 * 3 * 4 * 4 / 2)
+    assert step.owned[True] == (8 * 2 * 3 * 4, 8 * 4, experts)
     # Experts are on one rank each: not reduced, not gathered, and its own to update.
-    rank, experts = Rank(((1, True),), 0, 0), 8 * 3 * 4 * 4 / 2
     (over, others), (alone, own) = step.load(rank).groups
     assert (over.size, alone.size, own) == (2, 1, experts)
     assert step.gather(step.load(rank).groups) == close(0.5 * 2 * others / 50 + 1.1)
-    assert step.optimizer(rank) == close((30 * (others / 2 + own) + 4 * expected) / 500)
+    assert others == 8 * (2 * 3 * 4 + 4)
+    assert step.optimizer(rank) == close((30 * (others / 2 + own) + 4 * (others + own)) / 500)
 
 
 def test_ranks_that_share_cores_compute_while_others_wait():
@@ -409,7 +409,7 @@ HOW = {"ours": {}, "8 bits": {}, "theirs": THEIRS, "7 messages": {"tp_messages":
 
 def large(how: str, model: ModelConfig, layout: Layout, recompute="full") -> Setting:
     work = Workload(4096, 1, 4, "bfloat16", recompute, fp8=how in ("8 bits", "theirs"))
-    system = replace(our_system(work, num_layers=model.num_hidden_layers), **HOW[how])
+    system = replace(our_system(model, work), **HOW[how])
     return Setting(model, GPUS["H100"], layout, work, system)
 
 

@@ -17,7 +17,7 @@ from picotron_min.model_config import ModelConfig, mlp
 from picotron_min.placement import ROW_PARALLEL, Cut, Placement, Table
 
 ROUTER = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
-MOST_EXPERTS = 100_000  # of all layers; a search over layouts of so many takes a minute
+MOST_EXPERTS = 100_000  # of all layers; each has three names, in tables of all parameters
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # its number
 
 
@@ -50,7 +50,7 @@ class Mixture(ModelConfig):
         X, k, dense = self.num_local_experts, self.num_experts_per_tok, set(self.mlp_only_layers)
         groups, best, layers = self.n_group, self.topk_group, self.num_hidden_layers
         each = X // groups
-        if X * layers > MOST_EXPERTS:  # each has three names, in tables of all parameters
+        if X * layers > MOST_EXPERTS:
             most = MOST_EXPERTS // layers
             why = f"num_local_experts={X} in {layers} layers are more than {MOST_EXPERTS:,} in all"
             yield f"{why}: use at most {most}, or fewer layers"
