@@ -19,6 +19,8 @@ Read: collectives.py.
   `torch.distributed.tensor.experimental.context_parallel`.
 """
 
+import weakref
+
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import timeline
 
@@ -29,13 +31,15 @@ def cases(dice: Dice) -> list[Case]:
 
 def on_rank(rank, case: Case) -> dict:
     tensor = draw(case, rank.number, shape=(case.numbers,))
-    seen = []
+    seen, given, alive = [], [], 0
     for source, arrived in rank.course.collectives.ring(tensor, rank.axis("cp")):
         rank.mark("compute")
         seen.append((source, arrived.clone()))
+        given += [weakref.ref(arrived)] if len(seen) > 1 else []  # the first is the caller's
+        alive = max(alive, len({id(one()) for one in given if one() is not None}))
         assert len(seen) <= 2 * case.ranks, "the ring yields without end"
     result = {"sources": [s for s, _ in seen], "tensors": [tensor for _, tensor in seen]}
-    return result | {"the caller's tensor, afterwards": tensor}
+    return result | {"the caller's tensor, afterwards": tensor, "alive": alive}
 
 
 def expected(case: Case) -> list[dict]:
@@ -56,6 +60,11 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"send as shift": Sent(hops, hops * 8 * case.numbers)} if hops else {}] * case.ranks
 
 
+def memory(case: Case, rank: int, record) -> str | None:
+    if (alive := record.values["alive"]) > 2:
+        return f"rank {rank} keeps {alive} tensors of other ranks alive; what was used can go"
+
+
 def order(case: Case, rank: int, record) -> str | None:
     for event in record.events:
         if event.what == "send" and event.peer not in (None, (rank + 1) % case.ranks):
@@ -64,8 +73,11 @@ def order(case: Case, rank: int, record) -> str | None:
         use = record.place("mark", "compute", hop)
         if record.place("start", "send", hop) > use:
             return f"rank {rank} begins hop {hop} only after tensor {hop} was used"
-        if record.place("wait", "send", hop) < use:
+        waits = [record.place("wait", what, hop) for what in ("send", "receive")]
+        if min(waits) < use:
             return f"rank {rank} waits for hop {hop} before tensor {hop} is used"
+        if max(waits) == len(record.events):
+            return f"rank {rank} does not wait for both ends of hop {hop}: Shift.wait does"
 
 
 def picture(runs) -> str:
@@ -89,6 +101,10 @@ sent_after_use: A hop begins only after the tensor was used: nothing travels whi
 n_hops: There are n hops, one more than needed: the last one brings your own tensor back.
     range(axis.size - 1) => range(axis.size)
     yield axis.next, tensor  # after n-1 hops the tensor is the next rank's => return
+all_kept: Every tensor that has arrived is kept: n exist on each rank, where 2 are enough.
+- shift = Shift(tensor, axis)
++ kept = [tensor] if hop == 0 else [*kept, tensor]
++ shift = Shift(tensor, axis)
 sources_the_wrong_way: The sources are counted the wrong way round: tensors come from the previous
     rank, so that the second one is that of rank - 1.
     (axis.rank - hop) => (axis.rank + hop)

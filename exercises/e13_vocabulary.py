@@ -40,7 +40,7 @@ def cases(dice: Dice) -> list[Case]:
     some = [
         Case(n, vocab=vocab[n], tokens=dice.randint(5, 8), scores_around=1) for n in (1, 2, 3, 4)
     ]
-    large = Case(2, vocab=7, tokens=4, scores_around=1000)
+    large = Case(2, vocab=7, tokens=6, scores_around=1000)
     return [*some, large, Case(2, vocab=6, tokens=5, scores_around=1, dtype="bfloat16")]
 
 
@@ -49,12 +49,14 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     weight = draw(case, "weight", shape=(case.vocab, 3))
     # All logits are around this number.
     x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores_around
+    x[:, 1] *= case.scores_around  # of a token some are far from others
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
     each = -(-case.vocab // case.ranks)
     targets[0], targets[2] = each % case.vocab, each - 1  # on both sides of a cut
     targets[1::3] = -100  # these do not count
     if hasattr(case, "dtype"):  # so few digits that products are exact in bfloat16
         x, weight = ((2 * numbers).round() / 2 for numbers in (x, weight))
+        x[0, 1:], weight[targets[0], 0] = 0, 7  # of which the model is nearly sure
     dtype = getattr(torch, getattr(case, "dtype", "float64"))
     return x.to(dtype), weight.to(dtype), targets
 
@@ -127,9 +129,16 @@ MISTAKES = """
 own_maximum: Each slice subtracts its own maximum: the sums of their exponentials have different
     scales, and must not be added.
     vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
+probability_first: The loss is the logarithm of a probability, which is 0 where its logit is far
+    below the others: take the logit minus the logarithm of the sum.
+- losses = (sums.log() - target_logits) * counts
++ losses = -(target_logits.exp() / sums).log() * counts
 no_maximum: No maximum is subtracted: exp() overflows for large logits, and infinity divided by
     infinity is NaN.
     logits -= vocabulary.maximum(logits.amax(-1))[:, None] => pass
+one_maximum: One maximum is subtracted from all tokens: all exponentials of a token far below are 0,
+    and so is their sum. Each token has its own.
+    vocabulary.maximum(logits.amax(-1))[:, None] => vocabulary.maximum(logits.amax(-1)).amax()
 target_not_shifted: The target's logit is the one before the maximum was subtracted, and the sum is
     that of exponentials after it: subtract the maximum from both.
 - logits -= vocabulary.maximum(logits.amax(-1))[:, None]
@@ -166,6 +175,11 @@ not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has t
 wide_gradient: The gradient stays wide: it is multiplied by x and weight, in the dtype of x.
     (scale[:, None]).to(x.dtype) => (scale[:, None])
     .to(x.dtype) =>
+rounded_twice: In bfloat16 the probability of a target is rounded, and then 1 is subtracted: near 1
+    no digit is left. Subtract first.
+- gradient_at_target = at_target.exp() * scale - is_here.to(scale.dtype)
+- return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
++ return losses, gradient.scatter_add_(1, ids, -is_here[:, None].to(x.dtype))
 wrong_sign: The gradient has the wrong sign: it is softmax minus 1 at the target, so that a step
     against it makes the target more probable.
     return losses, gradient => return losses, -gradient

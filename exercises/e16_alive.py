@@ -80,7 +80,7 @@ def on_rank(rank, case: Case) -> dict:
     course, p, v = rank.course, case.ranks, case.chunks
     axis, parallel = rank.axis("pp"), course.pipeline_parallel
     outputs, chunks = watched.Outputs(), []
-    seen = {"has a graph": False, "read": set(), "watched": []}
+    seen = {"has a graph": False, "read": [], "moved": 0, "watched": []}
     schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         place = stage.layers.start
@@ -88,9 +88,14 @@ def on_rank(rank, case: Case) -> dict:
         model = watched.PartOfModel(mine, stage.is_first, forward, outputs)
         chunks.append(parallel.Chunk(stage, model))
 
+    class Batch(course.data.Batch):
+        def to(self, device):
+            seen["moved"] += 1
+            return super().to(device)
+
     def read(i: int) -> Any:
-        seen["read"].add(i)
-        return course.data.Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
+        seen["read"].append(i)
+        return Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
 
     watched.note_graphs(axis, seen)
     watch = outputs.counted_at_forwards(seen["watched"])
@@ -110,6 +115,7 @@ def on_rank(rank, case: Case) -> dict:
         "gradients": [g for g in gradients if g is not None],
         "the totals, and what is sent, have a graph": has_graph,
         "micro-batches read": sorted(seen["read"]),
+        "batches moved to self.device": seen["moved"],
         "watched": seen["watched"],
         "awaited within self.watch": outputs.awaited,
         "left in self.live": len(pipeline.live),
@@ -142,8 +148,9 @@ def expected(case: Case) -> list[dict]:
         results.append({"[loss, number of targets]": totals, "gradients": gradients})
         results[-1]["the totals, and what is sent, have a graph"] = (False, False)
         results[-1] |= {"awaited within self.watch": [], "left in self.live": 0}
-        results[-1]["micro-batches read"] = list(range(case.micro_batches))
-        results[-1]["watched"] = sorted(f"F{i}" for i in range(case.micro_batches) for _ in stages)
+        read = [i for i in range(case.micro_batches) for _ in stages]  # once in each forward
+        results[-1] |= {"micro-batches read": read, "watched": sorted(f"F{i}" for i in read)}
+        results[-1]["batches moved to self.device"] = len(read)
     return results
 
 
@@ -181,6 +188,10 @@ every_stage_counts: Every stage adds its output to the loss: only the last one h
 micro_batches_counted: Micro-batches are counted, not their targets: each has another number of
     these.
     batch.num_targets => 1
+not_moved: The batch is not moved to self.device: on a GPU the model would get tokens on the CPU.
+    .to(self.device) =>
+read_again: The micro-batch is read, and moved to the device, once more for its targets.
+    batch.targets if => self.read(i).to(self.device).targets if
 one_place: All micro-batches are kept in one place: each overwrites the one before.
     self.live[i, c] => self.live[0, c]
 last_loss: The loss replaces what is in the totals: of all micro-batches only the last one counts.

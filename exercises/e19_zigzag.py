@@ -39,6 +39,7 @@ def on_rank(rank, case: Case) -> dict:
         "all ranks' positions, sorted": whole,
         "pairs of query and key, by rank": [int(part.sum()) + len(part) for part in parts],
         "positions, by rank": parts,
+        "dtype": str(parts[0].dtype),
     }
 
 
@@ -53,6 +54,7 @@ def expected(case: Case) -> list[dict]:
             "all ranks' positions, sorted": list(range(length)),
             "pairs of query and key, by rank": [sum(p + 1 for p in mine) for mine in ranks],
             "positions, by rank": [torch.tensor(mine) for mine in ranks],
+            "dtype": "torch.int64",
         }
     ]
 

@@ -42,11 +42,11 @@ E, INNER = 3, 4
 
 def cases(dice: Dice) -> list[Case]:
     tokens = {ranks: [dice.randint(3, 6) for _ in range(ranks)] for ranks in (2, 3, 4)}
+    sizes = [(2, 2, 1, 4, 3, None), (3, 3, 1, 6, 2, None), (4, 2, 2, 6, 1, None)]
+    sizes += [(2, 2, 1, 4, 3, 6.0), (4, 2, 2, 6, 1, 6.0)]  # every expert takes all tokens
     return [
-        Case(2, ep=2, etp=1, experts=4, k=2, tokens=tokens[2], capacity=None),
-        Case(3, ep=3, etp=1, experts=6, k=2, tokens=tokens[3], capacity=None),
-        Case(4, ep=2, etp=2, experts=4, k=2, tokens=tokens[4], capacity=None),
-        Case(2, ep=2, etp=1, experts=4, k=2, tokens=[4, 4], capacity=2.0),
+        Case(n, ep=ep, etp=etp, experts=X, k=k, tokens=[4] * n if c else tokens[n], capacity=c)
+        for n, ep, etp, X, k, c in sizes
     ]
 
 
@@ -140,6 +140,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 
 
 def order(case: Case, rank: int, record) -> str | None:
+    if (times := record.count("mark", "shared")) != 1:
+        return f"rank {rank} calls meanwhile() {times} times, not 1"
     now = record.place("mark", "shared")
     kinds = [event.kind for event in record.events[:now]]
     begun, ended = kinds.count("start"), kinds.count("wait")
@@ -196,6 +198,8 @@ meanwhile_first: meanwhile() is called before the rows are sent: nothing is comp
 copies_one_after_the_other: All rows are repeated as a whole, a b a b: each rank's copy must lie
     beside the other, a a b b.
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
+padded_for_ep: With padding the rows are those of ep ranks: with etp more ranks get as many.
+    shape[-1]] * self.axis.size => shape[-1]] * self.ep
 padded_counts_exchanged: Counts are exchanged, and rows not padded, also where every expert gets as
     many rows: the host waits for numbers that it could know.
     self.limit.rows_each(len(x)) => None

@@ -99,11 +99,16 @@ def order(case: Case, rank: int, record) -> str | None:
     n, last = case.ranks - 1, record.place("mark", "multiply", case.ranks - 1)
     if late := sum(record.place("start", "send", i) > last for i in range(n)):
         return f"rank {rank} begins {late} of its {n} messages after its last product"
-    wait = min(record.place("wait", what) for what in ("send", "receive"))
+    ends = "send", "receive"
+    if any(record.count("wait", what) < n for what in ends):
+        return f"rank {rank} does not wait for both ends of its messages: Shift.wait does"
+    wait = min(record.place("wait", what) for what in ends)
     if wait < last:
         return f"rank {rank} waits for a message before its last product"
     if wait < record.place("mark", "meanwhile"):
         return f"rank {rank} waits for a message before it calls meanwhile()"
+    if record.place("start", "send", n - 1) > record.place("mark", "meanwhile"):
+        return f"rank {rank} calls meanwhile() before all of its messages have begun"
     for i in range(n):
         if record.place("start", "send", i) > record.place("mark", "multiply", i + 1):
             return f"rank {rank} begins message {i} after product {i + 1}, which could hide it"
@@ -135,6 +140,11 @@ meanwhile_last: meanwhile() is called when all has arrived: it could hide the la
 - arrived = [*(shift.wait() for shift in shifts), own]
 + arrived = [*(shift.wait() for shift in shifts), own]
 + meanwhile()
+meanwhile_first: meanwhile() is called before any message has begun: it hides none.
+    meanwhile() => pass
+- shifts = []
++ meanwhile()
++ shifts = []
 never_meanwhile: meanwhile() is never called: weight gradients are not computed there.
 - meanwhile()
 rows_of_another: The rows that are sent are not those of the rank that gets them, but of the one as

@@ -46,30 +46,32 @@ TOKENS = 6
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((12, 20)), "inner": 2 * dice.randint(5, 9), "k": 2}
-    common = sizes | {"shared": 0, "tp": 1, "etp": 1, "fp8": False, "experts": 0}
+    common = sizes | {"shared": 0, "dense": 0, "tp": 1, "etp": 1, "fp8": False, "experts": 0}
     return [
         Case(1, **common | {"dtype": "float64"}),
         Case(1, **common | {"dtype": "bfloat16", "tp": 2}),
         Case(1, **common | {"dtype": "bfloat16", "fp8": True}),
-        Case(1, **common | {"dtype": "float32", "experts": 4, "tp": 2}),
+        Case(1, **common | {"dtype": "float32", "experts": 6, "tp": 2}),
         Case(1, **common | {"dtype": "bfloat16", "experts": 4, "tp": 2, "etp": 2, "shared": 2}),
         Case(1, **common | {"dtype": "bfloat16", "experts": 4, "shared": 2, "fp8": True}),
+        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "dense": 1}),  # an MLP after all
     ]
 
 
 def sizes_of(case: Case) -> tuple[int, ...]:
-    return case.hidden, case.inner, case.k, case.experts, case.shared
+    return case.hidden, case.inner, case.k, case.experts, case.shared, case.dense
 
 
 def config_of(
-    hidden: int, inner: int, k: int, experts: int, shared: int, tp: int = 1, etp: int = 1
+    hidden: int, inner: int, k: int, experts: int, shared: int, dense: int, tp: int = 1, etp=1
 ) -> ModelConfig:
     """The model, or what a rank has of it."""
     options = {"head_dim": 4, "scoring_func": "sigmoid"}
     if experts:
         options |= {"num_local_experts": experts, "num_experts_per_tok": k}
-        options |= {"moe_intermediate_size": inner // etp, "n_shared_experts": shared}
-    return ModelConfig(7, hidden, inner // tp, 1, 4 // tp, 2 // tp, **options)
+        options |= {"moe_intermediate_size": (inner + 2) // etp, "n_shared_experts": shared}
+        options |= {"mlp_only_layers": range(dense)}
+    return ModelConfig(7, hidden, inner // tp, 1 + dense, 4 // tp, 2 // tp, **options)
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -148,12 +150,18 @@ all_divided: All of an MLP is divided by tp: its input and the gradient of its o
 as_forward: Four tensors of M are counted, as forward keeps them: W needs the gradients of gate and
     up, and the input of down.
     3 * inner / tp => 4 * inner / tp
+layer_ignored: A model with experts is taken to have them in all layers: c.has_experts(layer) tells.
+    c.has_experts(layer) => c.num_local_experts
 one_row: One row is counted for a token: it has one for each of its k experts.
     c.num_experts_per_tok * ( => (
 all_experts: A row is counted for every expert: a token has rows for those it chooses.
     c.num_experts_per_tok => c.num_local_experts
 etp_forgotten: The copies that etp ranks get are left out: their rows are whole.
     2 * layout.etp * E => 2 * E
+none_shared: An MLP's x and dy are counted where a layer has experts, and none of them is shared.
+    2 * E + 3 * inner / tp if inner else 0 => 2 * E + 3 * inner / tp
+rows_whole: The rows of experts are not divided by tp: each tp rank has only some tokens.
+    c.moe_intermediate_size) / tp => c.moe_intermediate_size)
 shared_forgotten: Shared experts are left out: they are an MLP beside the others.
     c.n_shared_experts * c.moe_intermediate_size => 0
 experts_in_8_bits: The factors of experts are counted in 8 bits: only other linears multiply in
