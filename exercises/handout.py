@@ -56,7 +56,6 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
     teacher.write_text("\n".join(_for_teacher(chosen)))
     lines = [f"{len(chosen)} exercises in {folder}: give this folder to the class"]
     lines += [f"answers in {teacher}: keep it, with your whole course, which grades"]
-    lines += [f"{name} still has: {line}" for name, line in _leaks(folder, chosen)]
     return [*lines, "exercises/course.zip is packed, not secret: it has the answers"]
 
 
@@ -99,38 +98,6 @@ def _without_links(page: Path, folder: Path) -> str:
         return link[1] if (ROOT / target).exists() and not (folder / target).exists() else link[0]
 
     return re.sub(r"\[([^]\[]*)\]\(([^)#\s]+)\)", plain, page.read_text())
-
-
-def lines_in(text: str, least: int = 30) -> set[str]:
-    """The lines of a text that are long enough to be recognised elsewhere."""
-    return {line for line in map(str.strip, text.splitlines()) if len(line) >= least}
-
-
-def bodies(chosen: list[Exercise]) -> set[str]:
-    """Lines of the solutions that a student's tree does not show."""
-    targets = [find(exercise) for exercise in chosen]
-    hidden = set().union(*(lines_in(t.text) - lines_in(emptied(t)) for t in targets))
-    return {line for line in hidden if not line.startswith(("#", "def ", "class "))}
-
-
-def changes_of_hunts() -> Iterator[tuple[str, str]]:
-    """What tells a hunt's place wherever it stands, and the file in which it may stand."""
-    from exercises.hunts import HUNTS
-
-    for hunt in HUNTS.values():
-        yield from ((line, hunt.file) for line in lines_in(hunt.old))
-        words = {word.rstrip(",") for word in {*hunt.new.split()} - {*hunt.old.split()}}
-        yield from ((word, "") for word in words if len(word) > 10)
-
-
-def _leaks(folder: Path, chosen: list[Exercise]) -> Iterator[tuple[str, str]]:
-    """Lines of bodies, and of hunts, that files of the tree show."""
-    hidden, hunts = bodies(chosen), [*changes_of_hunts()]
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in (".py", ".md"):
-            name, text = path.relative_to(folder).as_posix(), path.read_text()
-            yield from ((name, line) for line in sorted(hidden & lines_in(text)))
-            yield from ((name, part) for part, own in hunts if part in text and name != own)
 
 
 def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
