@@ -6,8 +6,8 @@
     O order    what was started before what
 
 When a gate fails, every known mistake of the exercise is run in the same cases. One that does the
-same as the student's version in all cases that fail is named. What is said of others is about the
-smallest case that fails.
+same as the student's version in all cases is named; in all that fail, with "as if": in the others
+it may be right for another reason. What is said of others is about the smallest case that fails.
 """
 
 import linecache
@@ -216,9 +216,9 @@ def _known(
 ) -> tuple[Mistake | None, Mistake | None]:
     """The known mistake that does the same, and the only one that does so in the smallest case.
 
-    It does the same in all cases; or in all that fail, of which some do not end in an exception:
-    right cases may be right for another reason. Different mistakes crash in the same way: where all
-    failing cases do, the line must be the mistake's, too.
+    It does the same in all cases; or, "as if", in all that fail, of which some do not end in an
+    exception. Different mistakes crash in the same way: where all failing cases do, the line must
+    be the mistake's, too.
     """
     crashes = [r.failure and r.failure.kind == "exception" for r in failed]
 
@@ -241,8 +241,10 @@ def _known(
     for mistake in whole:
         if agrees(mistake, passed):
             return mistake, None
-    of_failed = whole if not all(crashes) else []
-    return _only(of_failed), _only(at_first if not crashes[0] else [])
+    if of_failed := _only(whole if not all(crashes) else []):
+        as_if = f"In the cases that fail it does as if: {of_failed.sentence}"
+        of_failed = of_failed._replace(sentence=as_if)
+    return of_failed, _only(at_first if not crashes[0] else [])
 
 
 def _only(mistakes: list[Mistake]) -> Mistake | None:

@@ -138,6 +138,11 @@ IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
             "unknown",
             r"^I do not know this mistake\. With cp=1, length=7 it does as if: The late piece",
         ),
+        (  # a known mistake in the cases that fail, and right in those where it would fail, too
+            (IN_ORDER, f"{LATE} if size == 1 else {IN_ORDER}"),
+            "late_first",
+            r"^In the cases that fail it does as if: The late piece comes before",
+        ),
         (  # both results of the smallest case, and what the function was called with
             (IN_ORDER, "torch.cat((pieces[rank], pieces[1 - rank]))"),
             "unknown",
