@@ -29,6 +29,7 @@ from benchmarks.rows import MODEL, Row
 from picotron_min.checkpoint import save, training_tensors
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.extensions.schedules.registry import build_plans
+from picotron_min.extensions.settings import Workload
 from picotron_min.planner.choices import Request, groups
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.planner.search import search
@@ -130,7 +131,8 @@ def plans(folder: Path) -> list[Curve]:
 def planner(folder: Path) -> list[Curve]:
     x = 8, 64, 512, 2048  # GPUs
     model = find_preset("Llama-3.1-8B")
-    requests = [Request(model, GPUS["H100"], n, 8192, 4 * n) for n in x]
+    work = Workload(8192, dtype="bfloat16")
+    requests = [Request(model, GPUS["H100"], n, work, 4 * n) for n in x]
     choices = [len(list(groups(request))) for request in requests]
     return [Curve("planner", "tool, s", x, [seconds_of(search, r) for r in requests], choices)]
 
