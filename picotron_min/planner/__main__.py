@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    positive, number = above_zero(int), above_zero(float)
+    positive = above_zero(int)
     batch = above_zero(int, 2**20, ": it counts sequences, not tokens")
     share = above_zero(float, 1, ": it is a share, such as 0.92")
     parser = argparse.ArgumentParser(
@@ -57,18 +57,22 @@ def build_parser() -> argparse.ArgumentParser:
     add("--precision", choices=["bf16", "fp8"], default="bf16", help="of the layers' linears")
     add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     add("--compile", action="store_true", help="with model.compile")
-    add("--gpus_per_node", type=positive, metavar="N", help="default: 8")
-    about = "Gb/s of a GPU to other nodes, default: 400"
-    add("--network", type=number, metavar="GBIT", help=about)
+    add("--gpus_per_node", type=positive, metavar="N", help="default: 8 of most GPUs")
+    add("--network", type=above_zero(float), metavar="GBIT", help="a second and GPU; default: 400")
     add("--cores", type=positive, metavar="N", help="of a CPU, which its ranks share")
     add("--fill", type=share, default=0.92, help="share of the memory that may be planned")
-    add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node")
+    add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node, at most 8")
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
-    about = "a token file's documents.bin: attention inside documents of these lengths"
-    add("--documents", type=Path, metavar="FILE", help=about)
+    add("--documents", type=Path, metavar="FILE", help="documents.bin, if attention is inside them")
     add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
-    about = "what --calibrate has found, default: %(default)s"
-    add("--hardware", type=Path, default=Path("hardware.json"), metavar="FILE", help=about)
+    hardware = Path("hardware.json")  # the default
+    add(
+        "--hardware",
+        type=Path,
+        default=hardware,
+        metavar="FILE",
+        help="from --calibrate: %(default)s",
+    )
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
     add("--config", type=Path, metavar="FILE", help="predict this one")
     add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")

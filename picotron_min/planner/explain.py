@@ -38,38 +38,33 @@ def why(request: Request, best: Candidate) -> Iterator[Reason]:
     """The reasons for every choice that had an alternative."""
     for choice in (choice for choice in EXPLAINED if choice not in request.fixed):
         value, values = best.chosen[choice], request.values(choice, best.layout)
-        if isinstance(value, str):
-            others = [v for v in values if v != value]
-        else:  # the next values
-            others = [v for v in values if v < value][-1:] + [v for v in values if v > value][:1]
+        others = [v for v in values if v != value]
+        if not isinstance(value, str):  # the next values
+            others = [v for v in others if v < value][-1:] + [v for v in others if v > value][:1]
         for other in others:
-            yield Reason(choice, value, other, *_verdict(request, best, choice, other))
+            changed = _changed(request, best, choice, other)
+            if isinstance(changed, str):
+                yield Reason(choice, value, other, changed)
+            else:
+                there = request.candidate(*changed)
+                yield Reason(choice, value, other, _verdict(request, best, there), there)
 
 
-def _verdict(
-    request: Request, best: Candidate, choice: str, other: object
-) -> tuple[str] | tuple[str, Candidate]:
-    """What goes wrong with another value, and what is predicted with it."""
-    changed = _changed(request, best, choice, other)
-    if isinstance(changed, str):
-        return (changed,)
-    layout, work = changed
-    if problems := rule_problems(request, layout, work):
-        return (f"it is not possible: {problems[0]}",)
-    there = request.candidate(layout, work)
-    if there.memory.total > request.budget:
-        before, after = best.memory._asdict(), there.memory._asdict()
-        part = max(after, key=lambda name: after[name] - before[name])
-        grew = f"{part.replace('_', ' ')} {gb(before[part])} -> {gb(after[part])}"
-        needs = f"it would need {gb(there.memory.total)} of {gb(request.budget)}"
-        return f"{needs}: {grew}", there
+def _verdict(request: Request, best: Candidate, there: Candidate) -> str:
+    """What goes wrong with another value, by the part that grows most."""
+    is_too_large = there.memory.total > request.budget
     before, after = best.prediction.parts, there.prediction.parts
+    if is_too_large:
+        before, after = best.memory._asdict(), there.memory._asdict()
+    part = max(reversed(after), key=lambda name: after[name] - before.get(name, 0.0))
+    if is_too_large:
+        needs = f"it would need {gb(there.memory.total)} of {gb(request.budget)}"
+        return f"{needs}: {part.replace('_', ' ')} {gb(before[part])} -> {gb(after[part])}"
     slower = there.prediction.step / best.prediction.step - 1
-    part = sorted(after, key=lambda name: after[name] - before.get(name, 0.0))[-1]
     took = f"{part} {before.get(part, 0.0):.3g} s -> {after[part]:.3g} s"
     if is_toss_up(best.prediction, there.prediction):
-        return f"a toss-up ({slower:+.1%}; {took})", there
-    return f"{slower:.1%} slower: {took}", there
+        return f"a toss-up ({slower:+.1%}; {took})"
+    return f"{slower:.1%} slower: {took}"
 
 
 def _changed(
@@ -85,8 +80,7 @@ def _changed(
         layout = replace(layout, pp_chunks=SCHEDULES[other].chunks)
     if layout.tp == 1:
         layout = replace(layout, sequence_parallel=False)
-    most = request.model_config.num_hidden_layers // layout.pp
-    if layout.pp == 1 or layout.pp_chunks > most:
+    if layout.pp == 1 or layout.num_stages > request.model_config.num_hidden_layers:
         layout = replace(layout, pp_engine="1f1b", pp_chunks=1)
     ranks = layout.tp * layout.cp * layout.pp
     if request.gpus % ranks:
@@ -96,7 +90,9 @@ def _changed(
     if request.global_batch % sequences:
         made = f"dp {layout.dp} x micro-batches of {work.micro_batch_size}"
         return f"{made} would not divide the batch of {request.global_batch} sequences"
-    return layout, replace(work, num_micro_batches=request.global_batch // sequences)
+    work = replace(work, num_micro_batches=request.global_batch // sequences)
+    problems = rule_problems(request, layout, work)
+    return f"it is not possible: {problems[0]}" if problems else (layout, work)
 
 
 def lines_of(reasons: Iterator[Reason]) -> Iterator[str]:
