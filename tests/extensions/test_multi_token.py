@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from picotron_min.extensions.multi_token.extension import MultiToken
 from picotron_min.extensions.multi_token.targets import DepthBatch, look_ahead
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.loss import IGNORE_INDEX
-from picotron_min.model import DecoderLayer, Llama, rotary_table
+from picotron_min.model import DecoderLayer, Head, Llama, rotary_table
 from picotron_min.pipeline_parallel import Stage, keep_stage
 from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.runtime.architectures import from_hf, to_hf
@@ -324,6 +325,20 @@ def stage_of(c: ModelConfig, recompute: str, stage: Stage) -> Llama:
     extension.connect(model, {})
     apply_recompute(model, recompute)
     return model
+
+
+def test_depths_are_predicted_by_the_own_loss_of_a_head():
+    """Which may be faster than others, or over a part of the vocabulary."""
+    shapes, loss = [], Head.loss
+
+    def own(self: Head, x: Tensor, targets: Tensor) -> Tensor:
+        shapes.append(targets.shape)
+        return loss(self, x, targets)
+
+    with mock.patch.object(Head, "loss", own):
+        model = stage_of(GQA, "none", Stage(range(4), True, True))
+    model(*torch.randint(512, (1, 2, 8)), torch.arange(8), torch.randint(512, (2, 2, 8)))
+    assert shapes == [(2, 2, 8)] and "of_stripe" not in str(model.lm_head.stripe_loss)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
