@@ -37,21 +37,20 @@ class DocumentBatches(Batches):
         begins = [np.repeat(lengths.cumsum() - lengths, lengths) for lengths in rows]
         return np.arange(tokens) - np.stack(begins)
 
-    def _seen(self, step: int) -> np.ndarray:
-        """[rows of the global batch, S]: how many keys each query sees."""
-        return self._inside(self._starts(step, range(self.global_batch)), self.seq_length) + 1
-
     def attended_length(self, step: int) -> float:
         """The length of rows whose attention costs as much as the global batch's documents do."""
-        return (2 * self._seen(step) - 1).mean()  # in a document of n tokens the sum is n^2
+        starts = self._starts(step, range(self.global_batch))
+        lengths = np.concatenate([self._lengths(start, self.seq_length) for start in starts])
+        return (lengths.astype(float) ** 2).sum() / lengths.sum()
 
     def ring_imbalance(self, step: int, size: int) -> float:
         """Work of a ring's busiest rank to the mean, averaged over the step's micro-batches.
 
         It follows from the lengths, which every rank knows: no message.
         """
-        width = self.seq_length // (2 * size)
-        shape = -1, self.micro_batch_size, 2 * size, width
-        pieces = self._seen(step).reshape(shape).sum((1, 3))
+        starts = self._starts(step, range(self.global_batch))
+        keys = self._inside(starts, self.seq_length) + 1  # that each query sees
+        pieces = keys.reshape(-1, self.micro_batch_size, 2 * size, self.seq_length // (2 * size))
+        pieces = pieces.sum((1, 3))
         ranks = (pieces + pieces[:, ::-1])[:, :size]  # zigzag: piece r and 2 size - 1 - r
         return (ranks.max(1) / ranks.mean(1)).mean()
