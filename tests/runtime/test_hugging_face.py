@@ -184,7 +184,7 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
     weights = {}
     for part in pool.run(4, trained_weights, tmp_path / "run", config):
         weights |= part
-    arguments = [str(tmp_path / "run/step-00000003"), str(tmp_path / "hf")]
+    arguments = [str(tmp_path / "run/step-00000002"), str(tmp_path / "hf")]
     if tied:
         export.main(arguments)
     else:
