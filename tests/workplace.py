@@ -69,8 +69,9 @@ class Workplace:
         return self.write_config(name, raw, sections)
 
     def short_config(self, name: str) -> str:
-        """The repository's config.json with fewer steps, for a run that saves to runs/NAME."""
+        """The repository's config.json with fewer and smaller steps; it saves to runs/NAME."""
         short = {"total_train_steps": 4, "warmup_steps": 2, "eval_frequency": 2, "eval_batches": 1}
+        short |= {"seq_length": 64, "micro_batch_size": 2}
         sections = {
             "training": short,
             "dataset": {"cache_dir": "cache"},

@@ -90,17 +90,15 @@ def test_python_train_py_trains_and_reports(workplace, first_run):
 @pytest.mark.parametrize("cp_engine", ["ring", "ulysses"])
 def test_the_four_axes_together_train_the_same_model(workplace, first_run, cp_engine):
     layout = {"dp_size": 1, "pp_size": 2, "cp_size": 2, "tp_size": 2, "cp_engine": cp_engine}
-    batch = {"gradient_accumulation_steps": 4}
-    outcome = workplace.main(workplace.config("four", distributed=layout, training=batch))
+    half = {"gradient_accumulation_steps": 4, "max_tokens": STEPS // 2 * 256}
+    outcome = workplace.main(workplace.config("four", distributed=layout, training=half))
     assert outcome.code == 0, outcome.output
     assert "8 x cpu over gloo: dp 1 x pp 2 x cp 2 x tp 2, 1f1b\n" in outcome.output
     for name in ("loss", "grad_norm"):
         ours, expected = ([r[name] for r in workplace.steps(run)] for run in ("four", "first"))
-        assert ours == pytest.approx(expected, rel=1e-4)
-    for ours, expected in zip(
-        workplace.evaluations("four"), workplace.evaluations("first"), strict=True
-    ):
-        assert ours["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
+        assert ours == pytest.approx(expected[: STEPS // 2], rel=1e-4)
+    ours, expected = (workplace.evaluations(run)[0] for run in ("four", "first"))
+    assert (ours["step"], ours["val_loss"]) == (3, pytest.approx(expected["val_loss"], rel=1e-4))
     # What every rank sent; the records of the steps are of rank 0 alone.
     run = read_run(workplace.folder / "runs/four")
     sizes = run.model, run.config.layout, run.config.workload
