@@ -84,7 +84,9 @@ def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
         store = dist.FileStore(str(folder / "store"), size)
         wait = timedelta(seconds=trial.wait)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+        sys.setprofile(profile.event)
         Rank(trial, text, rank, writer, profile).run()
+        sys.setprofile(None)
         dist.barrier()
     except BaseException as error:
         sys.setprofile(None)
@@ -113,8 +115,7 @@ class Rank:
         layout.STRIPE_ROWS["cpu"] = STRIPE_ROWS
         buckets = partial(data_parallel.GradientBuckets, bucket_bytes=BUCKET_BYTES)
         data_parallel.GradientBuckets = buckets
-        with self.profile:
-            self._build(text)
+        self._build(text)
         parameters = {n: p.data for n, p in self.model.parameters.items()}
         self.note("initial", parameters, self._of_parameter)
 
@@ -122,18 +123,11 @@ class Rank:
         trial, w, size = self.trial, self.trial.workload, self.trial.layout
         device = torch.device("cpu")
         axes = build_axes(device, size, trial.wait)
-        batches = open_batches(
-            w,
-            0,
-            text,
-            seq_length=w.seq_length,
-            seed=trial.seed,
-            micro_batch_size=w.micro_batch_size,
-            num_micro_batches=w.num_micro_batches,
-            dp_rank=axes.dp.rank,
-            dp_size=size.dp,
-            positions=POSITIONS[size.cp_engine](axes.cp.rank, size.cp, w.seq_length),
-        )
+        sizes = {"seq_length": w.seq_length, "micro_batch_size": w.micro_batch_size}
+        sizes |= {"num_micro_batches": w.num_micro_batches, "dp_size": size.dp}
+        positions = POSITIONS[size.cp_engine](axes.cp.rank, size.cp, w.seq_length)
+        mine = {"seed": trial.seed, "dp_rank": axes.dp.rank, "positions": positions}
+        batches = open_batches(w, 0, text, **sizes, **mine)
         ranks = [axes[name].rank for name in ("pp", "dp", "cp", "tp")]
         self.note("built", {"place in the mesh": torch.tensor(ranks)})
         self.model = build_model(trial.model_config, size, w, axes, device)
@@ -178,27 +172,19 @@ class Rank:
     def run(self) -> None:
         for chunk in self.model.pipeline.chunks:
             attach(chunk.model, self._tap)
-        for gradients in self.model.gradients:
-            gradients.scale = partial(self._before_scale, gradients.scale)
-        with self.profile:
-            for step in range(self.trial.steps):
-                self._step(step)
+        last = self.model.gradients[-1]
+        last.wait = partial(self._wait, last.wait)
+        for step in range(self.trial.steps):
+            self._step(step)
 
-    def _before_scale(self, scale: Callable, factor: float) -> None:
-        self._note_sums()
-        scale(factor)
-
-    def _note_sums(self) -> None:
-        """Once a step: before the first of the buckets is scaled, or where the step is skipped."""
-        if not self.is_noted:
-            self.is_noted, self.at = True, Key(self.at.step, "", "")
-            sums = {name: p.grad for name, p in self.model.parameters.items()}
-            self.note("summed gradient", sums)
+    def _wait(self, wait: Callable) -> None:
+        wait()  # from here on all gradients are sums
+        self.at = Key(self.at.step, "", "")
+        self.note("summed gradient", {n: p.grad for n, p in self.model.parameters.items()})
 
     def _step(self, step: int) -> None:
-        self.at, self.is_noted = Key(step, "", ""), False
+        self.at = Key(step, "", "")
         result = train.train_step(self.trained, step, self.watch)
-        self._note_sums()
         for phase, number in (("loss", result.loss), ("gradient norm", result.grad_norm)):
             self.note(phase, {phase: torch.tensor(number, dtype=torch.float64)})
         for phase, tensors in update_of(self.model.parameters, self.trained.optimizer):

@@ -8,7 +8,6 @@ A module that is called runs its hooks, also where a parallelism has replaced it
 methods are called by name, `project` and `loss`: they are wrapped on the instance, after the build.
 """
 
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from picotron_min.model import Llama
+from picotron_min.model import MLP, Llama, SelfAttention
 
 ROOT = Path(__file__).parent.parent
 Tap = Callable[[str, Tensor, bool], None]  # name, tensor, whether its gradient is noted, too
@@ -31,12 +30,13 @@ def attach(model: Llama, tap: Tap) -> None:
         name = f"model.layers.{i}"
         # No gradient: a stage receives into a buffer that it uses again.
         _before(layer, lambda x, name=name: tap(f"{name}.input", x, False))
-        _attach_attention(layer.self_attn, f"{name}.self_attn", tap)
         mlp = layer.mlp
-        if hasattr(mlp, "experts"):
+        if isinstance(layer.self_attn, SelfAttention):  # else an extension's: its output is noted
+            _attach_attention(layer.self_attn, f"{name}.self_attn", tap)
+        if hasattr(mlp, "shared_experts"):
             _after_router(mlp.gate, f"{name}.mlp.gate", tap)
             mlp = mlp.shared_experts
-        if mlp is not None:
+        if isinstance(mlp, MLP):
             own = f"{name}.mlp" + ".shared_experts" * (mlp is not layer.mlp)
             _project(mlp, own, ("gate_proj", "up_proj"), tap)
             _before(mlp.down_proj, lambda x, own=own: tap(f"{own}.down_proj.input", x, True))
@@ -107,20 +107,13 @@ def update_of(
 
 
 class Profile:
-    """The project's functions that ran since they were last asked for."""
+    """The project's functions that ran since they were last asked for: see sys.setprofile."""
 
     def __init__(self) -> None:
-        self.called: dict[str, None] = {}
+        self.called: dict[str, None] = {}  # the last call last
         self.names: dict = {}  # by code object; None for code outside the project
 
-    def __enter__(self) -> "Profile":
-        sys.setprofile(self._event)
-        return self
-
-    def __exit__(self, *_) -> None:
-        sys.setprofile(None)
-
-    def _event(self, frame, event: str, _) -> None:
+    def event(self, frame, event: str, _) -> None:
         if event == "call" and (name := self._name(frame.f_code)):
             self.called.pop(name, None)
             self.called[name] = None
