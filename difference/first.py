@@ -54,12 +54,15 @@ def compare(trial: Trial, whole: Whole, runs: list[RankRun]) -> list[Compared]:
             if key.phase == "initial":
                 notes[key.name] = note
             right = torch.tensor(at[1:5]) if key.phase == "built" else whole.get(key)
-            if right is None:
-                continue  # it has no tap in the right run: an extension's own
+            is_loss = key[1:3] == ("forward", "loss")
+            if right is None or (is_loss and not right.ndim and trial.layout.cp > 1):
+                # It has no tap in the right run; or it is a part of what an extension has summed
+                # over whole sequences: the step's loss, of all ranks, is compared.
+                continue
             of = notes.get(key.name.split(" of ")[-1])
             indices = indices_of(key, right.shape, at, trial.layout, of)
             part = take(right, indices)
-            if key.name == "loss" and key.phase == "forward":  # of each token in the right run
+            if is_loss:  # of each token in the right run
                 part, indices = part.sum(), []
             error = error_of(got, part, right)
             found.append(Compared(key, at, got, part, indices, error, *ran))

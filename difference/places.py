@@ -57,6 +57,8 @@ def indices_of(
     key: Key, shape: Sequence[int], at: Here, layout: Layout, note: dict | None = None
 ) -> Indices:
     """A rank's part of the whole tensor; `note` is what the rank has said of a parameter."""
+    if not shape:
+        return []
     if key.phase in ("forward", "backward"):
         return _of_activation(key.name, shape, at, layout)
     return _of_parameter(key.name.split(" of ")[-1], shape, at, layout, note or {})

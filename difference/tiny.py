@@ -46,8 +46,6 @@ PLAIN_ROUTING = {
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_expert_rank_capacity_factor": None,
-    "moe_router_force_load_balancing": False,
-    "moe_router_force_biased": None,
 }
 
 

@@ -6,14 +6,17 @@ compared. Experts, norms of queries and keys, and extensions that you add, are t
 one process: what they do wrong there, too, is not seen.
 """
 
+import gc
 import traceback
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,13 +24,13 @@ from difference.records import Key
 from difference.taps import attach, update_of
 from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
+from picotron_min.extension import Extension
 from picotron_min.extensions.build import extensions_of
 from picotron_min.extensions.documents.rectangles import Documents
-from picotron_min.extensions.settings import Layout
 from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import Axes
-from picotron_min.model import Llama
+from picotron_min.model import Head, Llama
 from picotron_min.placement import placements
 
 Whole = dict[Key, Tensor]
@@ -52,29 +55,47 @@ def batch_of(trial: Trial, text: Text, step: int, micro_batch: int, dp: int) -> 
     return tokens, positions, targets, Documents(tuple(lengths))
 
 
-def plain_model(trial: Trial) -> Llama:
-    """A Llama in float64 with its initial weights, and what its extensions put into a model."""
-    config = trial.model_config
-    model = Llama(config).double()
-    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+# One process has no parallelism, and all other settings of the layout.
+ALONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1, "pp_layers": None}
+ALONE |= {"pp_engine": "1f1b", "pp_chunks": 1, "sharding": "none"}
+ALONE |= {"sequence_parallel": False, "tp_overlap": False}
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """This process alone, without a world: collectives of extensions run, and change nothing."""
+    group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
+    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
+    """A Llama in float64, and its extensions, which have changed it in the order of a build."""
+    config, cpu = trial.model_config, torch.device("cpu")
+    group = group_of_one()
     names = {name for grid in trial.layout.grids for name in grid.axes} | {"ends"}
-    axes = Axes(**{name: Axis(name, alone, torch.device("cpu")) for name in names})
-    layout, workload = Layout(), replace(trial.workload, recompute="none", offload=0)
-    table = placements(config.parameter_shapes() | config.buffer_shapes(), layout, False)
-    for extension in extensions_of(config, layout, workload, axes, torch.device("cpu")):
+    axes = Axes(**{name: Axis(name, group, cpu) for name in names})  # all of size 1
+    layout = replace(trial.layout, **ALONE)
+    sizes = {"num_micro_batches": len(trial.micro_batches), "recompute": "none", "offload": 0}
+    workload = replace(trial.workload, **sizes)
+    shapes = config.parameter_shapes() | config.buffer_shapes()
+    table = placements(shapes, layout, config.tie_word_embeddings, [config.num_hidden_layers])
+    extensions = extensions_of(config, layout, workload, axes, cpu)
+    with torch.device("meta"):
+        model = Llama(config).double()
+    model.boundary = SimpleNamespace(queue=None)  # experts ask for it, and in float64 use none
+    for extension in extensions:
         extension.swap(model)
-        model.to_empty(device="cpu")
-        if hasattr(extension, "tally"):  # experts: neither messages nor grouped products
-            [buffer.zero_() for buffer in model.buffers()]
-        else:
-            extension.connect(model, table)
-            extension.wrap(model)
+    for extension in extensions:
+        extension.connect(model, table)
+    model.to_empty(device=cpu)
     model.tie_weights()
-    for name, parameter in model.named_parameters():
-        std = initial_std(name, config.num_hidden_layers)
-        parameter.data.copy_(initial_weight(name, tuple(parameter.shape), trial.seed, std))
-    model.lm_head.loss = lambda x, targets: _token_losses(model.lm_head(x), targets)
-    return model
+    for extension in extensions:
+        extension.wrap(model)
+    head = model.lm_head
+    if type(head) is Head and vars(head).keys().isdisjoint(("loss", "stripe_loss")):
+        head.loss = lambda x, targets: _token_losses(head(x), targets)  # else an extension's
+    return model, extensions
 
 
 def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -87,8 +108,18 @@ class RightRun:
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.text, self.whole = trial, text_of(trial), {}
-        self.model, self.at = plain_model(trial), Key(0, "", "")
+        (self.model, self.extensions), self.at = plain_model(trial), Key(0, "", "")
         self.parameters = dict(self.model.named_parameters())
+        self.of_modules, self.gradients = [*self.parameters.values()], []
+        for extension in self.extensions:
+            self.parameters |= extension.parameters()
+            self.gradients += extension.gradients()
+        for name, parameter in self.parameters.items():
+            std = initial_std(name, trial.model_config.num_hidden_layers)
+            weight = initial_weight(name, tuple(parameter.shape), trial.seed, std)
+            parameter.data.copy_(weight)
+        for extension in self.extensions:
+            extension.weights_changed()
         self.note("initial", {name: p.data for name, p in self.parameters.items()})
         attach(self.model, self._tap)
         for name, module in self.model.named_modules():
@@ -127,28 +158,44 @@ class RightRun:
         return torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas)
 
     def _step(self, step: int) -> None:
-        sums = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        for parameter in self.of_modules:
+            parameter.grad = torch.zeros_like(parameter)
+        for gradients in self.gradients:
+            gradients.begin(len(self.trial.micro_batches))
+        for extension in self.extensions:
+            extension.begin()
         loss, num_targets = 0.0, 0
         for micro_batch, dp in self.trial.micro_batches:
             self.at = Key(step, "", "", micro_batch, dp)
             batch = batch_of(self.trial, self.text, step, micro_batch, dp)
-            self.optimizer.zero_grad()
             out = self.model(*batch)
             out.sum().backward()
-            sums = {name: total + self.parameters[name].grad for name, total in sums.items()}
             loss += out.sum().detach()
             num_targets += int((batch[2] != IGNORE_INDEX).sum())
+        for gradients in self.gradients:
+            gradients.wait()
         self.at = Key(step, "", "")
-        self.note("summed gradient", sums)
-        squares = sum(total.square().sum() for total in sums.values())
-        norm = squares.sqrt() / num_targets
+        self.note("summed gradient", {name: p.grad for name, p in self.parameters.items()})
+        norm = sum(p.grad.square().sum() for p in self.parameters.values()).sqrt() / num_targets
         self.note("loss", {"loss": loss / num_targets})
         self.note("gradient norm", {"gradient norm": norm})
         clip = self.trial.recipe.grad_clip
         factor = (min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0) / num_targets
-        for name, parameter in self.parameters.items():
-            parameter.grad = sums[name] * factor
+        for parameter in self.of_modules:
+            parameter.grad *= factor
+        for gradients in self.gradients:
+            gradients.scale(factor)
+        self._update()
+
+    def _update(self) -> None:
+        totals = [extension.counts() for extension in self.extensions]  # of all ranks: of this one
         self.optimizer.step()
+        for extension in self.extensions:
+            extension.weights_changed()
+        for extension, of in zip(self.extensions, totals, strict=True):
+            extension.updated(of)
+        for extension, of in zip(self.extensions, totals, strict=True):
+            extension.measures(of)
         for phase, tensors in update_of(self.parameters, self.optimizer):
             self.note(phase, tensors)
 
@@ -156,7 +203,9 @@ class RightRun:
 def right_whole(trial: Trial) -> Whole:
     """ValueError, with its place, where one process cannot run it."""
     try:
-        return RightRun(trial).whole
+        whole = RightRun(trial).whole
+        gc.collect()  # its group here: a forked process, which lacks gloo's threads, would hang
+        return whole
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = next((f for f in reversed(frames) if "picotron_min" in f.filename), frames[-1])

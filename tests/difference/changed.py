@@ -17,12 +17,15 @@ Edit = tuple[str, str, str]  # a file, a text that it has once, what stands ther
 
 
 def answer(
-    config: Config, edit: Edit | None = None, before: Callable[[], None] | None = None
+    config: Config,
+    edit: Edit | None = None,
+    before: Callable[[], None] | None = None,
+    steps: int = 2,
 ) -> tuple[int, str]:
     """The exit code and what is printed; `before` runs in the process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(theirs, config, edit, before))
+    process = context.Process(target=_answer, args=(theirs, config, edit, before, steps))
     process.start()
     theirs.close()
     try:
@@ -31,13 +34,13 @@ def answer(
         process.join()
 
 
-def _answer(pipe, config: Config, edit: Edit | None, before: Callable | None) -> None:
+def _answer(pipe, config: Config, edit: Edit | None, before: Callable | None, steps: int) -> None:
     if edit:
         _change(*edit)
     if before:
         before()
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        code = run(trial_of(config, 2, own_sizes=False))
+        code = run(trial_of(config, steps, own_sizes=False))
     pipe.send((code, text.getvalue()))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from difference.__main__ import main
 from tests.assembled import make_config
 from tests.difference.changed import answer
+from tests.difference.extensions import EveryThird, Scaled, Shrinking, ZLoss, install
 
 CORE = "picotron_min/"
 TIED = {"tie_word_embeddings": True}
@@ -24,6 +26,29 @@ RIGHT = {
 @pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT)
 def test_a_right_layout_is_right(options):
     code, text = answer(make_config(**options))
+    assert code == 0 and text.startswith("ALL RIGHT"), text
+
+
+EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_update_rate": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, {"dp": 2, "moe_z_loss_coeff": 0.1}], ids=["one", "dp"])
+def test_the_biases_of_routers_are_updated_in_the_one_process_too(options):
+    code, text = answer(make_config(**EXPERTS | options), steps=3)
+    assert code == 0 and text.startswith("ALL RIGHT"), text
+
+
+@pytest.mark.parametrize(
+    "kind,options",
+    [
+        (ZLoss, {"tp": 2}),
+        (EveryThird, {"cp": 2, "cp_engine": "ulysses"}),
+        (Shrinking, {"dp": 2}),
+        (Scaled, {"dp": 2, "micro_batches": 2}),
+    ],
+)
+def test_a_right_extension_is_right(kind, options):
+    code, text = answer(make_config(**options), before=partial(install, kind))
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
