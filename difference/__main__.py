@@ -70,7 +70,8 @@ def run(trial: Trial, lists: bool = False, whole: Whole | None = None) -> int:
         for one in compared:
             step, phase, name, micro_batch, _ = one.key
             print(f"{one.at} step {step + 1} {micro_batch} {phase:16} {one.error:8.1e} {name}")
-    print(*lines_of(found, runs, compared, Context(trial, whole)), sep="\n")
+    context = Context(trial, whole, found.wrong if found else ())
+    print(*lines_of(found, runs, compared, context), sep="\n")
     return int(bool(found) or any(one.problem for one in runs))
 
 

@@ -7,7 +7,7 @@ the step's loss                          for each micro-batch, dp and cp
 the square of the gradient's norm        for matrices, norms and embeddings
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ Parts = Iterator[tuple[dict, Tensor]]
 class Context:
     """What explanations need beside the tensor itself."""
 
-    def __init__(self, trial: Trial, whole: Whole) -> None:
-        self.trial, self.whole = trial, whole
+    def __init__(self, trial: Trial, whole: Whole, wrong: Sequence[Compared] = ()) -> None:
+        self.trial, self.whole, self.wrong = trial, whole, wrong  # wrong: as in Found
         self.ranks = [here(rank, trial.layout) for rank in range(trial.layout.world_size)]
 
     def num_targets(self, step: int) -> int:

@@ -62,7 +62,7 @@ def _first_wrong(found: Found, compared: list[Compared], context: Context) -> It
     if names := [*dict.fromkeys(other.key.name for other in found.others)]:
         shown = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
         yield f"also in {len(names)} others of this phase: {shown}"
-    yield from _look_at(suspects(found, compared, " ".join(said), context.trial.layout))
+    yield from _look_at(suspects(found, compared, " ".join(said), context))
 
 
 def _where(ranks: set[Here], context: Context) -> str:

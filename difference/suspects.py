@@ -9,20 +9,23 @@ import re
 from itertools import takewhile
 
 from difference.first import Compared, Found
-from picotron_min.extensions.settings import Layout
+from difference.parts import Context
+from difference.tiny import Trial
+from picotron_min import placement
+from picotron_min.costs import layers_of_stages
 
 FORWARD = "pipeline_parallel:Pipeline._forward"
 # Kind, a word of the explanation ("": any) -> functions. The first row that fits is used.
 TABLE = [
     ("built", "", "mesh:build_axes mesh:rows_of layout:Layout.coordinates"),
-    ("initial", "", "initialise:initialise placement:part placement:_placement"),
+    ("initial", "", "initialise:initialise placement:part {places}"),
     ("tokens", "positions", "context_parallel:{positions} data:Batches._read data:Batches._places"),
     ("tokens", "", f"data:Batches._places {FORWARD} data:Batches._read"),
     ("head", "all of it", "loss:stripe_loss loss:_HeadLoss.backward"),
     ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
     ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
-    ("summed gradient", "times what", "placement:_placement {starts} {buckets}.wait"),
-    ("summed gradient", "", "placement:_placement {sums}"),
+    ("summed gradient", "times what", "{places} {starts} {buckets}.wait"),
+    ("summed gradient", "", "{places} {sums}"),
     ("loss", "", f"train:train_step parallelize:ParallelModel.counted_once {FORWARD}"),
     ("gradient norm", "", "optimizer:measure_gradient placement:_placement train:train_step"),
     ("scaled gradient", "", "train:train_step {buckets}.scale optimizer:measure_gradient"),
@@ -36,7 +39,7 @@ POINTS = {
     "are merged": "merge_blocks _RingAttention.forward Shift.__init__",
     "see the keys": "_RingAttention.forward ring visible_blocks",
     "micro-batch": "Pipeline.",
-    "sum over": "leave reduce sum gather Enter Leave",
+    "sum over": "leave enter reduce sum gather Enter Leave",
 }
 # Folders and files of extensions/; others are yours.
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
@@ -44,17 +47,19 @@ OURS += "schedules settings sharding"
 # Of gradients that never arrive: who runs what waits in a queue.
 QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
 QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
+# They add up gradients of parameters, while those of activations are computed.
+HOLDERS = "data_parallel.py: ShardedUnit.arrived ShardedUnit._finish_reductions"
 # They run between any two tensors, and are named last.
 HELPERS = "Linear.operand Linear.product Linear.gradient Ledger Axes Axis. loss:wide "
 HELPERS += "loss:linear_dtype Conjugate refuse_missing layout: model_config:"
 
 
-def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) -> list[str]:
+def suspects(found: Found, compared: list[Compared], said: str, context: Context) -> list[str]:
     """The most suspicious functions first, as module:name."""
     one = found.wrong[0]
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
     kind = "head" if (kind, one.key.name) == ("backward", "model.norm") else kind
-    if names := from_table(kind, said, layout, one.key.name):
+    if names := from_table(kind, said, one.key.name, context):
         return [*dict.fromkeys(of_yours(one, compared)), *names]
     at = {id(other): i for i, other in enumerate(compared)}
     one = min(found.wrong, key=lambda wrong: at[id(wrong)])
@@ -63,9 +68,22 @@ def suspects(found: Found, compared: list[Compared], said: str, layout: Layout) 
     innocent = {name for other in before for name in other.ran if name not in other.running}
     fresh = [name for name in one.ran if name not in innocent]
     returned = [name for name in (before[-1].running if before else ()) if name not in one.running]
-    named = [*ranked(fresh, said), *returned, *ranked(one.ran, said), *one.running]
-    named = [*dict.fromkeys(map(short, named))]
+    named = [*ranked(fresh, said), *returned, *ranked(one.ran, said)]
+    if one.key.phase == "backward":  # who has read the tensor, since a call may be missing there
+        of_readers = ranked(readers(one, before), said)
+        named = [name for name in named if not any(holder in name for holder in HOLDERS.split())]
+        named = [*of_readers, *named] if "the sum is missing" in said else [*named, *of_readers]
+    named = [*dict.fromkeys(map(short, [*named, *one.running]))]
     return sorted(named, key=lambda name: any(helper in name for helper in HELPERS.split()))
+
+
+def readers(one: Compared, before: list[Compared]) -> list[str]:
+    """Functions that ran between the forward of a tensor and the next tensor."""
+    place = one.key.step, one.key.micro_batch
+    forward = [o for o in before if o.key.phase == "forward"]
+    forward = [o for o in forward if (o.key.step, o.key.micro_batch) == place]
+    names = [o.key.name for o in forward]
+    return next((o.ran for o in forward[names.index(one.key.name) + 1 :]), [])
 
 
 def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
@@ -82,7 +100,8 @@ def is_yours(name: str) -> bool:
     return top == "extensions" and folder not in OURS.split()
 
 
-def from_table(kind: str, said: str, layout: Layout, name: str) -> list[str]:
+def from_table(kind: str, said: str, name: str, context: Context) -> list[str]:
+    layout = context.trial.layout
     is_sharded = layout.sharding != "none" and "norm" not in name
     names = {"buckets": BUCKETS, "starts": f"{BUCKETS}._start_complete_buckets"}
     names["sums"] = f"{names['starts']} data_parallel:Bucket.__init__"
@@ -91,10 +110,26 @@ def from_table(kind: str, said: str, layout: Layout, name: str) -> list[str]:
         names["sums"] = f"{names['starts']} {UNIT}._finish_reductions"
     kind_of_cp = "contiguous" if layout.cp_engine == "ulysses" else "zigzag"
     names["positions"] = f"{kind_of_cp}_positions"
+    names["places"] = places_it(name, context.trial)
     for of_kind, word, functions in TABLE:
         if kind == of_kind and word in said:
             return functions.format(**names).split()
     return []
+
+
+def places_it(name: str, trial: Trial) -> str:
+    """The function that says where a parameter lies: of the core, or an extension's rule."""
+    layout, config, found = trial.layout, trial.model_config, "placement:_placement"
+    shapes, tied = config.parameter_shapes(), config.tie_word_embeddings
+    rows = {of: placement._placement(of, layout, tied) for of in shapes}
+    table = {of: row for of, row in rows.items() if row}
+    for rule in layout.rules:
+        new = rule(shapes, table, layers_of_stages(config, layout, trial.workload.seq_length))
+        if name in new and (name not in table or new[name].sums != table[name].sums):
+            function = getattr(rule, "func", rule)
+            found = short(f"{function.__module__.replace('.', '/')}.py:{function.__qualname__}")
+        table |= new
+    return found
 
 
 def ranked(ran: list[str], said: str) -> list[str]:

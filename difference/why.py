@@ -71,6 +71,18 @@ def _parts(one: Compared, context: Context) -> str:
     return f"{what} {_weights_read(c, parts, one.at)}" if c else ""
 
 
+def _own_part(one: Compared, context: Context) -> str:
+    """A part of a sum: what the ranks of an axis have adds up to what each should have."""
+    for axis in ("tp", "cp", "dp"):
+        mine = one.at._replace(**{axis: 0})[1:5]
+        others = [o for o in context.wrong if o.at._replace(**{axis: 0})[1:5] == mine]
+        row = [o.got for o in others if o.key.micro_batch == one.key.micro_batch]
+        is_row = len(row) == getattr(context.trial.layout, axis) > 1
+        if is_row and len({t.shape for t in row}) == 1 and same(sum(row), one.right):
+            return f"it is this rank's own part of a sum over {axis}: the sum is missing"
+    return ""
+
+
 def _sum(parts: list[Part]) -> Tensor:
     return torch.stack([part.tensor for part in parts]).sum(0)
 
@@ -225,5 +237,5 @@ def _region(one: Compared, context: Context) -> str:
     return f"{what} by up to {error.max():.2g} of its largest number"
 
 
-HYPOTHESES = [_unlike, _factor, keys_seen, rotation, _parts]
+HYPOTHESES = [_unlike, _factor, keys_seen, rotation, _parts, _own_part]
 HYPOTHESES += [_mixture, _sequences, _earlier, _places]

@@ -167,7 +167,7 @@ def test_your_functions_that_run_after_backward_are_named_first():
         assert not is_yours(f"extensions/{path.parent.name}/x:f"), path
     ran = ["picotron_min/extensions/yours/x.py:Yours.wait", "picotron_min/train.py:train_step"]
     one = right(*SUM)._replace(error=1.0, ran=ran)
-    named = suspects(Found([one], 0, [], 1), [one], "", context().trial.layout)
+    named = suspects(Found([one], 0, [], 1), [one], "", context())
     assert named[0] == "extensions/yours/x:Yours.wait" and "train" not in named[1], named
 
 
