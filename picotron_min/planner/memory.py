@@ -89,11 +89,6 @@ def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) 
     return [share_of_rank(model_config, layout, seq_length, place) for place in places]
 
 
-@lru_cache(maxsize=4096)
-def sizes_of(layout: Layout) -> dict[str, int]:
-    return layout.axis_sizes
-
-
 def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state, by these names."""
     wide, narrow = WIDE[workload.dtype], BYTES[workload.dtype]
@@ -101,7 +96,7 @@ def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[st
     states = {"adamw": (moments, moments), "muon": (moments / 2, moments), "sgd": (0, 0)}
     of_hidden, of_others = states[workload.optimizer]  # bytes an element
     elements, owned, buffers = Counter(), Counter(), {False: [[]], True: [[]]}
-    sizes = sizes_of(layout)
+    sizes = layout.axis_sizes
     for unit in share.units:
         elements.update(unit.elements)
         owned[unit.is_end] += sum(unit.rows.values())

@@ -96,12 +96,8 @@ class LayerParameters(NamedTuple):
 class Part(NamedTuple):
     """What a rank computes with of a parameter."""
 
-    shape: list[int]
+    elements: int
     placement: Placement
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
 
 
 class Unit(NamedTuple):
@@ -169,13 +165,13 @@ def _unit(
     parts, sharded, rows, elements = [], defaultdict(dict), {}, Counter()
     for i, name in enumerate(names):  # some names are there more than once: see _alike
         slices = part(shapes[name], table[name].cuts, places, sizes)
-        mine = Part([s.stop - s.start for s in slices], table[name])
-        if mine.elements:
-            parts.append(mine)
+        shape = [s.stop - s.start for s in slices]
+        if mine := math.prod(shape):
+            parts.append(Part(mine, table[name]))
             kind = "hidden" if table[name].is_hidden_matrix else "others"
-            elements[f"sharded_{kind}" if shard_of(table[name]) else kind] += mine.elements
+            elements[f"sharded_{kind}" if shard_of(table[name]) else kind] += mine
             if shard := shard_of(table[name]):  # of experts: over fewer ranks
-                sharded[shard.axis][i] = mine.shape
+                sharded[shard.axis][i] = shape
     for axis, matrices in sharded.items():
         shards = {i: shard_of(table[names[i]]) for i in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]

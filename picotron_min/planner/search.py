@@ -18,7 +18,7 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner import choices, memory
 from picotron_min.planner.choices import LIBRARY_BYTES, Candidate, Request, rule_problems
-from picotron_min.planner.memory import gb, gigabytes, sizes_of
+from picotron_min.planner.memory import gb, gigabytes
 from picotron_min.planner.parameters import LayerParameters, Rank, Share, Unit, ranks_of
 from picotron_min.planner.step_time import StepTime
 from picotron_min.runtime.wording import choice
@@ -72,8 +72,8 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
     """
     c, grid = request.model_config, memory.of_parameters_alone(layout)
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
-    for kind, layer in {c.has_experts(i): i for i in range(c.num_hidden_layers)}.items():
-        kept[kind], more = memory.kept_and_repeated(c, layout, work, layer, work.fp8)
+    for has_experts, layer in {c.has_experts(i): i for i in range(c.num_hidden_layers)}.items():
+        kept[has_experts], more = memory.kept_and_repeated(c, layout, work, layer, work.fp8)
         again.append(more)
     for engine, numbers in choices.schedules(request, layout.pp).items():
         schedule = SCHEDULES[engine]
@@ -95,7 +95,7 @@ def least_parameters(
 ) -> float:
     """Bytes of the weights, gradients and optimizer state of a rank with these layers at least."""
     layout = replace(layout, sharding=sharding)
-    sizes, units = sizes_of(layout), []
+    sizes, units = layout.axis_sizes, []
     for number, has_experts in first.layers:
         linears, _, experts = LayerParameters.of(c, layout, has_experts)
         elements, rows = Counter(), {}
