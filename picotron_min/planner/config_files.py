@@ -133,9 +133,9 @@ def read_system(path: Path) -> System:
 def attended_length(path: Path, config: Config) -> float:
     """The length of rows whose attention costs as much as the documents of a token file.
 
-    The mean of (document's length)^2 over tokens, where rows cut documents. `path` is
-    documents.bin, where each document ends in the stream, or its folder. ValueError if it is
-    damaged, or if the config lets attention reach across documents.
+    The mean of (document's length)^2 over tokens, as rows cut documents: anywhere, or packed only
+    long ones. `path` is documents.bin, where each document ends in the stream, or its folder.
+    ValueError if it is damaged, or if the config lets attention reach across documents.
     """
     if not config.dataset.document_mask:
         raise ValueError(f"--documents {path}: not used without dataset.document_mask")
@@ -145,7 +145,9 @@ def attended_length(path: Path, config: Config) -> float:
         ends.frombytes(data)
     if not ends or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
         raise ValueError(f"{path} is no documents.bin: name one in a folder of dataset.cache_dir")
-    cuts = sorted({*ends, *range(0, ends[-1], config.training.seq_length)})
+    is_packed, S = config.dataset.packing == "bfd", config.training.seq_length
+    texts = pairwise([0, *ends]) if is_packed else [(0, ends[-1])]  # that are cut into rows
+    cuts = sorted({*ends, *(cut for text in texts for cut in range(*text, S))})
     return sum((b - a) ** 2 for a, b in pairwise(cuts)) / ends[-1]
 
 

@@ -274,10 +274,14 @@ def test_the_ten_best_layouts_are_written_and_train(pool, tmp_path, capsys):
 def test_documents_shorten_the_attention_that_is_planned(tmp_path, capsys):
     # Documents of 8, 32 and 56 tokens; rows of 32 cut the second into 24 + 8, the third 24 + 32.
     (tmp_path / "documents.bin").write_bytes(np.array([8, 40, 96]).tobytes())
-    masked = parse_config({"dataset": {"document_mask": True}, "training": {"seq_length": 32}})
+    masked, packed = (
+        parse_config({"dataset": {"document_mask": True} | keys, "training": {"seq_length": 32}})
+        for keys in ({}, {"packing": "bfd"})
+    )
     length = attended_length(tmp_path, masked)
     assert length == attended_length(tmp_path / "documents.bin", masked)
     assert length == pytest.approx((8**2 + 24**2 + 8**2 + 24**2 + 32**2) / 96)
+    assert attended_length(tmp_path, packed) == (8**2 + 32**2 + 32**2 + 24**2) / 96
     sizes = {"micro_batch_size": 3, "num_micro_batches": 1, "dp_rank": 0, "dp_size": 1}
     ends = np.array([8, 40, 97])  # one token more, which the last row predicts
     batches = DocumentBatches(np.arange(97), seq_length=32, seed=0, ends=ends, **sizes)
