@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 try:
@@ -34,17 +35,22 @@ def serve() -> None:
     import torch
 
     from exercises.checking import check
-    from exercises.exercise import files, load
+    from exercises.exercise import load
     from exercises.source import solution
 
     if sys.platform == "linux":  # what a check leaves behind becomes a child of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: (end_children(), os._exit(1)))
     torch.set_num_threads(1)
-    any_one = load(min(files()))
-    check(any_one, solution(any_one), Path("solution"))  # for what else is imported
+
+    @cache  # what a check of an exercise imports and computes once is there before it is forked
+    def prepare(number: str) -> None:
+        if number.isdecimal():  # else a design
+            check(load(int(number)), solution(load(int(number))), Path("solution"))
+
     for line in sys.stdin:
         *arguments, work, errors = json.loads(line)
+        prepare(arguments[0])
         if HAS_FORK and (pid := os.fork()):
             _, status = os.waitpid(pid, 0)
             with contextlib.suppress(OSError):  # all of its group have ended

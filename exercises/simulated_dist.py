@@ -42,12 +42,13 @@ def simulated() -> Iterator[None]:
 @contextlib.contextmanager
 def _empty_is_nan() -> Iterator[None]:
     """Within, new memory is NaN: a mistake that reads it gives the same result each time."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode()
+    # Not by torch.use_deterministic_algorithms, which imports a compiler: a second for each check.
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 def world_group() -> Group:
