@@ -64,6 +64,14 @@ def test_bfloat16_copies_are_compiled_too(pool):
     assert compare(pool, make_config(micro_batches=2, dtype="bfloat16")) == (2, 0)
 
 
+@pytest.mark.turns(1, 5)
+@pytest.mark.parametrize("recompute", ["full", "none"])
+@pytest.mark.parametrize("sharding", ["parameters", "optimizer"])
+def test_gathers_are_outside_of_compiled_layers(pool, sharding, recompute):
+    config = make_config(dp=2, micro_batches=2, recompute=recompute, sharding=sharding)
+    assert compare(pool, config) == (2, 0), "one graph for all layers, one for the loss"
+
+
 OVERLAP = {"sequence_parallel": True, "tp_overlap": True}
 LAYOUTS = {  # each with the graphs that a layer has at least
     "tensor": (8, {"tp": 2, "recompute": "selective"} | OVERLAP),

@@ -28,7 +28,7 @@ from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests import assembled
 from tests.assembled import Parts, assemble, assert_trains_as_one_rank, parts_of
 from tests.core import test_checkpoint
-from tests.extensions import test_compile, test_muon
+from tests.extensions import test_muon
 
 MODES = ["optimizer", "layerwise", "gradients", "parameters"]
 
@@ -398,13 +398,3 @@ def test_create_config_shows_what_sharding_saves_and_sends(capsys):
     out = capsys.readouterr().out
     assert 'sharding "parameters"' in out and "optimizer state    8.0" in out
     assert "weights and gradients are sent for each micro-batch: 4 times a step" in out
-
-
-@pytest.mark.turns(1, 5)
-@pytest.mark.parametrize("recompute", ["full", "none"])
-@pytest.mark.parametrize("sharding", ["parameters", "optimizer"])
-def test_gathers_are_outside_of_compiled_layers(pool, sharding, recompute):
-    config = sharded(make_config(dp=2, micro_batches=2, recompute=recompute), sharding)
-    assert test_compile.compare(pool, config) == (2, 0), (
-        "one graph for all layers, one for the loss"
-    )
