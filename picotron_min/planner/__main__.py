@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         run(parser, parser.parse_args(arguments))
         return 0
     except OSError as error:
-        problems = f"{error.filename}: {error.strerror}: name another file"
+        where = f"{error.filename}: {error.strerror}: name another file"
+        problems = where if error.filename else str(error)  # of a pipe that nobody reads
     except ValueError as error:
         problems = str(error)  # a line for each
     print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)

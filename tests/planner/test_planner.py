@@ -353,6 +353,15 @@ def test_mistakes_are_reported_with_the_remedy(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_error_of_no_file_names_none(monkeypatch, capsys):
+    def report(runs: list) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("picotron_min.planner.validate.report", report)
+    assert plan("--validate", "tests/published_runs.csv") == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
 def test_a_speed_has_an_interval_and_near_layouts_are_a_toss_up(capsys):
     asked = ("--model", "Llama-3.1-8B", "--gpus", 8, "--seq_length", 8192, "--global_batch", 64)
     both = {}
