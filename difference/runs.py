@@ -4,6 +4,7 @@ Nothing is gathered by messages, which could be what is wrong. A rank that dies 
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -51,6 +52,7 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     listen_on_loopback()
     everything = [(trial, text, folder, rank) for rank in range(trial.layout.world_size)]
     ranks = [context.Process(target=_on_rank, args=args) for args in everything]
+    gc.freeze()  # no rank collects the one process's group: without its threads it cannot end
     try:
         for process in ranks:
             process.start()
@@ -60,6 +62,7 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
         for process in ranks:
             process.kill()
             process.join()
+        gc.unfreeze()
     return [_outcome(folder / f"rank{i}", process.exitcode) for i, process in enumerate(ranks)]
 
 
@@ -73,7 +76,8 @@ def _outcome(file: Path, code: int) -> RankRun:
     step, phase, name, *_ = records[-1].key
     is_building = phase in ("built", "initial")
     how += f", {'while the model was built' if is_building else f'in step {step + 1}'}"
-    return RankRun(records, f"{how}, after {phase} of {name}", failed_at=records[-1].note["time"])
+    last = {"failed_at": records[-1].note["time"], "ran": records[-1].running}
+    return RankRun(records, f"{how}, after {phase} of {name}", **last)
 
 
 def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:

@@ -6,7 +6,6 @@ compared. Experts, norms of queries and keys, and extensions that you add, are t
 one process: what they do wrong there, too, is not seen.
 """
 
-import gc
 import traceback
 from dataclasses import replace
 from datetime import timedelta
@@ -203,9 +202,7 @@ class RightRun:
 def right_whole(trial: Trial) -> Whole:
     """ValueError, with its place, where one process cannot run it."""
     try:
-        whole = RightRun(trial).whole
-        gc.collect()  # its group here: a forked process, which lacks gloo's threads, would hang
-        return whole
+        return RightRun(trial).whole
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = next((f for f in reversed(frames) if "picotron_min" in f.filename), frames[-1])
