@@ -47,8 +47,9 @@ OURS += "schedules settings sharding"
 # Of gradients that never arrive: who runs what waits in a queue.
 QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
 QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
-# They add up gradients of parameters, while those of activations are computed.
+# They compute gradients of parameters, while those of activations are computed.
 HOLDERS = "data_parallel.py: ShardedUnit.arrived ShardedUnit._finish_reductions"
+HOLDERS += " WeightGradients. Linear.add_weight_gradient Linear.add_gradient Linear.gradient"
 # They run between any two tensors, and are named last.
 HELPERS = "Linear.operand Linear.product Linear.gradient Ledger Axes Axis. loss:wide "
 HELPERS += "loss:linear_dtype Conjugate refuse_missing layout: model_config:"

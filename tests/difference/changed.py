@@ -58,5 +58,7 @@ def _swap(old: dict, new: dict, module: str) -> None:
     for name, value in old.items():
         if inspect.isclass(value) and value.__module__ == module:
             _swap(vars(value), vars(new[name]), module)
-        elif inspect.isfunction(value) and value.__module__ == module:
-            inspect.unwrap(value).__code__ = inspect.unwrap(new[name]).__code__
+        elif inspect.isfunction(value := getattr(value, "__func__", value)):  # of a static method
+            changed = inspect.unwrap(getattr(new[name], "__func__", new[name]))
+            if value.__module__ == module:
+                inspect.unwrap(value).__code__ = changed.__code__

@@ -65,7 +65,7 @@ class Shrinking(Yours):
             model.model.norm.register_forward_hook(self.count)
 
     def count(self, _, args: tuple, out: Tensor) -> None:
-        self.calls += (self.axes.tp.rank == 0) * out.shape[0]
+        self.calls += (self.axes.tp.rank + self.axes.cp.rank == 0) * out.shape[0]
 
     def counts(self) -> Tensor:
         return self.calls
@@ -95,15 +95,15 @@ class Scaled(Yours):
         return [GradientBuckets(self.parameters(), self.axes.dp_cp)]
 
 
-def install(kind: type[Yours]) -> None:
-    """Every run from here on has it, with its parameters in the tables."""
+def install(*kinds: type[Yours]) -> None:
+    """Every run from here on has them, with their parameters in the tables."""
     chosen, shapes, rules = build.extensions_of, ModelConfig.parameter_shapes, Layout.rules.fget
 
     def extensions_of(*settings) -> list[Extension]:
-        return [*chosen(*settings), kind(settings[3])]
+        return [*chosen(*settings), *(kind(settings[3]) for kind in kinds)]
 
     build.extensions_of = whole.extensions_of = extensions_of
-    if name := getattr(kind, "name", None):
-        row = Placement((), copies=("dp_cp", "tp"), sums=("dp_cp",))
+    if Scaled in kinds:
+        name, row = Scaled.name, Placement((), copies=("dp_cp", "tp"), sums=("dp_cp",))
         ModelConfig.parameter_shapes = lambda self: shapes(self) | {name: (self.hidden_size,)}
         Layout.rules = property(lambda self: [*rules(self), lambda *_: {name: row}])

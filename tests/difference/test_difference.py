@@ -32,23 +32,20 @@ def test_a_right_layout_is_right(options):
 EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_update_rate": 0.1}
 
 
-@pytest.mark.parametrize("options", [{}, {"dp": 2, "moe_z_loss_coeff": 0.1}], ids=["one", "dp"])
-def test_the_biases_of_routers_are_updated_in_the_one_process_too(options):
-    code, text = answer(make_config(**EXPERTS | options), steps=3)
+def test_the_biases_of_routers_are_updated_in_the_one_process_too():
+    code, text = answer(make_config(dp=2, **EXPERTS))
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
 @pytest.mark.parametrize(
-    "kind,options",
+    "kinds,options",
     [
-        (ZLoss, {"tp": 2}),
-        (EveryThird, {"cp": 2, "cp_engine": "ulysses"}),
-        (Shrinking, {"dp": 2}),
-        (Scaled, {"dp": 2, "micro_batches": 2}),
+        ((ZLoss, Scaled), {"tp": 2, "micro_batches": 2}),
+        ((EveryThird, Shrinking), {"cp": 2, "cp_engine": "ulysses"}),
     ],
 )
-def test_a_right_extension_is_right(kind, options):
-    code, text = answer(make_config(**options), before=partial(install, kind))
+def test_right_extensions_are_right(kinds, options):
+    code, text = answer(make_config(**options), before=partial(install, *kinds))
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
@@ -96,8 +93,16 @@ KNOWN = [
         "data_parallel:GradientBuckets.scale",
     ),
 ]
-# And two sums that are missing: a call, and in the row of an extension's rule.
+# And others: a gradient's part, a call, and the row of an extension's rule.
 KNOWN += [
+    (
+        "extensions/overlap/boundary.py",
+        "y, work = self.start_sum(add_products(xs, products))",
+        "y, work = self.start_sum(products[0](xs[0]))",
+        {"tp": 2},
+        "it is the part of linear gate_proj alone",
+        "look at      extensions/overlap/boundary:_Enter.backward",
+    ),
     (
         "tensor_parallel.py",
         "ends.leave(forward(ends.enter(x), *rest))",
@@ -119,10 +124,9 @@ KNOWN += [
 
 @pytest.mark.parametrize("file,right,wrong,options,said,function", KNOWN)
 def test_known_bugs_are_explained(file, right, wrong, options, said, function):
-    code, text = answer(make_config(**options), (CORE + file, right, wrong))
-    named = text.rpartition("look at")[2]
-    assert code == 1 and said in text and function in named, text
-    assert "arrived" not in named, text
+    code, text = answer(make_config(**options), (CORE + file, right, wrong), steps=1)
+    named = text[text.rindex("look at") :]
+    assert code == 1 and said in text and function in named and "arrived" not in named, text
 
 
 def kill_rank_1_in_step_2() -> None:
@@ -146,7 +150,7 @@ def test_what_a_killed_rank_has_recorded_is_compared():
 
 def test_an_exception_names_its_place_and_functions():
     edit = CORE + "data_parallel.py", "self.buckets[len(self.works) :]", "self.buckets"
-    code, text = answer(make_config(dp=2), edit)  # each bucket is sent again
+    code, text = answer(make_config(dp=2), edit, steps=1)  # each bucket is sent again
     assert code == 1 and "zip() argument 2 is longer" in text
     assert "look at      data_parallel:GradientBuckets.wait" in text
 
