@@ -76,10 +76,8 @@ def _forward(key: Key, context: Context, step: int) -> Parts:
         for t, columns in enumerate(_chunks(weight.shape[1], tp)):
             yield {"tp": t}, x[..., columns] @ weight[:, columns].T
     elif name == "model.embed_tokens":
-        tokens, weight = (
-            context.whole[key._replace(name="tokens")],
-            context.weight(f"{name}.weight", step),
-        )
+        tokens = context.whole[key._replace(name="tokens")]
+        weight = context.weight(f"{name}.weight", step)
         for t, ids in enumerate(_chunks(len(weight), tp)):
             yield {"tp": t}, weight[tokens] * torch.isin(tokens, torch.tensor(ids))[..., None]
 

@@ -49,10 +49,9 @@ def _first_wrong(found: Found, compared: list[Compared], context: Context) -> It
     yield f"FIRST WRONG  step {key.step + 1}, {title}  {_where(ranks, context)}"
     yield f"             {found.num_right:,} tensors before it are right, {found.num_wrong:,} wrong"
     said: dict[str, str] = {}  # sentences, each with the first rank that it holds for
-    is_of_one = (
-        key.phase in ("forward", "backward") and context.trial.workload.num_micro_batches > 1
-    )
+    several = context.trial.workload.num_micro_batches > 1
     for one in found.wrong[:16]:
+        is_of_one = several and key.phase in ("forward", "backward")
         of = f", micro-batch {one.key.micro_batch}" * is_of_one
         said.setdefault(explain(one, context), f"{one.at}{of}")
     for text, of in [*said.items()][:MOST]:

@@ -193,7 +193,6 @@ class RightRun:
             extension.weights_changed()
         for extension, of in zip(self.extensions, totals, strict=True):
             extension.updated(of)
-        for extension, of in zip(self.extensions, totals, strict=True):
             extension.measures(of)
         for phase, tensors in update_of(self.parameters, self.optimizer):
             self.note(phase, tensors)
