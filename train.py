@@ -11,7 +11,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-if __name__ == "__main__":  # Ctrl-C leaves no traceback, not even during the imports below
+if __name__ == "__main__":
+    # Ctrl-C leaves no traceback, not even during the imports below.
     sys.excepthook = lambda kind, *e: kind is KeyboardInterrupt or sys.__excepthook__(kind, *e)
     gc.disable()  # until start_run: collections would take a quarter of the imports' time
 
@@ -105,16 +106,16 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
     # there is one stage. Gradients are sums over tokens; a bucket's sum over the ranks starts as
     # soon as it is complete.
     with model.autocast():
-        totals = model.pipeline.run(model.plan, partial(run.batches.batch, step), watch)
+        losses = model.pipeline.run(model.plan, partial(run.batches.batch, step), watch)
     for gradients in model.gradients:
-        gradients.wait()  # every one is the sum over all ranks that see other tokens
+        gradients.wait()  # each is now the sum over all ranks that have seen other tokens
 
     # The only place in a step where the host waits for a GPU, which is idle from then until the
     # optimizer is launched; while that runs, the host is already at the next step.
     of_gradient = measure_gradient(
         model.parameters, model.placements, model.axes.ranks, recipe.count_zeros
     )
-    sums = torch.cat([model.counted_once(totals), of_gradient, *model.counts()])
+    sums = torch.cat([model.counted_once(losses), of_gradient, *model.counts()])
     all_reduce(sums, model.axes.world)
     on_host = sums.cpu()  # all at once: the report, too, must not wait again
     loss_sum, num_targets, squares, num_zeros = on_host[:4].tolist()
@@ -130,11 +131,11 @@ def train_step(run: Run, step: int, watch: Watch | None = None) -> StepResult:
             group["lr"] = rate
         run.optimizer.step()
         model.weights_changed()
-        for extension, totals in model.each_with(sums[4:]):
-            extension.updated(totals)
+        for extension, counts in model.each_with(sums[4:]):
+            extension.updated(counts)
     measures = {}
-    for extension, totals in model.each_with(on_host[4:]):
-        measures |= extension.measures(totals)
+    for extension, counts in model.each_with(on_host[4:]):
+        measures |= extension.measures(counts)
     return StepResult(loss_sum / num_targets, norm, rate, skip, num_zeros, measures)
 
 

@@ -36,6 +36,9 @@ def test_links_modules_and_tests_exist(page):
     tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     names = {name for name in re.findall(r"\btest_\w+", text) if "NAME" not in name}
     assert names <= tests
+    chosen = " ".join(re.findall(r"pytest [^`\n]*-k \"?([\w ]+)", text))
+    source = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [word for word in re.findall(r"\w{4,}", chosen) if word not in source] == []
 
 
 @pytest.mark.parametrize("page", [README, *EXTENSION_PAGES], ids=name_of)

@@ -118,7 +118,7 @@ def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
 def properties(runs: Sequence[Observation]) -> dict[str, object]:
     """Properties of a code base whose other value makes the errors of the best fit half as large.
 
-    None where the fit is already as good as a prediction can be, or has a number for each run.
+    Empty where the fit is already as good as a prediction can be, or has a number for each run.
     """
     found, best = {}, loss(runs, calibrate(runs))
     if len(runs) == len(unknowns(runs)):

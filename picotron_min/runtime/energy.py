@@ -62,7 +62,7 @@ class Meter(Extension):
         return self.mine
 
     def measures(self, totals: Tensor) -> dict[str, object]:
-        """None unless all that should have read have done so; watts: the mean of a reader."""
+        """All are None if a reader failed; watts: the mean of a GPU, or of a machine."""
         self.rest, (joules, self.readers) = self.take(), totals.tolist()
         self.steps, self.joules = self.steps + 1, self.joules + joules
         self.seconds += (seconds := time.perf_counter() - self.began)

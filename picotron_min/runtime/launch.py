@@ -100,8 +100,8 @@ def set_allocator(returns: bool) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt and not {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        mallopt(M_MMAP_THRESHOLD, 2**17 if returns else 2**25)  # from here on blocks have own pages
-        mallopt(M_TRIM_THRESHOLD, 2**17 if returns else 2**31 - 1)  # so much stays at the end
+        mallopt(M_MMAP_THRESHOLD, 2**17 if returns else 2**25)  # larger ones are mapped alone
+        mallopt(M_TRIM_THRESHOLD, 2**17 if returns else 2**31 - 1)  # so many free bytes stay
 
 
 def compute_deterministically() -> None:

@@ -118,6 +118,16 @@ def test_the_formulas_are_those_in_the_papers():
     assert SCHEDULES["afab"].live_activations(3, 4, 8, 2) == 16
 
 
+def test_a_longer_warm_up_hides_the_time_of_sends():
+    def lost(engine: str) -> float:
+        plans = build_plans(engine, 4, 32)
+        return simulate_messages(plans, send_time=0.25).makespan - simulate(plans).makespan
+
+    there_and_back = 2 * 3 * 0.25
+    assert lost("afab") == there_and_back
+    assert lost("1f1b") > 5 * there_and_back
+
+
 def test_one_rank_accumulates_gradients_and_sends_nothing():
     for chunks in (1, 2):
         for engine in ("afab", "interleaved"):

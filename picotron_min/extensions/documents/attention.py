@@ -1,6 +1,6 @@
 """Attention inside documents: plain attention to each, or, over a ring, rectangle by rectangle."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -39,22 +39,23 @@ class DocumentAttention(nn.Module):
 
     @torch.compiler.disable  # the lengths change in every call
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        alike = [*documents.alike]
-        lengths = iter([lengths for _, lengths in alike])
+        alike = documents.alike()
+        groups = _split((q, k, v), [rows.stop - rows.start for rows, _ in alike], dim=0)
+        outs = [
+            _join([self.inner(*part) for part in _split(group, lengths, dim=2)], dim=2)
+            for group, (_, lengths) in zip(groups, alike, strict=True)
+        ]
+        return _join(outs, dim=0)
 
-        def attend(*qkv: Tensor) -> Tensor:  # of rows that are alike
-            return _by_parts(self.inner, qkv, next(lengths), dim=2)
 
-        return _by_parts(attend, (q, k, v), [rows.stop - rows.start for rows, _ in alike], dim=0)
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Sequence[Tensor]]:
+    if len(sizes) == 1:  # as they are: a split into one part would copy the gradient
+        return [tensors]
+    return list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
 
 
-def _by_parts(
-    attend: Callable[..., Tensor], qkv: Sequence[Tensor], sizes: Sequence[int], dim: int
-) -> Tensor:
-    if len(sizes) == 1:  # as it is: a split of one would copy the gradient
-        return attend(*qkv)
-    parts = zip(*(x.split(sizes, dim) for x in qkv), strict=True)
-    return torch.cat([attend(*part) for part in parts], dim)
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 class VarlenAttention(nn.Module):

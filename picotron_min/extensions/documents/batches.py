@@ -27,12 +27,12 @@ class DocumentBatches(Batches):
         return batch._replace(positions=inside[:, self.positions], extra=(documents,))
 
     def _lengths(self, start: int, tokens: int) -> np.ndarray:
-        """Of the documents, or parts of them, in so many tokens from `start` on."""
+        """Lengths of the documents, or parts of documents, in so many tokens from `start` on."""
         first, last = np.searchsorted(self.ends, (start + 1, start + tokens))
         return np.diff(self.ends[first:last], prepend=start, append=start + tokens)
 
     def _inside(self, starts: list[int] | np.ndarray, tokens: int) -> np.ndarray:
-        """[rows, tokens]: the place of each one in its document, or in the part that is here."""
+        """[rows, tokens]: the place of each token in its document, or in the part in this row."""
         rows = [self._lengths(start, tokens) for start in starts]
         begins = [np.repeat(lengths.cumsum() - lengths, lengths) for lengths in rows]
         return np.arange(tokens) - np.stack(begins)

@@ -17,7 +17,7 @@ from picotron_min.data import Batch
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.loss import IGNORE_INDEX
 
-PADDING = -(2**62)  # "starts" there, which is nowhere in the text
+PADDING = -(2**62)  # the start of its spans: negative, so it is no place in the text
 
 
 def best_fit(lengths: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,7 +28,8 @@ def best_fit(lengths: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
     """
     by_length = np.argsort(-lengths, kind="stable")
     row_of, placed, num_rows = np.empty(len(lengths), np.int64), 0, 0
-    rows_with, rooms = defaultdict(list), 0  # by their room; its bit is set where there are any
+    rows_with = defaultdict(list)  # rows, by how many tokens they have room for
+    rooms = 0  # a set of these numbers, as bits: the least that suffices is the lowest bit
     for length, count in reversed([*enumerate(np.bincount(lengths).tolist())]):
         while count:
             if fits := rooms >> length:
@@ -52,9 +53,10 @@ def best_fit(lengths: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(ends: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
-    """The spans of the packed stream: how far their places in the text are, and where they end.
+    """The spans of the packed stream, for documents that end in the text at `ends` [documents].
 
-    `ends` are those of the documents; places of padding are below 0.
+    Returns [spans] twice: a span's place in the text minus its place in the packed stream (with
+    it, places of padding are negative), and where it ends in the packed stream.
     """
     begins = np.append(0, ends[:-1])
     pieces = -(-(ends - begins) // S)  # of which all but the last have S tokens
@@ -96,7 +98,9 @@ class PackedBatches(DocumentBatches):
 
 @dataclass
 class _PackedStream:
-    tokens: np.ndarray
+    """The text in its new order, read span by span; `moves` and `ends` as `pack` returns them."""
+
+    tokens: np.ndarray  # of the text
     moves: np.ndarray
     ends: np.ndarray
 

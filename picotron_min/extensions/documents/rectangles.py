@@ -28,12 +28,12 @@ class Documents:
     # A class, not a plain tuple: torch.compile would compile again for the numbers of each batch.
     lengths: tuple[tuple[int, ...], ...]
 
-    @property
-    def alike(self) -> Iterator[tuple[slice, tuple[int, ...]]]:
-        """Rows that follow each other with the same lengths, and these."""
-        first = 0
+    def alike(self) -> list[tuple[slice, tuple[int, ...]]]:
+        """Rows that follow each other and have the same lengths, with these lengths."""
+        found, first = [], 0
         for lengths, rows in groupby(self.lengths):
-            yield slice(first, first := first + len([*rows])), lengths
+            found.append((slice(first, first := first + len([*rows])), lengths))
+        return found
 
 
 class Rectangle(NamedTuple):
@@ -45,7 +45,10 @@ class Rectangle(NamedTuple):
 def rectangles(
     lengths: Sequence[int], query_starts: Sequence[int], key_starts: Sequence[int], width: int
 ) -> Iterator[tuple[slice, slice, bool]]:
-    """What is to be computed in a row, for pieces of `width` that start there."""
+    """(queries, keys, is_causal) of each rectangle of a row, between pieces of `width` tokens.
+
+    The slices are places in a rank's own pieces, which lie one behind the other.
+    """
     documents = list(pairwise(accumulate(lengths, initial=0)))  # where each begins and ends
     for i, q in enumerate(query_starts):
         for j, k in enumerate(key_starts):
@@ -70,7 +73,7 @@ def ring_plan(
     for source in range(size):
         found = [
             Rectangle((rows, every, queries), (every, rows, every, keys), is_causal)
-            for rows, lengths in documents.alike
+            for rows, lengths in documents.alike()
             for queries, keys, is_causal in rectangles(lengths, starts(rank), starts(source), width)
         ]
         plan.append(tuple(sorted(found, key=lambda rectangle: not rectangle.is_causal)))

@@ -4,7 +4,8 @@ torch multiplies float32 on CPUs with Intel's MKL, which uses only 256 of the 51
 vector units have. oneDNN, with which torch multiplies bfloat16, uses all of them. Both add in
 float32, in different orders.
 
-torch.compile uses the same operator. It has no gradient, so linears must be taken apart for it.
+torch.compile uses the same operator. It has no gradient, so it is called from linears that are
+taken apart (overlap/linear.py).
 """
 
 from collections.abc import Callable
@@ -53,10 +54,10 @@ class OneDnnLinear(Linear):
             self.add_gradient(multiply(*columns))
 
 
-def apply_products(model: Llama, axes: Axes, **options) -> None:
+def apply_products(model: Llama, axes: Axes, *, compiles: bool, **options) -> None:
     """As apply_overlap, with all products by `multiply`."""
-    apply_overlap(model, axes, linear=OneDnnLinear, **options)
-    if isinstance(model.lm_head, Head) and not options["compiles"]:  # else another stage has it
+    apply_overlap(model, axes, linear=OneDnnLinear, compiles=compiles, **options)
+    if isinstance(model.lm_head, Head) and not compiles:  # else another stage has it
         use_in_loss(model.lm_head)
 
 
@@ -80,9 +81,10 @@ class _Multiply(TorchFunctionMode):
 
 
 def is_faster(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether `multiply` is, for large matrices of `dtype` on this machine."""
-    cpu_info, has = Path("/proc/cpuinfo"), torch.backends
+    """Whether `multiply` is faster than F.linear for large matrices of `dtype` on this machine."""
+    cpu_info, backends = Path("/proc/cpuinfo"), torch.backends
     is_amd = cpu_info.exists() and "AuthenticAMD" in cpu_info.read_text()
-    by_mkl = is_amd and has.cpu.get_cpu_capability() == "AVX512" and has.mkl.is_available()
-    suits = device_type == "cpu" and dtype == torch.float32 and has.mkldnn.is_available()
-    return by_mkl and suits
+    is_wide = is_amd and backends.cpu.get_cpu_capability() == "AVX512"
+    is_slow = is_wide and backends.mkl.is_available()
+    suits = device_type == "cpu" and dtype == torch.float32 and backends.mkldnn.is_available()
+    return is_slow and suits

@@ -28,7 +28,8 @@ class DepthBatch(Batch):
 def look_ahead(batches: Batches, depths: int, ends: np.ndarray) -> None:
     """Let batches to train on have the targets of each depth, in place; evaluation needs none.
 
-    No target is behind the next of `ends` in the stream, as with documents apart, or held out.
+    A target is ignored from the next of `ends` [documents] on, the places just after each document,
+    and in held-out text.
     """
     of_next_token, S, cut = batches.batch, batches.seq_length, batches.cut
 
