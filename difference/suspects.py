@@ -88,7 +88,7 @@ def readers(one: Compared, before: list[Compared]) -> list[str]:
 
 
 def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
-    """Functions of your own extensions that ran after backward, or after weights were drawn."""
+    """Functions of your own extensions that ran after backward, or after weights were filled."""
     phases = {one.key.phase, "loss"}
     mine = [o for o in compared if (o.at, o.key.step) == (one.at, one.key.step)]
     ran = map(short, next((o.ran for o in mine if o.key.phase in phases), []))

@@ -47,7 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     option("--one", type=Path, metavar="FILE", help="instead: a file, or one student's folder")
     option("--csv", type=Path, default=Path("marks.csv"), help="the table; pages lie beside it")
     option("--json", type=Path, help="with --one: write results.json of Gradescope")
-    option("--wrap", default="", metavar="COMMAND", help="put before each check: a container")
+    option(
+        "--wrap",
+        default="",
+        metavar="COMMAND",
+        help="put before each process of checks: a container",
+    )
     option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
     option = added["handout"].add_argument
     option("folder", type=Path, help="what to write: outside of this one, and new")

@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
     """The result of a check; only text and numbers, since it is written to a file."""
 
     passed: bool
-    gates: dict[str, str]  # gate -> "" if passed, what is wrong, or "not checked: ..."
+    gates: dict[str, str]  # gate -> "" if passed, what is wrong, or "not checked"
     mistake: str  # the name of a known mistake, or not_written, deadlock, exception, unknown
     message: str
     picture: str

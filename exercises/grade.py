@@ -25,6 +25,7 @@ from exercises.sandbox import WARNING, Sandbox, is_plain
 COLUMNS = ["student", "exercise", "points", "of", "passed", *GATES, "mistake", "flags", "seconds"]
 COLUMNS += ["place", "sentence"]  # of the mistake that a hunt has: for the teacher alone
 POINTS = 10  # of an exercise, where nothing else is given
+LAST = {"design": 3, "hunt": max(HUNTS)}  # their numbers begin with 1
 MEASURING = threading.Lock()  # of hunts and designs, which import the course anew: not in parallel
 Row = dict[str, Any]  # a line of the table, and the `message` of its page
 
@@ -52,8 +53,8 @@ def parse_task(text: str) -> Task:
     kind, number = found[1] or "exercise", int(found[2])
     if kind == "exercise":
         load(number)
-    elif not 1 <= number <= (highest := {"hunt": max(HUNTS), "design": 3}[kind]):
-        raise ValueError(f"there is no {kind} {number}: use 1 to {highest}")
+    elif not 1 <= number <= LAST[kind]:
+        raise ValueError(f"there is no {kind} {number}: use 1 to {LAST[kind]}")
     return Task(kind, number, float(found[3] or POINTS))
 
 
@@ -65,10 +66,10 @@ def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} is named twice: name each task once")
         return tasks
-    names = (path.stem for student in students for path in student.glob("[hd]*_[0-9].py"))
-    handed_in = sorted({name for name in names if re.fullmatch(r"hunt_[1-5]|design_[1-3]", name)})
-    words = [*map(str, files()), *(name.replace("_", "") for name in handed_in)]
-    return [parse_task(word) for word in words]
+    names = {path.stem for student in students for path in student.glob("*.py")}
+    others = [f"{kind}_{number}" for kind in LAST for number in range(1, LAST[kind] + 1)]
+    handed_in = [name.replace("_", "") for name in others if name in names]
+    return [parse_task(word) for word in [*map(str, files()), *handed_in]]
 
 
 def students_in(folder: Path) -> list[Path]:
