@@ -184,7 +184,7 @@ def parse_checked(text: str) -> ast.Module:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:  # a null byte
-        line = getattr(error, "lineno", 1)
+        line = getattr(error, "lineno", None) or 1
         raise BadFile(f"line {line} is not Python: {getattr(error, 'msg', error)}") from None
     for node in ast.walk(tree):
         if problem := _refused(node):

@@ -111,7 +111,7 @@ class Console:
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
             rows["speed"] = self._speed(work)
             rows["loss"], best = f"{first.loss:.4f} -> {latest.loss:.4f}", self._best
-            if not latest.loss - best.loss <= abs(best.loss) / 5:  # also if it is not a number
+            if not latest.loss - best.loss <= abs(best.loss) / 2:  # also if it is not a number
                 rows["loss"] += f", far above the lowest, {best.loss:.4f} in step {best.step}"
             if "load_imbalance" in latest.measures:
                 before, now = (r.measures["load_imbalance"] for r in (first, latest))

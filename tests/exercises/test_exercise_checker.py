@@ -408,7 +408,7 @@ FORKS = """
 CLASS = {
     "carol": "while True: pass",
     "dave": FORKS,
-    "eve": "print('x' * 10**8); torch.empty(10**10)",
+    "eve": "print('x' * 10**7); torch.empty(10**10)",
 }
 
 
@@ -420,8 +420,8 @@ def folders_of_processes() -> list[str]:
     return folders
 
 
-# A server of checks that computes for 1 s, not 5, before it ends a check.
-IMPATIENT = "from exercises import sandbox; sandbox.STUCK_CPU_SECONDS = 1; "
+# A server of checks that computes for 2 s, not 5, before it ends a check.
+IMPATIENT = "from exercises import sandbox; sandbox.STUCK_CPU_SECONDS = 2; "
 IMPATIENT += "import runpy; runpy.run_module('exercises.child', run_name='__main__')"
 
 
@@ -454,7 +454,7 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
     assert "Not isolated" in out and "dave  04  passed" in out
     assert "carol: 0 of 1, 0 of 20 points" in out.splitlines()
     page = (tmp_path / "marks/carol.md").read_text()
-    assert "# carol: 0 of 20 points" in page and "    Stopped after 1 s of computing" in page
+    assert "# carol: 0 of 20 points" in page and "    Stopped after 2 s of computing" in page
     assert not [folder for folder in folders_of_processes() if str(tmp_path) in folder]
 
 

@@ -140,7 +140,7 @@ def test_the_summary_of_a_resumed_run_separates_it_from_the_whole():
     assert "write('The ', " in summary  # of a text that is no Python
 
 
-@pytest.mark.parametrize("last,is_far", [(2.3, False), (2.5, True), (math.nan, True)])
+@pytest.mark.parametrize("last,is_far", [(2.9, False), (3.1, True), (math.nan, True)])
 def test_a_last_loss_far_above_the_lowest_is_named(last, is_far):
     console, out = started(1, 3)
     for step, loss in enumerate((4.0, 2.0, last), 1):
