@@ -158,7 +158,7 @@ def test_the_finished_model_has_the_reported_validation_loss(
 ):
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs/report.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(workplace.folder)
-    exec(code.replace("config.json", "first.json").replace("checkpoints/hf", "runs/first/hf"), {})
+    exec(code.replace("config.json", "first.json").replace("checkpoints/tiny", "runs/first"), {})
     reported = workplace.evaluations("first")[-1]["val_loss"]
     assert float(capsys.readouterr().out) == pytest.approx(reported, abs=1e-5)
 
