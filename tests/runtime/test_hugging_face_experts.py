@@ -230,6 +230,8 @@ def test_transformers_loads_what_goes_out_and_generates(pool, tmp_path, name, dt
         is_bias = key.endswith("e_score_correction_bias")  # is never rounded
         biases += is_bias
         expected = tensor.to(torch.float32 if is_bias else getattr(torch, dtype))
+        if any(part in key for part in model._keep_in_fp32_modules_strict or ()):
+            expected = expected.float()  # as newer releases keep weights of routers
         assert loaded[our_name(key)].dtype == expected.dtype, key
         assert torch.equal(loaded[our_name(key)], expected), key
     assert bool(biases) == ("glm" in name or "solar" in name)
