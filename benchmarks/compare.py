@@ -16,7 +16,7 @@ A step starts at a barrier and takes as long as its slowest rank. The result is 
 ratios. The first steps of all must give the same losses and gradient norms: a comparison of
 different work is worth nothing. Memory is measured with each contender alone in fresh processes,
 because the kernel's peak never falls. CPU only, float32, one thread a process. The bound does what
-our step cannot do without, and nothing else (products.py): its share is the last line of a row.
+our step cannot do without, and nothing else (ours.py): its share is the last line of a row.
 """
 
 import argparse
@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, installed or not
 
+from benchmarks.common import Done, check_same_work, facts, profile
 from benchmarks.ours import CPU, Build, Place, bound
-from benchmarks.products import Done, check_same_work, facts, profile
 from benchmarks.rows import ROWS, WORK, Row, picotron_rows
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.schedules.registry import SCHEDULES

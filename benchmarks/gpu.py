@@ -11,7 +11,7 @@ their first losses and gradient norms must agree: to compare different work is w
 Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
 micro-batch that is fastest for it: powers of two are tried until one does not fit or is not faster.
 It is measured as it is, and with its layers and its loss compiled: then also with twice that, which
-needs less memory. The median counts. Beside ours is what its products take alone (products.py).
+needs less memory. The median counts. Beside ours is what its products take alone.
 """
 
 import argparse
@@ -36,14 +36,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, installed or not
 
-from benchmarks import products
-from benchmarks.products import Done, Step
+from benchmarks import common
+from benchmarks.common import Done, Step
 from picotron_min.data import Batches
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime import launch
+from picotron_min.runtime.products import Products
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.speed import Speedometer
 from train import Run, build_run, train_step
@@ -131,13 +132,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU: --device cpu --presets tiny shows that the script runs")
     with one_process(options.device) as device:
-        for name, value in products.facts(device).items():
+        for name, value in common.facts(device).items():
             print(f"{name:<13} {value}", flush=True)
         for name in options.presets:
             results = measure(name, device, options.steps, options.profile)
             print(f"\n{name}\n{table(results)}", flush=True)
             done = {r.contender: r.done for r in results if r.contender != ALONE}
-            products.check_same_work(done, TOLERANCE)
+            common.check_same_work(done, TOLERANCE)
 
 
 @contextlib.contextmanager
@@ -172,7 +173,7 @@ def measure(
                 elif who == "picotron-min" and profile_to:
                     profile_to.mkdir(parents=True, exist_ok=True)
                     order = f"self_{device.type.replace('cuda', 'device')}_time_total"
-                    print(products.profile(make(size), order, str(profile_to / f"{name}.json")))
+                    print(common.profile(make(size), order, str(profile_to / f"{name}.json")))
             except Exception as error:  # the others get their numbers, which cost minutes
                 traceback.print_exception(error)
                 break
@@ -222,7 +223,7 @@ def time_steps(who: str, work: Work, size: int, step: Step, steps: int) -> Resul
 
 def products_alone(step: Step, device: torch.device) -> Step:
     """A step of which nothing but the products is left: the limit of ours."""
-    with products.Products() as recorded:
+    with Products() as recorded:
         step(0)
 
     def again(index: int) -> Done:
@@ -237,7 +238,7 @@ def products_alone(step: Step, device: torch.device) -> Step:
 @lru_cache(maxsize=1)
 def weights_of(model: str) -> dict[str, Tensor]:
     """Everybody's, on the host: drawing them takes longer than a contender's steps."""
-    return dict(products.initial_weights(find_preset(model), seed=0))
+    return dict(common.initial_weights(find_preset(model), seed=0))
 
 
 def our_run(work: Work, workload: Workload) -> Run:

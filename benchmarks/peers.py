@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from benchmarks.common import Done, Step, initial_weights
 from benchmarks.ours import CPU, Place
-from benchmarks.products import Done, Step, initial_weights
 from picotron_min.collectives import Axis, all_reduce
 from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batch

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.common import CHECKED_STEPS, Done, Step, initial_weights
 from benchmarks.ours import CPU, Place
-from benchmarks.products import CHECKED_STEPS, Done, Step, initial_weights
 from picotron_min.collectives import all_reduce
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import open_data

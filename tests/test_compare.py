@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from benchmarks import compare, rows
+from benchmarks.common import CHECKED_STEPS, Done, check_same_work
 from benchmarks.compare import Result, Turns
 from benchmarks.ours import Place, bound, picotron_min
-from benchmarks.products import CHECKED_STEPS, Done, check_same_work
 from benchmarks.rows import Row
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.runtime.config_checks import resolve_model

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
+from benchmarks.common import Done
 from benchmarks.gpu import Preset, Result, Work
-from benchmarks.products import Done
 from picotron_min.attention import SoftmaxAttention, merge_blocks
 from picotron_min.extensions.kernels import attention
 from picotron_min.extensions.kernels.attention import (

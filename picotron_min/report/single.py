@@ -52,6 +52,8 @@ def header(run: Run) -> str:
     if run.joules is not None:
         each = f"{run.joules / 1e3:,.2f} kJ, {run.joules / tokens:.3g} J a token"
         rows["energy"] = f"{each}, {rows.get('energy', 'in all steps')}"
+    if run.ranks:
+        rows |= run.ranks.share_of_bound([step.step_seconds for step in run.steps])
     if run.config:
         flops = tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         rows["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"

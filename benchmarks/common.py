@@ -1,35 +1,19 @@
-"""Products: the time that a step cannot go below, whatever is done between them.
-
-    a step     product norm product Python product loss ... update message
-    its bound  product product product ...   bytes of the update and of messages    / (1 - bubble)
-
-The products (those of matrices, and fused attention) are those that the step calls, in its order,
-with its shapes, strides and dtypes, and nothing between them. Bytes move at the speed of a copy: of
-an update each weight and moment is read and written, each gradient read for the norm and for the
-update; of a message each byte is read and written. Where each rank waits for the pipeline, the rest
-of the step has to suffice. The time between products that no kernel needs to take is not in it.
-
-Products that a step calls twice are in it twice: tests/counts.json has how many FLOPs a step calls.
-Here is also what else compare.py and gpu.py share.
-"""
+"""What compare.py and gpu.py share: equal work, equal weights, and what one must know."""
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.runtime.speed import device_name
 
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
-PRODUCTS = "mm addmm addmm_ bmm baddbmm baddbmm_ _grouped_mm _scaled_mm _linear_pointwise"
 
 
 class Done(NamedTuple):
@@ -67,33 +51,6 @@ def initial_weights(model_config: ModelConfig, seed: int) -> Iterator[tuple[str,
     num_layers = model_config.num_hidden_layers
     for name, shape in model_config.parameter_shapes().items():
         yield name, initial_weight(name, shape, seed, initial_std(name, num_layers))
-
-
-class Products(TorchDispatchMode):
-    """Records the products that are called, and calls them again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, tuple] = {}  # one of each kind: memory is that of a few tensors
-        self.order: list[Any] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name in PRODUCTS.split() or "attention" in name:
-            flat, _ = tree_flatten((args, kwargs))
-            of = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in flat)
-            kind = (function, *of)
-            if kind not in self.calls:
-                copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs or {}))
-                self.calls[kind] = (function, *copies)
-            self.order.append(kind)
-        return function(*args, **(kwargs or {}))
-
-    @torch.no_grad()
-    def again(self) -> None:
-        for kind in self.order:
-            function, args, kwargs = self.calls[kind]
-            function(*args, **kwargs)
 
 
 def bytes_of_update(optimizer: torch.optim.Optimizer) -> int:
