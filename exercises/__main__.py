@@ -1,7 +1,9 @@
 """The commands: `python -m exercises` lists the exercises, and --help the rest."""
 
 import argparse
+import ast
 import json
+import os
 import signal
 import sys
 import textwrap
@@ -10,10 +12,10 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import gradescope, hunts, progress
 from exercises.exercise import FOLDER, GATES, Exercise
-from exercises.grade import default_jobs, grade, grade_one, summary, tasks_of
+from exercises.grade import grade, grade_one, summary, tasks_of
 from exercises.pictures import WIDTH
 from exercises.sandbox import HAS_FORK, Sandbox
-from exercises.source import reading, starter
+from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
 
@@ -53,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="COMMAND",
         help="put before each process of checks: a container",
     )
-    option("--jobs", type=int, default=default_jobs(), help="checks at a time; default: cores")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    option("--jobs", type=int, default=cores, help="checks at a time; default: cores")
     option = added["handout"].add_argument
     option("folder", type=Path, help="what to write: outside of this one, and new")
     option("--exercises", nargs="+", default=[], metavar="N", help="default: all")
@@ -139,9 +142,9 @@ def show(exercise: Exercise, verdict: dict) -> str:
     for line in message.splitlines():
         indent = " " * 8 if line.startswith(" ") else ""
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent)
-    following = exercise.number + 1
-    if verdict["passed"] and following in catalogue.files():
-        lines.append(f"Next: python -m exercises start {following:02}")
+    following = [number for number in catalogue.files() if number > exercise.number]
+    if verdict["passed"] and following:
+        lines.append(f"Next: python -m exercises start {following[0]:02}")
     return "\n".join(lines)
 
 
@@ -161,6 +164,8 @@ def train(given: argparse.Namespace) -> int:
     if not HAS_FORK:
         raise ValueError("train forks processes, which this system cannot: use Linux, macOS or WSL")
     path, config = written(exercise), json.loads(given.config.read_text())
+    if NOT_WRITTEN in ast.unparse(parse(exercise, path.read_text())):
+        raise ValueError(f"{path} is not written yet: replace `{NOT_WRITTEN}` by your code")
     return 0 if compare(exercise, path, exercise.changed(config), given.steps) else 1
 
 

@@ -21,17 +21,10 @@ from torch import Size, Tensor
 from exercises.compare import LONGEST, described, differences, equal, shown
 
 SHORT = 70  # characters of an argument that is shown
-MOST = 200  # of a list, that are compared
-
-
-class Thing(str):
-    """What is no tensor, number, text, list or dict: its text, fields or kind."""
-
-    kind = ""
 
 
 def content_of(value: Any, depth: int = 2) -> Any:
-    """A copy that can be compared and shown; of other objects a Thing."""
+    """A copy that can be compared and shown; of another object its text, with the object's kind."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, str | int | float | slice | np.ndarray | np.generic):
@@ -39,19 +32,17 @@ def content_of(value: Any, depth: int = 2) -> Any:
     if isinstance(value, Mapping):
         return {str(key): content_of(part, depth) for key, part in value.items()}
     if type(value) in (list, tuple, range, Size):  # not a named tuple, nor a queue that is a list
-        parts = [content_of(part, depth) for part in value[:MOST]]
+        parts = [content_of(part, depth) for part in value]
         return tuple(parts) if isinstance(value, tuple) else parts
-    kind, fields = type(value).__name__, _fields(value)
+    kind = type(value).__name__
+    text = f"<{kind}>"
     if type(value).__str__ is not object.__str__:  # as an action of a pipeline: "F0"
         text = str(value)
-    elif not fields or not depth:
-        text = f"<{kind}>"
-    else:
+    elif depth and (fields := _fields(value)):
         texts = [f"{name}={shown(content_of(x, depth - 1))[0]}" for name, x in fields.items()]
         text = f"{kind}({', '.join(texts)})"
-    thing = Thing(text)
-    thing.kind = "iterator" if isinstance(value, Iterator) else kind
-    return thing
+    kind = "iterator" if isinstance(value, Iterator) else kind
+    return type(kind, (str,), {})(text)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -66,17 +57,17 @@ def fits(got: Any, right: Any) -> bool:
     if isinstance(right, Tensor | np.ndarray):
         return described(got) == described(right)
     if isinstance(right, list | tuple):
-        is_list = isinstance(got, list | tuple)
+        if not isinstance(got, list | tuple):
+            return False
         if isinstance(right, tuple):
-            return is_list and len(got) == len(right) and all(map(fits, got, right))
-        return is_list and all(fits(one, right[0]) for one in got if right)
+            return len(got) == len(right) and all(map(fits, got, right))
+        return all(fits(one, right[0]) for one in got if right)
     return _kind(got) == _kind(right) or (_kind(got), _kind(right)) == ("list", "iterator")
 
 
 def _kind(content: Any) -> str:
-    if isinstance(content, int | float | np.generic):
-        return "number"
-    return content.kind if isinstance(content, Thing) else type(content).__name__
+    is_number = isinstance(content, int | float | np.generic)
+    return "number" if is_number else type(content).__name__
 
 
 class Call(NamedTuple):
@@ -84,15 +75,15 @@ class Call(NamedTuple):
     verb: str  # returned, yielded
     given: dict[str, Any]  # contents of the arguments, by name
     got: Any  # the result's content
-    form: str  # what the result is: "a tensor [3, 4] of float64"
 
     def text(self) -> str:
-        texts = {name: shown(value)[0] for name, value in self.given.items()}
+        texts = []
         for name, value in self.given.items():
-            if len(texts[name]) > SHORT:
-                is_tensor = isinstance(value, Tensor)
-                texts[name] = f"a tensor {list(value.shape)}" if is_tensor else "..."
-        return f"{self.name}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+            (text,) = shown(value)
+            if len(text) > SHORT:
+                text = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else "..."
+            texts.append(f"{name}={text}")
+        return f"{self.name}({', '.join(texts)})"
 
 
 class WrongCall(NamedTuple):
@@ -125,20 +116,20 @@ class Calls:
         return self._watched(definition) if isinstance(definition, FunctionType) else definition
 
     def _watched(self, function: FunctionType) -> FunctionType:
-        code = function.__code__
-        names = code.co_varnames[: code.co_argcount]
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
         def note(rank: int | None, given: dict[str, Any], verb: str, result: Any) -> None:
-            call = function.__qualname__, verb, given, content_of(result), described(result)
-            self.noted[rank].append(Call(*call))
+            call = Call(function.__qualname__, verb, given, content_of(result))
+            self.noted[rank].append(call)
 
         @functools.wraps(function)
         def watched(*args: Any, **options: Any) -> Any:
             rank = getattr(threading.current_thread(), "rank", None)
             if rank in self.within:
                 return function(*args, **options)
-            given = content_of({**dict(zip(names, args, strict=False)), **options})
-            given.pop("self", None)
+            given = dict(zip(names, args, strict=False)) | options
+            given.pop("self", None)  # which __init__ has not filled yet
+            given = content_of(given)
             self.within.add(rank)
             try:
                 result = function(*args, **options)
@@ -164,11 +155,12 @@ def wrong_call(
         for i, (call, other) in enumerate(zip(found[rank], right[rank], strict=False)):
             if call[:2] != other[:2] or not equal(call.given, other.given):
                 break  # from here on they do different things
-            if should := _wanted_form(call, right[rank][i : i + 2]):
-                should = f"it should {other.verb.removesuffix('ed')} {should}"
-                return WrongCall(f"{call.name} {call.verb} {call.form}; {should}.", True)
+            if form := _wanted_form(call, right[rank][i : i + 2]):
+                should = f"it should {other.verb.removesuffix('ed')} {form}."
+                text = f"{call.name} {call.verb} {described(call.got)}; {should}"
+                return WrongCall(text, is_type=True)
             if not different and not equal(call.got, other.got):
-                different = WrongCall(_difference(call, other, rank, len(found)), False)
+                different = WrongCall(_difference(call, other, rank, len(found)), is_type=False)
     return different
 
 
@@ -176,11 +168,11 @@ def _wanted_form(call: Call, right: list[Call]) -> str:
     """What should be returned, if the result cannot stand for it: right[1] may be yielded."""
     wanted, *items = right
     if not fits(call.got, wanted.got):
-        return wanted.form
+        return described(wanted.got)
     is_list = _kind(wanted.got) == "iterator" and isinstance(call.got, list)
     for item in items:
         if is_list and item.verb == "yielded" and not all(fits(x, item.got) for x in call.got[:1]):
-            return f"{wanted.form} of {item.form}"
+            return f"{described(wanted.got)} of {described(item.got)}"
     return ""
 
 

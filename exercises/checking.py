@@ -3,7 +3,7 @@
     V value    equal to an obvious slow reference, to 1e-10; never compared with the solution
     B bytes    calls and bytes by the network equal the formula, exactly; so does the ledger
     M memory   bytes alive
-    O order    what was started before what
+    O order    what was started before what; and that all of it was awaited
 
 When a gate fails, every known mistake of the exercise is run in the same cases. One that does the
 same as the student's version in all cases is named; in all that fail, with "as if": in the others
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.calls import Call, Calls, wrong_call
-from exercises.compare import equal, first_difference, patterns, with_all_factors
-from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, size_of
+from exercises.compare import common_pattern, equal, first_difference
+from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, order_of
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -32,7 +32,7 @@ UNKNOWN = "I do not know this mistake."
 class Failure(NamedTuple):
     """Why a case has no results."""
 
-    kind: str  # not written, deadlock, exception, file
+    kind: str  # not_written, deadlock, exception, unusable_file
     what: str  # without lines of code: the same for the same mistake written differently
     text: str  # for the student
     line: str = ""  # of the student's code
@@ -112,7 +112,11 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
         if problem_of:
             found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
             problems[gate] = next(filter(None, found), "")
-    result.problems = {gate: str(problem) for gate, problem in problems.items() if problem}
+    left = [(rank, what) for rank, r in enumerate(result.records) for what in r.unawaited]
+    if left and not problems.get("O"):
+        what = "rank {} starts a {}, and never waits for it".format(*left[0])
+        problems["O"] = f"{what}: its memory may still be read or written"
+    result.problems = {gate: problem for gate, problem in problems.items() if problem}
     return result
 
 
@@ -143,7 +147,7 @@ def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
         if is_right or not (got.bytes or expected.bytes):  # what a rank does alone sends nothing
             continue
         for text, counts in zip(texts, (found, right), strict=True):
-            if sent := counts.get(what):
+            if (sent := counts.get(what)) and sent.bytes:
                 times = "" if sent.calls is None else f"{sent.calls} x "
                 text.append(f"{times}{what}, {sent.bytes:.10g} bytes")
     got, expected = (" and ".join(text) or "nothing" for text in texts)
@@ -154,12 +158,12 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     """What to answer for an error that a student's version has raised."""
     if isinstance(error, NotImplementedError) and not str(error):
         what = "not written yet: replace `raise NotImplementedError` by your code"
-        return Failure("not written", what, f"This is {what}.")
+        return Failure("not_written", what, f"This is {what}.")
     if isinstance(error, Deadlock):
         lines = "\n".join(f"    {line}" for line in getattr(error, "lines", []))
         return Failure("deadlock", str(error), f"Deadlock: {error}.\n{lines}".rstrip())
     if isinstance(error, BadFile):
-        return Failure("file", str(error), f"Your file cannot be used: {error}.")
+        return Failure("unusable_file", str(error), f"Your file cannot be used: {error}.")
     frames = traceback.extract_tb(error.__traceback__)
     mine = _lines_of(path, error)
     what = "".join(traceback.format_exception_only(error)).strip()
@@ -189,7 +193,7 @@ def verdict_on(
 ) -> Verdict:
     """What a check answers, given what a student's version did in all cases."""
     gates = dict.fromkeys(exercise.gates, "")
-    failed = sorted((r for r in outcome if r.failure or r.problems), key=lambda r: size_of(r.case))
+    failed = sorted((r for r in outcome if r.failure or r.problems), key=lambda r: order_of(r.case))
     for result in reversed(failed):  # what remains is of the smallest case
         if result.failure:
             gates = dict.fromkeys(gates, "not checked")
@@ -198,8 +202,8 @@ def verdict_on(
         runs = [(result.case, result.records) for result in outcome]
         return Verdict(True, gates, "", exercise.remember, exercise.picture(runs))
     crash = next((result for result in failed if result.failure), None)
-    if crash and crash.failure.kind in ("not written", "file"):
-        return Verdict(False, gates, crash.failure.kind.replace(" ", "_"), crash.failure.text, "")
+    if crash and crash.failure.kind in ("not_written", "unusable_file"):
+        return Verdict(False, gates, crash.failure.kind, crash.failure.text, "")
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
     known, almost = _known(exercise, outcome, failed, seed, others or {})
     if known:
@@ -254,37 +258,35 @@ def _only(mistakes: list[Mistake]) -> Mistake | None:
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
     """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
-    crash = next((result.failure for result in failed if result.failure), None)
-    if crash and crash.kind != "exception":
-        return crash.kind, ""
+    crash = next((result for result in failed if result.failure), None)
+    if crash and crash.failure.kind != "exception":
+        return crash.failure.kind, ""
     if not crash:
-        gates = [set(result.problems) for result in failed]
-        if "V" not in set.union(*gates) and len(only := set.union(*gates)) == 1:
-            (gate,) = only  # whose sentence has the reason
+        gates = set.union(*(set(result.problems) for result in failed))
+        if "V" not in gates and len(gates) == 1:
+            (gate,) = gates  # whose sentence has the reason
             text = f"Results are right. With {failed[0].case}: {failed[0].problems[gate]}."
             return GATES[gate], text
-        found, *more = [
-            dict(patterns(exercise.factors(r.case), [x.values for x in r.records], r.expected))
-            for r in failed
+        right = [exercise.factors(r.case) for r in outcome if r not in failed]
+        runs = [
+            (exercise.factors(r.case), [x.values for x in r.records], r.expected) for r in failed
         ]
-        if common := [found[kind] for kind in found if all(kind in others for others in more)]:
-            right = [exercise.factors(r.case) for r in outcome if r not in failed]
-            return "pattern", with_all_factors(common, right)
+        if sentence := common_pattern(runs, right):
+            return "pattern", sentence
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
-    by_case = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
+    wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's type explains what fails in the same cases; or a crash where it was used later.
-    of_type = [bool(found and found.is_type) for found in by_case]
-    is_later = bool(crash) and "noticed later" in crash.text
-    first = next(result for result in failed if result.failure) if is_later else failed[0]
-    if (is_later and of_type[outcome.index(first)]) or of_type == [
-        result in failed for result in outcome
-    ]:
-        return "wrong_type", f"With {first.case}: {by_case[outcome.index(first)].text}"
+    of_type = [bool(found and found.is_type) for found in wrong]
+    is_later = bool(crash) and not crash.failure.line
+    place = outcome.index(crash if is_later else failed[0])
+    if of_type == [r in failed for r in outcome] or (is_later and of_type[place]):
+        return "wrong_type", f"With {outcome[place].case}: {wrong[place].text}"
     if crash:
         return "exception", ""
-    first = by_case[outcome.index(failed[0])]
     text = f"{UNKNOWN}{_only_wrong(failed)}"
-    return "unknown", f"{text}\nWith {failed[0].case}: {first.text}" if first else text
+    if wrong[place]:
+        text += f"\nWith {failed[0].case}: {wrong[place].text}"
+    return "unknown", text
 
 
 def _only_wrong(failed: Outcome) -> str:

@@ -25,6 +25,7 @@ except ImportError:  # Windows: a check has no limits there but those of time
     resource = None
 
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
+from exercises.world import line_in
 
 PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
@@ -163,19 +164,12 @@ def _watch(student: Path, finish: Callable[[dict], None], has_ended: threading.E
         if is_computing or idle > STUCK_SECONDS:
             cpu_limit, limit = f"{STUCK_CPU_SECONDS} s of computing", f"{STUCK_SECONDS} s of sleep"
             message = f"Stopped after {cpu_limit if is_computing else limit}: it has not ended."
-            if where := _student_line(student):
+            stacks = map(traceback.extract_stack, sys._current_frames().values())
+            # Of the rank that runs: the other ranks pause.
+            stacks = (stack for stack in stacks if "pause" not in (f.name for f in stack))
+            if where := next(filter(None, (line_in(student, stack) for stack in stacks)), ""):
                 message += f"\n    it was at {where}"
             finish(_verdict("timeout", message))
-
-
-def _student_line(student: Path) -> str:
-    """Where the rank that runs is: the other ranks pause."""
-    for frame in sys._current_frames().values():
-        stack = traceback.extract_stack(frame)
-        mine = [f for f in stack if f.filename == str(student)]
-        if mine and "pause" not in (f.name for f in stack):
-            return f"line {mine[-1].lineno}: {mine[-1].line}"
-    return ""
 
 
 if __name__ == "__main__":

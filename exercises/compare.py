@@ -18,28 +18,21 @@ class SumOf(list):
     def total(self) -> Tensor:
         return torch.stack(list(self)).sum(0)
 
-
-class Difference(NamedTuple):
-    """The first place where a result is not what it should be."""
-
-    rank: int
-    name: str  # `received`
-    index: tuple[int, ...]
-    got: Any
-    expected: Any
-
-    def __str__(self) -> str:
-        place = f"`{self.name}`" + (f"{list(self.index)}" if self.index else "")
-        got, expected = shown(self.got, self.expected)
-        return f"rank {self.rank}, {place} is {got}, should be {expected}"
+    def has_part(self, sum_of_some: Tensor) -> bool:
+        """Whether it is the sum of some of these, but not of all."""
+        choices = range(1, 2 ** len(self) - 1) if len(self) <= 8 else ()
+        some = (SumOf(part for i, part in enumerate(self) if bits >> i & 1) for bits in choices)
+        return any(equal(sum_of_some, parts.total()) for parts in some)
 
 
-def first_difference(got: list[dict], expected: list[dict]) -> Difference | None:
-    """Compare what all ranks returned; None if it is equal to 1e-10."""
+def first_difference(got: list[dict], expected: list[dict]) -> str | None:
+    """The first place where what all ranks returned is off by more than 1e-10; None if none is."""
     for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
-        for name in right:
-            for index, a, b in differences(mine.get(name), _total(right[name])):
-                return Difference(rank, name, index, a, b)
+        for name, value in right.items():
+            for index, *pair in differences(mine.get(name), _total(value)):
+                place = f"`{name}`" + (f"{list(index)}" if index else "")
+                found, wanted = shown(*pair)
+                return f"rank {rank}, {place} is {found}, should be {wanted}"
     return None
 
 
@@ -127,14 +120,32 @@ def _text(value: Any, digits: int) -> str:
 
 
 class Wrong(NamedTuple):
-    """A wrong result of a rank, with what it should be; both as numbers, where they are some."""
+    """A wrong result of a rank, with what it should be."""
 
     rank: int
     name: str
     got: Any
     value: Any
-    a: Tensor | None
-    b: Tensor | None
+
+
+def common_pattern(
+    runs: list[tuple[dict[str, float], list[dict], list[dict]]], right: list[dict[str, float]]
+) -> str:
+    """What is wrong in the same way in all runs: of each its factors, results, expected results.
+
+    Several factors can be as large. One that is not 1 in a case that is `right` is meant only if
+    there is no other.
+    """
+    found, *more = [dict(patterns(*run)) for run in runs]
+    common = [kind for kind in found if all(kind in others for others in more)]
+    if not common:
+        return ""
+    sentence, (how, colon, name) = found[common[0]], common[0].partition(": ")
+    if not colon:
+        return sentence
+    names = [kind.removeprefix(how + colon) for kind in common if kind.startswith(how + colon)]
+    likely = [name for name in names if all(factors.get(name, 1) == 1 for factors in right)]
+    return sentence.replace(f": {name}.", f": {' or '.join(likely or names)}.")
 
 
 def patterns(
@@ -142,7 +153,7 @@ def patterns(
 ) -> Iterator[tuple[str, str]]:
     """What all wrong values of a case have in common: its kind, and a sentence with numbers."""
     wrong = [
-        Wrong(rank, name, mine.get(name), value, _numbers(mine.get(name)), _numbers(value))
+        Wrong(rank, name, mine.get(name), value)
         for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
         for name, value in right.items()
         if not isinstance(value, bool) and not equal(mine.get(name), _total(value))
@@ -150,32 +161,36 @@ def patterns(
     if not wrong:
         return
     names = sorted({one.name for one in wrong})
+    listed = ", ".join(f"`{name}`" for name in names)
     if all(isinstance(one.got, list | tuple | dict | None) and not one.got for one in wrong):
-        yield f"nothing {names}", f"There is nothing in {_listed(names)}."
+        yield f"nothing {names}", f"There is nothing in {listed}."
     yield from _of_ranks(wrong, names, got, expected)
-    if all(one.a is not None and one.b is not None and one.a.shape == one.b.shape for one in wrong):
-        yield from _of_numbers(factors, wrong)
+    yield from _of_numbers(factors, wrong)
     if all(_is_reordered(one.got, _total(one.value)) for one in wrong):
-        yield "reordered", f"{_listed(names)}: it is all there, but in another order."
+        yield "reordered", f"{listed}: it is all there, but in another order."
 
 
 def _of_ranks(
     wrong: list[Wrong], names: list[str], got: list[dict], expected: list[dict]
 ) -> Iterator[tuple[str, str]]:
-    n, ranks = len(got), {one.rank for one in wrong}
-    if n > 1 and ranks == set(range(1, n)):
+    n = len(got)
+    if n == 1:
+        return
+    if {one.rank for one in wrong} == set(range(1, n)):
         yield "rank 0", "It is right on rank 0 only."
     is_same = all(equal(one.get(name), got[0].get(name)) for one in got for name in names)
-    if n > 1 and is_same and not any(equal(expected[0].get(x), expected[-1].get(x)) for x in names):
+    if is_same and not any(equal(expected[0].get(x), expected[-1].get(x)) for x in names):
         yield "same", "It is the same on all ranks, and should differ."
     for how, step in (("next", 1), ("previous", -1)):
         others = [(one, expected[(one.rank + step) % n].get(one.name)) for one in wrong]
-        if n > 1 and all(equal(one.got, _total(other)) for one, other in others):
+        if all(equal(one.got, _total(other)) for one, other in others):
             yield how, f"Each rank has what the {how} one should have."
 
 
 def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple[str, str]]:
-    pairs = [(one.a, one.b) for one in wrong]
+    pairs = [(_numbers(one.got), _numbers(one.value)) for one in wrong]
+    if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
+        return
     for name, factor in factors.items():
         for times, how in ((factor, "large"), (1 / (factor or 1), "small")):
             if factor not in (0, 1) and all(equal(a, times * b) for a, b in pairs):
@@ -183,7 +198,7 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
                 yield f"{how}: {name}", f"Every wrong number is {what}"
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in pairs):
         yield "transposed", "Every wrong matrix is the transpose of the right one."
-    if all(isinstance(one.value, SumOf) and _is_part(one.a, one.value) for one in wrong):
+    if all(isinstance(one.value, SumOf) and one.value.has_part(one.got) for one in wrong):
         yield "part", "It is a part of the right sum: some of its terms are missing."
     is_off = [_is_off(a, b) for a, b in pairs]
     off = torch.cat([a[i] for (a, _), i in zip(pairs, is_off, strict=True)])
@@ -199,19 +214,6 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
         ratio = (off[0] / right[0]).item()
         if equal(off, right * ratio) and f"{ratio:.6g}" != "1":  # else it is only inexact
             yield f"times {ratio:.6g}", f"Every wrong number is {ratio:.6g} times the right one."
-
-
-def with_all_factors(sentences: list[str], in_right_cases: list[dict[str, float]]) -> str:
-    """The first sentence; where several factors are as large, with all that can be meant.
-
-    A factor that is not 1 in a case that is right is meant only if there is no other.
-    """
-    head = sentences[0].rpartition(": ")[0]
-    if " by a factor of " not in head:
-        return sentences[0]
-    names = [text.rpartition(": ")[2][:-1] for text in sentences if text.startswith(f"{head}: ")]
-    likely = [name for name in names if all(found.get(name, 1) == 1 for found in in_right_cases)]
-    return f"{head}: {' or '.join(likely or names)}."
 
 
 def _numbers(value: Any) -> Tensor | None:
@@ -237,24 +239,12 @@ def _is_reordered(got: Any, right: Any) -> bool:
         return False
     rest = list(right)
     for value in got:  # texts of tensors are too short to tell them apart
-        place = next((i for i, other in enumerate(rest) if equal(value, other)), None)
-        if place is None:
+        places = [i for i, other in enumerate(rest) if equal(value, other)]
+        if not places:
             return False
-        del rest[place]
+        del rest[places[0]]
     return len(got) > 1 and not rest
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _total(value: Any) -> Any:
     return value.total() if isinstance(value, SumOf) else value
-
-
-def _is_part(a: Tensor, parts: SumOf) -> bool:
-    """Whether it is the sum of some of the parts, but not of all."""
-    choices = range(1, 2 ** len(parts) - 1) if len(parts) <= 8 else ()
-    return any(
-        equal(a, SumOf(p for i, p in enumerate(parts) if c >> i & 1).total()) for c in choices
-    )

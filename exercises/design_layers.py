@@ -12,7 +12,7 @@ from picotron_min import costs
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.extensions.settings import Layout
-from picotron_min.pipeline_schedule import Action, Kind, Plan
+from picotron_min.pipeline_schedule import Kind, Plan
 from picotron_min.runtime.public_models import PRESETS
 
 RANKS, MODEL, NUM_LAYERS = 4, "meta-llama/Llama-3.2-1B", 16
@@ -63,11 +63,9 @@ def step_time(layers: list[int], pipeline: Pipeline) -> float:
     times = [number * layer for number in layers]
     times[-1] += 2 * config.vocab_size * config.hidden_size
     times[pipeline.slow_rank] *= float(pipeline.slower)
-
-    def time_of(rank: int, action: Action) -> float:
-        return times[rank] * (2 if action.kind is Kind.BACKWARD else 1)
-
-    return simulate(plans_for(pipeline.micro_batches), time_of).makespan
+    cost = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+    plans = plans_for(pipeline.micro_batches)
+    return simulate(plans, lambda rank, action: times[rank] * cost[action.kind]).makespan
 
 
 @cache

@@ -58,11 +58,8 @@ def jobs_of(student: str | None) -> dict[str, Job]:
     """The jobs of the course, or a student's own."""
     dice = Dice(f"design 3 {student}")
     sequences, long, slow = (dice.choice(sizes) for sizes in SIZES.values())
-    own = (
-        JOBS["one node"]._replace(seq_length=sequences),
-        JOBS["slow network"]._replace(network=slow),
-    )
-    own = (*own, JOBS["long sequences"]._replace(seq_length=long))
+    changes = {"seq_length": sequences}, {"network": slow}, {"seq_length": long}
+    own = (job._replace(**change) for job, change in zip(JOBS.values(), changes, strict=True))
     return dict(zip(JOBS, own, strict=True)) if student else JOBS
 
 
@@ -78,12 +75,10 @@ def task_of(student: str | None) -> str:
 def measure_layouts(layouts: Any, jobs: dict[str, Job] = JOBS) -> Marks:
     if not isinstance(layouts, dict) or not all(isinstance(layouts.get(j), dict) for j in jobs):
         return Marks(0, f"LAYOUTS must have a dict for each of: {', '.join(jobs)}")
-    shares, lines = [], []
-    for name, job in jobs.items():
-        share, text = _share_of_best(job, layouts[name])
-        shares.append(share)
-        lines.append(f"{name}: {text}")
-    return Marks(sum(min(shares) >= limit for limit in SHARES), "\n".join(lines))
+    found = {name: _share_of_best(job, layouts[name]) for name, job in jobs.items()}
+    worst = min(share for share, _ in found.values())
+    lines = [f"{name}: {text}" for name, (_, text) in found.items()]
+    return Marks(sum(worst >= limit for limit in SHARES), "\n".join(lines))
 
 
 def _share_of_best(job: Job, given: dict) -> tuple[float, str]:

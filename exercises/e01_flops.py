@@ -1,8 +1,5 @@
 """01 flops: a lookup costs nothing, the head does
 
-The reference is torch's own counter, in forward and backward of small models. It counts all pairs
-of attention; by the convention of MFU, half of them count.
-
 target: costs:model_flops_per_token
 
 Return the FLOPs of forward and backward of a model, per token. Forward: 2 for each parameter that
@@ -28,25 +25,24 @@ from picotron_min.attention import SoftmaxAttention
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.model import MLP, Llama
 
+PICTURED = ("HuggingFaceTB/SmolLM-135M", "HuggingFaceTB/SmolLM-1.7B")
+PICTURED += ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
+
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
     sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3)}
-    some = [
-        Case(1, **sizes, length=n, tied=tied) for n, tied in ((5, False), (16, False), (9, True))
-    ]
+    kinds = (5, False), (16, False), (9, True)
+    some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
     sizes["layers"] = 3  # of a mixture: the first has no experts
     return [*some, Case(1, **sizes, length=5, tied=False, experts=4)]
 
 
 def model_config(case: Case):
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
-    more = {"num_local_experts": case.experts, "mlp_only_layers": (0,)} if has_experts(case) else {}
-    return config.override(tie_word_embeddings=case.tied, **more)
-
-
-def has_experts(case: Case) -> bool:
-    return hasattr(case, "experts")
+    if hasattr(case, "experts"):
+        config = config.override(num_local_experts=case.experts, mlp_only_layers=(0,))
+    return config.override(tie_word_embeddings=case.tied)
 
 
 class Mixture(torch.nn.Module):
@@ -62,29 +58,24 @@ class Mixture(torch.nn.Module):
 
 
 def on_rank(rank, case: Case) -> dict:
-    flops = rank.course.costs.model_flops_per_token
-    result = {"FLOPs per token": flops(model_config(case), case.length)}
-    presets = rank.course.public_models.PRESETS
-    result["presets"] = {name: flops(presets[name], 2048) for name in PICTURED}
-    return result
+    flops, presets = rank.course.costs.model_flops_per_token, rank.course.public_models.PRESETS
+    pictured = {name: flops(presets[name], 2048) for name in PICTURED}
+    return {"FLOPs per token": flops(model_config(case), case.length), "presets": pictured}
 
 
 def expected(case: Case) -> list[dict]:
     model = Llama(model_config(case))
     for i, layer in model.model.layers.items():
-        if has_experts(case) and i != "0":
+        if hasattr(case, "experts") and i != "0":
             layer.mlp = Mixture(case)
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
     tokens = torch.zeros(1, case.length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(case.length), tokens).backward()
     counts = counter.get_flop_counts()["Global"]
-    attention = counts[torch.ops.aten.bmm]  # the only products of more than two dimensions
+    # The only products of more than two dimensions; by the convention of MFU, half of them count.
+    attention = counts[torch.ops.aten.bmm]
     return [{"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
-
-
-PICTURED = ("HuggingFaceTB/SmolLM-135M", "HuggingFaceTB/SmolLM-1.7B")
-PICTURED += ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
 
 
 def picture(runs) -> str:
@@ -96,15 +87,13 @@ def picture(runs) -> str:
 
 MISTAKES = """
 embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
-- return 3 * (layers + head_flops(model_config))
-+ return 3 * (layers + 2 * head_flops(model_config))
+    + head_flops => + 2 * head_flops
 tied_head_forgotten: Where the head shares the embedding's matrix, its product is left out: it costs
     the same, shared or not.
     layers + head => layers + (not model_config.tie_word_embeddings) * head
 head_forgotten: The head is left out: each token is multiplied with all V rows of it.
     + head_flops(model_config) =>
-layers_alike: All layers are counted as the first one: in a mixture some have experts, and others
-    have none.
+layers_alike: All layers are counted like the first: only some layers of a mixture have experts.
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
 + first = sum(flops_of_layers(model_config, seq_length)[0].values())
 + layers = model_config.num_hidden_layers * first

@@ -1,8 +1,5 @@
 """02 deal: no messages, arithmetic says who trains on what
 
-All ranks know the order of the sequences. Which of them a rank takes in a micro-batch follows from
-its number alone. With the same global batch, any number of ranks trains on the same sequences.
-
 target: data:Batches._places
 train: distributed.dp_size=2 distributed.tp_size=1
 
@@ -30,29 +27,22 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
+    tokens, sizes = np.zeros(1000, dtype=np.uint16), {"seq_length": 4, "dp_size": case.dp}
+    sizes |= {"micro_batch_size": case.rows, "num_micro_batches": case.micro_batches}
+
     def places(dp_rank: int) -> list[list[int]]:
-        batches = rank.course.data.Batches(
-            np.zeros(1000, dtype=np.uint16),
-            seq_length=4,
-            seed=case.seed,
-            micro_batch_size=case.rows,
-            num_micro_batches=case.micro_batches,
-            dp_rank=dp_rank,
-            dp_size=case.dp,
-        )
+        batches = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=dp_rank, **sizes)
         return [batches._places(i).tolist() for i in range(case.micro_batches)]
 
     return {f"places of dp rank {r} by micro-batch": places(r) for r in range(case.dp)}
 
 
 def expected(case: Case) -> list[dict]:
-    dealt = [[[] for _ in range(case.micro_batches)] for _ in range(case.dp)]
-    place = 0
-    for i in range(case.micro_batches):  # as cards are dealt, `rows` at a time
-        for rank in range(case.dp):
-            for _ in range(case.rows):
-                dealt[rank][i].append(place)
-                place += 1
+    dealt, place = [[] for _ in range(case.dp)], 0
+    for _ in range(case.micro_batches):  # as cards are dealt, `rows` at a time
+        for of_rank in dealt:
+            of_rank.append(list(range(place, place + case.rows)))
+            place += case.rows
     return [{f"places of dp rank {r} by micro-batch": dealt[r] for r in range(case.dp)}]
 
 
@@ -70,16 +60,13 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-ranks_alike: All ranks read the same sequences: the global batch has each of them dp times, and
-    lacks the others.
+ranks_alike: All ranks read the same sequences: the batch has them dp times, and lacks the others.
     (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
-micro_batches_alike: All micro-batches have the same sequences: a step trains on the first ones
-    alone.
+micro_batches_alike: All micro-batches have the same sequences: a step trains on those of the first.
     (micro_batch * self.dp_size + self.dp_rank) => self.dp_rank
 ranks_overlap: Ranks overlap: each begins one place after the one before it, and not
     micro_batch_size places.
-- first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
-+ first = micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank
+    + self.dp_rank) * self.micro_batch_size => ) * self.micro_batch_size + self.dp_rank
 micro_batches_overlap: Micro-batches overlap: the next one begins after the places of one rank, and
     not of all dp ranks.
     * self.dp_size + => +
@@ -87,8 +74,7 @@ rank_by_rank: Each place is dealt once, but all micro-batches of a rank lie toge
     batch is laid out micro-batch by micro-batch, and then rank by rank.
     micro_batch * self.dp_size + self.dp_rank => self.dp_rank * self.num_micro_batches + micro_batch
 turns_not_places: These are turns of a rank, and each of them has micro_batch_size places: multiply.
-- first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
-+ first = micro_batch * self.dp_size + self.dp_rank
+    self.dp_rank) * self.micro_batch_size => self.dp_rank)
 dealt_like_cards: Places are dealt one by one, as cards: each rank has micro_batch_size places side
     by side in a micro-batch.
 - return np.arange(first, first + self.micro_batch_size)

@@ -1,8 +1,5 @@
 """03 start: initial weights depend on the seed and the name alone
 
-The parts that the ranks have, put together, must be one and the same matrix in every layout, to
-the last bit. Otherwise runs with other layouts are other experiments.
-
 target: initialise:initialise
 train: distributed.tp_size=2 distributed.dp_size=1
 
@@ -74,10 +71,8 @@ def expected(case: Case) -> list[dict]:
     whole = {n: initial_weight(n, s, case.seed, initial_std(n, 2)) for n, s in shapes.items()}
     ranks = [divmod(rank, case.tp) for rank in range(case.ranks)]
     of_ranks = [(tp, names_of_stage(list(shapes), pp, case.pp)) for pp, tp in ranks]
-    return [
-        {n: part_of(n, whole[n], tp, case.tp) for n in names} | {"in new memory": []}
-        for tp, names in of_ranks
-    ]
+    parts = ({n: part_of(n, whole[n], tp, case.tp) for n in names} for tp, names in of_ranks)
+    return [part | {"in new memory": []} for part in parts]
 
 
 def picture(runs) -> str:
@@ -96,15 +91,13 @@ def picture(runs) -> str:
 MISTAKES = """
 same_part_drawn: Each rank draws its own part, all with the same seed: they draw the same numbers,
     and will stay equal for ever.
-- whole = initial_weight(name, shapes[name], seed, std)
-+ whole = initial_weight(name, tuple(parameter.shape), seed, std)
+    shapes[name], seed => tuple(parameter.shape), seed
     whole[mine] => whole
 first_part_taken: Every rank takes the part of rank 0.
     axes.ranks, axes.sizes => dict.fromkeys(axes.ranks, 0), axes.sizes
 seed_plus_rank: The seed depends on the tp rank: the parts are not of one matrix, and another layout
     starts elsewhere.
-- whole = initial_weight(name, shapes[name], seed, std)
-+ whole = initial_weight(name, shapes[name], seed + axes.tp.rank, std)
+    shapes[name], seed => shapes[name], seed + axes.tp.rank
 seed_plus_index: The seed depends on the place among this rank's parameters: a pipeline stage counts
     others before a parameter, and starts with other weights. The name is enough.
 - for name, parameter in parameters.items():
@@ -115,9 +108,7 @@ new_memory: Parameters get new tensors, and are not filled in place: whatever ho
     parameter.data.copy_(whole[mine]) => parameter.data = whole[mine].clone()
 one_generator: All names share one generator: what is drawn for a layer depends on what was drawn
     before it, so a pipeline stage starts with other weights.
-- shapes = model_config.parameter_shapes()
-+ shapes = model_config.parameter_shapes()
-+ generator = torch.Generator().manual_seed(seed)
+    shapes = model => generator = torch.Generator().manual_seed(seed); shapes = model
 - whole = initial_weight(name, shapes[name], seed, std)
 + whole = torch.ones(shapes[name])
 + if whole.ndim == 2:
@@ -133,11 +124,10 @@ same_std: All matrices have the same std: those that write to the residual strea
 
 ALSO_RIGHT = """
 def initialise(parameters, model_config, seed, placements, axes):
-    for name, shape in model_config.parameter_shapes().items():
-        if name not in parameters:
-            continue
-        whole = initial_weight(name, shape, seed, initial_std(name, model_config.num_hidden_layers))
+    shapes, layers = model_config.parameter_shapes(), model_config.num_hidden_layers
+    for name in sorted(parameters):
+        whole = initial_weight(name, shapes[name], seed, initial_std(name, layers))
         with torch.no_grad():
-            mine = part(shape, placements[name].owned, axes.ranks, axes.sizes)
+            mine = part(shapes[name], placements[name].owned, axes.ranks, axes.sizes)
             parameters[name].copy_(whole[mine])
 """

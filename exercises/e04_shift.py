@@ -1,8 +1,5 @@
 """04 shift: all ranks send first, and all receive
 
-Every rank gets the tensor of one before it. The simulated network completes a send only when
-its receive is posted, so that the order of the two matters, as with gloo and NCCL.
-
 target: collectives:Shift.__init__
 train: distributed.cp_size=2 distributed.tp_size=1
 
@@ -52,12 +49,11 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     results, size = [], case.ranks // case.dp
-    for first in range(0, case.ranks, size):  # of each axis
-        tensors = [tensor_of(case, first + place) for place in range(size)]
-        for place, own in enumerate(tensors):
-            arrives = tensors[place - case.distance]
-            results.append({"what wait() returns": arrives, "the tensor that was sent": own})
-            results[-1] |= {"self.sent": own, "what self.sent holds is sent": True}
+    for rank in range(case.ranks):
+        source = rank // size * size + (rank - case.distance) % size  # on the same axis
+        own, arrives = tensor_of(case, rank), tensor_of(case, source)
+        results.append({"what wait() returns": arrives, "the tensor that was sent": own})
+        results[-1] |= {"self.sent": own, "what self.sent holds is sent": True}
     return results
 
 
@@ -80,20 +76,19 @@ def own_factors(case: Case) -> dict[str, float]:
 
 
 MISTAKES = """
-backwards: It sends to the rank before it and receives from the one after it: the ring turns the
-    wrong way.
+backwards: It sends to the previous rank and receives from the next: the ring turns the wrong way.
     to, source => source, to
 always_the_next: It ignores the distance: every tensor goes to the next rank.
     in (distance, -distance) => in (1, -1)
-send_awaited_first: It waits for its send before it posts its receive. All ranks do, and none
-    receives.
+send_awaited_first: It waits for its send before it posts its receive: all ranks do, none receives.
 - send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
 + dist.isend(tensor, group=axis.group, group_dst=to).wait()
     send, receive => receive
+send_never_awaited: `self.works` has the receive alone, and nobody waits for the send: the tensor
+    may be changed while it travels.
+    [send, receive]) => [send, receive])[1:]
 awaited_at_once: It waits until the tensor has arrived: nothing can be computed meanwhile.
-- self.works = dist.batch_isend_irecv([send, receive])
-+ self.works = dist.batch_isend_irecv([send, receive])
-+ self.wait()
+    [send, receive]) => [send, receive]); self.wait()
 into_what_is_sent: It receives into the tensor that it sends: what arrives overwrites what leaves.
     torch.empty_like(tensor) => tensor
 not_in_the_ledger: The bytes are sent, but the ledger does not count them.
@@ -105,10 +100,8 @@ share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective
     axis.ledger.record("shift", tensor) => axis.ledger.record("shift", tensor, axis.share)
 ranks_of_the_world: dst, src and peer are ranks of the world. In an axis use group_dst, group_src
     and group_peer.
-- send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
-- receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
-+ send = dist.P2POp(dist.isend, tensor, group=axis.group, peer=to)
-+ receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, peer=source)
+    group_peer=to => peer=to
+    group_peer=source => peer=source
 not_kept: The tensor that is sent is not kept in self.sent: if its owner drops it, its memory can be
     used again while it travels.
     self.sent = tensor => pass

@@ -1,7 +1,5 @@
 """05 ring: n-1 hops, and the next one is on its way while you compute
 
-Every rank sees every rank's tensor in turn. While it uses one, the next one travels.
-
 target: collectives:ring
 train: distributed.cp_size=2 distributed.tp_size=1
 
@@ -45,19 +43,14 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     tensors = [draw(case, rank, shape=(case.numbers,)) for rank in range(case.ranks)]
     orders = [[(r - hop) % case.ranks for hop in range(case.ranks)] for r in range(case.ranks)]
-    return [
-        {
-            "sources": order,
-            "tensors": [tensors[s] for s in order],
-            "the caller's tensor, afterwards": tensors[order[0]],
-        }
-        for order in orders
-    ]
+    results = [{"sources": order, "tensors": [tensors[s] for s in order]} for order in orders]
+    own = "the caller's tensor, afterwards"
+    return [result | {own: tensor} for result, tensor in zip(results, tensors, strict=True)]
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     hops = case.ranks - 1
-    return [{"send as shift": Sent(hops, hops * 8 * case.numbers)} if hops else {}] * case.ranks
+    return [{"send as shift": Sent(hops, hops * 8 * case.numbers)}] * case.ranks
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -92,52 +85,38 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-sent_after_use: A hop begins only after the tensor was used: nothing travels while the rank
-    computes.
-- shift = Shift(tensor, axis)
-- yield (axis.rank - hop) % axis.size, tensor
-+ yield (axis.rank - hop) % axis.size, tensor
-+ shift = Shift(tensor, axis)
+sent_after_use: A hop begins after the tensor was used: nothing travels while the rank computes.
+    shift = Shift(tensor, axis) => pass
+    % axis.size, tensor => % axis.size, tensor; shift = Shift(tensor, axis)
 n_hops: There are n hops, one more than needed: the last one brings your own tensor back.
     range(axis.size - 1) => range(axis.size)
     yield axis.next, tensor  # after n-1 hops the tensor is the next rank's => return
 all_kept: Every tensor that has arrived is kept: n exist on each rank, where 2 are enough.
-- shift = Shift(tensor, axis)
-+ kept = [tensor] if hop == 0 else [*kept, tensor]
-+ shift = Shift(tensor, axis)
+    shift = Shift( => kept = [tensor] if hop == 0 else [*kept, tensor]; shift = Shift(
 sources_the_wrong_way: The sources are counted the wrong way round: tensors come from the previous
     rank, so that the second one is that of rank - 1.
     (axis.rank - hop) => (axis.rank + hop)
     yield axis.next, => yield axis.previous,
-sources_below_0: There is no rank below 0: before rank 0 comes the last one. Take sources modulo
-    axis.size.
+sources_below_0: Before rank 0 comes the last one, not rank -1: take sources modulo axis.size.
     (axis.rank - hop) % axis.size => axis.rank - hop
     yield axis.next, => yield axis.rank - axis.size + 1,
 not_awaited: A tensor is yielded before it has arrived: its buffer holds anything.
     tensor = shift.wait() => tensor = shift.arriving
 own_left_out: Your own tensor is left out.
-- yield (axis.rank - hop) % axis.size, tensor
-+ if hop:
-+     yield (axis.rank - hop) % axis.size, tensor
+    yield (axis => if hop: yield (axis
 last_left_out: The last tensor is left out: it arrives, and is not used.
 - yield axis.next, tensor  # after n-1 hops the tensor is the next rank's
 own_passed_on: Every hop sends this rank's own tensor again: what has arrived must be passed on.
-- shift = Shift(tensor, axis)
-+ mine = tensor if hop == 0 else mine
-+ shift = Shift(mine, axis)
+    shift = Shift(tensor => mine = mine if hop else tensor; shift = Shift(mine
 straight_from_its_owner: Each tensor is sent straight from its owner: between ranks that are far
     apart it crosses several links. Pass on to the next rank what has arrived.
-- shift = Shift(tensor, axis)
-+ mine = tensor if hop == 0 else mine
-+ shift = Shift(mine, axis, hop + 1)
+    shift = Shift(tensor, axis => mine = mine if hop else tensor; shift = Shift(mine, axis, hop + 1
 written_into_the_callers: What arrives is copied into the caller's tensor, which the caller still
     needs: go on with another tensor.
     tensor = shift.wait() => tensor.copy_(shift.wait())
 awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels while the rank
     computes.
-- shift = Shift(tensor, axis)
-+ shift = Shift(tensor, axis)
-+ shift.wait()
+    shift = Shift(tensor, axis) => shift = Shift(tensor, axis); shift.wait()
 """
 
 ALSO_RIGHT = """

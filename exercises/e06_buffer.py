@@ -1,8 +1,5 @@
 """06 buffer: one buffer, many views
 
-The gradients of some parameters lie side by side in one flat tensor, so that one message sums all
-of them, and nothing is copied.
-
 target: data_parallel:Bucket.__init__
 train: distributed.dp_size=2 distributed.tp_size=1
 
@@ -30,15 +27,9 @@ from exercises.memory import storage_bytes
 
 
 def cases(dice: Dice) -> list[Case]:
-    def shape() -> tuple[int, ...]:
-        return tuple(dice.randint(2, 4) for _ in range(dice.randint(1, 2)))
-
-    shapes = [shape() for _ in range(3)]
-    return [
-        Case(1, shapes=[(2, 3), (4,)]),
-        Case(2, shapes=shapes),
-        Case(3, shapes=[*shapes, (1, 5)]),
-    ]
+    shapes = [tuple(dice.randint(2, 4) for _ in range(dice.randint(1, 2))) for _ in range(3)]
+    sizes = (1, [(2, 3), (4,)]), (2, shapes), (3, [*shapes, (1, 5)])
+    return [Case(ranks, shapes=of_parameters) for ranks, of_parameters in sizes]
 
 
 def gradient(case: Case, rank: int, i: int):
@@ -46,21 +37,18 @@ def gradient(case: Case, rank: int, i: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    parameters = {
-        f"p{i}": torch.nn.Parameter(draw(case, i, shape=shape))
-        for i, shape in enumerate(case.shapes)
-    }
+    weights = [torch.nn.Parameter(draw(case, i, shape=s)) for i, s in enumerate(case.shapes)]
+    parameters = {f"p{i}": weight for i, weight in enumerate(weights)}
     bucket = rank.course.data_parallel.Bucket(parameters)
     elsewhere = {"p": torch.nn.Parameter(torch.empty(2, device="meta"))}
     device = rank.course.data_parallel.Bucket(elsewhere).gradients.device
-    terms = [(p * gradient(case, rank.number, i)).sum() for i, p in enumerate(parameters.values())]
+    terms = [(weight * gradient(case, rank.number, i)).sum() for i, weight in enumerate(weights)]
     sum(terms).backward()  # adds to the gradients that are there
     rank.course.collectives.all_reduce(bucket.gradients, rank.axis("dp"))
     gradients = {f"{name}.grad": p.grad for name, p in parameters.items()}
-    count = storage_bytes([bucket.gradients, *gradients.values()])
     found = {"self.names": list(bucket.names), "self.gradients": bucket.gradients}
     found["device of the gradients of parameters on `meta`"] = str(device)
-    return {**gradients, **found, "bytes": count}
+    return {**gradients, **found, "bytes": storage_bytes([bucket.gradients, *gradients.values()])}
 
 
 def expected(case: Case) -> list[dict]:
@@ -82,9 +70,8 @@ def picture(runs) -> str:
     case, _ = runs[-1]
     sizes = [math.prod(shape) for shape in case.shapes]
     strip = "".join(letter * n for letter, n in zip("ABCDEF", sizes, strict=False))
-    rows = [
-        f"{x} = p{i}.grad {s}" for i, (x, s) in enumerate(zip("ABCDEF", case.shapes, strict=False))
-    ]
+    letters = enumerate(zip("ABCDEF", case.shapes, strict=False))
+    rows = [f"{letter} = p{i}.grad {shape}" for i, (letter, shape) in letters]
     return "\n".join(["the buffer, a letter a number", f"[{strip}]", *rows])
 
 
@@ -97,15 +84,12 @@ other_order: The parts lie in another order than the parameters. Sums are right,
     split(sizes) => split(sizes[::-1])[::-1]
 flat_views: grad is flat: it must have the shape of its parameter.
     view.view_as(parameter) => view
-overlap: All parts begin at the start of the buffer: gradients of different parameters are added up
-    in the same place.
+overlap: All parts begin at the start of the buffer: gradients of all parameters are added up there.
     views = self.gradients.split(sizes) => views = [self.gradients[:size] for size in sizes]
 other_dtype: The buffer has torch's default dtype, and not that of the parameters.
     next(iter(parameters.values())).new_zeros(sum(sizes)) => torch.zeros(sum(sizes))
 other_device: The buffer is on the CPU, and not on the device of the parameters.
-- self.gradients = next(iter(parameters.values())).new_zeros(sum(sizes))
-+ dtype = next(iter(parameters.values())).dtype
-+ self.gradients = torch.zeros(sum(sizes), dtype=dtype)
+    new_zeros(sum(sizes)) => new_zeros(sum(sizes), device="cpu")
 not_zeroed: The buffer is memory as it is found: backward adds to what happens to be there.
     new_zeros => new_empty
 ones: The buffer does not begin at zero: backward adds to what is there.

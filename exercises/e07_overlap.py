@@ -1,8 +1,5 @@
 """07 overlap: send while backward runs, and in the same order everywhere
 
-Gradients become final from the last layer to the first, and not on all ranks in quite the same
-order. A bucket is sent as soon as it is complete, but never before an earlier one.
-
 target: data_parallel:GradientBuckets._start_complete_buckets
 train: distributed.dp_size=2 distributed.tp_size=1
 
@@ -33,10 +30,8 @@ BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
 def cases(dice: Dice) -> list[Case]:
     n = dice.randint(8, 12)  # so that three of the smallest exceed the limit of a bucket
     unequal = [n, n + 1, n + 3, n + 2]
-    return [
-        Case(r, sizes=sizes)
-        for r, sizes in ((1, unequal), (2, [n] * 4), (3, [n] * 4), (2, unequal))
-    ]
+    sizes = (1, unequal), (2, [n] * 4), (3, [n] * 4), (2, unequal)
+    return [Case(ranks, sizes=of_buckets) for ranks, of_buckets in sizes]
 
 
 def names_of(bucket: int) -> list[str]:
@@ -61,10 +56,8 @@ def gradient(case: Case, rank: int, micro_batch: int, name: str):
 def on_rank(rank, case: Case) -> dict:
     names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]  # in forward order
     parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in names}
-    limit = 8 * OF_BUCKET * max(case.sizes)
-    buckets = rank.course.data_parallel.GradientBuckets(
-        parameters, rank.axis("dp"), bucket_bytes=limit
-    )
+    kind = rank.course.data_parallel.GradientBuckets
+    buckets = kind(parameters, rank.axis("dp"), bucket_bytes=8 * OF_BUCKET * max(case.sizes))
     assert [len(bucket.names) for bucket in buckets.buckets] == [OF_BUCKET] * BUCKETS
     buckets.begin(MICRO_BATCHES)
     for micro_batch in range(MICRO_BATCHES):
@@ -86,20 +79,15 @@ def expected(case: Case) -> list[dict]:
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    size = 8 * OF_BUCKET * sum(case.sizes)
-    if case.ranks == 1:
-        return [{}]
     share = 2 * (case.ranks - 1) / case.ranks
-    return [{"all_reduce": Sent(BUCKETS, share * size)}] * case.ranks
+    return [{"all_reduce": Sent(BUCKETS, share * 8 * OF_BUCKET * sum(case.sizes))}] * case.ranks
 
 
 def order(case: Case, rank: int, record) -> str | None:
     if case.ranks == 1:
         return None
-    begun = sum(
-        (event.kind, event.what) == ("start", "all_reduce")
-        for event in record.events[: record.place("mark", "last gradient")]
-    )
+    before = record.events[: record.place("mark", "last gradient")]
+    begun = [(event.kind, event.what) for event in before].count(("start", "all_reduce"))
     if begun < BUCKETS - 1:
         return f"rank {rank} has begun {begun} of {BUCKETS} sums when the last gradient arrives"
     if record.place("wait", "all_reduce") < record.place("mark", "backward ends"):
@@ -118,33 +106,22 @@ sent_too_early: A bucket is sent when its first parameter is complete: the gradi
     any => all
 last_name_only: A bucket is taken for complete when its last parameter is: the others may still wait
     for gradients.
-- if any(self.missing[name] for name in bucket.names):
-+ if self.missing[bucket.names[-1]]:
-all_at_the_end: All buckets are sent when the last gradient has arrived: nothing travels while
-    backward runs.
-- for bucket in self.buckets[len(self.works) :]:
-+ if any(self.missing.values()):
-+     return
-+ for bucket in self.buckets[len(self.works) :]:
+    any(self.missing[name] for name in bucket.names) => self.missing[bucket.names[-1]]
+all_at_the_end: All buckets are sent after the last gradient: nothing travels while backward runs.
+    [len(self.works) :]: => [len(self.works) :] if not any(self.missing.values()) else []:
 as_each_completes: Each bucket is sent as it completes. That is another order on other ranks, and
     sums are of different buckets.
-- for bucket in self.buckets[len(self.works) :]:
--     if any(self.missing[name] for name in bucket.names):
--         break
-+ for bucket in self.buckets:
-+     if any(self.missing[n] for n in bucket.names) or getattr(bucket, "sent", False):
-+         continue
-+     bucket.sent = True
+    [len(self.works) :] =>
+    if any( => if getattr(bucket, "sent", False) or any(
+    break => continue
+    self.works.append( => bucket.sent = True; self.works.append(
 sent_again: Every call sends all complete buckets again, also those that are on their way.
     [len(self.works) :] =>
 averaged: Gradients are averaged, and not summed: they are too small by a factor of dp, since the
     step divides by the number of tokens in the whole global batch.
-- self.works.append(start_all_reduce(bucket.gradients, self.axis))
-+ self.works.append(start_all_reduce(bucket.gradients, self.axis, dist.ReduceOp.AVG))
+    bucket.gradients, self.axis => bucket.gradients, self.axis, dist.ReduceOp.AVG
 awaited_at_once: Each sum is awaited at once: backward stands still while a bucket travels.
-- self.works.append(start_all_reduce(bucket.gradients, self.axis))
-+ self.works.append(start_all_reduce(bucket.gradients, self.axis))
-+ self.works[-1].wait()
+    bucket.gradients, self.axis)) => bucket.gradients, self.axis)); self.works[-1].wait()
 """
 
 ALSO_RIGHT = """

@@ -1,8 +1,5 @@
 """08 norm: every element of the gradient counts once
 
-The ranks of a layout hold parts of one gradient, and copies of some parts. What all of them count,
-added up, must be what one rank would count that has all of it.
-
 target: optimizer:measure_gradient
 train: distributed.tp_size=2
 
@@ -22,30 +19,20 @@ Read: optimizer.py, placement.py.
 """
 
 import torch
-from torch import Tensor, empty, nn
+from torch import Tensor, nn
 
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
-LAYOUTS = (
-    {"pp": 2, "tp": 2},
-    {"dp": 2, "tp": 2},
-    {"dp": 3, "sharding": "optimizer"},
-    {"pp": 2, "dp": 2},
-)
-
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": 4 * dice.randint(2, 4) + 1, "hidden": 4 * dice.randint(1, 3)}
-    some = [
-        Case(4 if "sharding" not in layout else 3, layout=layout, zeros=i != 1, **sizes, spike=0)
-        for i, layout in enumerate(LAYOUTS)
-    ]
+    layouts = [(4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "tp": 2})]
+    layouts += [(3, {"dp": 3, "sharding": "optimizer"}), (4, {"pp": 2, "dp": 2})]
+    some = [Case(n, layout=x, zeros=i != 1, **sizes, spike=0) for i, (n, x) in enumerate(layouts)]
     # The square of an odd number from 4097 to 5791 has 25 bits: one more than float32 has.
-    return [
-        *some,
-        Case(2, layout={"tp": 2}, zeros=True, **sizes, spike=4097 + 2 * dice.randint(0, 800)),
-    ]
+    spike = 4097 + 2 * dice.randint(0, 800)
+    return [*some, Case(2, layout={"tp": 2}, zeros=True, **sizes, spike=spike)]
 
 
 def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
@@ -61,35 +48,38 @@ def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
 
 def gradient(case: Case, name: str) -> Tensor:
     """Of the whole parameter, some 0, or nearly; a spike: float32 with one number on each rank."""
-    if case.spike:
-        numbers = draw(case, name, shape=shapes(case)[name]).float().zero_()
-        if name.endswith("layers.0.mlp.gate_proj.weight"):  # rank 0 has its first row, 1 the last
-            numbers[0, 0] = numbers[-1, -1] = case.spike
-        return numbers
     numbers = draw(case, name, shape=shapes(case)[name])
-    return numbers.where(numbers.abs() > 0.2, 0) * numbers.where(numbers.abs() > 0.4, 1e-12)
+    if not case.spike:
+        return numbers.where(numbers.abs() > 0.2, 0) * numbers.where(numbers.abs() > 0.4, 1e-12)
+    numbers = numbers.float().zero_()
+    if name.endswith("layers.0.mlp.gate_proj.weight"):  # rank 0 has its first row, 1 the last
+        numbers[0, 0] = numbers[-1, -1] = case.spike
+    return numbers
 
 
 def on_rank(rank, case: Case) -> dict:
     course, layout = rank.course, rank.course.settings.Layout(**case.layout)
     axes = rank.axes(layout)
     table = course.placement.placements(shapes(case), layout, tied=True)
-    parameters = {}
+    parameters, parts = {}, {}
     for name, shape in shapes(case, axes.pp.rank if layout.pp > 1 else None).items():
         mine = course.placement.part(shape, table[name].owned, axes.ranks, axes.sizes)
-        part = gradient(case, name)[mine]
-        parameters[name] = nn.Parameter(empty(part.shape, dtype=part.dtype))
-        parameters[name].grad = part
+        parts[name] = gradient(case, name)[mine]
+        parameters[name] = nn.Parameter(torch.empty_like(parts[name]))
+        parameters[name].grad = parts[name].clone()
     share = course.optimizer.measure_gradient(parameters, table, axes.ranks, case.zeros)
     total = course.collectives.all_reduce(share.clone(), axes.world)
-    return {"[squares, zeros] of all ranks": total, "share": share.tolist()}
+    changed = [name for name, part in parts.items() if not parameters[name].grad.equal(part)]
+    results = {"[squares, zeros] of all ranks": total, "share": share.tolist()}
+    return results | {"gradients that it has changed": changed}
 
 
 def expected(case: Case) -> list[dict]:
     whole = torch.cat([gradient(case, name).flatten().double() for name in shapes(case)])
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()
-    return [{"[squares, zeros] of all ranks": total}] * case.ranks
+    right = {"[squares, zeros] of all ranks": total, "gradients that it has changed": []}
+    return [right] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
@@ -102,25 +92,25 @@ def picture(runs) -> str:
     for case, records in runs[:2]:
         rows = {f"rank {r}": record.values["share"][0] for r, record in enumerate(records)}
         sizes = ", ".join(f"{axis} {size}" for axis, size in case.layout.items())
-        lines += [f"the square of the gradient, {sizes}: the share of each rank"]
-        lines += [bars(rows, "{:7.2f}")]
+        about = f"the square of the gradient, {sizes}: the share of each rank"
+        lines += [about, bars(rows, "{:7.2f}")]
     return "\n".join(lines)
 
 
 MISTAKES = """
-copies_counted: Every rank counts all that it holds: what several ranks hold alike is counted
-    several times.
+copies_counted: Every rank counts all that it holds: what several ranks hold counts several times.
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if True
-norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and each of them counts
-    these.
-- if all(ranks[axis] == 0 for axis in placements[name].copies)
-+ if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "tp")
+norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and each counts them.
+    in placements[name].copies => in placements[name].copies if axis != "tp"
 tied_counted_twice: A tied embedding is on the first and on the last stage, and both count it.
-- if all(ranks[axis] == 0 for axis in placements[name].copies)
-+ if all(ranks[axis] == 0 for axis in placements[name].copies if axis != "ends")
+    in placements[name].copies => in placements[name].copies if axis != "ends"
 any_copy: A rank counts a parameter if it is the first along any axis of the copies: it must be the
     first along all of them.
     if all => if any
+squared_in_place: The gradients are squared where they are: the update that follows needs them as
+    they were. In float64 `double()` makes no copy.
+- squares = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
++ squares = sum((g.double().mul_(g).sum() for g in counted), torch.zeros(1, dtype=torch.float64))[0]
 rank_0_only: Only the first rank counts anything: the parts that other ranks hold are left out.
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if ranks["world"] == 0
 first_of_dp_only: Only the first data-parallel rank counts. Where the gradient is sharded over these
@@ -129,10 +119,8 @@ first_of_dp_only: Only the first data-parallel rank counts. Where the gradient i
 norms_added: The norm is returned, not its square. Norms of parts must not be added: the norm of (3,
     4) is 5, not 7.
     .square() =>
-square_of_a_sum: The norms of the parameters are added before they are squared: their squares must
-    be added.
-- squares = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
-+ squares = sum(g.norm() for g in counted).to(torch.float64).square()
+square_of_a_sum: The norms of parameters are added, then squared: their squares must be added.
+    torch.nn.utils.get_total_norm(counted) => sum(g.norm() for g in counted)
 nonzeros_counted: The elements that are not 0 are counted, instead of those that are.
     numel() - gradient. =>
 tiny_for_zero: Elements below a small number are counted as zeros: only what is exactly 0 counts.
@@ -155,10 +143,8 @@ ALSO_RIGHT = """
 def measure_gradient(parameters, placements, ranks, count_zeros=False):
     result = torch.zeros(2, dtype=torch.float64)
     for name, parameter in parameters.items():
-        if any(ranks[axis] for axis in placements[name].copies):
-            continue
-        result[0] += (parameter.grad.double() ** 2).sum()
-        if count_zeros:
-            result[1] += (parameter.grad == 0).sum()
+        if not any(ranks[axis] for axis in placements[name].copies):
+            result[0] += (parameter.grad.double() ** 2).sum()
+            result[1] += (parameter.grad == 0).sum() * count_zeros
     return result
 """

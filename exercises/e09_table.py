@@ -1,9 +1,5 @@
 """09 table: one table cuts a whole model
 
-A real model of one layer, cut by the table, must give the loss and the gradients of the whole one.
-Tied embeddings of two stages are tried on paper: each rank makes up its part of a gradient, which
-is then summed and put together as the table has it.
-
 target: placement:_placement
 train: distributed.tp_size=2
 
@@ -33,21 +29,17 @@ PLAIN = ("embed_tokens", "lm_head", "norm")  # in a name: no hidden matrix
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(9, 15), "inner": dice.choice((12, 18))}
-    return [
-        Case(2, heads=4, **sizes, layout={"tp": 2}),
-        Case(2, heads=4, **sizes, layout={"tp": 2, "sequence_parallel": True}),
-        Case(2, layout={"pp": 2}),  # a tied embedding
-    ]
+    layouts = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
+    some = [Case(2, heads=4, **sizes, layout=layout) for layout in layouts]
+    return [*some, Case(2, layout={"pp": 2})]  # the last has a tied embedding
 
 
 def on_rank(rank, case: Case) -> dict:
     course, layout, shapes = rank.course, rank.course.layout.Layout(**case.layout), shapes_of(case)
     axes = rank.axes(layout)
     table, results = course.placement.placements(shapes, layout, tied="pp" in case.layout), {}
-    parts = {
-        name: course.placement.part(shapes[name], place.cuts, axes.ranks, axes.sizes)
-        for name, place in table.items()
-    }
+    part = course.placement.part
+    parts = {n: part(shapes[n], row.cuts, axes.ranks, axes.sizes) for n, row in table.items()}
     if hasattr(case, "heads"):
         results["loss"], gradients = run_cut(rank, case, axes, parts)
     else:
@@ -61,9 +53,7 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
-    if hasattr(case, "heads"):
-        return model_config(case).parameter_shapes()
-    return {EMBEDDING: (10, 4)}
+    return model_config(case).parameter_shapes() if hasattr(case, "heads") else {EMBEDDING: (10, 4)}
 
 
 def made_up(case: Case, end: int):
@@ -110,17 +100,14 @@ MISTAKES = """
 all_by_rows: o_proj and down_proj are cut by rows, too. A rank has a part of their inputs, and needs
     the columns for these.
     1 if module in ROW_PARALLEL else 0 => 0
-keys_whole: k_proj and v_proj are whole on every rank, so that its query heads meet the key heads of
-    others.
-- cuts = (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
-+ cuts = () if module in ("k_proj", "v_proj") else (Cut("tp", 1 if module in ROW_PARALLEL else 0),)
+keys_whole: k_proj and v_proj are whole on every rank: its query heads meet the key heads of others.
+    cuts = (Cut( => cuts = () if module in ("k_proj", "v_proj") else (Cut(
 embedding_by_columns: embed_tokens is cut along the hidden size: a rank must have some of the
     vocabulary.
     in ROW_PARALLEL => in (*ROW_PARALLEL, "embed_tokens")
 norms_cut: Norms are cut: but between sublayers each rank has all of the hidden size.
     (), copies=("dp_cp", "tp") => cuts, copies=("dp_cp",)
-nothing_cut: Nothing is cut over tp: every rank computes all of it, and each sum is tp times too
-    large.
+nothing_cut: Nothing is cut over tp: all ranks compute everything, and sums are tp times too large.
     (Cut("tp", 1 if module in ROW_PARALLEL else 0),) => ()
 norms_not_summed: With sequence parallelism each rank has seen a part of the tokens, and its
     gradient of a norm is a part of the sum.

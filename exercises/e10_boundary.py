@@ -1,9 +1,5 @@
 """10 boundary: two sums a layer forward, and two backward
 
-Two sublayers whose weights are cut over the ranks, between sums. The simulated network completes a
-sum only when it is awaited, so that a missing `wait` shows, and so does what could have been
-computed meanwhile.
-
 target: extensions.overlap.boundary:Boundary
 train: distributed.tp_size=2
 
@@ -57,9 +53,8 @@ def order(case: Case, rank: int, record) -> str | None:
 
 def picture(runs) -> str:
     names = {"all_reduce": "sum", "weight gradients": "dW", "backward": "|"}
-    _, records = runs[0]
-    lines = ["the input's sum and two sublayers forward | and backward: (sum0 begins, sum0) ends"]
-    return "\n".join([*lines, timeline(records, names)])
+    about = "the input's sum and two sublayers forward | and backward: (sum0 begins, sum0) ends"
+    return f"{about}\n{timeline(runs[0][1], names)}"
 
 
 MISTAKES = """
@@ -68,11 +63,9 @@ not_summed: Products are not summed over the ranks: each continues with its own 
     y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
     work.wait() => pass
 copy_summed: A copy is summed, and the result is not used: an all-reduce works in place.
-- return y, collectives.start_all_reduce(y, self.axis)
-+ return y, collectives.start_all_reduce(y.clone(), self.axis)
+    start_all_reduce(y, => start_all_reduce(y.clone(),
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
-- return y, collectives.start_all_reduce(y, self.axis)
-+ return y, collectives.start_all_reduce(y, self.axis, dist.ReduceOp.AVG)
+    start_all_reduce(y, self.axis => start_all_reduce(y, self.axis, dist.ReduceOp.AVG
 whole_summed: What all ranks have already is summed once more, forward and backward: it becomes tp
     times too large in each sublayer.
 - return x
@@ -84,14 +77,10 @@ no_maximum: maximum is left out, or raises an error: float8 calls it.
     return amax => raise ValueError("maximum")
 meanwhile_last: The sum is awaited before `meanwhile` is called: nothing is computed as it travels.
 - meanwhile()
-- work.wait()
-+ work.wait()
-+ meanwhile()
+    work.wait() => work.wait(); meanwhile()
 meanwhile_first: `meanwhile` is called before the sum is started: the ranks below wait for both.
-- y, work = self.start_sum(add_products(xs, products))
 - meanwhile()
-+ meanwhile()
-+ y, work = self.start_sum(add_products(xs, products))
+    y, work = self => meanwhile(); y, work = self
 no_meanwhile: `meanwhile` is not called: weight gradients stay in their queue.
 - meanwhile()
 never_awaited: The result is used without a wait: the sum may not have arrived.

@@ -1,8 +1,5 @@
 """11 sequence: the same bytes, and less memory
 
-The two sublayers of exercise 10, between which each rank has its part of the sequence only. They
-mix positions, as attention does, so that it matters along which dim tensors are cut.
-
 target: extensions.overlap.boundary:SequenceBoundary
 train: distributed.tp_size=2 distributed.sequence_parallel=true
 
@@ -61,8 +58,7 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-along_the_batch: Tensors are gathered and scattered along the batch: the parts are those of the
-    sequence, dim 1.
+along_the_batch: Tensors are gathered and scattered along the batch: the sequence is dim 1.
     x, self.axis, dim=1 => x, self.axis, dim=0
     axis, dim=1 => axis, dim=0
 not_gathered: `whole` returns the rank's own part: the sublayer needs all of the sequence.
@@ -82,13 +78,10 @@ not_summed: `start_sum` takes this rank's part of its own tensor: nothing is sum
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + return y.chunk(self.axis.size, 1)[self.axis.rank], type('Done', (), {'wait': lambda self: None})()
 awaited_at_once: `start_sum` waits until the sum is there: weight gradients are computed only then.
-- return collectives.start_reduce_scatter(y, self.axis, dim=1)
-+ y, work = collectives.start_reduce_scatter(y, self.axis, dim=1)
-+ work.wait()
-+ return y, work
+    return collectives.start_reduce => begun = collectives.start_reduce
+    y, self.axis, dim=1) => y, self.axis, dim=1); begun[1].wait(); return begun
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
-- return collectives.start_reduce_scatter(y, self.axis, dim=1)
-+ return collectives.start_reduce_scatter(y / self.axis.size, self.axis, dim=1)
+    start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
 """
 
 ALSO_RIGHT = """

@@ -1,8 +1,5 @@
 """12 hide: nothing waits for weight gradients
 
-The backward of a sublayer's begin, in the two sublayers of exercises 10 and 11. One of the cases is
-of a pipeline whose plan has W: there weight gradients wait for that.
-
 target: extensions.overlap.boundary:_Enter.backward
 train: distributed.tp_size=2
 
@@ -42,17 +39,15 @@ def expected(case: Case) -> list[dict]:
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    if case.kind == "Boundary":
-        return traffic_of(case, all_reduce=5)
-    return traffic_of(case, all_gather=5, reduce_scatter=5)
+    calls = {"all_reduce": 5} if case.kind == "Boundary" else {"all_gather": 5, "reduce_scatter": 5}
+    return traffic_of(case, **calls)
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    if case.plan_has_w:
-        if record.count("mark", "weight gradients"):
-            return f"rank {rank} computes weight gradients in B: the plan has W for them"
-        return None
-    return overlap_problem(rank, record, message(case))
+    if not case.plan_has_w:
+        return overlap_problem(rank, record, message(case))
+    if record.count("mark", "weight gradients"):
+        return f"rank {rank} computes weight gradients in B: the plan has W for them"
 
 
 def message(case: Case) -> str:
@@ -60,9 +55,8 @@ def message(case: Case) -> str:
 
 
 def picture(runs) -> str:
-    lines = [
-        "backward: a message (begins, ends) and weight gradients dW; with W in the plan, after B"
-    ]
+    about = "backward: a message (begins, ends) and weight gradients dW; with W in the plan"
+    lines = [f"{about}, after B"]
     for case, records in runs:
         names = {message(case): "sum", "weight gradients": "dW", "all_gather": "gather"}
         for record in records:  # what follows the forward
@@ -73,13 +67,10 @@ def picture(runs) -> str:
 
 MISTAKES = """
 run_last: The sum is awaited, and only then are weight gradients computed: nothing hides it.
-- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
-+ dx = boundary.multiply_scatter(dys, products)
-+ boundary.queue.run_during_message()
+    , meanwhile=boundary.queue.run_during_message) => ); boundary.queue.run_during_message()
 run_first: Weight gradients are computed before the sum is started: the layer below waits for both.
-- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
-+ boundary.queue.run_during_message()
-+ dx = boundary.multiply_scatter(dys, products)
+    , meanwhile=boundary.queue.run_during_message =>
+    dx = boundary => boundary.queue.run_during_message(); dx = boundary
 never_run: The queue is never run: weight gradients are not computed.
     , meanwhile=boundary.queue.run_during_message =>
 run_at_once: The queue is run by `run`, not by run_during_message: in a pipeline whose plan has W,
@@ -87,9 +78,8 @@ run_at_once: The queue is run by `run`, not by run_during_message: in a pipeline
     run_during_message => run
 not_summed: The input's gradient is not summed over the ranks: each has what its own heads
     contribute, and all layers below get only that.
-- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
-+ dx = add_products(dys, products)
-+ boundary.queue.run_during_message()
+    , meanwhile=boundary.queue.run_during_message) => ); boundary.queue.run_during_message()
+    boundary.multiply_scatter => add_products
 one_linear_only: The input's gradient is that of one linear: it is the sum of what all linears that
     share the input contribute.
     dys, products => dys[:1], products[:1]

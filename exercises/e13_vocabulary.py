@@ -25,8 +25,9 @@ Read: loss.py, tensor_parallel.py (the head).
   than to gather them. In production: `torch.distributed.tensor.parallel`'s loss_parallel.
 """
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -37,9 +38,7 @@ from exercises.pictures import bars
 def cases(dice: Dice) -> list[Case]:
     rest = dice.randint(1, 3)  # of the last slice, the others have more
     vocab = {1: 5, 2: 4 + rest, 3: 10 + dice.randint(0, 1), 4: 13}
-    some = [
-        Case(n, vocab=vocab[n], tokens=dice.randint(5, 8), scores_around=1) for n in (1, 2, 3, 4)
-    ]
+    some = [Case(n, vocab=v, tokens=dice.randint(5, 8), scores_around=1) for n, v in vocab.items()]
     large = Case(2, vocab=7, tokens=6, scores_around=1000)
     return [*some, large, Case(2, vocab=6, tokens=5, scores_around=1, dtype="bfloat16")]
 
@@ -67,13 +66,9 @@ def slice_of(case: Case, rank: int) -> slice:
 
 
 def on_rank(rank, case: Case) -> dict:
-    axis, loss = rank.axis("tp"), rank.course.loss
-    mine = slice_of(case, rank.number)
-
-    def total(tensor, op=ReduceOp.SUM):
-        return rank.course.collectives.all_reduce(tensor, axis, op)
-
-    vocabulary = loss.Vocabulary(mine.start, lambda x: total(x, ReduceOp.MAX), total)
+    loss, mine = rank.course.loss, slice_of(case, rank.number)
+    total = partial(rank.course.collectives.all_reduce, axis=rank.axis("tp"))
+    vocabulary = loss.Vocabulary(mine.start, partial(total, op=ReduceOp.MAX), total)
     x, weight, targets = data(case)
     losses, gradient = loss.stripe_loss(x, weight[mine], targets, vocabulary)
     if not hasattr(case, "dtype"):
@@ -101,19 +96,14 @@ def expected(case: Case) -> list[dict]:
 def exact(case: Case) -> list[dict]:
     x, weight, targets = data(case)
     logits = (x @ weight.T).double().requires_grad_()  # a product in bfloat16 is rounded
-    losses = F.cross_entropy(logits, targets, reduction="none")  # ignores -100, as we do
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # ignores -100
     losses.sum().backward()
-    return [
-        {"losses": losses.detach(), "gradient of the logits": logits.grad[:, slice_of(case, rank)]}
-        for rank in range(case.ranks)
-    ]
+    parts = [logits.grad[:, slice_of(case, rank)] for rank in range(case.ranks)]
+    return [{"losses": losses.detach(), "gradient of the logits": part} for part in parts]
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    n = case.ranks
-    if n == 1:
-        return [{}]
-    size = 3 * case.tokens * (4 if hasattr(case, "dtype") else 8)
+    n, size = case.ranks, 3 * case.tokens * (4 if hasattr(case, "dtype") else 8)
     return [{"all_reduce": Sent(2, 2 * (n - 1) / n * size)}] * n
 
 
@@ -131,8 +121,7 @@ own_maximum: Each slice subtracts its own maximum: the sums of their exponential
     vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
 probability_first: The loss is the logarithm of a probability, which is 0 where its logit is far
     below the others: take the logit minus the logarithm of the sum.
-- losses = (sums.log() - target_logits) * counts
-+ losses = -(target_logits.exp() / sums).log() * counts
+    (sums.log() - target_logits) => -(target_logits.exp() / sums).log()
 no_maximum: No maximum is subtracted: exp() overflows for large logits, and infinity divided by
     infinity is NaN.
     logits -= vocabulary.maximum(logits.amax(-1))[:, None] => pass
@@ -141,16 +130,12 @@ one_maximum: One maximum is subtracted from all tokens: all exponentials of a to
     vocabulary.maximum(logits.amax(-1))[:, None] => vocabulary.maximum(logits.amax(-1)).amax()
 target_not_shifted: The target's logit is the one before the maximum was subtracted, and the sum is
     that of exponentials after it: subtract the maximum from both.
-- logits -= vocabulary.maximum(logits.amax(-1))[:, None]
-+ unshifted = logits
-+ logits = logits - vocabulary.maximum(logits.amax(-1))[:, None]
+    logits -= => unshifted = logits.clone(); logits -=
     [exponentials.sum(-1), at_target => [exponentials.sum(-1), unshifted.gather(1, ids)[:, 0]
-own_sum: Each slice divides by the sum of its own exponentials: the softmax is over the whole
-    vocabulary.
+own_sum: Each slice divides by its own sum of exponentials: softmax is over the whole vocabulary.
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
 + sums, target_logits = exponentials.sum(-1), vocabulary.total(at_target * is_here)
-target_added_by_all: Every rank adds a logit for the target, also those whose slice does not have
-    it.
+target_added_by_all: Every rank adds a logit for the target, also where its slice does not have it.
     * is_here => * counts
 target_not_summed: The target's logit is not summed: the ranks that do not have it get another loss.
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
@@ -168,8 +153,7 @@ ignored_in_loss: A target that is to be ignored has a loss.
 ignored_in_gradient: A target that is to be ignored has a gradient.
     scale = counts / sums => scale = 1 / sums
 losses_summed: The losses are summed: one for each token is wanted, [N].
-- return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
-+ return losses.sum(), gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
+    return losses, => return losses.sum(),
 not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.
     logits = wide(x @ weight.T) => logits = x @ weight.T
 wide_gradient: The gradient stays wide: it is multiplied by x and weight, in the dtype of x.
@@ -177,9 +161,7 @@ wide_gradient: The gradient stays wide: it is multiplied by x and weight, in the
     .to(x.dtype) =>
 rounded_twice: In bfloat16 the probability of a target is rounded, and then 1 is subtracted: near 1
     no digit is left. Subtract first.
-- gradient_at_target = at_target.exp() * scale - is_here.to(scale.dtype)
-- return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
-+ return losses, gradient.scatter_add_(1, ids, -is_here[:, None].to(x.dtype))
+    scatter_(1, ids, gradient_at_target => scatter_add_(1, ids, -is_here
 wrong_sign: The gradient has the wrong sign: it is softmax minus 1 at the target, so that a step
     against it makes the target more probable.
     return losses, gradient => return losses, -gradient
@@ -194,22 +176,15 @@ logits_gathered: All logits are sent to all ranks: right, but three numbers a to
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
 + sums = (whole - whole.amax(-1)[:, None]).exp().sum(-1)
 + target_logits = whole.gather(1, targets.clamp(0)[:, None])[:, 0] - whole.amax(-1)
-+ target_logits = target_logits * counts
 three_messages: The sum and the target's logit are sent one by one: stacked, they are one message.
-- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
-+ sums = vocabulary.total(exponentials.sum(-1))
-+ target_logits = vocabulary.total(at_target * is_here)
+    vocabulary.total(torch.stack([ => map(vocabulary.total, ([
 """
 
 ALSO_RIGHT = """
 def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
-    logits, N = wide(x @ weight.T), len(x)
+    logits, ids = wide(x @ weight.T), torch.arange(len(weight)) + vocabulary.first
     logits = logits - vocabulary.maximum(logits.max(1).values).unsqueeze(1)
-    onehot = torch.zeros_like(logits)
-    for row in range(N):
-        place = int(targets[row]) - vocabulary.first
-        if targets[row] != IGNORE_INDEX and 0 <= place < len(weight):
-            onehot[row, place] = 1
+    onehot = (targets[:, None] == ids).to(logits.dtype)  # IGNORE_INDEX is no id
     both = vocabulary.total(torch.stack([logits.exp().sum(1), (logits * onehot).sum(1)], 1))
     counts = (targets != IGNORE_INDEX).to(logits.dtype)
     losses = counts * (both[:, 0].log() - both[:, 1])

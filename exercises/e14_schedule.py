@@ -1,8 +1,5 @@
 """14 schedule: backward early, so that few micro-batches are alive
 
-Forty sizes are played on paper by schedules/simulator.py. No process is needed, and a deadlock is
-found before it happens: actions that need each other in a circle.
-
 target: pipeline_schedule:one_f_one_b
 train: distributed.pp_size=2 distributed.tp_size=1
 
@@ -30,13 +27,11 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    schedules = rank.course.pipeline_schedule
     p, m = case.stages, case.micro_batches
-    plans = [schedules.one_f_one_b(r, p, m) for r in range(p)]
+    plans = [rank.course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     results, timeline = played(rank, plans)
     if timeline:
-        alive = [rank.course.simulator.peak_live(plan) for plan in plans]
-        results["most micro-batches alive"] = alive
+        results["most micro-batches alive"] = [*map(rank.course.simulator.peak_live, plans)]
     return results
 
 
@@ -81,10 +76,7 @@ def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
     backwards = [Action(Kind.BACKWARD, i) for i in range(num_micro_batches)]
     plan = []
     while backwards:
-        alive = len(backwards) - len(forwards)
-        if forwards and alive < ranks - rank:
-            plan.append(forwards.pop(0))
-        else:
-            plan.append(backwards.pop(0))
+        is_early = len(backwards) - len(forwards) < ranks - rank
+        plan.append((forwards if forwards and is_early else backwards).pop(0))
     return plan
 """

@@ -1,9 +1,5 @@
 """15 messages: a total order cannot deadlock
 
-Plans of all schedules, for up to 5 ranks, with the student's messages. Simulated ranks exchange
-them, where both ends of a message wait for each other. On paper, slow messages travel while ranks
-compute.
-
 target: pipeline_messages:insert_messages
 train: distributed.pp_size=2 distributed.tp_size=1
 
@@ -34,50 +30,37 @@ import torch
 from exercises.exercise import Case, Dice
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.simulator import simulate
-from picotron_min.pipeline_schedule import Action, Plan
+from picotron_min.pipeline_schedule import Action, Place, Plan
 
 SEND_TIME = 0.5  # F takes 1
 Stages = dict[tuple[int, int], int]  # rank, chunk -> stage
-Item = tuple[str, int, int]  # F or B, micro-batch, stage: what is computed there
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = [(p, dice.choice((m, m + 1))) for p, m in ((2, 3), (3, 4), (5, 5))]
     engines = ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)
-    return [
-        Case(p, engine=engine, micro_batches=m, chunks=v) for p, m in sizes for engine, v in engines
-    ]
+    return [Case(p, engine=e, micro_batches=m, chunks=v) for p, m in sizes for e, v in engines]
 
 
-def plans_of(case: Case) -> tuple[list[Plan], Stages]:
-    """What each rank computes, and the stage of each rank and chunk."""
-    p, m, v = case.ranks, case.micro_batches, case.chunks
-    schedule = SCHEDULES[case.engine]
+def plans_of(case: Case, schedules=SCHEDULES) -> tuple[list[Plan], Stages, Place]:
+    """What each rank computes; the stage of each rank and chunk, and the reverse."""
+    p, m, v, schedule = case.ranks, case.micro_batches, case.chunks, schedules[case.engine]
     stages = {schedule.place(stage, p): stage for stage in range(p * v)}
-    return [schedule.plan(rank, p, m, v) for rank in range(p)], stages
+    return [schedule.plan(rank, p, m, v) for rank in range(p)], stages, schedule.place
 
 
 def on_rank(rank, case: Case) -> dict:
-    p, m, v = case.ranks, case.micro_batches, case.chunks
-    schedule = rank.course.registry.SCHEDULES[case.engine]
-    plans = [schedule.plan(r, p, m, v) for r in range(p)]
-    complete = rank.course.pipeline_messages.insert_messages(plans, schedule.place)
+    plans, stages, place = plans_of(case, rank.course.registry.SCHEDULES)
+    complete = rank.course.pipeline_messages.insert_messages(plans, place)
     computed = [[a for a in plan if a.peer is None] for plan in complete]
     results = {"what is computed": texts(computed), "plans": texts(complete)}
     results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
-    _, stages = plans_of(case)
-    numbers, time = run_messages(rank, complete[rank.number], stages, SEND_TIME)
+    numbers, time = run_messages(rank, complete[rank.number], stages)
     return results | {"numbers": numbers, "time": time}
 
 
-def made(action: Action, rank: int, stages: Stages) -> Item | None:
-    """What an action computes; None for W."""
-    kind = action.kind.value
-    return None if kind == "W" else (kind, action.micro_batch, stages[rank, action.chunk])
-
-
-def needed(action: Action, rank: int, stages: Stages) -> Item | None:
-    """What an action begins with, a send sends, and a receive brings: F or B of a stage."""
+def needed(action: Action, rank: int, stages: Stages) -> tuple[str, int, int] | None:
+    """What an action begins with, a send sends, and a receive brings: F or B, i, and the stage."""
     kind, i, stage = action.kind.value, action.micro_batch, stages[rank, action.chunk]
     if kind == "W":
         return "B", i, stage
@@ -89,9 +72,7 @@ def needed(action: Action, rank: int, stages: Stages) -> Item | None:
     return ("F", i, stage) if is_last else ("B", i, stage + 1)
 
 
-def run_messages(
-    rank, plan: Plan, stages: Stages, send_time: float
-) -> tuple[dict[str, float], float]:
+def run_messages(rank, plan: Plan, stages: Stages) -> tuple[dict[str, float], float]:
     """Run a rank's plan on the simulated network, where both ends of a message wait.
 
     Each action adds 1 to what it gets, and returns it by its name: that of F0 begins at 0, of F1 at
@@ -108,7 +89,7 @@ def run_messages(
             message = torch.zeros(2, dtype=torch.float64)
             collectives.start_receive(message, axis, action.peer).wait()
             number, posted = message.tolist()
-            values[item] = number, max(posted, clock) + send_time
+            values[item] = number, max(posted, clock) + SEND_TIME
             continue
         if item and item not in values:
             raise ValueError(f"'{action}' comes before what it needs is there")
@@ -118,7 +99,8 @@ def run_messages(
             collectives.start_send(message, axis, action.peer).wait()
         else:
             clock = max(clock, ready) + times[kind]
-            values[made(action, rank.number, stages)] = number + 1, clock
+            stage = stages[rank.number, action.chunk]
+            values[kind, action.micro_batch, stage] = number + 1, clock
             numbers[f"{kind}{action.micro_batch}.{action.chunk}"] = number + 1
     return numbers, clock
 
@@ -128,15 +110,13 @@ def texts(plans: list[Plan]) -> list[list[str]]:
 
 
 def expected(case: Case) -> list[dict]:
-    plans, stages = plans_of(case)
+    plans, stages, _ = plans_of(case)
     by_stage = {stage: place for place, stage in stages.items()}
     messages = [[] for _ in plans]
     for (rank, chunk), stage in stages.items():
         for way, letter in ((1, "F"), (-1, "B")):
             to, to_chunk = by_stage.get(stage + way, (rank, 0))
-            if to == rank:
-                continue
-            for i in range(case.micro_batches):
+            for i in range(case.micro_batches if to != rank else 0):
                 names = [f"{letter}{i}" + (f".{c}" if c else "") for c in (chunk, to_chunk)]
                 messages[rank].append(f"send {names[0]} to rank {to}")
                 messages[to].append(f"receive {names[1]} from rank {rank}")
@@ -154,8 +134,8 @@ def expected(case: Case) -> list[dict]:
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    plans, _ = plans_of(case)
-    best = simulate(plans, send_time=SEND_TIME, place=SCHEDULES[case.engine].place).makespan
+    plans, _, place = plans_of(case)
+    best = simulate(plans, send_time=SEND_TIME, place=place).makespan
     takes = record.values["time"]
     if takes > best + 1e-9:
         what = f"with messages that take {SEND_TIME:g} forwards, the step takes {takes:g}"

@@ -1,8 +1,5 @@
 """16 alive: backward needs the graph, not the output
 
-A model of a few small matrices, cut into stages, runs plans with up to 8 micro-batches. Outputs lie
-in memory that reports when it is released, so that those that are alive can be counted.
-
 target: pipeline_parallel:Pipeline._forward
 train: distributed.pp_size=2 distributed.tp_size=1
 
@@ -26,7 +23,7 @@ Read: pipeline_parallel.py.
   backward. In production: `deallocate_output_tensor` of Megatron-LM.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +49,8 @@ def cases(dice: Dice) -> list[Case]:
 def weight(case: Case, stage: int, last: int) -> list[Tensor]:
     """Of a stage: its matrix, the embedding of the first one, the head of the last one."""
     shapes = [(E, E), *([(V, E)] if stage in (0, last) else [])]
-    return [draw(case, "weight", stage, i, shape=shape) for i, shape in enumerate(shapes)]
+    weights = [draw(case, "weight", stage, i, shape=shape) for i, shape in enumerate(shapes)]
+    return [w.requires_grad_(case.training) for w in weights]
 
 
 def batch_of(case: Case, i: int) -> tuple[Tensor, Tensor]:
@@ -83,8 +81,7 @@ def on_rank(rank, case: Case) -> dict:
     seen = {"has a graph": False, "read": [], "moved": 0, "watched": []}
     schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
-        place = stage.layers.start
-        mine = weight(case, place, p * v - 1)
+        mine = weight(case, stage.layers.start, p * v - 1)
         model = watched.PartOfModel(mine, stage.is_first, forward, outputs)
         chunks.append(parallel.Chunk(stage, model))
 
@@ -93,42 +90,32 @@ def on_rank(rank, case: Case) -> dict:
             seen["moved"] += 1
             return super().to(device)
 
-    def read(i: int) -> Any:
+    def read(i: int) -> Batch:
         seen["read"].append(i)
         return Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
 
     watched.note_graphs(axis, seen)
     watch = outputs.counted_at_forwards(seen["watched"])
-    pipeline = parallel.Pipeline(
-        chunks, axis, torch.device("cpu"), lambda: torch.empty(B, S, E, dtype=torch.float64)
-    )
+    empty = partial(torch.empty, B, S, E, dtype=torch.float64)
+    pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
     outputs.note_arrivals(pipeline)
-    plans = course.pipeline_messages.build_plans(
-        schedule, p, case.micro_batches, v, training=case.training
-    )
+    build_plans = course.pipeline_messages.build_plans
+    plans = build_plans(schedule, p, case.micro_batches, v, training=case.training)
     with torch.set_grad_enabled(case.training):
         totals = pipeline.run(plans[rank.number], read, watch)
-    gradients = [w.grad for chunk in chunks for w in chunk.model.weights]
+    weights = [w for chunk in chunks for w in chunk.model.weights]
+    results = {"[loss, number of targets]": totals.detach(), "watched": seen["watched"]}
+    results["gradients"] = [w.grad for w in weights if w.grad is not None]
     has_graph = totals.requires_grad, seen["has a graph"]
-    return {
-        "[loss, number of targets]": totals.detach(),
-        "gradients": [g for g in gradients if g is not None],
-        "the totals, and what is sent, have a graph": has_graph,
-        "micro-batches read": sorted(seen["read"]),
-        "batches moved to self.device": seen["moved"],
-        "watched": seen["watched"],
-        "awaited within self.watch": outputs.awaited,
-        "left in self.live": len(pipeline.live),
-        "outputs alive": outputs.counts,
-    }
+    results |= {"the totals, and what is sent, have a graph": has_graph}
+    results |= {"awaited within self.watch": outputs.awaited, "outputs alive": outputs.counts}
+    results |= {"micro-batches read": sorted(seen["read"]), "left in self.live": len(pipeline.live)}
+    return results | {"batches moved to self.device": seen["moved"]}
 
 
 def expected(case: Case) -> list[dict]:
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
-    weights = [
-        [w.requires_grad_(case.training) for w in weight(case, stage, last)]
-        for stage in range(last + 1)
-    ]
+    weights = [weight(case, stage, last) for stage in range(last + 1)]
     total, number = torch.zeros((), dtype=torch.float64), 0
     for i in range(case.micro_batches):
         x, targets = batch_of(case, i)
@@ -162,12 +149,11 @@ def memory(case: Case, rank: int, record) -> str | None:
 
 
 def picture(runs) -> str:
-    case, records = runs[0]
+    _, records = runs[0]
     outputs, size = records[0].values["outputs alive"], B * S * E * 8
-    kept = {f"F{i}": i * size for i in range(case.micro_batches)}
-    rows = {name: count * size for name, count in zip(kept, outputs, strict=True)}
+    rows = {f"F{i}": count * size for i, count in enumerate(outputs)}
     lines = ["rank 0, afab: bytes of outputs that are alive when a forward begins", bars(rows)]
-    return "\n".join([*lines, f"if all were kept until backward: {kept['F7']} at F7"])
+    return "\n".join([*lines, f"if all were kept until backward: {7 * size} at F7"])
 
 
 MISTAKES = """
@@ -182,11 +168,8 @@ no_leaf: What arrives does not require a gradient: there is none to send back, a
     get no gradient.
     x.requires_grad_(torch.is_grad_enabled()) => pass
 every_stage_counts: Every stage adds its output to the loss: only the last one has a loss.
-- if torch.is_grad_enabled():
-+     self.totals[0] += out.detach().sum()
-+ if torch.is_grad_enabled():
-micro_batches_counted: Micro-batches are counted, not their targets: each has another number of
-    these.
+    c] = out.detach() => c] = out.detach(); self.totals[0] += out.detach().sum()
+micro_batches_counted: Micro-batches are counted, and not targets: each has another number of them.
     batch.num_targets => 1
 not_moved: The batch is not moved to self.device: on a GPU the model would get tokens on the CPU.
     .to(self.device) =>
@@ -202,11 +185,9 @@ first_batch: Every forward reads micro-batch 0: the others are never seen.
     self.read(i) => self.read(0)
 extra_left_out: The model does not get batch.extra, which some kinds of attention need.
     , targets, *batch.extra) => , targets)
-kept_in_evaluation: Inputs are kept in self.live in evaluation, too, where no backward takes them
-    out.
-- if torch.is_grad_enabled():
--     self.live[i, c] = x, get_gradient_edge(out)
-+ self.live[i, c] = x, get_gradient_edge(out) if out.requires_grad else None
+kept_in_evaluation: Inputs are kept in self.live in evaluation, too: no backward takes them out.
+    if torch.is_grad_enabled(): => if True:
+    get_gradient_edge(out) => get_gradient_edge(out) if out.requires_grad else None
 not_watched: The model does not run within self.watch(action): nothing can be timed.
     with self.watch(action): => if True:
 """

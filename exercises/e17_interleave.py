@@ -1,8 +1,5 @@
 """17 interleave: chunks make the bubble smaller
 
-Plans of up to 4 ranks with up to 3 chunks each are played by schedules/simulator.py, also with
-messages that take a fifth of a chunk's forward.
-
 target: extensions.schedules.interleaved:interleaved
 train: distributed.pp_size=2 distributed.tp_size=1 distributed.pp_engine="interleaved"
   distributed.pp_chunks=2
@@ -26,13 +23,12 @@ Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
 from exercises.exercise import Case, Dice
 from exercises.plans import FINE, played
 
-SIZES = ((1, 3, 2), (2, 2, 2), (2, 5, 2), (2, 4, 3), (3, 2, 2), (3, 6, 2), (3, 8, 2))
-SIZES += ((4, 4, 2), (4, 8, 2), (4, 8, 1))
 SEND_TIME = 0.2  # a chunk's forward takes 1
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = [*SIZES, (3, dice.randint(9, 14), dice.randint(2, 3))]
+    sizes = [(1, 3, 2), (2, 2, 2), (2, 5, 2), (2, 4, 3), (3, 2, 2), (3, 6, 2), (3, 8, 2)]
+    sizes += [(4, 4, 2), (4, 8, 2), (4, 8, 1), (3, dice.randint(9, 14), dice.randint(2, 3))]
     return [Case(1, stages=p, micro_batches=m, chunks=v) for p, m, v in sizes]
 
 
@@ -43,7 +39,6 @@ def on_rank(rank, case: Case) -> dict:
     results, timeline = played(rank, plans)
     if not timeline:
         return results
-    draw = rank.course.draw.draw
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
     simple = [course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
@@ -51,7 +46,7 @@ def on_rank(rank, case: Case) -> dict:
         "forwards of each rank": [sum(str(a).startswith("F") for a in plan) for plan in plans],
         "most chunks alive": [simulator.peak_live(plan) for plan in plans],
         "bubble with messages": simulator.simulate(plans, send_time=SEND_TIME).bubble(0),
-        "drawings": [draw(both, 100, simple.makespan) for both in (simple, timeline)],
+        "drawings": [course.draw.draw(x, 100, simple.makespan) for x in (simple, timeline)],
     }
 
 
@@ -90,12 +85,10 @@ one_group: All micro-batches are one group: they must all have passed the first 
 short_last_group: The last group has what is left: one of fewer micro-batches than ranks makes all
     ranks wait. Deal the rest to other groups.
 - sizes = group_sizes(ranks, num_micro_batches)
-+ rest = num_micro_batches % ranks
-+ sizes = [ranks] * (num_micro_batches // ranks) + [rest] * (rest > 0)
++ sizes = [min(ranks, num_micro_batches - i) for i in range(0, num_micro_batches, ranks)]
 largest_group_last: The largest group comes last: the warm-up, counted for the first one, is too
     short for it.
-- sizes = group_sizes(ranks, num_micro_batches)
-+ sizes = group_sizes(ranks, num_micro_batches)[::-1]
+    group_sizes(ranks, num_micro_batches) => group_sizes(ranks, num_micro_batches)[::-1]
 warmup_of_1f1b: With one forward for each rank behind, as in 1F1B, nothing hides messages: with
     those of a fifth of a forward the bubble is 23.8%, not 19.7%.
     warmup = 2 * (ranks - rank - 1) => warmup = ranks - rank - 1
@@ -104,9 +97,8 @@ no_first_group: The warm-up ends before the first group has reached the last chu
     warmup += (chunks - 1) * sizes[0] =>
 all_of_1f1b: The warm-up is that of 1F1B: here the first group must have reached the last chunk, and
     messages are hidden by two forwards for each rank behind.
-- warmup = 2 * (ranks - rank - 1)
-- warmup += (chunks - 1) * sizes[0]
-+ warmup = ranks - rank - 1
+    2 * (ranks - rank - 1) => ranks - rank - 1
+    warmup += (chunks - 1) * sizes[0] =>
 same_warmup: All ranks have the same warm-up: those behind could return gradients earlier, and keep
     more chunks alive than they need.
     rank - 1 => 1
@@ -121,8 +113,7 @@ backward_in_forward_order: Backwards run through the chunks in the order of forw
     comes from the last chunk.
 - return alternating(sizes, chunks, warmup)
 + plan = alternating(sizes, chunks, warmup)
-+ swapped = [chunks - 1 - action.chunk for action in plan]
-+ return [a if a.kind is Kind.FORWARD else a._replace(chunk=c) for a, c in zip(plan, swapped)]
++ return [a if a.kind.value == "F" else a._replace(chunk=chunks - 1 - a.chunk) for a in plan]
 one_chunk: Only the first chunk is run.
     sizes, chunks => sizes, 1
 """
@@ -134,9 +125,7 @@ def interleaved(rank, ranks, num_micro_batches, chunks=1):
     forwards, backwards = actions[:half], actions[half:]
     alive, plan = sizes[0] * (chunks - 1) + 2 * (ranks - 1 - rank) + 1, []
     while backwards:
-        if forwards and len(backwards) - len(forwards) < alive:
-            plan.append(forwards.pop(0))
-        else:
-            plan.append(backwards.pop(0))
+        is_early = len(backwards) - len(forwards) < alive
+        plan.append((forwards if forwards and is_early else backwards).pop(0))
     return plan
 """

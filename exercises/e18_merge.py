@@ -1,8 +1,5 @@
 """18 merge: a mean of means needs its weights
 
-Blocks of keys of different lengths are merged one after the other, and must give attention to all
-keys at once. With scores around 1000, exp(score) overflows.
-
 target: attention:merge_blocks
 train: distributed.cp_size=2 distributed.tp_size=1
 
@@ -26,7 +23,7 @@ import torch
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
-SHAPE = 1, 2, 3, 4  # B, Q, S, D
+B, Q, S, D = 1, 2, 3, 4
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -36,7 +33,6 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def scores_and_values(case: Case):
-    B, Q, S, D = SHAPE
     scores = draw(case, "scores", shape=(B, Q, S, sum(case.keys)))
     if case.scores_around:
         signs = torch.tensor([1.0, -1.0, 0.0]).double()  # each query has scores of its own size
@@ -46,9 +42,8 @@ def scores_and_values(case: Case):
 
 def on_rank(rank, case: Case) -> dict:
     scores, values = scores_and_values(case)
-    blocks = []
-    for s, v in zip(scores.split(case.keys, -1), values.split(case.keys, -2), strict=True):
-        blocks.append((s.softmax(-1) @ v, s.logsumexp(-1)))
+    parts = zip(scores.split(case.keys, -1), values.split(case.keys, -2), strict=True)
+    blocks = [(s.softmax(-1) @ v, s.logsumexp(-1)) for s, v in parts]
     out, lse = blocks[0]
     for block in blocks[1:]:
         out, lse = rank.course.attention.merge_blocks(out, lse, *block)
@@ -63,13 +58,10 @@ def expected(case: Case) -> list[dict]:
 
 def picture(runs) -> str:
     case, records = runs[3]
-    rows = {
-        f"block {i}, {n} keys": 100 * share
-        for i, (n, share) in enumerate(zip(case.keys, records[0].values["shares"], strict=True))
-    }
-    return "how much of the first query's result comes from each block, in %\n" + bars(
-        rows, "{:5.1f}"
-    )
+    shares = enumerate(zip(case.keys, records[0].values["shares"], strict=True))
+    rows = {f"block {i}, {n} keys": 100 * share for i, (n, share) in shares}
+    about = "how much of the first query's result comes from each block, in %\n"
+    return about + bars(rows, "{:5.1f}")
 
 
 MISTAKES = """

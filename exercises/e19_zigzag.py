@@ -1,8 +1,5 @@
 """19 zigzag: an early and a late piece for every rank
 
-A causal query at position p sees p + 1 keys. So whoever has the late positions has most of the
-work, and the slowest rank decides how long all wait.
-
 target: context_parallel:zigzag_positions
 train: distributed.cp_size=2 distributed.tp_size=1
 
@@ -35,12 +32,9 @@ def on_rank(rank, case: Case) -> dict:
     zigzag = rank.course.context_parallel.zigzag_positions
     parts = [zigzag(r, case.cp, case.length) for r in range(case.cp)]
     whole = sorted(position for part in parts for position in part.tolist())
-    return {
-        "all ranks' positions, sorted": whole,
-        "pairs of query and key, by rank": [int(part.sum()) + len(part) for part in parts],
-        "positions, by rank": parts,
-        "dtype": str(parts[0].dtype),
-    }
+    results = {"all ranks' positions, sorted": whole, "positions, by rank": parts}
+    results["pairs of query and key, by rank"] = [int(x.sum()) + len(x) for x in parts]
+    return results | {"dtype": str(parts[0].dtype)}
 
 
 def expected(case: Case) -> list[dict]:
@@ -49,23 +43,16 @@ def expected(case: Case) -> list[dict]:
     for position in range(length):
         piece = position * 2 * case.cp // length
         ranks[min(piece, 2 * case.cp - 1 - piece)].append(position)
-    return [
-        {
-            "all ranks' positions, sorted": list(range(length)),
-            "pairs of query and key, by rank": [sum(p + 1 for p in mine) for mine in ranks],
-            "positions, by rank": [torch.tensor(mine) for mine in ranks],
-            "dtype": "torch.int64",
-        }
-    ]
+    results = {"all ranks' positions, sorted": list(range(length))}
+    results["pairs of query and key, by rank"] = [sum(p + 1 for p in mine) for mine in ranks]
+    results["positions, by rank"] = [torch.tensor(mine) for mine in ranks]
+    return [results | {"dtype": "torch.int64"}]
 
 
 def picture(runs) -> str:
     case, records = runs[3]
-    zigzag = {
-        position: "ABCD"[r]
-        for r, part in enumerate(records[0].values["positions, by rank"])
-        for position in part.tolist()
-    }
+    parts = zip("ABCD", records[0].values["positions, by rank"], strict=True)
+    zigzag = {position: letter for letter, part in parts for position in part.tolist()}
     in_order = {position: "ABCD"[position * case.cp // case.length] for position in zigzag}
     width = 2 * case.length
     lines = [f"{'cut in order':{width}}    yours    (a row a query, a column a key)"]
@@ -98,10 +85,8 @@ late_first: The late piece comes before the early one: the ring takes the first 
     [rank], pieces[-1 - rank] => [-1 - rank], pieces[rank]
 one_rank_cut: With one rank nothing is cut. If 2 does not divide S, two pieces of S // 2 lack the
     last position.
-- pieces = torch.arange(seq_length).tensor_split(2 * size)
-+ pieces = torch.arange(seq_length // (2 * size) * 2 * size).tensor_split(2 * size)
-one_rank_refused: With one rank an odd length is refused: nothing is cut there, so any length is
-    right.
+    torch.arange(seq_length) => torch.arange(seq_length // (2 * size) * 2 * size)
+one_rank_refused: With one rank an odd length is refused: nothing is cut, so any length is right.
     or size == 1 => or False
 within_own_part: Each rank counts from 0: these are places in its own part, not in the sequence.
     torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length // size)
@@ -112,7 +97,6 @@ def zigzag_positions(rank, size, seq_length):
     if size == 1:
         return torch.arange(seq_length)
     width = seq_length // (2 * size)
-    early = [rank * width + i for i in range(width)]
-    late = [seq_length - (rank + 1) * width + i for i in range(width)]
-    return torch.tensor(early + late)
+    begins = rank * width, seq_length - (rank + 1) * width
+    return torch.tensor([begin + i for begin in begins for i in range(width)])
 """

@@ -1,8 +1,5 @@
 """20 ring attention: keys go round, and the means of their blocks are merged
 
-The kernel, which computes one block, is given. It writes down which block it gets, so that what
-travels while it computes can be seen.
-
 target: context_parallel:_RingAttention.forward
 train: distributed.cp_size=2 distributed.tp_size=1
 
@@ -36,20 +33,15 @@ D = 4
 def cases(dice: Dice) -> list[Case]:
     heads = dice.randint(1, 2)
     sizes = {"query_heads": 2 * heads, "key_heads": heads}
-    plain = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4, 1)]
-    with_backward = [Case(n, **sizes, half=2, dtype="float64", backward=True) for n in (2, 3)]
-    return [
-        *plain,
-        *with_backward,
-        Case(3, **sizes, half=4, dtype="bfloat16"),
-        Case(3, **sizes, half=2, dtype="float64", q_times=1000),
-    ]
+    some = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4, 1)]
+    some += [Case(n, **sizes, half=2, dtype="float64", backward=True) for n in (2, 3)]
+    some.append(Case(3, **sizes, half=4, dtype="bfloat16"))
+    return [*some, Case(3, **sizes, half=2, dtype="float64", q_times=1000)]
 
 
 def positions(case: Case, rank: int) -> list[int]:
-    early = [rank * case.half + i for i in range(case.half)]
-    late = [(2 * case.ranks - 1 - rank) * case.half + i for i in range(case.half)]
-    return early + late
+    pieces = rank, 2 * case.ranks - 1 - rank
+    return [piece * case.half + i for piece in pieces for i in range(case.half)]
 
 
 def whole_tensors(case: Case):
@@ -110,7 +102,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     k = case.key_heads * 2 * case.half * D * itemsize
     times = 3 if hasattr(case, "backward") else 1  # backward: keys, values, and their gradients
     hops = times * (case.ranks - 1)
-    return [{"send as shift": Sent(hops, hops * 2 * k)} if hops else {}] * case.ranks
+    return [{"send as shift": Sent(hops, hops * 2 * k)}] * case.ranks
 
 
 def order(case: Case, rank: int, record) -> str | None:
@@ -155,8 +147,7 @@ lse_not_updated: out is updated at each merge, and lse is not: the next block is
     out[:, :, rows], lse[:, :, rows] = merged => out[:, :, rows] = merged[0]
 heads_repeated: Keys and values are repeated for the query heads before they travel: Q/K times the
     bytes. The kernel takes few key heads as they are.
-- kv = torch.stack((k, v))
-+ kv = torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)
+    torch.stack((k, v)) => torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)
 own_not_causal: Attention to the own keys is not causal: queries see keys behind them.
     v, is_own => v, False
 all_causal: Every block is causal. Only the own one is: of others the rows see all columns that

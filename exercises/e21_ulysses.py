@@ -1,8 +1,5 @@
 """21 ulysses: all heads of a part, or some heads of the whole
 
-Attention itself is given, and notes which heads and positions it gets. Two all-to-alls around it
-change who has what.
-
 target: context_parallel:UlyssesAttention.forward
 train: distributed.cp_size=2 distributed.tp_size=1 distributed.cp_engine="ulysses"
 
@@ -54,11 +51,10 @@ def on_rank(rank, case: Case) -> dict:
         tensor.requires_grad_()
     out = rank.course.context_parallel.UlyssesAttention(rank.axis("cp"), inner)(*qkv)
     rank.mark(str(held[0]))
-    results = {"out": out.detach()}
     if out.shape == d_out.shape and out.requires_grad:
         out.backward(d_out)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in qkv]
-    return results | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def whose(whole, part) -> list[tuple[int, int]]:
@@ -118,22 +114,18 @@ dims_swapped: Positions are split and heads gathered: every rank has even fewer 
     axis, 1, 2 => axis, 2, 1
 keys_not_exchanged: Queries are exchanged, but keys and values are not: a rank has the whole
     sequence of queries, and the keys of its own part.
-- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
-+ q = _all_to_all(q, self.axis, 1, 2)
+    _all_to_all(x, self.axis, 1, 2) for x => _all_to_all(x, self.axis, 1, 2) if x is q else x for x
 not_turned_back: The result is not turned back: it has some heads of all positions, and the layer
     needs all heads of some.
-- return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
-+ return self.inner(q, k, v, *extra)
+    _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
 turned_the_same_way: The result is exchanged as on the way in, which does not undo it.
     axis, 2, 1 => axis, 1, 2
 keys_not_differentiable: The all_to_all of collectives.py has no backward: the projections before it
     learn nothing. _all_to_all has one.
     _all_to_all(x, self.axis, 1, 2) => all_to_all(x, self.axis, 1, 2)
 nothing_exchanged: Every rank attends to its own part alone: nothing is exchanged.
-- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
-- return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
-+ pass
-+ return self.inner(q, k, v, *extra)
+    q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v)) => pass
+    _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
 """
 
 ALSO_RIGHT = """

@@ -1,8 +1,5 @@
 """22 shard: gradients arrive, are summed, and each rank keeps its row
 
-One unit of four matrices, or two of two, receive gradients for some micro-batches and two steps, as
-autograd would give them. Rows that n does not divide make the last rank's part shorter.
-
 target: extensions.sharding.units:ShardedUnit.arrived
 train: distributed.dp_size=2 distributed.tp_size=1 distributed.sharding="gradients"
 
@@ -31,9 +28,9 @@ Read: extensions/sharding/units.py (`begin`, `_finish_reductions`, `wait`) and i
 """
 
 from dataclasses import replace
+from itertools import product
 
 import torch
-from torch import nn
 
 from exercises.compare import SumOf
 from exercises.exercise import Case, Dice, Sent, draw
@@ -49,18 +46,15 @@ def cases(dice: Dice) -> list[Case]:
     rows = [dice.randint(4, 7) for _ in range(3)]
     rows.append(5)  # two ranks have 3 and 2, three have 2, 2 and 1
     sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
-    keys = "sharding", "ranks", "micro_batches", "units"
-    some = [Case(rows=rows, **dict(zip(keys, values, strict=True))) for values in sizes]
-    narrow = [("gradients", 2, 2, 1), ("optimizer", 2, 3, 2)]
-    narrow = [dict(zip(keys, values, strict=True)) for values in narrow]
-    some += [Case(rows=rows, **values, dtype="bfloat16") for values in narrow]
-    return [*some, Case(rows=rows, **narrow[0], queue=True)]
+    sizes += [("gradients", 2, 2, 1, "bfloat16"), ("optimizer", 2, 3, 2, "bfloat16")]
+    keys = "sharding", "ranks", "micro_batches", "units", "dtype"
+    some = [Case(rows=rows, **dict(zip(keys, values, strict=False))) for values in sizes]
+    return [*some, Case(2, rows=rows, sharding="gradients", micro_batches=2, units=1, queue=True)]
 
 
 def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
-    rows = case.rows[NAMES.index(name)]
-    gradient = draw(case, "gradient", rank, step, micro_batch, name, shape=(rows, COLUMNS))
-    return gradient.to(dtype_of(case))
+    shape = case.rows[NAMES.index(name)], COLUMNS
+    return draw(case, "gradient", rank, step, micro_batch, name, shape=shape).to(dtype_of(case))
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -69,45 +63,39 @@ def dtype_of(case: Case) -> torch.dtype:
 
 
 def build(rank, case: Case) -> list:
-    course, travelling, units = rank.course, [], []
+    course, units, kind = rank.course, [], {"bias": False, "device": "meta", "dtype": torch.float64}
     shard = course.placement.Cut("dp_cp", 0)
     placement = course.placement.Placement((), copies=(), sums=("dp_cp",), further=(shard,))
     axes, device = rank.axes(course.settings.Layout(dp=case.ranks)), torch.device("cpu")
+    args = axes, dtype_of(case), device, case.sharding, []
     for names in NAMES_OF_UNITS[case.units]:
-        modules = {}
-        for name in names:
-            rows = case.rows[NAMES.index(name)]
-            kind = {"bias": False, "device": "meta", "dtype": torch.float64}
-            modules[name] = [nn.Linear(COLUMNS, rows, **kind)]
-        table = dict.fromkeys(names, placement)
-        args = axes, dtype_of(case), device, case.sharding, travelling
-        units.append(course.units.ShardedUnit(modules, table, *args))
+        rows = {name: case.rows[NAMES.index(name)] for name in names}
+        modules = {name: [torch.nn.Linear(COLUMNS, n, **kind)] for name, n in rows.items()}
+        units.append(course.units.ShardedUnit(modules, dict.fromkeys(names, placement), *args))
     return units
 
 
 def on_rank(rank, case: Case) -> dict:
     units, results, peak = build(rank, case), {}, 0
+    weights = [(unit, name) for unit in reversed(units) for name in reversed(list(unit.weights))]
     for step in range(STEPS):
         for unit in units:
             unit.begin(case.micro_batches)
-        for micro_batch in range(case.micro_batches):
-            for unit in reversed(units):
-                for name in reversed(list(unit.weights)):
-                    weight = unit.weights[name]
-                    new = gradient_of(case, rank.number, step, micro_batch, name)
-                    if not hasattr(case, "queue"):  # which calls without autograd
-                        new = weight.grad = new if weight.grad is None else weight.grad + new
-                    rank.mark(name)
-                    unit.arrived(name, new)
-                    buffers = [one.buffer for one in units if one.buffer is not None]
-                    buffers += [buffer for one in units for _, buffer, _ in one.travelling]
-                    peak = max(peak, storage_bytes(buffers))
+        for micro_batch, (unit, name) in product(range(case.micro_batches), weights):
+            weight = unit.weights[name]
+            new = gradient_of(case, rank.number, step, micro_batch, name)
+            if not hasattr(case, "queue"):  # which calls without autograd
+                new = weight.grad = new if weight.grad is None else weight.grad + new
+            rank.mark(name)
+            unit.arrived(name, new)
+            buffers = [one.buffer for one in units if one.buffer is not None]
+            buffers += [buffer for one in units for _, buffer, _ in one.travelling]
+            peak = max(peak, storage_bytes(buffers))
         rank.mark("|")
         for unit in reversed(units):
             unit.wait()
-        for unit in units:
-            for name, master in unit.masters.items():
-                results[f"gradient of {name}, step {step}"] = master.grad.clone()
+        masters = {name: master for unit in units for name, master in unit.masters.items()}
+        results |= {f"gradient of {k}, step {step}": m.grad.clone() for k, m in masters.items()}
     left = [name for unit in units for name, w in unit.weights.items() if w.grad is not None]
     shared = all(one.travelling is units[0].travelling for one in units)
     results |= {"weights that still have a gradient": left, "units share self.travelling": shared}
@@ -117,20 +105,13 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     common = {"weights that still have a gradient": [], "units share self.travelling": True}
     results = [dict(common) for _ in range(case.ranks)]
-    for step in range(STEPS):
-        for name in NAMES:
-            sums = [  # of a rank's micro-batches
-                sum(
-                    gradient_of(case, rank, step, i, name).double()
-                    for i in range(case.micro_batches)
-                )
-                for rank in range(case.ranks)
-            ]
-            parts = [total.chunk(case.ranks) for total in sums]
-            for rank, result in enumerate(results):
-                if rank < len(parts[0]):  # of few rows the last rank may have none
-                    of_ranks = [part[rank] for part in parts]
-                    result[f"gradient of {name}, step {step}"] = SumOf(of_ranks)
+    for step, name in product(range(STEPS), NAMES):
+        parts = []  # of each rank's sum over its micro-batches
+        for rank in range(case.ranks):
+            every = [gradient_of(case, rank, step, i, name) for i in range(case.micro_batches)]
+            parts.append(torch.stack(every).double().sum(0).chunk(case.ranks))
+        for place, of_ranks in enumerate(zip(*parts, strict=True)):  # the last may have no rows
+            results[place][f"gradient of {name}, step {step}"] = SumOf(of_ranks)
     return results
 
 
@@ -168,10 +149,8 @@ def order(case: Case, rank: int, record) -> str | None:
 
 def picture(runs) -> str:
     _, records = runs[0]
-    one_step = []
-    for record in records:
-        again = record.place("mark", NAMES[-1], which=2)  # it comes first in each micro-batch
-        one_step.append(replace(record, events=record.events[:again]))
+    # Until the third time that the last matrix has a gradient: it comes first in each micro-batch.
+    one_step = [replace(r, events=r.events[: r.place("mark", NAMES[-1], 2)]) for r in records]
     about = "A step of two micro-batches. a: matrix a has a gradient; |: the last backward is done"
     about += "\n(sum0: the first buffer begins to travel; sum0): it is awaited"
     return f"{about}\n\n{timeline(one_step, {'reduce_scatter': 'sum'})}"
@@ -190,12 +169,7 @@ always_added: All gradients are added, also the first ones, to what a new buffer
 own_one_ended: The buffer's own reduction is ended in the call that begins it: backward stands still
     while the buffer travels. End those of others, before.
     self._finish_reductions() => pass
-- if self.reduces_each:
--     self.buffer = None
-+ if self.reduces_each:
-+     self._finish_reductions()
-+ if self.reduces_each:
-+     self.buffer = None
+    self.buffer = None => self.buffer = None; self._finish_reductions()
 others_ended: Reductions that travel are ended also where no buffer is freed by it: they may travel
     until backward is done.
 - if self.reduces_each:
@@ -203,13 +177,10 @@ others_ended: Reductions that travel are ended also where no buffer is freed by 
 + self._finish_reductions()
 weights_gradient: weight.grad is taken for the gradient: what comes from a queue is no weight's
     grad. Take the argument.
-- if self.buffer is None:
-+ gradient = self.weights[name].grad
-+ if self.buffer is None:
+    is_first = => gradient = self.weights[name].grad; is_first =
 own_list: self.travelling is made anew: units share that list, so that each can end the others'
     reductions. Append to it.
-- self.travelling.append((self, self.buffer, reduction))
-+ self.travelling = [*self.travelling, (self, self.buffer, reduction)]
+    self.travelling.append( => self.travelling = [*self.travelling]; self.travelling.append(
 sent_once: The buffer is summed once a step, also where each backward should: whole gradients of all
     units are alive until then.
     self.reduces_each or not => not
@@ -221,8 +192,7 @@ buffer_not_wide: The buffer has the dtype of the gradient: in bfloat16 the sum o
     self.row.new_empty( => gradient.new_empty(
 always_replaced: Each gradient replaces the one before: those of earlier micro-batches are lost.
     inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
-never_replaced: The first gradient of a step is added to what the step before has left in the
-    buffer.
+never_replaced: A step's first gradient is added to what the step before has left in the buffer.
     self.reduces_each or not self.arrivals[name] => self.reduces_each
 gradient_not_freed: weight.grad is not set to None: autograd adds the next gradient to it, and
     earlier ones count twice.
@@ -235,9 +205,7 @@ earlier_ones_not_ended: Reductions that travel are not ended before the next one
     step are alive at the same time.
     self._finish_reductions() => pass
 awaited_at_once: It waits for the reduction at once: backward stands still while the buffer travels.
-- self.travelling.append((self, self.buffer, reduction))
-+ reduction.wait()
-+ self.travelling.append((self, self.buffer, reduction))
+    self.travelling.append( => reduction.wait(); self.travelling.append(
 not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
     self.travelling.append((self, self.buffer, reduction)) => pass
 """

@@ -1,8 +1,5 @@
 """23 orthogonalise: all directions of an update get about the same length
 
-The reference decomposes the matrix and changes its singular values one by one, as numbers. FLOPs
-are counted by torch: the docstring of extensions/optimizers/muon.py has the formula.
-
 target: extensions.optimizers.muon:orthogonalise
 train: training.optimizer="muon"
 
@@ -20,8 +17,6 @@ Read: extensions/optimizers/muon.py.
 ! 15 products of matrices bring singular values from 0.002 .. 1 to 0.7 .. 1.2. In production:
   `torch.optim.Muon`.
 """
-
-import math
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -54,32 +49,21 @@ def on_rank(rank, case: Case) -> dict:
     short, long = sorted(case.shape)  # k and l
     formula = 5 * (4 * short * short * long + 2 * short**3)
     finite = direction if direction.isfinite().all() else torch.zeros_like(direction)
-    return {
-        "direction": direction,
-        "the update afterwards": given,
-        "dtype of a bfloat16 update": str(orthogonalise(update.bfloat16()).dtype),
-        "FLOPs above 5 (4 k^2 l + 2 k^3)": max(0, counter.get_total_flops() - formula),
-        "singular values": torch.linalg.svdvals(finite).tolist(),
-    }
+    results = {"direction": direction, "the update afterwards": given}
+    results["dtype of a bfloat16 update"] = str(orthogonalise(update.bfloat16()).dtype)
+    results["FLOPs above 5 (4 k^2 l + 2 k^3)"] = max(0, counter.get_total_flops() - formula)
+    return results | {"singular values": torch.linalg.svdvals(finite).tolist()}
 
 
 def expected(case: Case) -> list[dict]:
     update = update_of(case)
     u, sizes, v = torch.linalg.svd(update, full_matrices=False)
-    length, changed = max(math.hypot(*sizes), 1e-7), []
-    for s in sizes.tolist():
-        s /= length
-        for _ in range(5):
-            s = A * s + B * s**3 + C * s**5
-        changed.append(s)
-    return [
-        {
-            "direction": (u * torch.tensor(changed, dtype=torch.float64)) @ v,
-            "the update afterwards": update,
-            "dtype of a bfloat16 update": "torch.bfloat16",
-            "FLOPs above 5 (4 k^2 l + 2 k^3)": 0,
-        }
-    ]
+    sizes /= max(float(sizes.norm()), 1e-7)
+    for _ in range(5):
+        sizes = A * sizes + B * sizes**3 + C * sizes**5
+    results = {"direction": (u * sizes) @ v, "the update afterwards": update}
+    results["dtype of a bfloat16 update"] = "torch.bfloat16"
+    return [results | {"FLOPs above 5 (4 k^2 l + 2 k^3)": 0}]
 
 
 def picture(runs) -> str:
@@ -98,8 +82,7 @@ MISTAKES = """
 not_normalised: The matrix is not divided by its norm: singular values above 1 grow without bound,
     and small ones stay small.
     x = x / x.norm().clamp(min=1e-7) => pass
-zero_divided_by_zero: A matrix of zeros becomes NaN: its norm is 0. Let the divisor be at least
-    1e-7.
+zero_divided_by_zero: A matrix of zeros becomes NaN: its norm is 0. Divide by at least 1e-7.
     .clamp(min=1e-7) =>
 largest_element: It is divided by its largest element, not by its norm: singular values above 1
     remain, and grow without bound.
@@ -108,11 +91,8 @@ rows_normalised: Each row is divided by its own norm: that changes the direction
     x.norm() => x.norm(dim=1, keepdim=True)
 normalised_each_time: It is divided by its norm in every iteration, not only before the first:
     singular values near 1 cannot stay there.
-- gram = x @ x.T
-+ x = x / x.norm().clamp(min=1e-7)
-+ gram = x @ x.T
-larger_product: Of a tall matrix the larger of both products is computed: right, but with more
-    FLOPs.
+    gram = x @ x.T => x = x / x.norm().clamp(min=1e-7); gram = x @ x.T
+larger_product: Of a tall matrix the larger of both products is taken: right, but with more FLOPs.
     update.shape[0] > update.shape[1] => False
 wide_turned: Wide matrices are transposed, and tall ones are not: right, but with more FLOPs.
     > update => < update
@@ -128,8 +108,7 @@ element_by_element: gram * gram multiplies elements; s^5 needs the product of ma
 without_the_fifth_power: The term with s^5 is missing.
     torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a => gram, x, beta=a, alpha=b
 added_to_x: x + a x + ... instead of a x + ...: the polynomial replaces x, it is no correction.
-- x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-+ x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=1 + a)
+    beta=a => beta=1 + a
 """
 
 ALSO_RIGHT = """

@@ -1,20 +1,17 @@
 """24 route: the best experts of each token, and how much each counts
 
-The reference goes through tokens, groups and experts one by one. Gradients are compared, too: a
-router learns through the weights alone.
-
 target: extensions.experts.router:route
 train: model.num_local_experts=4 model.num_experts_per_tok=2
 
 From logits [..., X] return three tensors, in this order: for each token the weights of its k best
 experts [..., k], these experts [..., k], both with the best first, and every expert's share of all
-scores [..., X]. Scores are the softmax of the
-logits, or their sigmoid. A bias, if any, is added to the scores to choose, and for nothing else. If
-config.n_group > 1, experts are in so many groups, and only those of the best config.topk_group
-groups can be chosen: a group is as good as its two best experts together, with bias. Nothing is
-learned through the choice. The weights are the chosen experts' scores, with config.norm_topk_prob
-divided by their sum, then multiplied by config.routed_scaling_factor. Shares are the scores divided
-by their sum: softmax's have it already. Add TINY to sums that divide.
+scores [..., X]. Scores are the softmax of the logits, or their sigmoid. A bias, if any, is added to
+the scores to choose, and for nothing else. If config.n_group > 1, experts are in so many groups,
+and only those of the best config.topk_group groups can be chosen: a group is as good as its two
+best experts together, with bias. Nothing is learned through the choice. The weights are the chosen
+experts' scores, with config.norm_topk_prob divided by their sum, then multiplied by
+config.routed_scaling_factor. Shares are the scores divided by their sum: softmax's have it already.
+Add TINY to sums that divide.
 Read: extensions/experts/router.py.
 
 ? Scores; rank them, with bias and groups, to choose; then take the weights from the scores.
@@ -56,22 +53,14 @@ def inputs(case: Case):
     return logits, bias, draw(case, "gradient", shape=(2, case.tokens, case.k))
 
 
-def config_of(case: Case):
-    return SimpleNamespace(
-        num_local_experts=case.experts,
-        num_experts_per_tok=case.k,
-        scoring_func=case.scoring,
-        norm_topk_prob=case.norm,
-        routed_scaling_factor=case.scaling,
-        n_group=case.groups,
-        topk_group=max(1, case.groups // 2),
-    )
-
-
 def results_of(route, case: Case) -> dict:
+    sizes = {"num_local_experts": case.experts, "num_experts_per_tok": case.k}
+    sizes |= {"n_group": case.groups, "topk_group": max(1, case.groups // 2)}
+    sizes |= {"norm_topk_prob": case.norm, "routed_scaling_factor": case.scaling}
     logits, bias, d_weights = inputs(case)
     logits.requires_grad_()
-    weights, experts, shares = route(logits, config_of(case), bias)
+    config = SimpleNamespace(scoring_func=case.scoring, **sizes)
+    weights, experts, shares = route(logits, config, bias)
     results = {"experts": experts, "weights": weights.detach(), "shares": shares.detach()}
     parts = [("weights", weights, d_weights), ("shares", shares, logits.detach())]
     for name, result, gradient in parts:
@@ -92,10 +81,8 @@ def expected(case: Case) -> list[dict]:
 
 def slow_route(logits, config, bias):
     """Chooses token by token, and expert by expert."""
-    if config.scoring_func == "softmax":
-        scores = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    else:
-        scores = 1 / (1 + (-logits).exp())
+    exp = logits.exp()
+    scores = exp / (exp.sum(-1, keepdim=True) if config.scoring_func == "softmax" else 1 + exp)
     ranked = scores.detach() + (0 if bias is None else bias)
     tokens = ranked.flatten(0, 1).tolist()
     experts = torch.tensor([best_experts(token, config) for token in tokens])
@@ -119,16 +106,13 @@ def best_experts(ranked: list[float], config) -> list[int]:
 
 
 def picture(runs) -> str:
-    case, records = runs[4]
-    values = records[0].values
+    case, (record,) = runs[4]
     groups = f"{case.experts} experts in {case.groups} groups, of which {case.groups // 2} count"
     lines = [f"{groups}; the weights of chosen experts, in %"]
     for token in range(8):
-        experts = values["experts"][0, token].tolist()
-        weights = dict(zip(experts, values["weights"][0, token].tolist(), strict=True))
-        cells = [
-            f"{100 * weights[i]:4.0f}" if i in weights else "   ." for i in range(case.experts)
-        ]
+        chosen = (record.values[name][0, token].tolist() for name in ("experts", "weights"))
+        of = dict(zip(*chosen, strict=True))
+        cells = [f"{100 * of[i]:4.0f}" if i in of else "   ." for i in range(case.experts)]
         size = case.experts // case.groups
         groups = ["".join(cells[g : g + size]) for g in range(0, case.experts, size)]
         lines.append(f"token {token}  " + "  │".join(groups))
@@ -136,14 +120,11 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-bias_in_the_weights: The weights contain the bias. It only chooses: it must not change what is
-    computed.
+bias_in_the_weights: The weights contain the bias: it must only choose, not change what is computed.
     scores.gather => (scores if bias is None else scores + bias).gather
 bias_added_to_logits: The bias is added to the logits: it belongs to the scores, after softmax or
     sigmoid, and only to choose.
-- scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
-+ logits = logits if bias is None else logits + bias
-+ scores = logits.softmax(-1) if config.scoring_func == "softmax" else logits.sigmoid()
+    scores = logits => logits = logits if bias is None else logits + bias; scores = logits
     ranked = scores if bias is None else scores + bias => ranked = scores
 bias_ignored: The bias is not used to choose.
     ranked = scores if bias is None else scores + bias => ranked = scores
@@ -161,24 +142,19 @@ not_normalised: The weights are not divided by their sum where norm_topk_prob as
 always_normalised: The weights are divided by their sum, also where norm_topk_prob is off.
     if config.norm_topk_prob: => if True:
 scaled_before: The weights are scaled before they are divided by their sum, which undoes it.
-- weights, shares = scores.gather(-1, experts), scores
-+ weights, shares = scores.gather(-1, experts) * config.routed_scaling_factor, scores
+    gather(-1, experts), => gather(-1, experts) * config.routed_scaling_factor,
     weights * config.routed_scaling_factor, experts => weights, experts
 not_scaled: The weights are not multiplied by routed_scaling_factor.
     weights * config.routed_scaling_factor, experts => weights, experts
 weights_not_learned: No gradient flows through the weights: the router would never learn.
-- weights, shares = scores.gather(-1, experts), scores
-+ weights, shares = scores.detach().gather(-1, experts), scores
+    scores.gather => scores.detach().gather
 sum_not_learned: No gradient flows through the sum that divides the weights: it depends on the
     scores, too.
-- weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-+ weights = weights / (weights.sum(-1, keepdim=True).detach() + TINY)
-shares_not_normalised: The shares of sigmoid scores do not add up to 1: the balance loss needs
-    shares.
+    (weights.sum(-1, keepdim=True) => (weights.sum(-1, keepdim=True).detach()
+shares_not_normalised: The shares of sigmoid scores do not add up to 1: divide them by their sum.
     shares = scores / (scores.sum(-1, keepdim=True) + TINY) => pass
 one_expert_fewer: One expert is missing: k are chosen for each token.
-- experts = ranked.topk(config.num_experts_per_tok).indices
-+ experts = ranked.topk(config.num_experts_per_tok - 1).indices
+    config.num_experts_per_tok => config.num_experts_per_tok - 1
 tiny_left_out: TINY is not added to the sums: sigmoids of very negative logits are 0 in float32, and
     0 / 0 is NaN.
     weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)

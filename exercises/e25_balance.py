@@ -1,8 +1,5 @@
 """25 balance: experts are to be used alike, in a sequence, a batch or a step
 
-The gradient of the balance losses for each sequence. Ranks have other tokens of the same sequences
-(cp), or other sequences (dp); a step has two micro-batches.
-
 target: extensions.experts.router:Router._balance
 train: model.num_local_experts=4 model.num_experts_per_tok=2
 
@@ -39,9 +36,7 @@ import torch
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
-COEFFICIENTS = {"seq": 0.3, "batch": 0.05, "global": 0.7}
-NAMES = {"batch": "load_balancing_loss", "seq": "seq_load_balancing_loss"}
-NAMES |= {"global": "global_load_balancing_loss"}
+COEFFICIENTS = {"batch": 0.05, "seq": 0.3, "global": 0.7}  # in the order of the tally's losses
 MICRO_BATCHES = 2
 
 
@@ -63,22 +58,14 @@ def shares_of(case: Case, dp: int, cp: int, micro_batch: int):
 def on_rank(rank, case: Case) -> dict:
     course, used = rank.course, case.losses.split()
     axes = rank.axes(course.settings.Layout(dp=case.dp, cp=case.cp))
-    config = SimpleNamespace(
-        num_local_experts=case.experts, num_layers=2, num_experts_per_tok=case.k
-    )
-    on = {name: COEFFICIENTS[name] * (name in used) for name in COEFFICIENTS}
-    router = SimpleNamespace(
-        routing=SimpleNamespace(
-            moe_seq_aux_loss_coeff=on["seq"],
-            moe_aux_loss_coeff=on["batch"],
-            moe_global_aux_loss_coeff=on["global"],
-        ),
-        config=config,
-        tally=course.router.RoutingCounts(config, torch.device("cpu")),
-        layer=1,
-        sum_over_sequences=partial(course.collectives.all_reduce, axis=axes.cp_tp),
-        sum_over_batch=partial(course.collectives.all_reduce, axis=axes.dp),
-    )
+    sizes = {"num_local_experts": case.experts, "num_experts_per_tok": case.k}
+    router = SimpleNamespace(config=SimpleNamespace(num_layers=2, **sizes), layer=1)
+    names = "moe_aux_loss_coeff", "moe_seq_aux_loss_coeff", "moe_global_aux_loss_coeff"
+    values = (value * (loss in used) for loss, value in COEFFICIENTS.items())
+    router.routing = SimpleNamespace(**dict(zip(names, values, strict=True)))
+    router.tally = course.router.RoutingCounts(router.config, torch.device("cpu"))
+    router.sum_over_sequences = partial(course.collectives.all_reduce, axis=axes.cp_tp)
+    router.sum_over_batch = partial(course.collectives.all_reduce, axis=axes.dp)
     place, results = (axes.dp.rank, axes.cp.rank), {}
     for i in range(MICRO_BATCHES):
         gradient = course.router.Router._balance(router, shares_of(case, *place, i))
@@ -104,7 +91,7 @@ def expected(case: Case) -> list[dict]:
     results = []
     for rank in range(case.ranks):
         dp, cp = divmod(rank, case.cp)
-        seen, result, tally = [], {}, dict.fromkeys(NAMES, 0.0)
+        seen, result, tally = [], {}, dict.fromkeys(COEFFICIENTS, 0.0)
         for i in range(MICRO_BATCHES):
             of = {(d, b): counts_of(d, b, i) for d in range(case.dp) for b in range(case.sequences)}
             seen += of.values()
@@ -127,14 +114,10 @@ def expected(case: Case) -> list[dict]:
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    calls, size = 0, 0.0
-    if case.cp > 1:
-        calls += 1
-        size += 2 * (case.cp - 1) / case.cp * case.sequences * case.experts * 8
-    if case.dp > 1 and "global" in case.losses:
-        calls += 1
-        size += 2 * (case.dp - 1) / case.dp * case.experts * 8
-    return [{"all_reduce": Sent(MICRO_BATCHES * calls, MICRO_BATCHES * size)}] * case.ranks
+    sums = [(case.cp, case.sequences * case.experts)]  # over how many ranks, of how many numbers
+    sums += [(case.dp, case.experts)] * ("global" in case.losses)
+    sizes = [2 * (n - 1) / n * numbers * 8 for n, numbers in sums if n > 1] * MICRO_BATCHES
+    return [{"all_reduce": Sent(len(sizes), sum(sizes))}] * case.ranks
 
 
 def picture(runs) -> str:
@@ -151,8 +134,7 @@ part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a seque
     self.sum_over_sequences(counts) => counts
 step_forgotten: The global loss counts this micro-batch alone, not what the step has seen before.
     of_step += => of_step =
-of_another_layer: The counts of the step are those of layer 0, and not of self.layer: all layers
-    add to them.
+of_another_layer: The step's counts are those of layer 0, not of self.layer: all layers add to them.
     tally.counts_of_step[self.layer] => tally.counts_of_step[0]
 own_batch_only: The global loss counts this rank's sequences alone, not those of other ranks.
     of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
@@ -166,8 +148,7 @@ counts_for_parts: Counts are not divided by their sum: the loss grows with the n
     (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
 one_expert_counted: Only the best expert of a token is counted: it uses k.
     self.config.num_experts_per_tok => 1
-scores_for_counts: f is made from the scores: it is the part of the choices, which are whole
-    numbers.
+scores_for_counts: f is made from scores: it is the part of the choices, which are whole numbers.
     torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1) => shares.sum(1)
 last_loss_only: The gradients of several losses do not add up: the last one replaces the others.
     gradient += coefficient * f => gradient = coefficient * f
@@ -183,8 +164,6 @@ ALSO_RIGHT = """
 - counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
 + best = shares.argsort(-1, descending=True)[..., : self.config.num_experts_per_tok]
 + counts = F.one_hot(best, X).sum((1, 2)).to(shares.dtype)
-- tally.add(self.layer, name, (f[:, None] * shares).sum())
-- gradient += coefficient * f
-+ tally.add(self.layer, name, torch.einsum("bx,bsx->", f, shares))
-+ gradient = gradient + coefficient * f
+    (f[:, None] * shares).sum() => torch.einsum("bx,bsx->", f, shares)
+    gradient += coefficient * f => gradient = gradient + coefficient * f
 """

@@ -1,8 +1,5 @@
 """26 dispatch: tokens travel to their experts, and back
 
-The experts are given: small functions of a row. Ranks have different numbers of tokens for
-each other; some pairs of token and expert are dropped.
-
 target: extensions.experts.dispatch:AllToAllDispatch.__call__
 train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
@@ -10,8 +7,10 @@ Each pair (token, chosen expert) travels to the rank that has the expert. Get x 
 experts [n, k] of this rank's tokens, and return the weighted sums of what their experts give, and
 what meanwhile() returns.
 1. Count the rows that leave for each rank and each of its experts. Exchange the counts, so that
-   each rank has those of what arrives. If self.limit.rows_each(len(x)) is a number, every rank
-   sends so many rows to every expert, and no counts travel.
+   each rank has those of what arrives. Give self.limit.check_rows the rows that arrive for each
+   expert here, and the tokens of all ranks, as many as here on each: it refuses too many rows
+   before they travel. If self.limit.rows_each(len(x)) is a number, every rank sends so many rows
+   to every expert: no counts travel, and there is nothing to check.
 2. Sort the pairs by expert; send their rows of x and their weights. Call meanwhile() while they
    travel. With etp, each rank of etp gets a copy of what is for its experts.
 3. Rows arrive rank by rank, from each expert by expert: sort them by expert for
@@ -26,7 +25,7 @@ Read: extensions/experts/dispatch.py, extensions/experts/moe.py.
   Exchange(axis, to_each, from_each) with start and wait, repeat_chunks, add_chunks.
 ? count(...)[:-1], viewed as [ep, 1, X/ep] and expanded over etp, are the counts that leave;
   all_to_all with dims 0, 0 gives those that arrive. Sums of their rows are Exchange's lists; of
-  columns, run's sizes. From each rank come experts 0 .. X/ep - 1, each as often as counted: Pairs
+  columns, the sizes. From each rank come experts 0 .. X/ep - 1, each as often as counted: Pairs
   with k = 1 sorts them. Each tensor has its own Exchange; back, the lists are swapped.
 ! 2 r b + r w bytes forward for r rows that leave, and as much in backward. In production:
   Megatron-LM's `MoEAlltoAllTokenDispatcher`.
@@ -38,6 +37,7 @@ from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import squares
 
 E, INNER = 3, 4
+CHECKS = "what self.limit.check_rows gets"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -55,8 +55,7 @@ def inputs(case: Case, rank: int):
     n = case.tokens[rank]
     x, d_out = (draw(case, name, rank, shape=(n, E)) for name in ("x", "gradient"))
     weights = draw(case, "weights", rank, shape=(n, case.k)).exp()
-    order = draw(case, "experts", rank, shape=(n, case.experts)).argsort(-1)
-    experts = order[:, : case.k].contiguous()
+    experts = draw(case, "experts", rank, shape=(n, case.experts)).argsort(-1)[:, : case.k].clone()
     experts[0, 0] = case.experts  # dropped
     return x.requires_grad_(), weights.requires_grad_(), experts, d_out
 
@@ -72,10 +71,9 @@ def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
     routing = course.settings.Routing(**(pads if case.capacity else {}))
-    limit = course.moe.Limit(case.experts, case.k, routing)
+    limit, checks, ran = course.moe.Limit(case.experts, case.k, routing), [], []
     each, width = case.experts // case.ep, INNER // case.etp
     part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
-    ran = []
 
     def run(rows, sizes, weights):
         ran.append(sum(sizes))
@@ -84,51 +82,45 @@ def on_rank(rank, case: Case) -> dict:
         outs = [w[:, None] * expert(case, first + i, r, part) for i, (r, w) in enumerate(parts)]
         return torch.cat(outs)
 
-    def meanwhile():
-        rank.mark("shared")
-        return "shared"
+    def check_rows(sizes, num_tokens):
+        rank.mark("checked")
+        checks.append([[int(size) for size in sizes], num_tokens])
 
+    limit.check_rows = check_rows
     x, weights, experts, d_out = inputs(case, rank.number)
     dispatch = course.dispatch.AllToAllDispatch(limit, axes)
-    out, shared = dispatch(x, weights, experts, run, meanwhile)
+    out, shared = dispatch(x, weights, experts, run, lambda: rank.mark("shared") or "shared")
     rank.mark(f"{ran[0]} rows")
     if out.requires_grad and out.shape == d_out.shape:
         out.backward(d_out)
-    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weights)]
-    names = "gradient of x", "gradient of weights"
+    dx, dw = (torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weights))
     results = {"out": out.detach(), "shared": shared, "calls of run": len(ran)}
-    return results | dict(zip(names, grads, strict=True))
+    return results | {"gradient of x": dx, "gradient of weights": dw, CHECKS: checks}
 
 
 def expected(case: Case) -> list[dict]:
-    results = []
+    results, each = [], case.experts // case.ep
+    everywhere = torch.cat([inputs(case, rank)[2] for rank in range(case.ranks)]).flatten().tolist()
     for rank in range(case.ranks):
         x, weights, experts, d_out = inputs(case, rank)
-        rows = []
-        for t, chosen in enumerate(experts.tolist()):
-            row = torch.zeros_like(x[t])
-            for j, number in enumerate(chosen):
-                if number < case.experts:
-                    row = row + weights[t, j] * expert(case, number, x[t])
-            rows.append(row)
-        out = torch.stack(rows)
+        out, first = torch.zeros_like(x), rank // case.etp * each
+        for t, j in (experts < case.experts).nonzero().tolist():  # but for dropped ones
+            out[t] += weights[t, j] * expert(case, int(experts[t, j]), x[t])
         dx, dw = torch.autograd.grad(out, (x, weights), d_out)
+        sizes = [everywhere.count(number) for number in range(first, first + each)]
+        checks = {} if case.capacity else {CHECKS: [[sizes, len(x) * case.ranks]]}
         result = {"out": out.detach(), "shared": "shared", "calls of run": 1}
-        results.append(result | {"gradient of x": dx, "gradient of weights": dw})
+        results.append(result | {"gradient of x": dx, "gradient of weights": dw} | checks)
     return results
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    each, sent = case.experts // case.ep, []
-    moves = [[0] * case.ranks for _ in range(case.ranks)]  # rows from a rank to another
+    each, sent, moves = case.experts // case.ep, [], []  # of rows, from a rank to another
     for rank in range(case.ranks):
-        for number in inputs(case, rank)[2].flatten().tolist():
-            if number < case.experts and not case.capacity:
-                first = number // each * case.etp
-                for other in range(first, first + case.etp):
-                    moves[rank][other] += 1
-        if case.capacity:
-            moves[rank] = [each * case.tokens[rank]] * case.ranks  # that is its capacity
+        chosen = inputs(case, rank)[2] // each  # ranks of ep; of a dropped pair there is none
+        rows = [int((chosen == other // case.etp).sum()) for other in range(case.ranks)]
+        capacity = [each * case.tokens[rank]] * case.ranks
+        moves.append(capacity if case.capacity else rows)
     for rank in range(case.ranks):
         leave, arrive = sum(moves[rank]), sum(row[rank] for row in moves)
         leave, arrive = (rows - moves[rank][rank] for rows in (leave, arrive))
@@ -140,6 +132,9 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 
 
 def order(case: Case, rank: int, record) -> str | None:
+    checked, rows = record.place("mark", "checked"), record.place("start", "all_to_all", 1)
+    if not case.capacity and checked > rows:
+        return f"rank {rank} sends its rows before the numbers of rows are checked"
     if (times := record.count("mark", "shared")) != 1:
         return f"rank {rank} calls meanwhile() {times} times, not 1"
     now = record.place("mark", "shared")
@@ -152,8 +147,7 @@ def order(case: Case, rank: int, record) -> str | None:
 
 def picture(runs) -> str:
     case, records = runs[1]
-    each = case.experts // case.ep
-    ranks = range(case.ranks)
+    each, ranks = case.experts // case.ep, range(case.ranks)
     chosen = [inputs(case, rank)[2].flatten().tolist() for rank in ranks]
     table = squares([[sum(n // each == other for n in row) for other in ranks] for row in chosen])
     about = "pairs of token and expert, from each rank (row) to each rank (column)"
@@ -162,8 +156,7 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-counts_not_exchanged: What arrives is taken to be what leaves: other ranks send other numbers of
-    rows.
+counts_not_exchanged: What leaves is taken for what arrives: other ranks send other numbers of rows.
     all_to_all(counts, self.axis, 0, 0).view_as(counts) => counts
 sizes_of_what_leaves: The rows of each expert are counted from what leaves, not from what arrives.
     *arriving => *leaving
@@ -177,24 +170,17 @@ order_not_undone: Results are sent back in the order of experts: they must be in
 + out = run(by_expert.spread(x), sizes, by_expert.sort(weights))
 sorted_twice: On the way back the order of experts is applied once more: undo it, by its inverse.
     by_expert.collect => by_expert.spread
-weights_not_sorted: Rows are sorted by expert, and their weights are not: rows get the weights of
-    others.
+weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.
     by_expert.sort(weights) => weights
 back_as_there: On the way back the numbers of rows are those of the way there: what arrived from a
     rank must leave for it.
     from_each, to_each => to_each, from_each
-awaited_before_meanwhile: meanwhile() is called when the rows have arrived: nothing is computed
-    while they travel.
-- shared = meanwhile()
-- x, weights = there.wait(x), there_too.wait(weights)
-+ x, weights = there.wait(x), there_too.wait(weights)
-+ shared = meanwhile()
-meanwhile_first: meanwhile() is called before the rows are sent: nothing is computed while they
-    travel.
-- lengths = to_each[:: self.etp]
-+ lengths = to_each[:: self.etp]
-+ shared = meanwhile()
-    shared = meanwhile()  # computed while the rows travel => pass
+awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it hides nothing.
+    shared = meanwhile() => pass
+    there_too.wait(weights) => there_too.wait(weights); shared = meanwhile()
+meanwhile_first: meanwhile() is called before the rows are sent: it hides nothing.
+    shared = meanwhile() => pass
+    lengths = to_each => shared = meanwhile(); lengths = to_each
 copies_one_after_the_other: All rows are repeated as a whole, a b a b: each rank's copy must lie
     beside the other, a a b b.
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
@@ -203,6 +189,12 @@ padded_for_ep: With padding the rows are those of ep ranks: with etp more ranks 
 padded_counts_exchanged: Counts are exchanged, and rows not padded, also where every expert gets as
     many rows: the host waits for numbers that it could know.
     self.limit.rows_each(len(x)) => None
+rows_not_checked: Arriving rows are not given to self.limit.check_rows: where there are far too
+    many, the GPU runs out of memory, and no message says why.
+    self.limit.check_rows(sizes, len(x) * self.axis.size) => pass
+own_tokens_checked: Arriving rows are compared with the tokens of this rank alone: they come from
+    the tokens of all ranks.
+    len(x) * self.axis.size) => len(x))
 """
 
 ALSO_RIGHT = """

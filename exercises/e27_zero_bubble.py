@@ -1,7 +1,5 @@
 """27 zero bubble: weight gradients fill the gaps
 
-Plans are played on paper by extensions/schedules/simulator.py, with F, B and W of equal length.
-
 target: extensions.schedules.zero_bubble:zb_h1
 train: distributed.pp_size=2 distributed.tp_size=1 distributed.pp_engine="zb_h1"
 
@@ -43,11 +41,8 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def in_order(plan: list[str]) -> bool:
-    return all([n for n in plan if n[0] == k] == sorted_actions(plan, k) for k in "FBW")
-
-
-def sorted_actions(plan: list[str], kind: str) -> list[str]:
-    return sorted((n for n in plan if n[0] == kind), key=lambda name: int(name[1:]))
+    numbers = [[int(name[1:]) for name in plan if name[0] == kind] for kind in "FBW"]
+    return all(found == sorted(found) for found in numbers)
 
 
 def expected(case: Case) -> list[dict]:

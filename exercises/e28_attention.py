@@ -1,8 +1,5 @@
 """28 attention: heads are read off the tensors
 
-A layer's attention, also of a tensor-parallel rank, which has only some of the heads. The
-submodule that attends is given, and notes which shapes it gets.
-
 target: model:SelfAttention.forward
 
 Write attention around its core. x is [B, S, E]; self.project(x) gives q [B, S, Q D], k and v [B, S,
@@ -31,6 +28,7 @@ from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 B = 2
+NAMES = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -43,10 +41,9 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def inputs(case: Case) -> dict:
-    E, D = case.config_heads * case.head_dim, case.head_dim
-    shapes = {"q_proj": (case.query * D, E), "k_proj": (case.key * D, E)}
-    shapes |= {"v_proj": (case.key * D, E), "o_proj": (E, case.query * D)}
-    tensors = {name: draw(case, name, shape=shape) / 4 for name, shape in shapes.items()}
+    E, q, k = (heads * case.head_dim for heads in (case.config_heads, case.query, case.key))
+    shapes = zip(NAMES, ((q, E), (k, E), (k, E), (E, q)), strict=True)
+    tensors = {name: draw(case, name, shape=shape) / 4 for name, shape in shapes}
     return tensors | {"x": draw(case, "x", shape=(B, case.length, E))}
 
 
@@ -62,12 +59,12 @@ def on_rank(rank, case: Case) -> dict:
     E, heads = case.config_heads * case.head_dim, case.config_heads
     config = course.model_config.ModelConfig(7, E, 8, 1, heads, min(heads, case.key))
     module = course.model.SelfAttention(config)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):  # as tensor parallelism narrows them
+    for name in NAMES:  # as tensor parallelism narrows them
         getattr(module, name).weight = torch.nn.Parameter(tensors[name])
-    softmax, seen = course.attention.SoftmaxAttention(), {}
+    softmax, seen = course.attention.SoftmaxAttention(), []
 
     def core(q, k, v):
-        seen.update({name: list(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)})
+        seen[:] = [list(x.shape) for x in (q, k, v)]
         return softmax(q, k, v)
 
     module._modules.pop("core_attention")
@@ -81,14 +78,12 @@ def on_rank(rank, case: Case) -> dict:
     out = module(x, rotary)
     out.square().sum().backward()
     gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
-    shapes = {"shapes that core_attention gets": [seen.get(name) for name in "qkv"]}
-    return {"out": out.detach()} | shapes | gradients
+    return {"out": out.detach(), "shapes that core_attention gets": seen} | gradients
 
 
 def expected(case: Case) -> list[dict]:
     tensors, D, S = inputs(case), case.head_dim, case.length
-    names = "q_proj", "k_proj", "v_proj", "o_proj"
-    q_proj, k_proj, v_proj, o_proj = (tensors[name].requires_grad_() for name in names)
+    q_proj, k_proj, v_proj, o_proj = weights = [tensors[name].requires_grad_() for name in NAMES]
     turn = torch.polar(torch.ones_like(angles(case)), angles(case))  # a pair as a complex number
 
     def turned(x):
@@ -104,10 +99,10 @@ def expected(case: Case) -> list[dict]:
         p = (q @ k.mT / D**0.5).masked_fill(future, -torch.inf).softmax(-1)
         out = out + p @ v @ o_proj[:, rows].T
     out.square().sum().backward()
-    weights = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "o_proj": o_proj}
     shapes = [[B, heads, S, D] for heads in (case.query, case.key, case.key)]
     results = {"out": out.detach(), "shapes that core_attention gets": shapes}
-    return [results | {f"gradient of {n}.weight": w.grad for n, w in weights.items()}]
+    gradients = zip(NAMES, (weight.grad for weight in weights), strict=True)
+    return [results | {f"gradient of {name}.weight": gradient for name, gradient in gradients}]
 
 
 def picture(runs) -> str:
@@ -120,16 +115,13 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-values_rotated: Values are rotated, too. Positions belong in the scores, so only in queries and
-    keys.
+values_rotated: Values are rotated, too. Positions belong in scores, so only in queries and keys.
     v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), cos, sin)
 keys_not_rotated: Keys are not rotated: scores depend on the query's position, not on the distance.
     k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
 nothing_rotated: Neither queries nor keys are rotated: attention does not know positions.
-- q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
-- k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
-+ q = q.view(B, S, -1, self.head_dim)
-+ k = k.view(B, S, -1, self.head_dim)
+    q = rotate(q.view(B, S, -1, self.head_dim), cos, sin) => q = q.view(B, S, -1, self.head_dim)
+    k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
 rotated_after_transpose: Queries and keys are rotated after the transpose: the rotation takes heads
     for positions.
 - q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
@@ -141,15 +133,13 @@ viewed_without_transpose: Heads and positions are mixed: view(B, heads, S, D) ta
 - out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extra)
 + q, k, v = (x.reshape(B, -1, S, self.head_dim) for x in (q, k, v))
 + out = self.core_attention(q, k, v, *extra)
-not_transposed_back: The result is reshaped without being transposed back: heads and positions are
-    mixed.
+not_transposed_back: The result is reshaped, but not transposed back: heads and positions are mixed.
     transpose(1, 2). =>
 keys_repeated: Keys and values are repeated for the query heads. The result is right, but a ring of
     ranks would send Q/K times the bytes.
 - v = v.view(B, S, -1, self.head_dim)
 + v = v.view(B, S, -1, self.head_dim)
-+ each = q.shape[2] // k.shape[2]
-+ k, v = k.repeat_interleave(each, 2), v.repeat_interleave(each, 2)
++ k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
 heads_of_the_config: The number of heads is that of a whole layer: a tensor-parallel rank has fewer.
     Let view find it, by -1.
     q.view(B, S, -1, self.head_dim) => q.view(B, S, x.shape[-1] // self.head_dim, self.head_dim)

@@ -1,8 +1,5 @@
 """29 part: which slice of a whole a rank reads
 
-Loading, saving and initial weights ask the same question: which rows and columns of a whole matrix
-are this rank's? The reference cuts a real tensor, one cut after the other.
-
 target: placement:part
 
 Return which part of a tensor is a rank's, as one slice(start, stop) a dim, both of them numbers. A
@@ -23,30 +20,25 @@ Read: placement.py (`Cut` and the examples at the top), checkpoint.py.
   `torch.distributed.tensor.Shard`, by which a checkpoint is loaded in any layout.
 """
 
-from itertools import product
+from itertools import product, zip_longest
 
 import torch
 
 from exercises.exercise import Case, Dice
 
-CUTS = {  # axis, dim, owner
-    "whole": (),
-    "rows over tp": (("tp", 0, None),),
-    "columns over tp": (("tp", 1, None),),
-    "rows over tp, then over dp": (("tp", 0, None), ("dp", 0, None)),
-    "columns over tp, then rows over dp": (("tp", 1, None), ("dp", 0, None)),
-    "owned by dp rank 1": (("dp", 0, 1),),
-    "owned by dp rank 0, then columns over tp": (("dp", 0, 0), ("tp", 1, None)),
-    "rows over tp, then owned by dp rank 1": (("tp", 0, None), ("dp", 0, 1)),
-}
+ROWS, COLUMNS, DP_ROWS = ("tp", 0, None), ("tp", 1, None), ("dp", 0, None)  # axis, dim, owner
+CUTS = {"whole": (), "rows over tp": (ROWS,), "columns over tp": (COLUMNS,)}
+CUTS |= {"rows over tp, then over dp": (ROWS, DP_ROWS)}
+CUTS |= {"columns over tp, then rows over dp": (COLUMNS, DP_ROWS)}
+CUTS |= {"owned by dp rank 1": (("dp", 0, 1),)}
+CUTS |= {"owned by dp rank 0, then columns over tp": (("dp", 0, 0), COLUMNS)}
+CUTS |= {"rows over tp, then owned by dp rank 1": (ROWS, ("dp", 0, 1))}
 
 
 def cases(dice: Dice) -> list[Case]:
-    shapes = [(8, 8), (10, 7), (dice.randint(11, 14), dice.randint(8, 10)), (5, 3), (2, 9)]
-    sizes = [(2, 2), (4, 2), (3, 4), (4, 3), (3, 2)]
-    return [
-        Case(1, shape=shape, tp=tp, dp=dp) for shape, (tp, dp) in zip(shapes, sizes, strict=True)
-    ]
+    sizes = [(8, 8, 2, 2), (10, 7, 4, 2), (dice.randint(11, 14), dice.randint(8, 10), 3, 4)]
+    sizes += [(5, 3, 4, 3), (2, 9, 3, 2)]
+    return [Case(1, shape=(a, b), tp=tp, dp=dp) for a, b, tp, dp in sizes]
 
 
 def places(case: Case) -> list[dict[str, int]]:
@@ -55,13 +47,11 @@ def places(case: Case) -> list[dict[str, int]]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    placement, results = rank.course.placement, {}
-    for name, cuts in CUTS.items():
-        cuts, slices = [placement.Cut(*cut) for cut in cuts], []
-        for place in places(case):
-            found = placement.part(case.shape, cuts, place, {"tp": case.tp, "dp": case.dp})
-            slices.append(" ".join(shown(one.start, one.stop) for one in found))
-        results[name] = slices
+    placement, results = rank.course.placement, {name: [] for name in CUTS}
+    for (name, cuts), place in product(CUTS.items(), places(case)):
+        cuts = [placement.Cut(*cut) for cut in cuts]
+        found = placement.part(case.shape, cuts, place, {"tp": case.tp, "dp": case.dp})
+        results[name].append(" ".join(shown(one.start, one.stop) for one in found))
     return results
 
 
@@ -73,42 +63,29 @@ def shown(start: int, stop: int) -> str:
 
 
 def expected(case: Case) -> list[dict]:
-    rows, columns = (torch.arange(n) for n in case.shape)
-    results = {}
-    for name, cuts in CUTS.items():
-        slices = []
-        for place in places(case):
-            left = [rows, columns]
-            for axis, dim, owner in cuts:
-                whole = left[dim]
-                if owner is None:
-                    chunks = whole.chunk({"tp": case.tp, "dp": case.dp}[axis])
-                    has_one = place[axis] < len(chunks) and len(whole)
-                    left[dim] = chunks[place[axis]] if has_one else whole[:0]
-                else:
-                    left[dim] = whole if place[axis] == owner else whole[:0]
-            slices.append(
-                " ".join(shown(int(x[0]), int(x[-1]) + 1) if len(x) else "nothing" for x in left)
-            )
-        results[name] = slices
+    results = {name: [] for name in CUTS}
+    for (name, cuts), place in product(CUTS.items(), places(case)):
+        left = [torch.arange(n) for n in case.shape]
+        for axis, dim, owner in cuts:
+            chunks = left[dim].chunk(getattr(case, axis)) if owner is None else [left[dim]]
+            index = place[axis] - (owner or 0)
+            left[dim] = chunks[index] if 0 <= index < len(chunks) else left[dim][:0]
+        texts = (shown(int(x[0]), int(x[-1]) + 1) if len(x) else "nothing" for x in left)
+        results[name].append(" ".join(texts))
     return [results]
 
 
 def picture(runs) -> str:
     case, records = runs[1]
     name = "columns over tp, then rows over dp"
-    grid = [["?"] * case.shape[1] for _ in range(case.shape[0])]
-    legend = []
+    grid, legend = [["?"] * case.shape[1] for _ in range(case.shape[0])], []
     for letter, place, text in zip("ABCDEFGH", places(case), records[0].values[name], strict=True):
         legend.append(f"{letter}: tp {place['tp']} dp {place['dp']}  [{text.replace(' ', ', ')}]")
         if "nothing" not in text:
             (a, b), (c, d) = (map(int, one.split(":")) for one in text.split())
             for row, column in product(range(a, b), range(c, d)):
                 grid[row][column] = letter
-    lines = [" ".join(row) for row in grid]
-    lines += [""] * max(0, len(legend) - len(lines))
-    legend += [""] * (len(lines) - len(legend))
-    pairs = zip(lines, legend, strict=True)
+    pairs = zip_longest(map(" ".join, grid), legend, fillvalue="")
     shape = f"{case.shape[0]} x {case.shape[1]}"
     return f"A matrix {shape}, {name}\n" + "\n".join(f"{a}    {b}".rstrip() for a, b in pairs)
 
@@ -116,11 +93,9 @@ def picture(runs) -> str:
 MISTAKES = """
 rounded_down: The length of a piece is rounded down: the last rows belong to no rank.
     each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
-to_the_nearest: The length of a piece is rounded to the nearest: rows are left where it is rounded
-    down.
+to_the_nearest: A piece's length is rounded to the nearest: rows are left where it is rounded down.
     -(-(stop - start) // size[cut.axis]) => round((stop - start) / size[cut.axis])
-last_gets_the_rest: Lengths are rounded down, and the last rank gets the rest: torch.chunk rounds
-    up.
+last_gets_the_rest: Lengths are rounded down; the last rank gets the rest. torch.chunk rounds up.
     each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
     min(first + each, stop) => stop if rank[cut.axis] == size[cut.axis] - 1 else first + each
 as_even_as_possible: Pieces differ by one row at most: 10 rows are 3, 3, 2, 2, where torch.chunk
@@ -147,9 +122,7 @@ owner_0_ignored: `if cut.owner` is false for rank 0, too: its matrix is cut amon
 all_are_owners: Every rank has all of a matrix with an owner: the others must have nothing.
     stop if rank[cut.axis] == cut.owner else start => stop
 first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by columns.
-- for cut in cuts:
-+ for cut in cuts:
-+     cut = cut._replace(dim=0)
+    for cut in cuts: => for cut in (cut._replace(dim=0) for cut in cuts):
 """
 
 ALSO_RIGHT = """

@@ -1,8 +1,5 @@
 """30 resume: all that a step changes, and nothing else
 
-A run is saved after some steps, and another one, which has made no step, is loaded with it. Both
-continue, and must train alike to the last digit.
-
 target: checkpoint:training_tensors
 train: checkpoint.load_path="latest"
 
@@ -31,12 +28,11 @@ from exercises.pictures import bars
 
 SHAPES = {"lm_head.weight": (3, 4), "norm.weight": (4,)}
 BUFFER = "mlp.gate.e_score_correction_bias"
-OPTIMIZERS = "adamw", "momentum", "sgd"  # the second stands for Muon
 
 
 def cases(dice: Dice) -> list[Case]:
-    steps = dice.randint(2, 4)
-    return [Case(1, optimizer=name, steps=n) for name in OPTIMIZERS for n in (0, steps)]
+    steps, names = dice.randint(2, 4), ("adamw", "momentum", "sgd")  # the second stands for Muon
+    return [Case(1, optimizer=name, steps=n) for name in names for n in (0, steps)]
 
 
 class Training:
@@ -48,9 +44,12 @@ class Training:
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         self.buffers = {BUFFER: draw(case, start, BUFFER, shape=(5,))}
         kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
-        more = {"momentum": 0.9} if case.optimizer == "momentum" else {}
         groups = [{"params": [parameter]} for parameter in self.parameters.values()]
-        self.optimizer = kind(groups, lr=0.1, **more)
+        self.optimizer = kind(groups, lr=0.1)
+        if case.optimizer == "momentum":  # as Muon's, it is there from the beginning
+            for group in self.optimizer.param_groups:
+                group["momentum"], (parameter,) = 0.9, group["params"]
+                self.optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 0
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -67,19 +66,11 @@ class Training:
 def on_rank(rank, case: Case) -> dict:
     checkpoint = rank.course.checkpoint
     run, other = Training(case, "a run"), Training(case, "another")
-
-    def tensors_of(one: Training) -> dict:
-        return checkpoint.training_tensors(one.parameters, one.buffers, one.optimizer)
-
     run.train(0, case.steps)
-    if case.optimizer == "momentum":  # as Muon's, it is there from the beginning
-        for one in (run, other):
-            for parameter in one.parameters.values():
-                kept = one.optimizer.state[parameter]
-                kept.setdefault("momentum_buffer", parameter.detach() * 0)
-    saved = {name: tensor.detach().clone() for name, tensor in tensors_of(run).items()}
-    targets = tensors_of(other)
-    for name in saved.keys() & targets.keys():
+    parts = ((one.parameters, one.buffers, one.optimizer) for one in (run, other))
+    tensors, targets = (checkpoint.training_tensors(*three) for three in parts)
+    saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for name in sorted(saved.keys() & targets.keys()):
         targets[name].copy_(saved[name])
     checkpoint.set_optimizer_steps(other.optimizer, case.steps)
     other.train(case.steps, case.steps + 2)
@@ -104,11 +95,7 @@ def devices(checkpoint) -> dict[str, dict]:
 
 def expected(case: Case) -> list[dict]:
     run = Training(case, "a run")
-    run.train(0, case.steps)
-    if case.optimizer == "momentum" and not case.steps:
-        for parameter in run.parameters.values():
-            run.optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 0
-    run.train(case.steps, case.steps + 2)  # without a break
+    run.train(0, case.steps + 2)  # without a break
     kept = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
     states = [f"optimizer.{key}.{name}" for key in kept[case.optimizer] for name in SHAPES]
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta")
@@ -123,8 +110,7 @@ def picture(runs) -> str:
 
 
 MISTAKES = """
-optimizer_forgotten: What the optimizer keeps is not saved: after resuming, its averages begin again
-    at zero.
+optimizer_forgotten: What the optimizer keeps is not saved: its averages begin again at zero.
     tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()} => pass
 no_state_before_the_first_step: A new AdamW has no moments: there is nothing that a checkpoint could
     be loaded into.
@@ -141,14 +127,12 @@ buffers_forgotten: Buffers are missing: a router's bias changes in each step, to
 one_moment: exp_avg_sq is missing: AdamW keeps two moments.
     moments = "exp_avg", "exp_avg_sq" => moments = ("exp_avg",)
     if key != "step" => if key not in ("step", "exp_avg_sq")
-moments_share_memory: Both moments of a new AdamW are one tensor: what is loaded into one is in
-    both.
+moments_share_memory: Both moments of a new AdamW are one tensor: loading one changes both.
 - state.update((moment, torch.zeros_like(parameter)) for moment in moments)
 + state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))
 first_group_only: Only the first group of parameters gets a state: an optimizer may have several.
     for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
-always_reset: The state is made anew where there is one, too: the run that is saved forgets its
-    averages.
+always_reset: The state is made anew where there is one, too: the run forgets its averages.
     if not state: => if True:
 step_on_cpu: The step is on the CPU where the group is fused, too: fused AdamW needs it on the
     parameter's device.
@@ -157,11 +141,8 @@ step_on_device: The step is on the parameter's device where the group is not fus
     there would wait for a GPU in each step.
     device = parameter.device if group["fused"] else "cpu" => device = parameter.device
 moments_on_cpu: The moments are on the CPU, and not on the device of their parameter.
-- state.update((moment, torch.zeros_like(parameter)) for moment in moments)
-+ zeros = {moment: torch.zeros(parameter.shape, dtype=parameter.dtype) for moment in moments}
-+ state.update(zeros)
-state_without_step: The new state has no "step": AdamW believes that its state is complete, and
-    fails.
+    torch.zeros_like(parameter) => torch.zeros(parameter.shape, dtype=parameter.dtype)
+state_without_step: The new state has no "step": AdamW takes its state for complete, and fails.
     state["step"] = torch.zeros((), device=device) => pass
 names_without_prefix: The optimizer's tensors are not named "optimizer.KEY.NAME".
     f"optimizer.{key}.{name}" => f"{key}.{name}"

@@ -1,9 +1,5 @@
 """31 later: a weight gradient is computed when there is time for it
 
-Two linears put (layer, x, dy) into a queue in each backward. How long it waits is chosen
-beforehand: with hold, until a message travels; with split, until the pipeline's W. W runs
-micro-batches in another order.
-
 target: extensions.overlap.linear:WeightGradients
 train: distributed.tp_size=2
 
@@ -43,18 +39,15 @@ def inputs(case: Case, i: int):
     return [draw(case, name, i, shape=(case.rows, case.width)) for name in ("x", "dy")]
 
 
-def weight(case: Case, name: str):
-    return draw(case, name, shape=(case.width, case.width))
-
-
 def on_rank(rank, case: Case) -> dict:
     linear = rank.course.linear
-    layers = {name: linear.Linear(torch.nn.Parameter(weight(case, name))) for name in "ab"}
+    weights = [draw(case, name, shape=(case.width, case.width)) for name in "ab"]
+    layers = [linear.Linear(torch.nn.Parameter(weight)) for weight in weights]
     queue, taken, dxs = linear.WeightGradients(), [], []
     queue.hold, queue.split = case.hold, case.split
-    for name, layer in layers.items():
+    for name, layer in zip("ab", layers, strict=True):
         layer.gradient_arrived = lambda name=name: rank.mark(f"d{name}")
-    model = torch.nn.Sequential(layers["a"], torch.nn.Tanh(), layers["b"])
+    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
     linear.apply_queue(model, queue)
     for i in range(BATCHES):
         x, dy = inputs(case, i)
@@ -69,13 +62,13 @@ def on_rank(rank, case: Case) -> dict:
     for i in reversed(range(len(taken))):
         rank.mark(f"W{i}")
         taken[i].run()
-    gradients = [layer.weight.grad for layer in layers.values()]
+    gradients = [layer.weight.grad for layer in layers]
     graph = any(g is not None and g.requires_grad for g in gradients)
     return {"gradients": gradients, "dx": dxs, "gradients have a graph": graph}
 
 
 def expected(case: Case) -> list[dict]:
-    a, b = (weight(case, name).requires_grad_() for name in "ab")
+    a, b = (draw(case, name, shape=(case.width, case.width)).requires_grad_() for name in "ab")
     dxs = []
     for i in range(BATCHES):
         x, dy = inputs(case, i)
@@ -121,26 +114,20 @@ one_is_not_enough: They wait only where hold and split are both set: one of them
 run_in_split: run_during_message runs the queue also with split: nothing is left for W.
     if not self.split: => if True:
 never_run: run_during_message does not run the queue: with hold, no weight gradient is computed.
-- if not self.split:
--     self.run()
-+ pass
+    if not self.split: => if False:
 detached_and_kept: detach leaves in the queue what it returns: the next micro-batch detaches it
     again, and it counts twice.
 - self.clear()
 detached_itself: detach returns the queue itself: the first W computes all micro-batches, and the
     others nothing.
-- taken = WeightGradients(self)
-- self.clear()
-+ taken = self
-cleared_what_was_detached: detach clears the very list that it returns: nothing is left to compute
-    in W.
+    taken = WeightGradients(self) => taken = self
+    self.clear() => pass
+cleared_what_was_detached: detach clears the very list that it returns: nothing is left for W.
     WeightGradients(self) => self
 not_removed: run leaves what it has computed in the queue: the next run computes it again.
-- while self:
--     linear, x, dy = self.pop(0)
-+ for linear, x, dy in list(self):
-with_a_graph: Gradients have a graph where run is called outside a backward: it keeps activations
-    alive.
+    while self: => for linear, x, dy in list(self):
+    linear, x, dy = self.pop(0) => pass
+with_a_graph: Outside of backward, run gives gradients a graph, which keeps activations alive.
     @torch.no_grad() =>
 """
 

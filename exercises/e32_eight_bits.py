@@ -1,8 +1,5 @@
 """32 eight bits: round once, with a scale that all ranks share
 
-Tensors of any range, also zeros and infinite ones, or of which two ranks have a part each. The
-reference compares each number with all 256 that the format has.
-
 target: extensions.precision.float8:quantise
 train: model.dtype="bfloat16" model.fp8=true
 
@@ -23,6 +20,8 @@ Read: extensions/precision/float8.py.
 ! 1 byte a number, and E4M3 changes each by up to 6%, E5M2 by up to 12%, unless it is far below the
   largest one. In production: `torchao.float8`.
 """
+
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -60,26 +59,17 @@ def part(case: Case, rank: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    course, axis = rank.course, rank.axis("tp")
-
-    def maximum(amax):
-        return course.collectives.all_reduce(amax, axis, op=dist.ReduceOp.MAX)
-
     x, kind = part(case, rank.number), getattr(torch, case.kind)
-    shared = {"maximum": maximum} if case.ranks > 1 else {}
-    result = course.float8.quantise(x, kind, **shared)
-    numbers = result.numbers.double()
-    wide = x.double()
+    all_reduce = partial(rank.course.collectives.all_reduce, axis=rank.axis("tp"))
+    shared = {"maximum": partial(all_reduce, op=dist.ReduceOp.MAX)} if case.ranks > 1 else {}
+    result = rank.course.float8.quantise(x, kind, **shared)
+    numbers, wide = result.numbers.double(), x.double()
     errors = ((numbers * result.inverse.double() - wide).abs() / wide.abs()).mean(1)
-    return {
-        "numbers": numbers,
-        "inverse": result.inverse,
-        "the product with 1": result.widened(torch.float64),
-        "bytes and inverse are": f"{result.bytes.dtype}, {result.inverse.dtype}",
-        "bytes are contiguous": result.bytes.is_contiguous(),
-        "kind": str(result.kind),
-        "relative error of each row": errors,
-    }
+    results = {"numbers": numbers, "inverse": result.inverse, "kind": str(result.kind)}
+    results["the product with 1"] = result.widened(torch.float64)
+    results["bytes and inverse are"] = f"{result.bytes.dtype}, {result.inverse.dtype}"
+    results["bytes are contiguous"] = result.bytes.is_contiguous()
+    return results | {"relative error of each row": errors}
 
 
 def expected(case: Case) -> list[dict]:
@@ -87,30 +77,24 @@ def expected(case: Case) -> list[dict]:
     table = torch.arange(256, dtype=torch.uint8).view(kind).double()  # all numbers of the format
     parts = [part(case, rank).double() for rank in range(case.ranks)]
     amax = max(float(x.abs().max()) for x in parts)
-    exponent = 108  # of the scale of zeros: 448 is between 2^8 and 2^9, SMALLEST_AMAX is 2^-100
-    while amax * 2.0**exponent > LARGEST[case.kind]:
-        exponent -= 1
-        if exponent < -200:
-            break
-    scale = 2.0**exponent if exponent >= -200 else 0.0
+    # That of zeros is 2^108: 448 is between 2^8 and 2^9, SMALLEST_AMAX is 2^-100.
+    scales = (2.0**exponent for exponent in range(108, -200, -1))
+    scale = next((x for x in scales if amax * x <= LARGEST[case.kind]), 0.0)
     results = []
     for x in parts:
         distance = (x[..., None] * scale - table).abs().nan_to_num(nan=float("inf"))
-        # Of two that are as near, the one whose last bit is 0.
-        odd = torch.arange(256) % 2 * 1e-300
+        odd = torch.arange(256) % 2 * 1e-300  # of two that are as near, it takes the even one
         numbers = table[(distance + odd).argmin(-1)]
         numbers = torch.where((x * scale).isnan(), float("nan"), numbers)
         inverse = torch.tensor(1 / scale if scale else float("inf"))
         result = {"numbers": numbers, "inverse": inverse, "kind": str(kind)}
         result["the product with 1"] = numbers * inverse.double()
-        result |= {"bytes and inverse are": "torch.uint8, torch.float32"}
+        result["bytes and inverse are"] = "torch.uint8, torch.float32"
         results.append(result | {"bytes are contiguous": True})
     return results
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    if case.ranks == 1:
-        return [{}]
     return [{"all_reduce": Sent(1, 2 * (case.ranks - 1) / case.ranks * 4)}] * case.ranks
 
 
@@ -127,23 +111,18 @@ def own_factors(case: Case) -> dict[str, float]:
 
 
 MISTAKES = """
-any_scale: The scale is no power of two: numbers are rounded when they are multiplied, and again in
-    8 bits.
+any_scale: The scale is no power of two: numbers are rounded when multiplied, and again in 8 bits.
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio
 power_above: The power of two is the next one above: the largest numbers exceed the format.
-- scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
-+ scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) * 2
+    0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32) * 2
 by_log2: The exponent is computed with log2, which rounds up just below a power of two: there the
     scale is twice as large.
-- scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
-+ scale = torch.where(ratio > 0, torch.exp2(torch.floor(torch.log2(ratio))), ratio)
+    (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => torch.exp2(ratio.log2().floor())
 own_maximum: Each rank scales by its own largest number: parts of one tensor need one scale.
     maximum(largest(x)) => largest(x)
-one_format: Every format is scaled to 448: that is the largest number of E4M3, and E5M2 goes to
-    57344.
+one_format: Every format is scaled to 448, the largest number of E4M3: E5M2 goes to 57344.
     torch.finfo(kind).max => 448.0
-no_sign: The largest number is taken, not the largest absolute value: negative ones exceed the
-    format.
+no_sign: The largest number is taken, not the largest absolute one: negative ones are too large.
     maximum(largest(x)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
 zeros_divided: amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.
     .clamp(min=SMALLEST_AMAX) =>

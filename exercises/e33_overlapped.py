@@ -1,9 +1,5 @@
 """33 overlapped: rows are sent while the next ones are multiplied
 
-The end of a sublayer with sequence parallelism: products of several inputs, added up over the
-ranks, of which each rank keeps its rows. The products are given, and are noted. In one case the
-contributions of ranks 0 and 1 are large and cancel: then another order gives another sum.
-
 target: extensions.overlap.ring:RingBoundary.multiply_scatter
 train: distributed.tp_size=2 distributed.sequence_parallel=true distributed.tp_overlap=true
 
@@ -44,7 +40,7 @@ def parts(case: Case, rank: int):
     dtype, shape = getattr(torch, case.dtype), (B, case.ranks * LENGTH, E)
     xs = [draw(case, "x", rank, i, shape=shape).to(dtype) for i in range(case.inputs)]
     weights = [draw(case, "w", rank, i, shape=(E,)).to(dtype) for i in range(case.inputs)]
-    if hasattr(case, "cancels") and rank < 2:
+    if hasattr(case, "cancels") and rank < 2:  # so that another order gives another sum
         xs = [torch.full_like(x, (1, -1)[rank] * 2.0**60) for x in xs]
         weights = [torch.ones_like(weight) for weight in weights]
     return xs, weights
@@ -54,18 +50,13 @@ def on_rank(rank, case: Case) -> dict:
     course, rows = rank.course, []
     xs, weights = parts(case, rank.number)
 
-    def product(i: int):  # small enough to be the same for some rows as for all
-        def multiply(x):
-            if i == 0:
-                rank.mark("multiply")
-                rows.append(x.shape[1])
-            return x * weights[i]
+    def multiply(x):  # so small a product is the same for some rows as for all
+        rank.mark("multiply")
+        rows.append(x.shape[1])
+        return x * weights[0]
 
-        return multiply
-
-    queue = course.linear.WeightGradients()
-    boundary = course.ring.RingBoundary(rank.axis("tp"), queue)
-    products = [product(i) for i in range(case.inputs)]
+    boundary = course.ring.RingBoundary(rank.axis("tp"), course.linear.WeightGradients())
+    products = [multiply, *(lambda x, w=w: x * w for w in weights[1:])]
     y = boundary.multiply_scatter(xs, products, lambda: rank.mark("meanwhile"))
     return {"y": y, "dtype": str(y.dtype), "rows of each product": rows}
 
@@ -74,21 +65,16 @@ def expected(case: Case) -> list[dict]:
     wholes, dtype = [], getattr(torch, case.dtype)
     for rank in range(case.ranks):
         xs, weights = parts(case, rank)
-        whole = xs[0] * weights[0]
-        for x, weight in zip(xs[1:], weights[1:], strict=True):
-            whole = whole + x * weight  # each sum rounded to the dtype, as a linear's result is
+        whole = sum(map(torch.mul, xs, weights))  # rounded to the dtype, as a linear's result is
         wholes.append(whole.to(torch.promote_types(dtype, torch.float32)))
-    total = wholes[0]
-    for whole in wholes[1:]:
-        total = total + whole
     results = {"dtype": str(dtype), "rows of each product": [LENGTH] * case.ranks}
     places = [slice(r * LENGTH, (r + 1) * LENGTH) for r in range(case.ranks)]
-    return [{"y": total[:, place].to(dtype)} | results for place in places]
+    return [{"y": sum(wholes)[:, place].to(dtype)} | results for place in places]
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     others, size = case.ranks - 1, B * LENGTH * E * (8 if case.dtype == "float64" else 2)
-    return [{"send as shift": Sent(others, others * size)} if others else {}] * case.ranks
+    return [{"send as shift": Sent(others, others * size)}] * case.ranks
 
 
 def order(case: Case, rank: int, record) -> str | None:
@@ -115,11 +101,10 @@ def order(case: Case, rank: int, record) -> str | None:
 
 
 def picture(runs) -> str:
-    records = runs[2][1]
     names = {"send": "s", "receive": "r", "multiply": "xW"}
     about = "xW: one rank's rows are multiplied; (s0: they begin to travel; s0): that is awaited;"
     about += " r: what arrives"
-    return f"{about}\n{timeline(records, names)}"
+    return f"{about}\n{timeline(runs[2][1], names)}"
 
 
 MISTAKES = """
@@ -128,33 +113,24 @@ own_first: This rank's own rows are multiplied first: then nothing hides the las
     own = part(axis.rank) =>
 sent_at_the_end: All rows are multiplied before the first is sent: nothing hides any message.
     Shift(part => (part
-- meanwhile()
-+ shifts = [Shift(*one) for one in shifts]
-+ meanwhile()
+    meanwhile() => shifts = [Shift(*one) for one in shifts]; meanwhile()
 awaited_at_once: Each message is awaited before the next rows are multiplied: nothing hides it.
-- own = part(axis.rank)
-+     shifts[-1].wait()
-+ own = part(axis.rank)
+    axis, distance)) => axis, distance)); shifts[-1].wait()
 meanwhile_last: meanwhile() is called when all has arrived: it could hide the last message.
     meanwhile() => pass
-- arrived = [*(shift.wait() for shift in shifts), own]
-+ arrived = [*(shift.wait() for shift in shifts), own]
-+ meanwhile()
+    for shift in shifts), own] => for shift in shifts), own]; meanwhile()
 meanwhile_first: meanwhile() is called before any message has begun: it hides none.
     meanwhile() => pass
-- shifts = []
-+ meanwhile()
-+ shifts = []
+    shifts = [] => shifts = []; meanwhile()
 never_meanwhile: meanwhile() is never called: weight gradients are not computed there.
-- meanwhile()
+    meanwhile() => pass
 rows_of_another: The rows that are sent are not those of the rank that gets them, but of the one as
     far on the other side.
     (axis.rank + distance) % n => (axis.rank - distance) % n
 one_hop: Every message goes to the next rank: rows must go straight to the rank they are of.
     axis, distance => axis
 own_left_out: This rank's own contribution is left out of the sum.
-- arrived = [*(shift.wait() for shift in shifts), own]
-+ arrived = [*(shift.wait() for shift in shifts), own * 0]
+    for shift in shifts), own] => for shift in shifts), own * 0]
 along_the_batch: The inputs are cut along the batch: rows are positions of the sequence, dim 1.
     dim=1 => dim=0
 added_in_bfloat16: What has arrived is added in the dtype of the products: each addition is rounded.
@@ -164,11 +140,8 @@ wide_result: The result stays in float32: callers, and backward, expect the dtyp
 all_rows_each_time: All rows are multiplied each time, and then cut: n times the work.
 - return add_products([x.chunk(n, dim=1)[rank] for x in xs], products)
 + return add_products(xs, products).chunk(n, dim=1)[rank].contiguous()
-all_rows_at_once: All rows are multiplied at once, and then cut: no product is left to hide a
-    message.
-- def part(rank: int) -> Tensor:  # what this rank contributes to a rank's rows of the sum
-+ whole = add_products(xs, products).chunk(n, dim=1)
-+ def part(rank: int) -> Tensor:  # what this rank contributes to a rank's rows of the sum
+all_rows_at_once: All rows are multiplied at once, and then cut: no product hides a message.
+    shifts = [] => shifts, whole = [], add_products(xs, products).chunk(n, dim=1)
     add_products([x.chunk(n, dim=1)[rank] for x in xs], products) => whole[rank].contiguous()
 added_as_arrived: Contributions are added from the own one on, in the order of distances: each rank
     adds in another order, and rounds differently.

@@ -1,8 +1,5 @@
 """34 mixture: rows are sorted by expert, and find their tokens again
 
-Tokens with some experts each, of which some are dropped, and experts with a fixed number of rows.
-The experts are given; the reference goes from token to token.
-
 target: extensions.experts.moe:Pairs
 train: model.num_local_experts=4 model.num_experts_per_tok=2
 
@@ -36,15 +33,8 @@ E, X = 3, 4
 
 
 def cases(dice: Dice) -> list[Case]:
-    def sizes() -> dict[str, int]:
-        return {"tokens": dice.randint(5, 7)}
-
-    return [
-        Case(1, k=2, dropped=0, rows_each=None, **sizes()),
-        Case(1, k=1, dropped=0, rows_each=None, **sizes()),
-        Case(1, k=2, dropped=3, rows_each=None, **sizes()),
-        Case(1, k=2, dropped=2, rows_each=6, **sizes()),
-    ]
+    sizes = (2, 0, None), (1, 0, None), (2, 3, None), (2, 2, 6)
+    return [Case(1, k=k, dropped=d, rows_each=r, tokens=dice.randint(5, 7)) for k, d, r in sizes]
 
 
 def inputs(case: Case):
@@ -56,7 +46,7 @@ def inputs(case: Case):
         experts.view(-1)[pair] = X
     if case.rows_each:
         experts[case.rows_each :] = experts[case.rows_each :].clamp(min=X)  # no expert has more
-    return x, weights, experts, gradient
+    return x.requires_grad_(), weights.requires_grad_(), experts, gradient
 
 
 def sizes_of(case: Case) -> list[int]:
@@ -65,18 +55,16 @@ def sizes_of(case: Case) -> list[int]:
     return [case.rows_each or experts.count(e) for e in range(X)]
 
 
-def run(case: Case, e: int, x):
+def run(e: int, x):
     """What an expert makes of rows: a shift, so that rows of zeros are not zeros afterwards."""
     return (x + e + 1).tanh()
 
 
 def on_rank(rank, case: Case) -> dict:
-    x, weights, experts, gradient = inputs(case)
-    x.requires_grad_(), weights.requires_grad_()
-    sizes = sizes_of(case)
+    (x, weights, experts, gradient), sizes = inputs(case), sizes_of(case)
     pairs = rank.course.moe.Pairs(experts, sum(sizes), case.rows_each)
     rows, sorted_weights = pairs.spread(x), pairs.sort(weights)
-    y = torch.cat([run(case, e, part) for e, part in enumerate(rows.split(sizes))])
+    y = torch.cat([run(e, part) for e, part in enumerate(rows.split(sizes))])
     out = pairs.collect(y * sorted_weights[:, None])
     if out.requires_grad and out.shape == gradient.shape:
         out.backward(gradient)
@@ -86,22 +74,15 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    x, weights, experts, gradient = inputs(case)
-    x.requires_grad_(), weights.requires_grad_()
-    rows, sorted_weights = [], []
-    out = [torch.zeros(E, dtype=torch.float64) for _ in range(case.tokens)]
-    for e, size in enumerate(sizes_of(case)):
-        own = (experts == e).nonzero().tolist()
-        for t, j in own:
-            rows.append(x[t])
-            sorted_weights.append(weights[t, j])
-            out[t] = out[t] + weights[t, j] * run(case, e, x[t])
-        rows += [torch.zeros(E, dtype=torch.float64)] * (size - len(own))
-        sorted_weights += [torch.zeros((), dtype=torch.float64)] * (size - len(own))
-    out = torch.stack(out)
+    (x, weights, experts, gradient), sizes = inputs(case), sizes_of(case)
+    out = torch.zeros_like(x)
+    rows, sorted_weights = x.new_zeros(sum(sizes), E), x.new_zeros(sum(sizes))
+    for e in range(X):
+        for row, (t, j) in enumerate((experts == e).nonzero().tolist(), sum(sizes[:e])):
+            rows[row], sorted_weights[row] = x[t].detach(), weights[t, j].detach()
+            out[t] += weights[t, j] * run(e, x[t])
     out.backward(gradient)
-    result = {"rows": torch.stack(rows).detach(), "out": out.detach()}
-    result["weights of rows"] = torch.stack(sorted_weights).detach()
+    result = {"rows": rows, "out": out.detach(), "weights of rows": sorted_weights}
     return [result | {"gradient of x": x.grad, "gradient of weights": weights.grad}]
 
 
@@ -124,8 +105,7 @@ not_sorted: Rows are in the order of tokens: experts need theirs one after the o
     flat.argsort(stable=True) => torch.arange(len(flat))
 order_for_places: What tells which pair is in a row is used as what tells in which row a pair is:
     one is the inverse of the other.
-- pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
-+ pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order.argsort(), y)
+    (0, self.order, y) => (0, self.order.argsort(), y)
 token_of_pair: The number of a pair is taken modulo n for that of its token: a token's k pairs lie
     side by side, so it is the number // k.
 - return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
@@ -148,10 +128,8 @@ filled_with_a_token: Rows that are left over are the first token's, and it gets 
 """
 
 ALSO_RIGHT = """
-- return Conjugate.apply(self._spread, self._collect, x)
-+ return self._spread(x)
-- return Conjugate.apply(self._collect, self._spread, y)
-+ return self._collect(y)
+    Conjugate.apply(self._spread, self._collect, x) => self._spread(x)
+    Conjugate.apply(self._collect, self._spread, y) => self._collect(y)
 - return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
 + every = x.repeat_interleave(self.shape[1], 0)
 + return torch.cat([every, torch.zeros_like(every[:1])])[self.order]

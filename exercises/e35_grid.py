@@ -1,7 +1,5 @@
 """35 grid: which ranks are one axis
 
-Layouts of 4 and of 8 ranks. The reference compares the coordinates of all ranks.
-
 target: mesh:build_axes
 train: distributed.dp_size=2 distributed.tp_size=2
 
@@ -65,28 +63,25 @@ def ends_of(case: Case, rank: int) -> list[int]:
     return sorted({rank % each, case.ranks - each + rank % each})
 
 
-def coordinates(case: Case, rank: int, names: tuple[str, ...]) -> dict[str, int]:
+def coordinates(case: Case, rank: int) -> dict[str, int]:
     sizes = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | case.sizes
     sizes["edp"] = case.ranks // (sizes["pp"] * sizes["ep"] * sizes["etp"])
     found = {}
-    for name in reversed(names):  # the last one varies fastest
-        rank, found[name] = divmod(rank, sizes[name])
+    for grid in (GRID, EXPERT_GRID):
+        left = rank
+        for name in reversed(grid):  # the last one varies fastest
+            left, found[name] = divmod(left, sizes[name])
     return found
 
 
 def expected(case: Case) -> list[dict]:
-    results = []
-    for me in range(case.ranks):
+    results, every = [], [coordinates(case, rank) for rank in range(case.ranks)]
+    for me, mine in enumerate(every):
         members = {}
-        for names, axes in ((GRID, VARY), (EXPERT_GRID, EXPERTS_VARY)):
-            mine = coordinates(case, me, names)
-            for axis, vary in axes.items():
-                fixed = [name for name in names if name not in vary]
-                members[axis] = [
-                    other
-                    for other in range(case.ranks)
-                    if all(coordinates(case, other, names)[n] == mine[n] for n in fixed)
-                ]
+        for axis, vary in (VARY | EXPERTS_VARY).items():
+            fixed = {*(GRID if axis in VARY else EXPERT_GRID)} - {*vary}
+            alike = [all(its[name] == mine[name] for name in fixed) for its in every]
+            members[axis] = [rank for rank in range(case.ranks) if alike[rank]]
         members["ends"] = ends if me in (ends := ends_of(case, me)) else []
         results.append({"members": members, "names": {name: name for name in members}})
         results[-1]["timeouts in seconds"] = [TIMEOUT]
@@ -99,8 +94,7 @@ def memory(case: Case, rank: int, record) -> str | None:
     if record.values["members"] != of_ranks[rank]:
         return None  # gate V says so
     names = of_ranks[0].keys()
-    for_gradients = {name: "dp" in name or name == "world" for name in names}
-    groups = {(for_gradients[name], str([m[name] for m in of_ranks])) for name in names}
+    groups = {("dp" in n or n == "world", str([m[n] for m in of_ranks])) for n in names}
     found, what = record.values["groups"], f"rank {rank} is in {record.values['groups']} groups"
     if found > len(groups):
         enough = f"{len(groups)} are enough for {len(names)} axes"
@@ -134,15 +128,11 @@ shared_with_activations: Sums of gradients share groups with messages of activat
     that uses a group is done in turn, and a layer's message waits for a sum of gradients.
     key = "dp" in name or name == "world", str(members) => key = str(members)
 one_end: ends has the first stage only: the gradient of a tied embedding is not summed.
-- ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
-- between = [[rank] for ranks in pipelines for rank in ranks[1:-1]]
-+ ends = [[ranks[0]] for ranks in pipelines]
-+ between = [[rank] for ranks in pipelines for rank in ranks[1:]]
+    sorted({ranks[0], ranks[-1]}) => [ranks[0]]
+    ranks[1:-1] => ranks[1:]
 all_stages: ends has all stages: those between have no embedding.
-- ends = [sorted({ranks[0], ranks[-1]}) for ranks in pipelines]
-- between = [[rank] for ranks in pipelines for rank in ranks[1:-1]]
-+ ends = [ranks for ranks in pipelines]
-+ between = [[rank] for ranks in pipelines for rank in []]
+    sorted({ranks[0], ranks[-1]}) => ranks
+    ranks[1:-1] => []
 between_left_out: The ranks of the stages between are in no group of ends: all ranks must be in one.
     ends + between => ends
 own_groups_only: Each rank makes the groups that it is in, and no others: all ranks must make all

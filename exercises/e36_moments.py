@@ -1,8 +1,5 @@
 """36 moments: round what is kept, and nothing else
 
-Some steps of AdamW whose moments are stored in bfloat16, with gradients that become small. The
-reference takes one element at a time.
-
 target: extensions.optimizers.adamw:NarrowAdamW.step
 train: training.moments="bfloat16"
 
@@ -29,21 +26,15 @@ from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 STEPS = 6
+GROUPS = (1, 0.0), (2, 0.5)  # lr, in units of the case's, and weight_decay
 
 
 def cases(dice: Dice) -> list[Case]:
-    def sizes() -> dict:
-        return {"rows": dice.randint(2, 3), "lr": dice.randint(2, 9) / 100}
-
+    kinds = ((0.9, 0.95), 1.0), ((0.8, 0.99), 0.1), ((0.9, 0.95), 1e-4)
     return [
-        Case(1, betas=(0.9, 0.95), falls=1.0, **sizes()),
-        Case(1, betas=(0.8, 0.99), falls=0.1, **sizes()),
-        Case(1, betas=(0.9, 0.95), falls=1e-4, **sizes()),
+        Case(1, betas=betas, falls=x, rows=dice.randint(2, 3), lr=dice.randint(2, 9) / 100)
+        for betas, x in kinds
     ]
-
-
-DECAYS = 0.0, 0.5  # of the groups
-GROUPS = 0, 1, 1  # of the parameters
 
 
 def gradient(case: Case, number: int, step: int):
@@ -52,15 +43,13 @@ def gradient(case: Case, number: int, step: int):
 
 def on_rank(rank, case: Case) -> dict:
     weights = [torch.nn.Parameter(draw(case, "w", i, shape=(case.rows, 2))) for i in range(3)]
-    groups = [{"params": [], "weight_decay": decay} for decay in DECAYS]
-    for g, weight in zip(GROUPS, weights, strict=True):
-        groups[g]["params"].append(weight)
+    parts = zip((weights[:1], weights[1:]), GROUPS, strict=True)
+    groups = [{"params": p, "lr": n * case.lr, "weight_decay": decay} for p, (n, decay) in parts]
     optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
     history, squares = [], []
     for step in range(STEPS):
-        for i, (g, weight) in enumerate(zip(GROUPS, weights, strict=True)):
+        for i, weight in enumerate(weights):
             weight.grad = gradient(case, i, step)
-            optimizer.param_groups[g]["lr"] = case.lr * (1 + g)
         optimizer.step()
         history.append([weight.detach().clone() for weight in weights])
         squares.append(float(optimizer.state[weights[0]]["exp_avg_sq"].double()[0, 0]))
@@ -72,26 +61,21 @@ def on_rank(rank, case: Case) -> dict:
     return result | {"gradients": [weight.grad for weight in weights], "v": squares}
 
 
-def narrow(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float64).bfloat16())
-
-
 def expected(case: Case) -> list[dict]:
     beta1, beta2 = case.betas
     weights = [draw(case, "w", i, shape=(case.rows, 2)) for i in range(3)]
     moments = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]
     history = []
     for step in range(STEPS):
-        for w, (g, weight) in enumerate(zip(GROUPS, weights, strict=True)):
-            lr, new = case.lr * (1 + g), gradient(case, w, step)
-            for place in [(i, j) for i in range(case.rows) for j in range(2)]:
-                mean = beta1 * float(moments[w][0][place]) + (1 - beta1) * float(new[place])
-                square = beta2 * float(moments[w][1][place]) + (1 - beta2) * float(new[place]) ** 2
-                moments[w][0][place], moments[w][1][place] = narrow(mean), narrow(square)
-                mean /= 1 - beta1 ** (step + 1)
-                square /= 1 - beta2 ** (step + 1)
-                weight[place] -= lr * DECAYS[g] * weight[place]
-                weight[place] -= lr * mean / (square**0.5 + 1e-8)
+        for w, weight in enumerate(weights):
+            n, decay = GROUPS[w > 0]
+            lr, new = n * case.lr, gradient(case, w, step)
+            mean = beta1 * moments[w][0] + (1 - beta1) * new
+            square = beta2 * moments[w][1] + (1 - beta2) * new**2
+            moments[w] = [x.bfloat16().double() for x in (mean, square)]
+            mean, square = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
+            weight -= lr * decay * weight
+            weight -= lr * mean / (square**0.5 + 1e-8)
         history.append([weight.clone() for weight in weights])
     result = {"weights after each step": history, "moments": moments}
     result["gradients"] = [gradient(case, i, STEPS - 1) for i in range(3)]  # unchanged
@@ -112,8 +96,7 @@ mean_not_corrected: The mean is not divided by 1 - b1^t: the first updates are f
     -lr / (1 - beta1**steps) => -lr
 square_not_corrected: v is not divided by 1 - b2^t: the first updates are too large.
     math.sqrt(1 - beta2**steps) => 1.0
-nothing_corrected: The moments are not divided by 1 - b^t: they begin at 0, and are too small at
-    first.
+nothing_corrected: Moments are not divided by 1 - b^t: they begin at 0, and are too small at first.
     math.sqrt(1 - beta2**steps) => 1.0
     -lr / (1 - beta1**steps) => -lr
 steps_from_zero: The step is read before it is counted: the first correction divides by 1 - b^0 = 0.
@@ -134,10 +117,8 @@ decay_without_rate: The weight loses its weight_decay-th part in each step: it m
 no_decay: Weights do not decay.
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"]) => pass
 decay_last: The decay comes after the update, and takes a part of that, too.
-- torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-- torch._foreach_addcdiv_(weights, mean, square, -lr / (1 - beta1**steps))
-+ torch._foreach_addcdiv_(weights, mean, square, -lr / (1 - beta1**steps))
-+ torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+    torch._foreach_mul_(weights, 1 - lr * group["weight_decay"]) => pass
+    beta1**steps)) => beta1**steps)); torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
 first_group_for_all: All parameters have the settings of the first group: each group has its own lr
     and weight_decay.
     group["lr"] => self.param_groups[0]["lr"]
@@ -145,14 +126,10 @@ first_group_for_all: All parameters have the settings of the first group: each g
 not_in_place: The weights do not change: `p = p - ...` makes a new tensor. Change p in place.
     torch._foreach_mul_(weights, => weights = torch._foreach_mul(weights,
 eps_in_root: 1e-8 is added to v, under the root: it counts 10^4 times as much where v is small.
-- torch._foreach_sqrt_(square)
-- torch._foreach_div_(square, math.sqrt(1 - beta2**steps))
-- torch._foreach_add_(square, 1e-8)
-+ torch._foreach_div_(square, 1 - beta2**steps)
-+ torch._foreach_add_(square, 1e-8)
-+ torch._foreach_sqrt_(square)
-rounded_before_use: The update uses the moments as they are stored, in three digits: round only what
-    is kept.
+    torch._foreach_sqrt_(square) => pass
+    math.sqrt(1 - beta2**steps) => 1 - beta2**steps
+    (square, 1e-8) => (square, 1e-8); torch._foreach_sqrt_(square)
+rounded_before_use: The update uses the stored moments, of three digits: round only what is kept.
 - torch._foreach_sqrt_(square)
 + mean, square = (wide_copies(narrow, gradients) for narrow in (means, squares))
 + torch._foreach_sqrt_(square)

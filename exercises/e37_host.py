@@ -1,8 +1,5 @@
 """37 host: a memory that is saved three times moves once
 
-A small layer saves an input several times, parts of a buffer, its weights and some small tensors.
-All that is packed leaves for the host, comes back into other memory, and backward must be right.
-
 target: extensions.memory.offload:_pack
 train: model.offload=2
 
@@ -30,8 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
-LEAST_NUMBERS = 13
-LEAST = 8 * LEAST_NUMBERS  # bytes, in place of LEAST_OFFLOAD
+LEAST_NUMBERS = 13  # of 8 bytes each, in place of LEAST_OFFLOAD
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -41,32 +37,27 @@ def cases(dice: Dice) -> list[Case]:
 def inputs(case: Case):
     """x, and weights for two products of x and for one of the result."""
     x = draw(case, "x", shape=(case.rows, case.width))
-    weights = [draw(case, "w", 0, shape=(case.width, 2 * case.width)) / 3]
-    weights.append(draw(case, "w", 1, shape=(case.width, case.rows)) / 3)
-    return x, weights
+    into = draw(case, "w", 0, shape=(case.width, 2 * case.width)) / 3
+    out_of = draw(case, "w", 1, shape=(case.width, case.rows)) / 3
+    return [tensor.requires_grad_() for tensor in (x, into, out_of)]
 
 
-def layer(x, weights):
+def layer(x, into, out_of):
     """A loss; the comments have what autograd saves for its backward."""
-    a, b = (x @ weights[0]).chunk(2, -1)  # one storage; both are saved, for the product of both
+    a, b = (x @ into).chunk(2, -1)  # one storage; both are saved, for the product of both
     mixed = (a * b).T @ x  # a transposed view, and x once more
-    scores = (mixed @ weights[1]).softmax(-1)  # its result
+    scores = (mixed @ out_of).softmax(-1)  # its result
     narrow = scores.float().sin()  # another dtype
     few = narrow[:2].square()  # a small view of a large storage
     small = x.mean(1).exp()  # of so few bytes that it stays
     return few.double().sum() + (narrow.double() ** 2).sum() + small.sum()
 
 
-def leaves_of(x, weights):
-    return [x.requires_grad_(), *(w.requires_grad_() for w in weights)]
-
-
 def on_rank(rank, case: Case) -> dict:
     offload = rank.course.offload
-    offload.LEAST_OFFLOAD = LEAST
-    x, weights = inputs(case)
-    leaves, blocks = leaves_of(x, weights), {}
-    stays, sizes, kept = {w.data_ptr() for w in weights}, [], []
+    offload.LEAST_OFFLOAD = 8 * LEAST_NUMBERS
+    leaves, blocks, sizes, kept = inputs(case), {}, [], []
+    stays = {weight.data_ptr() for weight in leaves[1:]}
 
     def pack(tensor):
         packed = offload._pack(blocks, stays, tensor)
@@ -82,13 +73,12 @@ def on_rank(rank, case: Case) -> dict:
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
-        loss = layer(x, weights)
+        loss = layer(*leaves)
     memory, moved = offload.HostMemory("cpu"), list(blocks.values())
     memory.start_out(moved)
     bytes_moved = sum(block.on_host.nbytes for block in moved)
     for block in moved:
         block.on_device.fill_(255)  # NaN, as other tensors would write into this memory
-    for block in moved:
         block.on_device = None
     memory.start_in(moved)
     loss.backward()
@@ -103,8 +93,8 @@ def on_rank(rank, case: Case) -> dict:
 
 def alive(pack, case: Case) -> bool:
     """Whether a forward without a backward leaves its tensors behind when nobody has them."""
-    x, weights = inputs(case)
-    x, w = x[:2].clone().requires_grad_(), weights[1][:, :2]  # so few bytes that all stay
+    x, _, w = (tensor.detach() for tensor in inputs(case))
+    x, w = x[:2].clone().requires_grad_(), w[:, :2]  # so few bytes that all stay
     with saved_tensors_hooks(pack, lambda packed: packed):
         scores = (x @ w).softmax(-1)
     reference = weakref.ref(scores)
@@ -113,9 +103,8 @@ def alive(pack, case: Case) -> bool:
 
 
 def expected(case: Case) -> list[dict]:
-    x, weights = inputs(case)
-    leaves = leaves_of(x, weights)
-    loss = layer(x, weights)
+    leaves = inputs(case)
+    loss = layer(*leaves)
     loss.backward()
     right = {"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}
     return [right | {"exactly LEAST_OFFLOAD bytes leave": True}]

@@ -1,8 +1,5 @@
 """38 grouped: the gradients of all experts as one tensor
 
-Gradients lie in one buffer, or in several, or at uneven distances. Something is added to the one
-tensor, and must reach each of them.
-
 target: extensions.experts.grouped:joined_view
 train: model.num_local_experts=4 model.num_experts_per_tok=2 model.moe_intermediate_size=64
 
@@ -25,20 +22,11 @@ import torch
 from exercises.exercise import Case, Dice, draw
 
 # Where each tensor begins in its buffer, in sizes of a tensor; None: it has none.
-PLACES = {
-    "side by side": [0, 1, 2],
-    "with gaps": [1, 3, 5, 7],
-    "uneven": [0, 1, 3],
-    "uneven at the end": [0, 1, 2, 4],
-    "backwards": [4, 2, 0],
-    "alone": [1],
-    "one is missing": [0, None, 2],
-    "two buffers": [0, 1, 2],
-    "two buffers at the end": [0, 1, 2, 3],
-    "no views": [0, 1, 2],
-    "all are missing": [None, None],
-    "transposed": [0, 2, 4],
-}
+PLACES = {"side by side": [0, 1, 2], "with gaps": [1, 3, 5, 7], "uneven": [0, 1, 3]}
+PLACES |= {"uneven at the end": [0, 1, 2, 4], "backwards": [4, 2, 0], "alone": [1]}
+PLACES |= {"one is missing": [0, None, 2], "two buffers": [0, 1, 2]}
+PLACES |= {"two buffers at the end": [0, 1, 2, 3], "no views": [0, 1, 2]}
+PLACES |= {"all are missing": [None, None], "transposed": [0, 2, 4]}
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -48,9 +36,8 @@ def cases(dice: Dice) -> list[Case]:
 
 def tensors_of(case: Case) -> list:
     """The tensors, in their buffers; the last of two buffers begins as the first one does."""
-    size, stride = (case.rows, case.columns), (case.columns, 1)
-    stride = (1, case.rows) if case.lies == "transposed" else stride
-    numel, tensors = case.rows * case.columns, []
+    stride = (1, case.rows) if case.lies == "transposed" else (case.columns, 1)
+    size, numel, tensors = (case.rows, case.columns), case.rows * case.columns, []
     buffers = [draw(case, "buffer", i, shape=(9 * numel,)) for i in (0, 1)]
     for i, place in enumerate(PLACES[case.lies]):
         is_last = i == len(PLACES[case.lies]) - 1
@@ -61,17 +48,12 @@ def tensors_of(case: Case) -> list:
     return tensors
 
 
-def addend(case: Case):
-    shape = len(PLACES[case.lies]), case.rows, case.columns
-    return draw(case, "addend", shape=shape)
-
-
 def on_rank(rank, case: Case) -> dict:
     tensors = tensors_of(case)
     joined = rank.course.grouped.joined_view(tensors)
     before = None if joined is None else joined.clone()
     if joined is not None:
-        joined += addend(case)
+        joined += draw(case, "addend", shape=(len(tensors), case.rows, case.columns))
     return {"joined": before, "tensors, after something is added to it": tensors}
 
 
@@ -79,7 +61,7 @@ def expected(case: Case) -> list[dict]:
     tensors, before = tensors_of(case), None
     if case.lies in ("side by side", "with gaps", "transposed", "no views"):
         before = torch.stack(tensors)
-        tensors = list(before + addend(case))
+        tensors = list(before + draw(case, "addend", shape=before.shape))
     return [{"joined": before, "tensors, after something is added to it": tensors}]
 
 
@@ -103,8 +85,7 @@ copied: The tensors are stacked: that is a copy, and what is added to it does no
 side_by_side_always: The next tensor is taken to begin where one ends: others may lie between.
     *distances => first.numel()
 from_the_beginning: The result begins where the buffer does: it must begin at the first tensor.
-- return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))
-+ return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()), 0)
+    *first.stride()) => *first.stride()), 0
 contiguous_always: Each tensor is taken to be contiguous: it has strides of its own.
     *first.stride() => first.shape[1], 1
 several_buffers: Tensors of several storages are joined by their offsets: some of what comes out is
@@ -114,18 +95,13 @@ three_compared: Only the first three tensors are compared: a later one may lie e
     tensor.storage_offset() for tensor in tensors] => t.storage_offset() for t in tensors[:3]]
 base_for_storage: `_base` is taken for the storage: tensors of one storage need not be views of one
     tensor.
-- buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
-+ buffers = {None if t is None else id(t if t._base is None else t._base) for t in tensors}
+    t.untyped_storage().data_ptr() => id(t if t._base is None else t._base)
 uneven_distances: The first distance is taken for all: uneven ones cannot be one stride.
-- if len(distances) > 1 or min(distances) < 0:
-+ distances = [places[1] - places[0]]
-+ if min(distances) < 0:
+    in pairwise(places) => in [places[:2]]
 backwards: Tensors that lie backwards are not refused: torch has no negative strides.
     1 or min(distances) < 0 => 1
 missing_left_out: Missing tensors are left out, and the others joined: the result has too few.
-- buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
-+ tensors = [t for t in tensors if t is not None]
-+ buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
+    buffers = { => tensors = [t for t in tensors if t is not None]; buffers = {
 missing_not_refused: That all are missing is not noticed: None has no offset.
     1 or None in buffers => 1
 one_alone: A single tensor is not refused: it has no distance to a next one.
@@ -140,10 +116,8 @@ def joined_view(tensors):
         return None
     first, second = tensors[:2]
     step = (second.data_ptr() - first.data_ptr()) // first.element_size()
-    for i, tensor in enumerate(tensors):
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        if step < 0 or tensor.storage_offset() != first.storage_offset() + i * step:
-            return None
+    lie = [(t.untyped_storage().data_ptr(), t.storage_offset()) for t in tensors]
+    if step < 0 or lie != [(lie[0][0], lie[0][1] + i * step) for i in range(len(tensors))]:
+        return None
     return first.as_strided([len(tensors), *first.shape], [step, *first.stride()])
 """

@@ -1,9 +1,5 @@
 """39 memory: what is kept until the weights' gradients are computed
 
-The reference runs backward without weight gradients, and measures what the queue of
-overlap/linear.py then holds: the memory of each tensor once. Of a tensor-parallel rank the model is
-narrower.
-
 target: planner.activations:factors_per_token
 no training: the planner calls the function; no step of training does
 
@@ -33,6 +29,7 @@ from functools import cache
 import torch
 
 from exercises.exercise import Case, Dice
+from exercises.memory import storage_bytes
 from exercises.pictures import bars
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
@@ -58,14 +55,8 @@ def cases(dice: Dice) -> list[Case]:
     ]
 
 
-def sizes_of(case: Case) -> tuple[int, ...]:
-    return case.hidden, case.inner, case.k, case.experts, case.shared, case.dense
-
-
-def config_of(
-    hidden: int, inner: int, k: int, experts: int, shared: int, dense: int, tp: int = 1, etp=1
-) -> ModelConfig:
-    """The model, or what a rank has of it."""
+def config_of(hidden, inner, k, experts, shared, dense, tp, etp, **_) -> ModelConfig:
+    """What a rank has of the model."""
     options = {"head_dim": 4, "scoring_func": "sigmoid"}
     if experts:
         options |= {"num_local_experts": experts, "num_experts_per_tok": k}
@@ -77,14 +68,14 @@ def config_of(
 def on_rank(rank, case: Case) -> dict:
     layout = rank.course.settings.Layout(tp=case.tp, etp=case.etp)
     bytes_of = rank.course.activations.factors_per_token
-    args = config_of(*sizes_of(case)), case.dtype, layout, 0
+    args = config_of(**vars(case) | {"tp": 1, "etp": 1}), case.dtype, layout, 0
     saved = rank.course.activations.saved_per_token
     plain = saved(*args[:2], "none", layout, 0, case.fp8)
     return {"bytes per token": float(bytes_of(*args, case.fp8)), "kept until B": plain}
 
 
 def expected(case: Case) -> list[dict]:
-    experts, others = elements_per_token(*sizes_of(case), case.tp, case.etp)
+    experts, others = elements_per_token(**vars(case))
     width = BYTES[case.dtype]
     each_rank = case.etp / case.tp  # of the tokens whose rows a rank gets
     size = experts * each_rank * width + others * (1 if case.fp8 else width)
@@ -92,9 +83,9 @@ def expected(case: Case) -> list[dict]:
 
 
 @cache  # a check compares each case with all known mistakes
-def elements_per_token(*sizes: int) -> tuple[float, float]:
+def elements_per_token(**sizes) -> tuple[float, float]:
     """The factors of experts, and of all other linears of the layer, as backward leaves them."""
-    config = config_of(*sizes)
+    config = config_of(**sizes)
     model, queue = Llama(config), WeightGradients()
     apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
     take_apart(model.double())
@@ -105,18 +96,11 @@ def elements_per_token(*sizes: int) -> tuple[float, float]:
     tokens = torch.arange(TOKENS)[None] % 7
     model(tokens, torch.arange(TOKENS), tokens).backward()
     layer = model.model.layers["0"]
-    of_experts = {id(m) for m in getattr(layer.mlp, "experts", torch.nn.Module()).modules()}
-    of_layer = {id(m) for m in layer.modules()}
-    sizes = [0, 0]
-    for group, is_expert in enumerate((True, False)):
-        storages = {}
-        for linear, *factors in queue:
-            if id(linear) in of_layer and (id(linear) in of_experts) is is_expert:
-                for factor in factors:
-                    storage = factor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        sizes[group] = sum(storages.values()) / 8 / TOKENS
-    return sizes[0], sizes[1]
+    is_expert = set(getattr(layer.mlp, "experts", torch.nn.Module()).modules()).__contains__
+    queue = [(linear, factors) for linear, *factors in queue if linear in set(layer.modules())]
+    experts = [x for linear, factors in queue if is_expert(linear) for x in factors]
+    others = [x for linear, factors in queue if not is_expert(linear) for x in factors]
+    return storage_bytes(experts) / 8 / TOKENS, storage_bytes(others) / 8 / TOKENS
 
 
 def picture(runs) -> str:
@@ -164,8 +148,7 @@ rows_whole: The rows of experts are not divided by tp: each tp rank has only som
     c.moe_intermediate_size) / tp => c.moe_intermediate_size)
 shared_forgotten: Shared experts are left out: they are an MLP beside the others.
     c.n_shared_experts * c.moe_intermediate_size => 0
-experts_in_8_bits: The factors of experts are counted in 8 bits: only other linears multiply in
-    them.
+experts_in_8_bits: Factors of experts are counted in 8 bits: only other linears multiply in them.
     BYTES[dtype] * experts => _factor(dtype, fp8) * experts
 """
 

@@ -1,8 +1,5 @@
 """40 experts: a grid of their own, and gradients along one of its axes
 
-The parameters of a layer with experts, tried on paper: each rank makes up its part of a gradient,
-which is then summed and put together as the table has it.
-
 target: extensions.experts.mixture:_placement
 train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
@@ -33,10 +30,8 @@ EXPERTS = 4
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((4, 6)), "inner": dice.choice((8, 10))}
-    return [
-        Case(4, **sizes, layout={"dp": 2, "tp": 2, "ep": 4}),
-        Case(4, **sizes, layout={"tp": 4, "ep": 2, "etp": 2, "sequence_parallel": True}),
-    ]
+    layouts = {"dp": 2, "tp": 2, "ep": 4}, {"tp": 4, "ep": 2, "etp": 2, "sequence_parallel": True}
+    return [Case(4, **sizes, layout=layout) for layout in layouts]
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
@@ -86,7 +81,7 @@ def expected(case: Case) -> list[dict]:
             for rank in range(case.ranks):
                 if int(name.split(".")[5]) // each == rank // etp % ep:
                     here[rank][name] = part
-        made_up = [draw(case, name, other, shape=shape) for other in range(number)]
+        made_up = (draw(case, name, other, shape=shape) for other in range(number))
         common[f"gradient of {name}"] = sum(made_up)
     common["hidden matrices"] = [name for name in shapes_of(case) if "experts" in name]
     return [common | {"experts here": found} for found in here]

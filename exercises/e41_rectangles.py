@@ -1,8 +1,5 @@
 """41 rectangles: no document sees another, and no mask is needed
 
-A row holds several documents. A token sees only those before it in its own document. A rank of a
-ring has some pieces of the row, and computes attention to the pieces of one rank after another.
-
 target: extensions.documents.rectangles:rectangles
 no training: the files that it would read are so long that no row has the border of a document.
 
@@ -22,70 +19,60 @@ Read: rectangles.py of extensions/documents.
   In production: `flash_attn_varlen_func`, FlexAttention.
 """
 
+from itertools import pairwise, product
+
 from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
-    some = [Case(1, size=n, width=dice.randint(3, 5), seed=dice.randint(0, 99)) for n in (2, 3)]
-    return [
-        *some,
-        Case(1, size=2, width=4, lengths=[5, 2, 9]),
-        Case(1, size=2, width=2, lengths=[1, 1, 1, 5]),
-        Case(1, size=1, width=3, lengths=[6]),
-    ]
-
-
-def lengths_of(case: Case) -> list[int]:
-    """Some of one token, some longer than a piece."""
-    if hasattr(case, "lengths"):
-        return case.lengths
-    left, lengths = 2 * case.size * case.width, []
-    while left:
-        lengths.append(min(left, 1 + (case.seed * 7 + 5 * len(lengths)) % (2 * case.width)))
-        left -= lengths[-1]
-    return lengths
+    some = [Case(1, size=n, width=dice.randint(3, 5)) for n in (2, 3)]
+    for case in some:
+        S = 2 * case.size * case.width
+        borders = sorted({0, 1, S, *dice.sample(range(2, S), case.size + 1)})
+        case.lengths = [end - begin for begin, end in pairwise(borders)]
+    # Some documents of one token, some longer than a piece.
+    some += [Case(1, size=2, width=4, lengths=[5, 2, 9])]
+    some += [Case(1, size=2, width=2, lengths=[1, 1, 1, 5])]
+    return [*some, Case(1, size=1, width=3, lengths=[6])]
 
 
 def pieces(case: Case, rank: int) -> list[int]:
     return [rank * case.width, (2 * case.size - 1 - rank) * case.width]
 
 
+def places(case: Case, rank: int) -> list[int]:
+    """Of a rank's own tokens, in the row."""
+    return [begin + i for begin in pieces(case, rank) for i in range(case.width)]
+
+
+def pairs(case: Case) -> dict[str, tuple[int, int]]:
+    """A rank, and the one whose keys it gets."""
+    return {f"rank {a} to {b}'s keys": (a, b) for a, b in product(range(case.size), repeat=2)}
+
+
 def on_rank(rank, case: Case) -> dict:
     rectangles, results = rank.course.rectangles.rectangles, {}
-    for mine in range(case.size):
-        for other in range(case.size):
-            found = rectangles(
-                lengths_of(case), pieces(case, mine), pieces(case, other), case.width
-            )
-            results[f"rank {mine} to {other}'s keys"] = sorted(
-                (rows.start, rows.stop, columns.start, columns.stop, causal)
-                for rows, columns, causal in found
-            )
+    for name, (mine, other) in pairs(case).items():
+        found = rectangles(case.lengths, pieces(case, mine), pieces(case, other), case.width)
+        results[name] = sorted((q.start, q.stop, k.start, k.stop, causal) for q, k, causal in found)
     return results
 
 
 def expected(case: Case) -> list[dict]:
     # Token by token: what each query sees of each piece and document, put together.
-    document = [i for i, length in enumerate(lengths_of(case)) for _ in range(length)]
+    document = [i for i, length in enumerate(case.lengths) for _ in range(length)]
     results = {}
-    for mine in range(case.size):
-        for other in range(case.size):
-            seen = {}
-            for i, q in enumerate(pieces(case, mine)):
-                for j, k in enumerate(pieces(case, other)):
-                    for a in range(case.width):
-                        for b in range(case.width):
-                            if document[q + a] == document[k + b] and k + b <= q + a:
-                                here = seen.setdefault((i, j, document[q + a], q == k), [])
-                                here.append((i * case.width + a, j * case.width + b))
-            results[f"rank {mine} to {other}'s keys"] = sorted(
-                (
-                    *(min(a for a, _ in pairs), max(a for a, _ in pairs) + 1),
-                    *(min(b for _, b in pairs), max(b for _, b in pairs) + 1),
-                    causal,
-                )
-                for (*_, causal), pairs in seen.items()
-            )
+    for name, (mine, other) in pairs(case).items():
+        seen, tokens = {}, (enumerate(places(case, rank)) for rank in (mine, other))
+        for (a, q), (b, k) in product(*tokens):
+            if document[q] == document[k] and k <= q:
+                here = a // case.width, b // case.width, document[q]
+                queries, keys = seen.setdefault(here, ([], []))
+                queries.append(a), keys.append(b)
+        results[name] = sorted(
+            (min(a), max(a) + 1, min(b), max(b) + 1, (mine, i) == (other, j))
+            for (i, j, _), (a, b) in seen.items()
+        )
     return [results]
 
 
@@ -93,18 +80,12 @@ def picture(runs) -> str:
     case, records = runs[2]
     S = 2 * case.size * case.width
     cells = [["." for _ in range(S)] for _ in range(S)]
-    for mine in range(case.size):
-        for other in range(case.size):
-            rows_at, columns_at = (
-                [begin + i for begin in pieces(case, rank) for i in range(case.width)]
-                for rank in (mine, other)
-            )
-            for top, bottom, left, right, causal in records[0].values[
-                f"rank {mine} to {other}'s keys"
-            ]:
-                for a in range(top, bottom):
-                    for b in range(left, min(right, a - top + left + 1) if causal else right):
-                        cells[rows_at[a]][columns_at[b]] = "AB"[mine]
+    for name, (mine, other) in pairs(case).items():
+        rows, columns = places(case, mine), places(case, other)
+        for top, bottom, left, right, causal in records[0].values[name]:
+            for a in range(top, bottom):
+                for b in range(left, min(right, a - top + left + 1) if causal else right):
+                    cells[rows[a]][columns[b]] = "AB"[mine]
     lines = ["documents of 5, 2 and 9 tokens: row: query, column: key, letter: rank", ""]
     return "\n".join([*lines, *(" ".join(row) for row in cells)])
 
@@ -124,11 +105,9 @@ always_causal: All rectangles are causal. Between different pieces every query s
     q == k => True
 in_the_row: Slices of queries count from the start of the row, not within the rank's own tokens.
     slice(i * width + first, i * width + last) => slice(q + first, q + last)
-within_a_piece: The slices count within a piece: those of the late piece are taken for the early
-    one's.
-- queries = slice(i * width + first, i * width + last)
-- yield queries, slice(j * width + left, j * width + right), q == k
-+ yield slice(first, last), slice(left, right), q == k
+within_a_piece: Slices count within a piece: those of the late piece are taken for the early one's.
+    slice(i * width + first, i * width + last) => slice(first, last)
+    slice(j * width + left, j * width + right) => slice(left, right)
 whole_pieces: Of a document that begins or ends inside a piece all of the piece's keys are taken.
     max(begin, k) - k, min(end, k + width) - k => 0, width
 past_the_piece: A document that is longer than the piece of queries is not cut at its end.

@@ -1,8 +1,5 @@
 """42 targets: each depth predicts one token further, also where sequences are cut zigzag
 
-In multi-token prediction a further layer predicts the token after the next, and so on. A rank of a
-ring has two pieces of each sequence, and what follows a piece is on another rank.
-
 target: extensions.multi_token.targets:look_ahead
 train: model.num_nextn_predict_layers=2 distributed.cp_size=2
 
@@ -44,9 +41,8 @@ at_the_end: The first token behind an end is at the distance `left`: it is predi
 
 
 def cases(dice: Dice) -> list[Case]:
-    some = [{"size": n, "depths": d, "width": dice.randint(3, 5)} for n, d in ((2, 2), (3, 1))]
-    some += [{"size": 1, "depths": 3, "width": 4}, {"size": 2, "depths": 1, "width": 4}]
-    return [Case(case["size"], **case, every=dice.randint(5, 9)) for case in some]
+    sizes = [(2, 2, dice.randint(3, 5)), (3, 1, dice.randint(3, 5)), (1, 3, 4), (2, 1, 4)]
+    return [Case(n, size=n, depths=d, width=w, every=dice.randint(5, 9)) for n, d, w in sizes]
 
 
 def stream(case: Case) -> tuple[int, int, list[int]]:
@@ -89,10 +85,8 @@ def expected(case: Case) -> list[dict]:
 
 def picture(runs) -> str:
     case, records = runs[0]
-    lines = [
-        f"targets in the first row, whose documents end every {case.every} tokens; . is none",
-        "",
-    ]
+    about = f"targets in the first row, whose documents end every {case.every} tokens; . is none"
+    lines = [about, ""]
     for rank, record in enumerate(records):
         for depth, rows in record.values.items():
             row = (str(target) if target != IGNORED else "." for target in rows[0])

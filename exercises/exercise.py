@@ -35,27 +35,30 @@ class Case(SimpleNamespace):
 
     def __str__(self) -> str:
         """The sizes that a reader can use: "2 ranks, length=6"."""
-        sizes = [f"{key}={value}" for key, value in vars(self).items() if key not in HIDDEN]
-        ranks = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
-        if self.ranks == 1 and AXES & vars(self).keys():  # a function that is called for each rank
-            ranks = []
-        return ", ".join([*ranks, *sizes])
+        sizes = sizes_of(self)
+        texts = [f"{key}={value}" for key, value in sizes.items()]
+        # With one rank, sizes of axes are those of a function that is called for each rank.
+        if self.ranks > 1 or not sizes.keys() & {"dp", "pp", "cp", "tp", "ep", "stages"}:
+            texts = [f"{self.ranks} rank{'s' * (self.ranks > 1)}", *texts]
+        return ", ".join(texts)
 
 
-def size_of(case: Case) -> tuple[int, float]:
-    """By which cases are compared: a reader wants to see the smallest."""
-    return case.ranks, _total([value for key, value in vars(case).items() if key not in HIDDEN])
+def sizes_of(case: Case) -> dict[str, Any]:
+    return {key: value for key, value in vars(case).items() if key not in ("ranks", "seed")}
+
+
+def order_of(case: Case) -> tuple[int, float]:
+    """By which cases are sorted: a reader wants to see the smallest."""
+    return case.ranks, _total(sizes_of(case))
 
 
 def _total(value: Any) -> float:
     """All numbers in a value, added up."""
-    if isinstance(value, list | tuple | dict):
-        return sum(map(_total, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return sum(map(_total, value))
     return abs(value) if isinstance(value, int | float) else 0
-
-
-HIDDEN = ("ranks", "seed")
-AXES = {"dp", "pp", "cp", "tp", "ep", "stages"}
 
 
 class Sent(NamedTuple):
@@ -132,7 +135,8 @@ class Exercise:
         self.gates = [gate for name, gate in GATE_OF.items() if name in defined]
         texts = [n for n in tree.body if isinstance(n, ast.Assign)]
         texts = {n.targets[0].id: n.value for n in texts if isinstance(n.targets[0], ast.Name)}
-        self.mistakes = mistakes_in(texts["MISTAKES"].value)
+        self.text_of_mistakes = texts["MISTAKES"].value
+        self.mistakes = mistakes_in(self.text_of_mistakes)
         self.also_right = texts["ALSO_RIGHT"].value  # a definition, or edits: source.also_right
 
     def __getattr__(self, name: str) -> Any:
@@ -144,8 +148,9 @@ class Exercise:
         """Numbers that a result may be too large or too small by, with their names."""
         if own := self.own_factors:
             return own(case)
-        numbers = {"the number of ranks": case.ranks} | vars(case) | getattr(case, "layout", {})
-        return {k: n for k, n in numbers.items() if type(n) in (int, float) and k not in HIDDEN}
+        layout = getattr(case, "layout", {})
+        numbers = {"the number of ranks": case.ranks} | sizes_of(case) | layout
+        return {name: n for name, n in numbers.items() if type(n) in (int, float)}
 
     @property
     def source_module(self) -> str:  # of the target

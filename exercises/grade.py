@@ -7,13 +7,12 @@ marks.csv, marks/alice.md       the table, and a page for each student to hand b
 """
 
 import csv
-import os
 import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 from exercises.copies import flag_copies
@@ -66,10 +65,10 @@ def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} is named twice: name each task once")
         return tasks
-    names = {path.stem for student in students for path in student.glob("*.py")}
-    others = [f"{kind}_{number}" for kind in LAST for number in range(1, LAST[kind] + 1)]
-    handed_in = [name.replace("_", "") for name in others if name in names]
-    return [parse_task(word) for word in [*map(str, files()), *handed_in]]
+    handed_in = {path.name for student in students for path in student.glob("*.py")}
+    others = [Task(kind, n) for kind, last in LAST.items() for n in range(1, last + 1)]
+    tasks = [Task("exercise", number) for number in files()]
+    return [*tasks, *(task for task in others if task.files in handed_in)]
 
 
 def students_in(folder: Path) -> list[Path]:
@@ -141,10 +140,13 @@ def check_all(
             for row in pool.map(lambda task: row_of(sandbox, *task, seed), tasks):
                 rows.append(row)
                 if row["mistake"] != "missing":  # these are in the summary
-                    what = row["mistake"] or f"{row['points']} points"
-                    what = "passed" if row["passed"] else what
-                    place = f"{len(rows)} of {len(tasks)}"
-                    print(f"{place}  {row['student']}  {row['exercise']}  {what}", flush=True)
+                    what = (
+                        "passed" if row["passed"] else row["mistake"] or f"{row['points']} points"
+                    )
+                    what = (
+                        f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}"
+                    )
+                    print(what, flush=True)
             for i, row in enumerate(rows):
                 if row["mistake"] == "lost":  # perhaps the machine was busy; now nothing else runs
                     rows[i] = row_of(sandbox, *tasks[i], seed)
@@ -156,7 +158,7 @@ def check_all(
 
 def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
     row = {"student": student.name, "exercise": task.name, "points": 0, "of": task.of}
-    row |= {"passed": 0, "seconds": 0, "flags": "", "message": ""}
+    row |= dict.fromkeys(GATES, "") | {"passed": 0, "seconds": 0, "flags": "", "message": ""}
     found = sorted(student.glob(task.files))
     if len(found) > 1:
         return row | {"mistake": "two_files"}
@@ -166,10 +168,8 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
     if not is_plain(found[0]):
         return row | {"mistake": "no_plain_file"}
     measured = {"exercise": _exercise, "hunt": _hunt, "design": _design}[task.kind]
-    alone = nullcontext() if task.kind == "exercise" else MEASURING
     try:
-        with alone:
-            share, row["message"], more = measured(sandbox, found[0].resolve(), task, seed)
+        share, row["message"], more = measured(sandbox, found[0].resolve(), task, seed)
     except (ValueError, OSError) as error:  # of a hunt or a design that cannot be read
         return row | {"mistake": "no_answer", "message": str(error)}
     whose = student_of(found[0]) if task.kind != "exercise" else None
@@ -182,9 +182,10 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
 
 def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
     verdict = sandbox.check(task.number, path, seed)
-    marks = {gate: _mark(problem) for gate, problem in verdict["gates"].items()}
-    gates = [f"{g} {GATES[g]}: {text or 'passed'}" for g, text in verdict["gates"].items()]
-    text = "\n".join(["passed"] if verdict["passed"] else [verdict["message"], *gates])
+    gates = verdict["gates"]
+    marks = {gate: str(int(not text)) for gate, text in gates.items() if text != "not checked"}
+    lines = [f"{gate} {GATES[gate]}: {text or 'passed'}" for gate, text in gates.items()]
+    text = "\n".join(["passed"] if verdict["passed"] else [verdict["message"], *lines])
     more = {"mistake": verdict["mistake"], "seconds": verdict["seconds"]}
     return share_of(verdict["passed"], marks), text, marks | more
 
@@ -197,53 +198,49 @@ def share_of(passed: bool, marks: dict[str, str]) -> float:
     return 0.5 + 0.5 * sum(others) / len(others) if others else 0.0
 
 
-def _mark(problem: str) -> str:
-    return "" if problem == "not checked" else str(int(not problem))
-
-
 def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
     from exercises.hunts import ANSWER, hunt_of, judge  # a drawn hunt needs torch
 
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
-    hunt = hunt_of(task.number, student_of(path))
+    with MEASURING:
+        hunt = hunt_of(task.number, student_of(path))
     line = (ROOT / hunt.file).read_text().partition(hunt.old)[0].count("\n") + 1
     more = {"place": f"{hunt.file}:{line}", "sentence": hunt.found}
     if answer == ANSWER:  # as the sheet has it
         return 0.0, "not answered", more | {"mistake": "not_answered"}
     near = judge(hunt, str(answer))
     text = f"{answer}: {near}{' alone is right' * (near == 'file')}\nreason: {reason}"
-    return float(near == "right"), text, more | {"mistake": near.removesuffix("right")}
+    mistake = {"right": "", "file": "right_file_alone"}.get(near, near)
+    return float(near == "right"), text, more | {"mistake": mistake}
 
 
 def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
     from exercises.designs import measure
 
-    found = measure(task.number, path, sandbox)
+    with MEASURING:
+        found = measure(task.number, path, sandbox)
     return found.marks / 3, f"{found.text}\n{found.marks} of 3 marks", {}
 
 
 def page(student: str, rows: list[Row]) -> str:
     """What a student gets back: points, and each task's gates and sentence, as plain text."""
-    points, of = (f"{sum(row[key] for row in rows):g}" for key in ("points", "of"))
-    lines = [f"# {student}: {points} of {of} points", ""]
+    lines = [f"# {student}: {points_of(rows)} points", ""]
     for row in rows:
-        lines += [f"## {row['exercise']}: {row['points']:g} of {row['of']:g}", ""]
         text = row["message"] or row["mistake"].replace("_", " ")
-        lines += [*(f"    {line}" for line in text.splitlines()), ""]
+        lines += [f"## {row['exercise']}: {points_of([row])}", "", indent(text, "    "), ""]
     return "\n".join(lines)
 
 
-def default_jobs() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def points_of(rows: list[Row]) -> str:
+    return " of ".join(f"{sum(row[key] for row in rows):g}" for key in ("points", "of"))
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
     """What each student has passed, which files are missing, and what is flagged."""
     for student in dict.fromkeys(row["student"] for row in rows):
         own = [row for row in rows if row["student"] == student]
-        points, of = (f"{sum(row[key] for row in own):g}" for key in ("points", "of"))
         passed = sum(row["passed"] for row in own)
-        yield f"{student}: {passed} of {len(own)}, {points} of {of} points"
+        yield f"{student}: {passed} of {len(own)}, {points_of(own)} points"
         missing = [row["exercise"] for row in own if row["mistake"] == "missing"]
         if missing:
             yield f"    missing: {', '.join(missing)}"

@@ -7,7 +7,6 @@ FOLDER/exercises    launch.py and course.zip, the whole course, with which check
 FOLDER.teacher.md   solutions, known mistakes, the hunts, answers to the course's questions
 """
 
-import ast
 import re
 import shutil
 import zipfile
@@ -27,6 +26,14 @@ FOR_STUDENTS = {"docs/teaching.md": "docs/students.md", "AGENTS.md": "docs/assis
 FOR_STUDENTS["exercises/__main__.py"] = "exercises/launch.py"
 # Without it an installed course would be found before a class's tree.
 FOR_STUDENTS["exercises/__init__.py"] = "exercises/__init__.py"
+# How train.py ends there.
+RUN_PACKED = """\
+if __name__ == "__main__":
+    from exercises.__main__ import run_packed
+
+    print("The bodies that are missing here are those of the packed course.", flush=True)
+    run_packed("train")
+"""
 # Not what somebody has written for an exercise.
 OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
 
@@ -52,6 +59,8 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
     (folder / ".gitignore").write_text(re.sub(r"(?m)^exercises/.*\.py\n", "", ignored))
     for name, text in _without_bodies(chosen).items():
         (folder / name).write_text(text)
+    run = (folder / "train.py").read_text().rpartition('if __name__ == "__main__":')[0]
+    (folder / "train.py").write_text(run + RUN_PACKED)
     pack(folder / "exercises/course.zip", chosen)
     teacher.write_text("\n".join(_for_teacher(chosen)))
     lines = [f"{len(chosen)} exercises in {folder}: give this folder to the class"]
@@ -113,10 +122,7 @@ def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
         file = target.path.relative_to(COURSE)
         yield f"## {exercise.title}\n\n{exercise.qualified_name}, {file}\n"
         yield f"{_block(target.text)}\nAlso right:\n\n{_block(also_right(exercise))}"
-        yield "Known mistakes, each with its edits:\n"
-        for node in ast.parse(files()[exercise.number].read_text()).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MISTAKES":
-                yield _block(node.value.value)
+        yield f"Known mistakes, each with its edits:\n\n{_block(exercise.text_of_mistakes)}"
 
 
 def _block(*texts: str) -> str:

@@ -10,17 +10,17 @@ import ast
 import math
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from exercises import progress
-from exercises.exercise import FOLDER, ROOT
+from exercises.exercise import FOLDER, ROOT, Case
 from exercises.hunt_sheets import SHEETS
 from exercises.marks import check_drawn_for
 from exercises.source import Definition, first_line
 
 STEPS = 20
+AXES = "dp", "pp", "cp", "tp"
 RUN = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "micro_batches": 1, "optimizer": "sgd"}
 RUN |= {"lr": 0.5, "grad_clip": 0.0, "sequence_parallel": 0}
 
@@ -65,7 +65,7 @@ def hunt_of(number: int, student: str | None) -> Hunt:
     if number == DRAWN:
         raise ValueError(f"hunt {DRAWN} is drawn for each student: add --student NAME")
     if number not in HUNTS:
-        numbers = ", ".join(map(str, (*HUNTS, DRAWN)))
+        numbers = ", ".join(map(str, sorted((*HUNTS, DRAWN))))
         raise ValueError(f"there is no hunt {number}: use one of {numbers}")
     return HUNTS[number]
 
@@ -93,8 +93,7 @@ def parse_run(text: str) -> dict[str, Any]:
         if key not in run or not value:
             raise ValueError(f"{word!r} is not a setting: use some of {', '.join(RUN)}, as dp=2")
         run[key] = type(RUN[key])(value)
-    size = math.prod(run[axis] for axis in ("dp", "pp", "cp", "tp"))
-    if size > 4:
+    if (size := math.prod(run[axis] for axis in AXES)) > 4:
         raise ValueError(f"{text} needs {size} ranks: use at most 4")
     if run["tp"] > 2 or run["pp"] > 2:
         raise ValueError("the model has 2 key-value heads and 2 layers: use tp and pp of at most 2")
@@ -107,39 +106,34 @@ def parse_run(text: str) -> dict[str, Any]:
 
 def measure(hunt: Hunt | None, text: str, steps: int = STEPS) -> Symptoms:
     """Train a tiny model with a hunt's change, or with none."""
-    from exercises.exercise import Case
-    from exercises.loading import Course, edited, fresh_modules
+    from exercises.loading import Course, fresh_modules, import_edited
     from exercises.ranks import run_case
     from exercises.simulated_dist import simulated
 
     run = parse_run(text)
-    size = math.prod(run[axis] for axis in ("dp", "pp", "cp", "tp"))
-
-    def on_rank(rank, case) -> dict:
-        return _train(rank, run, steps)
-
-    change = edited(ROOT / hunt.file, hunt.old, hunt.new) if hunt else nullcontext()
-    with simulated(), fresh_modules(), change:
-        records = run_case(Course(), Case(size), on_rank, Path("none"))
+    case = Case(math.prod(run[axis] for axis in AXES), steps=steps, **run)
+    with simulated(), fresh_modules():
+        if hunt:
+            import_edited(ROOT / hunt.file, hunt.old, hunt.new)
+        records = run_case(Course(), case, _train, Path("none"))
     first = records[0].values
     return Symptoms(first["losses"], first["norm"], first["sent"], _apart(records))
 
 
-def _train(rank, run: dict, steps: int) -> dict[str, Any]:
+def _train(rank, case: Case) -> dict[str, Any]:
     from exercises.tiny import tiny_run
 
-    axes = {axis: run[axis] for axis in ("dp", "pp", "cp", "tp")}
-    layout = rank.course.settings.Layout(**axes, sequence_parallel=bool(run["sequence_parallel"]))
-    recipe = {"optimizer": run["optimizer"], "learning_rate": run["lr"]}
-    recipe["grad_clip"] = run["grad_clip"] or None
-    trained = tiny_run(rank, layout, num_micro_batches=run["micro_batches"], **recipe)
-    for axis in trained.model.axes:
+    sizes = {axis: getattr(case, axis) for axis in AXES}
+    layout = rank.course.settings.Layout(**sizes, sequence_parallel=bool(case.sequence_parallel))
+    recipe = {"optimizer": case.optimizer, "learning_rate": case.lr}
+    recipe |= {"num_micro_batches": case.micro_batches, "grad_clip": case.grad_clip or None}
+    run, step = tiny_run(rank, layout, **recipe), rank.course.train.train_step
+    model, ranks = run.model, run.model.axes.ranks
+    for axis in model.axes:
         axis.ledger.take_bytes()
-    results = [rank.course.train.train_step(trained, 0)]
-    sent = {axis.name: axis.ledger.take_bytes() for axis in trained.model.axes}
-    results += [rank.course.train.train_step(trained, step) for step in range(1, steps)]
-    model = trained.model
-    ranks = model.axes.ranks
+    results = [step(run, 0)]
+    sent = {axis.name: axis.ledger.take_bytes() for axis in model.axes}
+    results += [step(run, i) for i in range(1, case.steps)]
     parts = {n: [ranks[cut.axis] for cut in model.placements[n].cuts] for n in model.parameters}
     return {
         "losses": [result.loss for result in results],
@@ -173,10 +167,11 @@ def command(given: argparse.Namespace) -> int:
     print(f"{hunt.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
     for line in table(hunt, (run,) if run else hunt.runs):
         print(line, flush=True)
-    student = f" --student {given.student}" if given.student else ""
-    print(f"\nMeasure others:  python -m exercises hunt {number}{student} --run dp=2,tp=2")
-    print(f"First wrong tensor:  python -m exercises hunt {number}{student} --difference dp=2,tp=2")
-    print(f"Answer:  python -m exercises hunt {number}{student} --answer {ANSWER}")
+    own = f"python -m exercises hunt {number}"
+    own += f" --student {given.student}" if given.student else ""
+    print(f"\nMeasure others:  {own} --run dp=2,tp=2")
+    print(f"First wrong tensor:  {own} --difference dp=2,tp=2")
+    print(f"Answer:  {own} --answer {ANSWER}")
     print("(or with a line in that function; a wrong answer counts as a hint, which it prints)")
     if not path.exists():
         path.write_text(SHEET.format(number=number, student=given.student))
@@ -186,14 +181,15 @@ def command(given: argparse.Namespace) -> int:
 
 def first_wrong(hunt: Hunt, text: str) -> int:
     """What `python -m difference` says of a layout with a hunt's change; its exit code."""
-    from exercises.loading import edited, fresh_modules
+    from exercises.loading import fresh_modules, import_edited
 
     run = parse_run(text)
-    sizes = {f"{axis}_size": run[axis] for axis in ("dp", "pp", "cp", "tp")}
+    sizes = {f"{axis}_size": run[axis] for axis in AXES}
     sizes |= {"sequence_parallel": bool(run["sequence_parallel"]), "use_cpu": True}
     recipe = {"optimizer": run["optimizer"], "gradient_accumulation_steps": run["micro_batches"]}
     recipe["grad_clip"] = run["grad_clip"] or None
-    with fresh_modules(), edited(ROOT / hunt.file, hunt.old, hunt.new):
+    with fresh_modules():
+        import_edited(ROOT / hunt.file, hunt.old, hunt.new)
         from difference import __main__ as difference
         from picotron_min.runtime.config_file import parse_config
 

@@ -10,14 +10,22 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# `handout` writes this file as the __main__.py of a class's tree.
-if __name__ == "__main__":
+
+def run_packed(module: str) -> None:
+    """Run a module of the packed course, which imports nothing of this tree."""
     here = Path(__file__).resolve().parent
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         zipfile.ZipFile(here / "course.zip").extractall(folder)
         sys.path.insert(0, folder)
-        sys.modules.pop("exercises", None)  # the package that this file is in
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in ("exercises", "picotron_min"):
+                del sys.modules[name]
         from exercises import exercise
 
         exercise.FOLDER = here  # of what a student writes
-        runpy.run_module("exercises", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
+
+
+# `handout` writes this file as the __main__.py of a class's tree.
+if __name__ == "__main__":
+    run_packed("exercises")

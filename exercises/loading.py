@@ -9,8 +9,6 @@ modules that import it all get the student's version, and a traceback has the li
 
 import ast
 import contextlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -53,8 +51,8 @@ def course_with(exercise: Exercise, text: str, path: Path, watch: Watch) -> Iter
     BadFile where the file cannot be used; whatever its own code raises when it is imported.
     """
     tree = source.parse(exercise, text)
-    with fresh_modules(), imported_with(exercise, tree, path, watch):
-        importlib.import_module(exercise.source_module)
+    with fresh_modules():
+        import_with(exercise, tree, path, watch)
         yield Course()
 
 
@@ -74,42 +72,18 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the module of a file by a function that fills it."""
-
-    def __init__(self, file: Path, fill: Callable[[ModuleType], None]) -> None:
-        self.file, self.exec_module = file, fill
-
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        # A module that is run as a script (python -m) is not found by this way, and has no target.
-        if ROOT / f"{name.replace('.', '/')}.py" == self.file:
-            return importlib.util.spec_from_file_location(name, self.file, loader=self)
-        return None
-
-
-@contextlib.contextmanager
-def imported_by(file: Path, fill: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Within, the module of a file is filled by a function when it is imported."""
-    importer = Importer(file, fill)
-    sys.meta_path.insert(0, importer)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(importer)
-
-
-def edited(file: Path, old: str, new: str) -> contextlib.AbstractContextManager[None]:
-    """Within, a file is imported with a text, which it has once, replaced."""
+def import_edited(file: Path, old: str, new: str) -> None:
+    """Import a file with a text, which it has once, replaced."""
     text = file.read_text()
     assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times, not once"
     code = compile(text.replace(old, new), str(file), "exec")
-    return imported_by(file, lambda module: exec(code, module.__dict__))
+    _import(file, lambda module: exec(code, module.__dict__))
 
 
-def imported_with(
+def import_with(
     exercise: Exercise, tree: ast.Module, path: Path, watch: Watch = lambda definition: definition
-) -> contextlib.AbstractContextManager[None]:
-    """Within, an import of the target's module gets the definition in the student's tree."""
+) -> None:
+    """Import the target's module with the definition in the student's tree."""
 
     def fill(module: ModuleType) -> None:
         names = module.__dict__
@@ -118,7 +92,18 @@ def imported_with(
         exec(compile(changed, module.__file__, "exec"), names)
         _add_helpers(tree, path, names, exercise)
 
-    return imported_by(source.course_file(exercise), fill)
+    _import(source.course_file(exercise), fill)
+
+
+def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
+    """Import the module of a file, which a function fills: whoever imports it later gets this."""
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    spec = importlib.util.find_spec(name)  # imports the packages that it is in
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    fill(module)
+    package, _, attribute = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], attribute, module)
 
 
 def _with_call(tree: ast.Module, target: source.Definition) -> ast.Module:

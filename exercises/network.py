@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exercises.world import RankThread, Wait, World
+from exercises.world import RankThread, Wait
 
 
 class Group:
-    """A process group, as one of its ranks sees it."""
+    """A process group, as one of its ranks sees it; `copy` tells groups of equal ranks apart."""
 
-    def __init__(
-        self, world: World, ranks: tuple[int, ...], me: int, copy: int, timeout: Any = None
-    ) -> None:
-        self.world, self.ranks, self.me, self.key = world, ranks, me, (ranks, copy)
-        self.timeout = timeout
+    def __init__(self, ranks: tuple[int, ...], me: int, copy: int, timeout: Any = None) -> None:
+        self.ranks, self.me, self.key, self.timeout = ranks, me, (ranks, copy), timeout
 
     def rank(self) -> int:
         return self.ranks.index(self.me)
@@ -37,11 +34,11 @@ class Group:
 class Work:
     """An operation that has begun: `wait` returns when it is done."""
 
-    def __init__(self, thread: RankThread, what: str, wait: Wait, finish: Callable[[], None]):
-        self.thread, self.what, self.until, self.finish = thread, what, wait, finish
-        self.number = thread.operations
-        self.is_done = False
-        thread.operations += 1
+    def __init__(self, what: str, wait: Wait, finish: Callable[[], None], **event: Any) -> None:
+        self.thread, self.what, self.until, self.finish = me(), what, wait, finish
+        self.number, self.is_done = self.thread.operations, False
+        self.thread.operations += 1
+        self.thread.record("start", what, number=self.number, **event)
 
     def wait(self, timeout: object = None) -> bool:
         if not self.is_done:
@@ -52,64 +49,59 @@ class Work:
         return True
 
 
-class Channel:
-    """Messages from one rank to another in a group: the n-th receive gets the n-th send."""
-
-    def __init__(self) -> None:
-        self.sends: list[Tensor | None] = []
-        self.receives: list[Tensor | None] = []
-        self.contents: dict[int, Tensor] = {}  # of messages that are on their way
-
-    def deliver(self, index: int) -> Tensor:
-        """What the message holds, from the moment that the first of its two ends waits for it."""
-        if index not in self.contents:
-            sent, buffer = self.sends[index], self.receives[index]
-            if sent.shape != buffer.shape or sent.dtype != buffer.dtype:
-                what = f"a message of {_shape(sent)} is received into a buffer of {_shape(buffer)}"
-                raise RuntimeError(f"{what}: both must have the same shape and dtype")
-            self.contents[index] = sent.detach().clone()
-            self.sends[index] = self.receives[index] = None  # the network keeps no tensor alive
-        return self.contents[index]
-
-
-class Meeting:
-    """One collective: what each rank has brought, as it was when the rank started it."""
-
-    def __init__(self, what: str, signature: str, rank: int) -> None:
-        self.what, self.signature, self.first = what, signature, rank
-        self.brought: dict[int, list[Tensor]] = {}  # by rank; parts are for each rank
-
-
 def me() -> RankThread:
     thread = threading.current_thread()
     assert isinstance(thread, RankThread), "only ranks communicate"
     return thread
 
 
+class Message:
+    """What two ranks have posted: the n-th send and the n-th receive between them in a group."""
+
+    def __init__(self) -> None:
+        self.posted: dict[str, Tensor] = {}
+        self.sent: Tensor | None = None
+
+    def content(self) -> Tensor:
+        """What it holds from the moment that the first of its two ends waits for it."""
+        if self.sent is None:
+            sent, buffer = self.posted["send"], self.posted["receive"]
+            if sent.shape != buffer.shape or sent.dtype != buffer.dtype:
+                what = f"a message of {_shape(sent)} is received into a buffer of {_shape(buffer)}"
+                raise RuntimeError(f"{what}: both must have the same shape and dtype")
+            self.sent = sent.detach().clone()
+            self.posted = dict.fromkeys(self.posted)  # the network keeps no tensor alive
+        return self.sent
+
+
 def post(what: str, tensor: Tensor, group: Group, peer: int) -> Work:
-    """Begin to send to a rank of the group, or to receive from it."""
+    """Begin to "send" to a rank of the group, or to "receive" from it."""
     thread, other = me(), group.ranks[peer]
     _check_contiguous(tensor, what)
-    ends = (thread.rank, other) if what == "send" else (other, thread.rank)
-    channel = thread.world.channels.setdefault((group.key, ends), Channel())
-    mine, theirs = channel.sends, channel.receives
+    source, to = (thread.rank, other) if what == "send" else (other, thread.rank)
+    index = thread.world.next_index(what, group.key, source, to)
+    message = thread.world.messages.setdefault((source, to, group.key, index), Message())
+    message.posted[what] = tensor
     if what == "receive":
-        mine, theirs = theirs, mine
         _spoil(tensor)
-    index = len(mine)
-    mine.append(tensor)
 
     def finish() -> None:
-        content = channel.deliver(index)
+        content = message.content()
         if what == "receive":
             tensor.data.copy_(content)
 
     text = "waits to send to {}" if what == "send" else "waits to receive from {}"
-    wait = Wait(text, lambda: len(theirs) > index, lambda: [other])
-    work = Work(thread, what, wait, finish)
+    wait = Wait(text, lambda: len(message.posted) == 2, lambda: [other])
     size = tensor.nbytes if what == "send" else 0
-    thread.record("start", what, number=work.number, bytes=size, peer=other)
-    return work
+    return Work(what, wait, finish, bytes=size, peer=other)
+
+
+class Meeting:
+    """One collective: what each rank has brought, as it was when the rank started it."""
+
+    def __init__(self, signature: str, rank: int) -> None:
+        self.signature, self.first = signature, rank
+        self.brought: dict[int, list[Tensor]] = {}  # by rank; parts are for each rank
 
 
 def meet(
@@ -117,18 +109,19 @@ def meet(
     group: Group,
     brought: list[Tensor],
     share: float,
-    finish: Callable[[Meeting], None],
+    finish: Callable[[list[list[Tensor]]], None],
+    output: Tensor | None = None,
+    async_op: bool = False,
     signature: str = "",
-) -> Work:
-    """Begin a collective: `finish` writes the result, when all ranks have brought their tensors.
+) -> Work | None:
+    """A collective: `finish` writes the output, of what all ranks in the group's order brought.
 
     This rank sends `share` of what it brings.
     """
     thread = me()
-    index = thread.world.joined[thread.rank, group.key]
-    thread.world.joined[thread.rank, group.key] += 1
+    index = thread.world.next_index(thread.rank, group.key)
     signature = signature or (f"{what} of {_shape(*brought)}" if brought else what)
-    new = Meeting(what, signature, thread.rank)
+    new = Meeting(signature, thread.rank)
     meeting = thread.world.meetings.setdefault((group.key, index), new)
     if meeting.signature != signature:
         which = f"collective {index + 1} of this group is {signature} on rank {thread.rank}"
@@ -138,25 +131,26 @@ def meet(
     for tensor in brought:
         _check_contiguous(tensor, what)
     meeting.brought[thread.rank] = [tensor.detach().clone() for tensor in brought]
+    places = {tensor.untyped_storage().data_ptr() for tensor in brought}
+    if output is not None and output.untyped_storage().data_ptr() not in places:
+        _spoil(output)
 
     def missing() -> list[int]:
         return [rank for rank in group.ranks if rank not in meeting.brought]
 
+    def done() -> None:
+        finish([meeting.brought[rank] for rank in group.ranks])
+
     wait = Wait(f"waits in {what} for {{}}", lambda: not missing(), missing)
-    work = Work(thread, what, wait, lambda: finish(meeting))
     size = share * sum(tensor.nbytes for tensor in brought)
-    thread.record("start", what, number=work.number, bytes=size, alone=group.size() == 1)
-    return work
-
-
-def spoil_output(output: Tensor, *inputs: Tensor) -> None:
-    """Make the buffer of a result unusable until `wait`, unless an input lies in it."""
-    places = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    if output.untyped_storage().data_ptr() not in places:
-        _spoil(output)
+    work = Work(what, wait, done, bytes=size, alone=group.size() == 1)
+    if not async_op:
+        work.wait()
+    return work if async_op else None
 
 
 def _spoil(tensor: Tensor) -> None:
+    """Make a buffer unusable until `wait`."""
     is_float = tensor.is_floating_point()
     tensor.data.fill_(float("nan") if is_float else torch.iinfo(tensor.dtype).min)
 

@@ -39,9 +39,9 @@ class Rank:
 
     def is_sending(self, tensor: Any) -> bool:
         """Whether the memory of a tensor is being sent, and not received yet."""
-        channels = self.thread.world.channels.items()
-        sends = [c.sends for (_, (source, _)), c in channels if source == self.number]
-        leaving = {x.untyped_storage().data_ptr() for xs in sends for x in xs if x is not None}
+        messages = self.thread.world.messages.items()
+        sent = [m.posted.get("send") for (source, *_), m in messages if source == self.number]
+        leaving = {x.untyped_storage().data_ptr() for x in sent if x is not None}
         is_tensor = isinstance(tensor, torch.Tensor)
         return is_tensor and tensor.untyped_storage().data_ptr() in leaving
 
@@ -68,6 +68,13 @@ class Record:
                 calls[event.what] += 1
                 size[event.what] += event.bytes
         return {what: Sent(calls[what], size[what]) for what in calls}
+
+    @property
+    def unawaited(self) -> list[str]:
+        """Operations that were started, and never waited for."""
+        awaited = {event.number for event in self.events if event.kind == "wait"}
+        starts = (event for event in self.events if event.kind == "start")
+        return [event.what for event in starts if event.number not in awaited]
 
     def place(self, kind: str, what: str, which: int = 0) -> int:
         """The index among the events of the which-th of a kind; the number of events if none."""

@@ -5,7 +5,8 @@ what bypasses the course's ledger is seen here.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from operator import itemgetter
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exercises.network import Group, Meeting, Work, me, meet, post, spoil_output
+from exercises.network import Group, me, meet, post
 
 OPERATIONS = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
@@ -31,49 +32,30 @@ def simulated() -> Iterator[None]:
 
     The course must be imported within, too: it takes some functions when it is imported.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_empty_is_nan())
-        for name, function in FUNCTIONS.items():
-            if hasattr(dist, name):  # names of newer and of older releases
-                stack.enter_context(mock.patch.object(dist, name, function))
-        yield
-
-
-@contextlib.contextmanager
-def _empty_is_nan() -> Iterator[None]:
-    """Within, new memory is NaN: a mistake that reads it gives the same result each time."""
+    # Some names are those of newer, others of older releases.
+    there = {name: function for name, function in FUNCTIONS.items() if hasattr(dist, name)}
     before = torch.get_deterministic_debug_mode()
-    # Not by torch.use_deterministic_algorithms, which imports a compiler: a second for each check.
+    # New memory is NaN: a mistake that reads it gives the same result each time. Not by
+    # torch.use_deterministic_algorithms, which imports a compiler: a second for each check.
     torch.set_deterministic_debug_mode("error")
     try:
-        yield
+        with mock.patch.multiple(dist, **there):
+            yield
     finally:
         torch.set_deterministic_debug_mode(before)
 
 
 def world_group() -> Group:
-    return _group(tuple(range(me().world.size)))
+    return Group(tuple(range(me().world.size)), me().rank, copy=0)
 
 
-def _group(ranks: tuple[int, ...], copy: int = 0) -> Group:
-    return Group(me().world, ranks, me().rank, copy)
-
-
-def _new_group(
-    ranks: Sequence[int] | None = None,
-    timeout: Any = None,
-    *_: Any,
-    use_local_synchronization: bool = False,
-    **__: Any,
-) -> Group:
-    thread = me()
-    world, rank = thread.world, thread.rank
-    ranks = tuple(range(world.size) if ranks is None else ranks)
+def _new_group(ranks=None, timeout=None, *_, use_local_synchronization=False, **__) -> Group:
+    ranks = tuple(range(me().world.size) if ranks is None else ranks)
     if not use_local_synchronization:  # all ranks wait for each other, also those outside
-        group = f"new_group of ranks {list(ranks)}"
-        meet("new_group", world_group(), [], 0.0, lambda meeting: None, group).wait()
-    world.groups[rank, ranks] += 1
-    return Group(world, ranks, rank, world.groups[rank, ranks], timeout)
+        signature = f"new_group of ranks {list(ranks)}"
+        meet("new_group", world_group(), [], 0.0, lambda brought: None, signature=signature)
+    copy = 1 + me().world.next_index("groups", me().rank, ranks)  # 0 is the group of the world
+    return Group(ranks, me().rank, copy, timeout)
 
 
 def _new_subgroups(
@@ -84,24 +66,13 @@ def _new_subgroups(
     return (mine[0] if mine else None), groups
 
 
-def _finished(work: Work, async_op: bool) -> Work | None:
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
 def _collective(what, output, tensor, group, share, combine, async_op):
     """Of all ranks' tensors, in their order, `combine` makes what is written to `output`."""
 
-    def finish(meeting: Meeting) -> None:
-        result = combine([meeting.brought[rank][0] for rank in group.ranks])
-        output.data.copy_(result.view_as(output))
+    def finish(brought: list[list[Tensor]]) -> None:
+        output.data.copy_(combine([tensor for (tensor,) in brought]).view_as(output))
 
-    work = meet(what, group, [tensor], share, finish)
-    if output is not tensor:
-        spoil_output(output, tensor)
-    return _finished(work, async_op)
+    return meet(what, group, [tensor], share, finish, output, async_op)
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -138,23 +109,19 @@ def _all_to_all(
 ):
     group = group or world_group()
     n, rank = group.size(), group.rank()
-    sizes = input_split_sizes or [len(tensor) // n] * n
+    parts = list(tensor.split(input_split_sizes or [len(tensor) // n] * n))
     receives = output_split_sizes or [len(output) // n] * n
 
-    def finish(meeting: Meeting) -> None:
-        parts = [meeting.brought[other][rank] for other in group.ranks]
-        if [len(part) for part in parts] != receives:
-            come = [len(part) for part in parts]
+    def finish(brought: list[list[Tensor]]) -> None:
+        come = [len(parts[rank]) for parts in brought]
+        if come != receives:
             raise RuntimeError(f"rank {rank} expects {receives} rows, but {come} rows come to it")
-        output.data.copy_(torch.cat(parts))
+        output.data.copy_(torch.cat([parts[rank] for parts in brought]))
 
-    parts = list(tensor.split(sizes))
     leaving = sum(part.nbytes for i, part in enumerate(parts) if i != rank)
     share = leaving / (tensor.nbytes or 1)
     signature = f"all_to_all of {str(tensor.dtype).rpartition('.')[2]}"
-    work = meet("all_to_all", group, parts, share, finish, signature)
-    spoil_output(output, tensor)
-    return _finished(work, async_op)
+    return meet("all_to_all", group, parts, share, finish, output, async_op, signature)
 
 
 def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
@@ -164,8 +131,8 @@ def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
 
 
 def _barrier(group=None, async_op=False, **_):
-    work = meet("barrier", group or world_group(), [], 0.0, lambda meeting: None)
-    return _finished(work, async_op)
+    group = group or world_group()
+    return meet("barrier", group, [], 0.0, lambda brought: None, async_op=async_op)
 
 
 def _check_size(what: str, whole: Tensor, expected: int) -> None:
@@ -190,11 +157,9 @@ def _message(what: str, tensor: Tensor, rank: int | None, group: Group | None, p
     return post(what, tensor, group, place if rank is None else group.ranks.index(rank))
 
 
-class _P2POp:
+def _end(op, tensor, peer=None, group=None, tag=0, group_peer=None):
     """One end of a message, for batch_isend_irecv."""
-
-    def __init__(self, op, tensor, peer=None, group=None, tag=0, group_peer=None):
-        self.op, self.given = op, (tensor, peer, group, tag, group_peer)
+    return partial(op, tensor, peer, group, tag, group_peer)
 
 
 FUNCTIONS = {
@@ -210,8 +175,8 @@ FUNCTIONS = {
     "irecv": _irecv,
     "send": lambda *args, **options: _isend(*args, **options).wait(),
     "recv": lambda *args, **options: _irecv(*args, **options).wait(),
-    "P2POp": _P2POp,
-    "batch_isend_irecv": lambda ends: [end.op(*end.given) for end in ends],
+    "P2POp": _end,
+    "batch_isend_irecv": lambda ends: [end() for end in ends],
     "get_backend": lambda group=None: "simulated",
     "get_rank": lambda group=None: group.rank() if group else me().rank,
     "get_world_size": lambda group=None: group.size() if group else me().world.size,

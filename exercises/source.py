@@ -159,12 +159,11 @@ def _imports(exercise: Exercise, target: Target) -> str:
             node.names = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
             lines += [ast.unparse(node)] if node.names else []
         elif isinstance(node, Definition):
-            own += [node.name] * (node.name in used)
+            own.append(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            own += [n.id for n in targets if isinstance(n, ast.Name) and n.id in used]
-    own = sorted(set(own) - {exercise.qualified_name})
-    if own:
+            own += [n.id for n in targets if isinstance(n, ast.Name)]
+    if own := sorted({*own} & used - {exercise.qualified_name}):
         lines.append(f"from {exercise.source_module} import {', '.join(own)}")
     return "\n".join(lines)
 

@@ -13,11 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from pathlib import Path
 
 from exercises.exercise import ROOT, Exercise, load
-from exercises.loading import imported_with
+from exercises.loading import import_with
 from exercises.source import parse, solution
 
 ROUNDING = 1e-5  # of a float32 loss, after some steps of sums in another order
@@ -72,15 +71,13 @@ def stops_of(config: dict, steps: int) -> list[int]:
 
 def short_config(config: dict, steps: int, folder: Path) -> dict:
     """The config for its first steps alone, in another folder; what it learns stays the same."""
-    config = deepcopy(config)
-    sizes, training = config.get("distributed", {}), config["training"]
-    sequences = sizes.get("dp_size", 1) * training.get("gradient_accumulation_steps", 1)
-    sequences *= training.get("micro_batch_size", 1)
-    training["max_tokens"] = steps * sequences * training["seq_length"]
+    from picotron_min.runtime.config_file import parse_config
+
+    tokens = {"max_tokens": steps * parse_config(config).tokens_per_step}
     # The folder is new: what a run resumes from is its own checkpoint.
-    config["checkpoint"] = {"save_dir": str(folder), "load_path": "latest"}
-    config["logging"] = {}
-    return config
+    checkpoint = {"save_dir": str(folder), "load_path": "latest"}
+    training = config["training"] | tokens
+    return config | {"training": training, "checkpoint": checkpoint, "logging": {}}
 
 
 def _losses(
@@ -141,14 +138,14 @@ def main(number: str, file: str, config: str, command: str, *options: str) -> No
     text = solution(exercise) if file == "solution" else Path(file).read_text()
     tree = ast.parse(text) if file == "solution" else parse(exercise, text)
     sys.argv = ["train.py", "--config", config]
-    with imported_with(exercise, tree, Path(file)):
-        if command == "difference":
-            from difference.__main__ import main as find
+    import_with(exercise, tree, Path(file))
+    if command == "difference":
+        from difference.__main__ import main as find
 
-            sys.exit(find(["--config", config, *options]))
-        import train
+        sys.exit(find(["--config", config, *options]))
+    import train
 
-        train.main()
+    train.main()
 
 
 if __name__ == "__main__":

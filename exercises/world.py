@@ -5,6 +5,7 @@ that can continue does. So a check needs no processes, gives the same result eac
 a deadlock at once: no rank can continue.
 """
 
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -51,7 +52,6 @@ class RankThread(threading.Thread):
         self.wait: Wait | None = None
         self.abort: BaseException | None = None
         self.result, self.error, self.is_done = None, None, False
-        self.waiting_at = ""  # the student's line
 
     def run(self) -> None:
         self.turn.acquire()
@@ -69,7 +69,7 @@ class RankThread(threading.Thread):
             raise self.abort
         if wait.is_over():
             return
-        self.wait, self.waiting_at = wait, self.world.student_line()
+        self.wait = wait
         self.world.turn.release()
         self.turn.acquire()
         self.wait = None
@@ -90,10 +90,13 @@ class World:
     def __init__(self, size: int, student: Path | None = None) -> None:
         self.size, self.student, self.turn = size, student, threading.Semaphore(0)
         self.threads: list[RankThread] = []
-        # What network.py keeps here.
-        self.meetings, self.channels = {}, {}
-        self.joined: Counter = Counter()  # collectives that a rank has started on a group
-        self.groups: Counter = Counter()  # groups of the same ranks, by rank and ranks
+        self.meetings, self.messages = {}, {}  # of network.py
+        self.counts: Counter = Counter()
+
+    def next_index(self, *key: Any) -> int:
+        """How many times this was called with a key: of collectives, messages and groups."""
+        self.counts[key] += 1
+        return self.counts[key] - 1
 
     def run(self, function: Callable[[int], Any]) -> list[RankThread]:
         """Call `function(rank)` on every rank; the first error of a rank, or Deadlock, is raised.
@@ -126,19 +129,13 @@ class World:
             if not thread.is_done:
                 thread.resume()
 
-    def student_line(self) -> str:
-        """Where in the student's file the running rank is: `line 12: work.wait()`, or nothing."""
-        frames = traceback.extract_stack()
-        here = [frame for frame in frames if frame.filename == str(self.student)]
-        return f"line {here[-1].lineno}: {here[-1].line}" if here else ""
-
     def _waiting_lines(self) -> list[str]:
         """What each rank waits for, with the student's line."""
-        waiting = [thread for thread in self.threads if not thread.is_done]
-        lines = []
-        for thread in waiting:
+        lines, frames = [], sys._current_frames()
+        for thread in (thread for thread in self.threads if not thread.is_done):
             others = ", ".join(f"rank {rank}" for rank in thread.wait.blockers())
-            where = f"   at {thread.waiting_at}" if thread.waiting_at else ""
+            line = line_in(self.student, traceback.extract_stack(frames[thread.ident]))
+            where = f"   at {line}" if line else ""
             lines.append(f"rank {thread.rank} {thread.wait.text.format(others)}{where}")
         return lines
 
@@ -157,3 +154,9 @@ class World:
             text += f" {waiting[rank].wait.text.format(f'rank {other}')},"
             text += " which" if other in waiting else " which has returned"
         return text.removesuffix(", which")
+
+
+def line_in(student: Path | None, stack: traceback.StackSummary) -> str:
+    """Where in the student's file a stack is: `line 12: work.wait()`, or nothing."""
+    here = [frame for frame in stack if frame.filename == str(student)]
+    return f"line {here[-1].lineno}: {here[-1].line}" if here else ""

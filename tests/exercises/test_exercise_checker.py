@@ -71,23 +71,23 @@ exception: on rank 1: ZeroDivision
     self.sent = tensor => self.sent = 1 / (axis.rank - 1)
 deadlock: rank 0 waits to receive from rank 1, which waits to receive from rank 0
     self.sent = tensor => dist.recv(tensor, group=axis.group, group_src=axis.next)
-file: import os is refused
+unusable_file: import os is refused
     self.sent = tensor => import os
-file: .os is refused
+unusable_file: .os is refused
     self.sent = tensor => torch.os.fork()
-file: open is refused
+unusable_file: open is refused
     self.sent = tensor => open('x')
-file: .__dict__ is refused
+unusable_file: .__dict__ is refused
     self.sent = tensor => tensor.__dict__
-file: LINE is not Python
+unusable_file: LINE is not Python
     self.sent = tensor => def =
-file: does not define __init__
+unusable_file: does not define __init__
     def __init__ => def init
-file: own ring
+unusable_file: own ring
 - def __init__(self, tensor: Tensor, axis: Axis, distance: int = 1) -> None:
 + ring = 1
 + def __init__(self, tensor: Tensor, axis: Axis, distance: int = 1) -> None:
-file: dist is anoth
+unusable_file: dist is anoth
     import torch.distributed as dist => import math as dist
 """,
     7: """

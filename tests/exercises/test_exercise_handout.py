@@ -1,5 +1,6 @@
 """The tree for a class: no answers in it, and the checks of the course."""
 
+import json
 import re
 import subprocess
 import sys
@@ -95,8 +96,8 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     needed = [*(ROOT / "picotron_min").rglob("*.py"), *catalogue.files().values()]
     assert {path.relative_to(ROOT).as_posix() for path in needed} <= {*names}
 
-    def run(*words: str, **environment: str) -> str:
-        command = [sys.executable, "-m", "exercises", *words]
+    def run(*words: str, script: str = "-mexercises", **environment: str) -> str:
+        command = [sys.executable, script, *words]
         # Of an empty environment: nothing of the course around this test may be found.
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done
@@ -109,6 +110,18 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     assert "raise NotImplementedError" in path.read_text()
     path.write_text(solution(catalogue.load(18)))
     assert "Passed. Remember" in run("check", "18")
+    (folder / "exercises/05_ring.py").write_text(solution(catalogue.load(5)))
+    assert "Next: python -m exercises start 18" in run("check", "5")
+    # The plain trainer needs the function that is missing here: ring attention.
+    config = json.loads((ROOT / "config.json").read_text())
+    config["distributed"] |= {"dp_size": 1, "tp_size": 1, "cp_size": 2}
+    config["training"] |= {"total_train_steps": 1, "warmup_steps": 0, "eval_frequency": 0}
+    config["checkpoint"] = {"save_dir": str(tmp_path / "run")}
+    config["dataset"]["name"] = str(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text("a line to learn\n" * 1000)
+    (own := tmp_path / "one.json").write_text(json.dumps(config))
+    shown = run("--config", str(own), script="train.py")
+    assert "those of the packed course" in shown and "step 1/1" in shown, shown
     for other, problem in ((folder, "there already"), (ROOT / "tests/new", "outside of")):
         assert commands.main(["handout", str(other)]) == 2
         assert problem in capsys.readouterr().err

@@ -111,6 +111,8 @@ def test_a_student_draws_a_mistake_that_some_layouts_show(monkeypatch):
     assert bytes_alone.distance(right[0]) == 0  # nothing that a student can find
     with pytest.raises(ValueError, match="add --student NAME"):
         hunts.hunt_of(hunts.DRAWN, None)
+    with pytest.raises(ValueError, match="use one of 1, 2, 3, 4, 5, 6, 7"):
+        hunts.hunt_of(9, None)
 
 
 def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):

@@ -18,10 +18,10 @@ from exercises import training
 from exercises.calls import Calls
 from exercises.compare import equal
 from exercises.exercise import Case, Exercise
-from exercises.loading import course_with, fresh_modules, imported_with
+from exercises.loading import course_with, fresh_modules, import_with
 from exercises.ranks import run_case
 from exercises.simulated_dist import simulated
-from exercises.source import also_right, find, parse, solution
+from exercises.source import also_right, find, parse, solution, starter
 from exercises.tiny import tiny_run
 from picotron_min.extensions.settings import Workload
 from picotron_min.runtime.config_file import parse_config
@@ -33,7 +33,8 @@ CONFIG = json.loads(Path(catalogue.FOLDER.parent, "config.json").read_text())
 def test_train_runs_the_function_of_the_student(number, tmp_path):
     exercise, path = catalogue.load(number), tmp_path / "student.py"
     *owners, name = exercise.qualified_name.split(".")
-    with fresh_modules(), imported_with(exercise, parse(exercise, solution(exercise)), path):
+    with fresh_modules():
+        import_with(exercise, parse(exercise, solution(exercise)), path)
         found = importlib.import_module(exercise.source_module)  # as `import train` would
         for owner in owners:
             found = vars(found)[owner]
@@ -99,6 +100,19 @@ def test_what_a_check_accepts_trains_as_the_course_does(number):
 def test_a_function_that_no_step_calls_is_not_trained_with(capsys):
     assert commands.main(["train", "39"]) == 2
     assert "39 is not for train: the planner calls the function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(starter(catalogue.load(4)), "is not written yet"), ("def (", "line 1 is not Python")],
+)
+def test_a_file_that_cannot_be_run_is_refused_before_training(
+    text, problem, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(commands, "FOLDER", tmp_path)
+    (tmp_path / "04_shift.py").write_text(text)
+    assert commands.main(["train", "4", "--config", str(catalogue.ROOT / "config.json")]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_lines_about_a_deleted_folder_are_not_shown():

@@ -88,6 +88,8 @@ def test_a_known_mistake_is_recognised_and_no_other(number, name):
         if all(a.same_as(b) for a, b in zip(known[name], outcome, strict=True))
     ]
     assert same == [name], [(r.failure, r.problems) for r in known[name]]
+    # The edit of a mistake has only the names that the course's own version uses.
+    assert not any(r.failure and "NameError" in r.failure.what for r in known[name])
     verdict = verdict_on(exercise, known[name], others=known)
     assert not verdict.passed and verdict.mistake == name and mistake.sentence in verdict.message
 
