@@ -85,7 +85,7 @@ def picture(runs) -> str:
     return "GFLOPs per token, in sequences of 2048 tokens\n" + bars(rows, "{:7.2f}")
 
 
-MISTAKES = """
+VERSIONS = """
 embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
     + head_flops => + 2 * head_flops
 tied_head_forgotten: Where the head shares the embedding's matrix, its product is left out: it costs
@@ -107,9 +107,7 @@ backward_as_forward: Backward is counted as dear as forward. It has two products
     return 3 * => return 2 *
 forward_only: Only the forward is counted.
     return 3 * => return 1 *
-"""
-
-ALSO_RIGHT = """
+also_right:
 def model_flops_per_token(model_config, seq_length):
     total = 0
     for parts in flops_of_layers(model_config, seq_length):

@@ -59,7 +59,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 ranks_alike: All ranks read the same sequences: the batch has them dp times, and lacks the others.
     (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
 micro_batches_alike: All micro-batches have the same sequences: a step trains on those of the first.
@@ -85,9 +85,7 @@ micro_batches_for_ranks: The number of micro-batches is taken for that of ranks:
     micro_batch * self.dp_size => micro_batch * self.num_micro_batches
 one_too_few: The last place of each rank is missing: np.arange excludes its end.
     first + self.micro_batch_size) => first + self.micro_batch_size - 1)
-"""
-
-ALSO_RIGHT = """
+also_right:
 def _places(self, micro_batch):
     shape = self.num_micro_batches, self.dp_size, self.micro_batch_size
     return np.arange(self.global_batch).reshape(shape)[micro_batch, self.dp_rank]

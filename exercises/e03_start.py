@@ -88,7 +88,7 @@ def picture(runs) -> str:
     return "\n".join(["the first row of each rank's part of q_proj at tp 2", *lines, about])
 
 
-MISTAKES = """
+VERSIONS = """
 same_part_drawn: Each rank draws its own part, all with the same seed: they draw the same numbers,
     and will stay equal for ever.
     shapes[name], seed => tuple(parameter.shape), seed
@@ -120,9 +120,7 @@ other_dim: Matrices are cut along the other dim.
 same_std: All matrices have the same std: those that write to the residual stream, o_proj and
     down_proj, start smaller, since two of them a layer add up.
     std = initial_std(name, model_config.num_hidden_layers) => std = 0.02
-"""
-
-ALSO_RIGHT = """
+also_right:
 def initialise(parameters, model_config, seed, placements, axes):
     shapes, layers = model_config.parameter_shapes(), model_config.num_hidden_layers
     for name in sorted(parameters):

@@ -75,7 +75,7 @@ def own_factors(case: Case) -> dict[str, float]:
     return {"the number of ranks of the axis": case.ranks // case.dp}
 
 
-MISTAKES = """
+VERSIONS = """
 backwards: It sends to the previous rank and receives from the next: the ring turns the wrong way.
     to, source => source, to
 always_the_next: It ignores the distance: every tensor goes to the next rank.
@@ -108,9 +108,7 @@ not_kept: The tensor that is sent is not kept in self.sent: if its owner drops i
 copy_kept: A copy is kept in self.sent, and not the tensor that is sent: that one may be freed while
     it travels.
     self.sent = tensor => self.sent = tensor.clone()
-"""
-
-ALSO_RIGHT = """
+also_right:
 def __init__(self, tensor, axis, distance=1):
     to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
     self.sent, self.arriving = tensor, tensor.new_empty(tensor.shape)

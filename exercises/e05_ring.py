@@ -84,7 +84,7 @@ def picture(runs) -> str:
     return "\n".join([*lines, "", about, timeline(records, names)])
 
 
-MISTAKES = """
+VERSIONS = """
 sent_after_use: A hop begins after the tensor was used: nothing travels while the rank computes.
     shift = Shift(tensor, axis) => pass
     % axis.size, tensor => % axis.size, tensor; shift = Shift(tensor, axis)
@@ -117,9 +117,7 @@ written_into_the_callers: What arrives is copied into the caller's tensor, which
 awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels while the rank
     computes.
     shift = Shift(tensor, axis) => shift = Shift(tensor, axis); shift.wait()
-"""
-
-ALSO_RIGHT = """
+also_right:
 def ring(tensor, axis):
     source = axis.rank
     for left in reversed(range(axis.size)):

@@ -75,7 +75,7 @@ def picture(runs) -> str:
     return "\n".join(["the buffer, a letter a number", f"[{strip}]", *rows])
 
 
-MISTAKES = """
+VERSIONS = """
 copies: grad is a copy of its part of the buffer: gradients are there twice, and the sum over the
     ranks, which is in the buffer, never reaches them.
     view.view_as(parameter) => view.view_as(parameter).clone()
@@ -94,9 +94,7 @@ not_zeroed: The buffer is memory as it is found: backward adds to what happens t
     new_zeros => new_empty
 ones: The buffer does not begin at zero: backward adds to what is there.
     new_zeros => new_ones
-"""
-
-ALSO_RIGHT = """
+also_right:
 def __init__(self, parameters):
     self.names, values = list(parameters), list(parameters.values())
     total, start = sum(p.numel() for p in values), 0

@@ -100,7 +100,7 @@ def picture(runs) -> str:
     return about + "\n" + timeline(runs[2][1], names)
 
 
-MISTAKES = """
+VERSIONS = """
 sent_too_early: A bucket is sent when its first parameter is complete: the gradients that arrive
     after that are lost.
     any => all
@@ -122,9 +122,7 @@ averaged: Gradients are averaged, and not summed: they are too small by a factor
     bucket.gradients, self.axis => bucket.gradients, self.axis, dist.ReduceOp.AVG
 awaited_at_once: Each sum is awaited at once: backward stands still while a bucket travels.
     bucket.gradients, self.axis)) => bucket.gradients, self.axis)); self.works[-1].wait()
-"""
-
-ALSO_RIGHT = """
+also_right:
 def _start_complete_buckets(self):
     while len(self.works) < len(self.buckets):
         bucket = self.buckets[len(self.works)]

@@ -97,7 +97,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 copies_counted: Every rank counts all that it holds: what several ranks hold counts several times.
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if True
 norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and each counts them.
@@ -137,9 +137,7 @@ in_float32: The numbers are float32, which has seven digits: their sum over many
 squared_in_float32: Where the gradient is float32, it is squared in float32, and loses digits before
     anything is float64: convert first.
     to(device, torch.float64).square() => square().to(device, torch.float64)
-"""
-
-ALSO_RIGHT = """
+also_right:
 def measure_gradient(parameters, placements, ranks, count_zeros=False):
     result = torch.zeros(2, dtype=torch.float64)
     for name, parameter in parameters.items():

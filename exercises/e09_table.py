@@ -96,7 +96,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 all_by_rows: o_proj and down_proj are cut by rows, too. A rank has a part of their inputs, and needs
     the columns for these.
     1 if module in ROW_PARALLEL else 0 => 0
@@ -123,9 +123,7 @@ tied_not_summed: A tied embedding has a copy on the first and on the last stage,
 tied_counted_twice: The copies of a tied embedding on both ends are not named as copies: the
     gradient norm counts both.
     axes, sums => ("dp_cp",), sums
-"""
-
-ALSO_RIGHT = """
+also_right:
 def _placement(name, layout, tied):
     module = name.split(".")[-2]
     if module.endswith("_proj"):

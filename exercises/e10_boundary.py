@@ -57,7 +57,7 @@ def picture(runs) -> str:
     return f"{about}\n{timeline(runs[0][1], names)}"
 
 
-MISTAKES = """
+VERSIONS = """
 not_summed: Products are not summed over the ranks: each continues with its own part, forward and
     backward.
     y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
@@ -88,9 +88,7 @@ never_awaited: The result is used without a wait: the sum may not have arrived.
 one_product_only: Only the first of the products is summed. The gradient of an input is the sum over
     all linears that share it.
     add_products(xs, products) => products[0](xs[0])
-"""
-
-ALSO_RIGHT = """
+also_right:
     y = y.contiguous() => y = y.clone()
 - return y, collectives.start_all_reduce(y, self.axis)
 + work = dist.all_reduce(y, group=self.axis.group, async_op=True)

@@ -57,7 +57,7 @@ def picture(runs) -> str:
     return "bytes kept of two norms, with sequence parallelism\n" + bars(rows, "{:5.0f}")
 
 
-MISTAKES = """
+VERSIONS = """
 along_the_batch: Tensors are gathered and scattered along the batch: the sequence is dim 1.
     x, self.axis, dim=1 => x, self.axis, dim=0
     axis, dim=1 => axis, dim=0
@@ -82,9 +82,7 @@ awaited_at_once: `start_sum` waits until the sum is there: weight gradients are 
     y, self.axis, dim=1) => y, self.axis, dim=1); begun[1].wait(); return begun
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
     start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
-"""
-
-ALSO_RIGHT = """
+also_right:
 class SequenceBoundary(Boundary):
     def whole(self, x):
         return torch.cat(collectives.all_gather(x[None], self.axis, dim=0).unbind(), dim=1)

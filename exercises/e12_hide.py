@@ -65,7 +65,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 run_last: The sum is awaited, and only then are weight gradients computed: nothing hides it.
     , meanwhile=boundary.queue.run_during_message) => ); boundary.queue.run_during_message()
 run_first: Weight gradients are computed before the sum is started: the layer below waits for both.
@@ -92,9 +92,7 @@ one_left: Only the first linear is left in the queue: the others' weights get no
     zip(linears, dys, strict=True) => zip(linears[:1], dys)
 swapped: x and dy are swapped in the queue: it takes (linear, x, dy).
     (linear, x, dy) => (linear, dy, x)
-"""
-
-ALSO_RIGHT = """
+also_right:
 - dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
 + dx, work = boundary.start_sum(add_products(dys, products))
 + boundary.queue.run_during_message()

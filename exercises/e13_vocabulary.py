@@ -115,7 +115,7 @@ def picture(runs) -> str:
     return f"bytes that each of {case.ranks} ranks sends for a token\n" + bars(rows, "{:5.0f}")
 
 
-MISTAKES = """
+VERSIONS = """
 own_maximum: Each slice subtracts its own maximum: the sums of their exponentials have different
     scales, and must not be added.
     vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
@@ -178,9 +178,7 @@ logits_gathered: All logits are sent to all ranks: right, but three numbers a to
 + target_logits = whole.gather(1, targets.clamp(0)[:, None])[:, 0] - whole.amax(-1)
 three_messages: The sum and the target's logit are sent one by one: stacked, they are one message.
     vocabulary.total(torch.stack([ => map(vocabulary.total, ([
-"""
-
-ALSO_RIGHT = """
+also_right:
 def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
     logits, ids = wide(x @ weight.T), torch.arange(len(weight)) + vocabulary.first
     logits = logits - vocabulary.maximum(logits.max(1).values).unsqueeze(1)

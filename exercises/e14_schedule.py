@@ -46,7 +46,7 @@ def picture(runs) -> str:
     return "4 ranks, 8 micro-batches: the bubble is 27.3%\n" + drawn(runs, 4, 8)
 
 
-MISTAKES = """
+VERSIONS = """
 warmup_too_long: The warm-up is one forward too long: each rank keeps one more micro-batch alive,
     and is not done any sooner.
     rank - 1 => rank
@@ -68,9 +68,7 @@ twice_the_warmup: The warm-up is twice as long as needed, as that of interleaved
 warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
     this one waits for a gradient.
     ranks - rank - 1 => max(0, ranks - rank - 2)
-"""
-
-ALSO_RIGHT = """
+also_right:
 def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
     forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]
     backwards = [Action(Kind.BACKWARD, i) for i in range(num_micro_batches)]

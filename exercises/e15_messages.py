@@ -151,7 +151,7 @@ def picture(runs) -> str:
     return "\n".join([*lines, *(f"{a:30}{b}".rstrip() for a, b in zip(*rows, strict=True))])
 
 
-MISTAKES = """
+VERSIONS = """
 each_by_itself: Each rank receives right before an action and sends right behind it. One rank waits
     to send a forward while the next one waits to send it a gradient.
 - return complete
@@ -184,9 +184,7 @@ chunk_of_the_sender: A receive has the chunk of the action that made the message
     receiver. => action.
 no_receives: Messages are sent, but not received.
     complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank)) => pass
-"""
-
-ALSO_RIGHT = """
+also_right:
     send_time=2**-20 => send_time=1e-6
 - peer, receiver = receiver_of.get((rank, action), (rank, None))
 + to = [event for event in inputs if (rank, action) in inputs[event] and event[0] != rank]

@@ -156,7 +156,7 @@ def picture(runs) -> str:
     return "\n".join([*lines, f"if all were kept until backward: {7 * size} at F7"])
 
 
-MISTAKES = """
+VERSIONS = """
 output_kept: The output itself is kept until backward: that needs the graph behind it, not its
     values. With 8 forwards first, 7 outputs are kept for nothing.
     get_gradient_edge(out) => out
@@ -190,9 +190,7 @@ kept_in_evaluation: Inputs are kept in self.live in evaluation, too: no backward
     get_gradient_edge(out) => get_gradient_edge(out) if out.requires_grad else None
 not_watched: The model does not run within self.watch(action): nothing can be timed.
     with self.watch(action): => if True:
-"""
-
-ALSO_RIGHT = """
+also_right:
     x.requires_grad_(torch.is_grad_enabled()) => x.requires_grad = torch.is_grad_enabled()
 - self.totals[0] += out.detach()
 - self.totals[1] += batch.num_targets

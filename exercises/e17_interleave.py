@@ -75,7 +75,7 @@ def picture(runs) -> str:
     return f"{title}\n{simple}\n\n{mine}"
 
 
-MISTAKES = """
+VERSIONS = """
 one_at_a_time: One micro-batch runs through all chunks before the next one: ranks wait while it is
     on others.
     sizes = group_sizes(ranks, num_micro_batches) => sizes = [1] * num_micro_batches
@@ -116,9 +116,7 @@ backward_in_forward_order: Backwards run through the chunks in the order of forw
 + return [a if a.kind.value == "F" else a._replace(chunk=chunks - 1 - a.chunk) for a in plan]
 one_chunk: Only the first chunk is run.
     sizes, chunks => sizes, 1
-"""
-
-ALSO_RIGHT = """
+also_right:
 def interleaved(rank, ranks, num_micro_batches, chunks=1):
     sizes, half = group_sizes(ranks, num_micro_batches), num_micro_batches * chunks
     actions = alternating(sizes, chunks, half)  # all forwards, then all backwards

@@ -64,7 +64,7 @@ def picture(runs) -> str:
     return about + bars(rows, "{:5.1f}")
 
 
-MISTAKES = """
+VERSIONS = """
 plain_mean: It is the plain mean of both blocks: a block with more weight must count more.
 - return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
 + return (out_1 + out_2) / 2, lse
@@ -102,9 +102,7 @@ not_weighted: The blocks are added without weights: each is a mean already.
     (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
 larger_lse: The common lse is taken as the larger one: the weights do not add up to 1.
     logaddexp => maximum
-"""
-
-ALSO_RIGHT = """
+also_right:
 def merge_blocks(out_1, lse_1, out_2, lse_2):
     share = torch.sigmoid(lse_2 - lse_1)[..., None]
     return out_1 + share * (out_2 - out_1), lse_1 - torch.nn.functional.logsigmoid(lse_1 - lse_2)

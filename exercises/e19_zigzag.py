@@ -65,7 +65,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 in_order: The sequence is cut in order: the last rank has the late positions, and nearly twice the
     mean work.
     [rank], pieces[-1 - rank] => [2 * rank], pieces[2 * rank + 1]
@@ -90,9 +90,7 @@ one_rank_refused: With one rank an odd length is refused: nothing is cut, so any
     or size == 1 => or False
 within_own_part: Each rank counts from 0: these are places in its own part, not in the sequence.
     torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length // size)
-"""
-
-ALSO_RIGHT = """
+also_right:
 def zigzag_positions(rank, size, seq_length):
     if size == 1:
         return torch.arange(seq_length)

@@ -134,7 +134,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 merged_without_lse: Blocks are merged as a plain mean: a block with more weight must count more.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])
@@ -188,9 +188,7 @@ all_arrive_first: All blocks have arrived before the first one is computed: noth
 result_not_in_dtype_of_q: The result stays float32 where q is bfloat16: the next linear expects the
     dtype of q.
     out := out.to(q.dtype) => out
-"""
-
-ALSO_RIGHT = """
+also_right:
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
 + half = kv.shape[3] // 2
 + for source, both in ring(kv, axis):

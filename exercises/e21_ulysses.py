@@ -99,7 +99,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
     bytes than needed. lcm(K, n) heads are enough.
     self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
@@ -126,9 +126,7 @@ keys_not_differentiable: The all_to_all of collectives.py has no backward: the p
 nothing_exchanged: Every rank attends to its own part alone: nothing is exchanged.
     q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v)) => pass
     _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
-"""
-
-ALSO_RIGHT = """
+also_right:
 - repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])
 + repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
 - q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))

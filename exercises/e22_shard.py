@@ -156,7 +156,7 @@ def picture(runs) -> str:
     return f"{about}\n\n{timeline(one_step, {'reduce_scatter': 'sum'})}"
 
 
-MISTAKES = """
+VERSIONS = """
 sent_each_time: The buffer is summed after every backward, also where it keeps whole gradients: what
     has been summed is summed again.
     if self.reduces_each or self.num_complete == self.num_backwards: => if True:
@@ -208,9 +208,7 @@ awaited_at_once: It waits for the reduction at once: backward stands still while
     self.travelling.append( => reduction.wait(); self.travelling.append(
 not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
     self.travelling.append((self, self.buffer, reduction)) => pass
-"""
-
-ALSO_RIGHT = """
+also_right:
 - self.buffer = self.row.new_empty(self.axis.size, len(self.row))
 + self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)
 - inside.copy_(part) if is_first else inside.add_(part)

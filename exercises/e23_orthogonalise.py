@@ -78,7 +78,7 @@ def picture(runs) -> str:
     return "The singular values, the largest first\n\n" + "\n\n".join(blocks)
 
 
-MISTAKES = """
+VERSIONS = """
 not_normalised: The matrix is not divided by its norm: singular values above 1 grow without bound,
     and small ones stay small.
     x = x / x.norm().clamp(min=1e-7) => pass
@@ -109,9 +109,7 @@ without_the_fifth_power: The term with s^5 is missing.
     torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a => gram, x, beta=a, alpha=b
 added_to_x: x + a x + ... instead of a x + ...: the polynomial replaces x, it is no correction.
     beta=a => beta=1 + a
-"""
-
-ALSO_RIGHT = """
+also_right:
 def orthogonalise(update):
     if update.shape[0] > update.shape[1]:
         return orthogonalise(update.T).T

@@ -119,7 +119,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 bias_in_the_weights: The weights contain the bias: it must only choose, not change what is computed.
     scores.gather => (scores if bias is None else scores + bias).gather
 bias_added_to_logits: The bias is added to the logits: it belongs to the scores, after softmax or
@@ -161,9 +161,7 @@ tiny_left_out: TINY is not added to the sums: sigmoids of very negative logits a
     scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
 always_softmax: Scores are always the softmax of the logits, also where scoring_func is sigmoid.
     (-1) if config.scoring_func == "softmax" else logits.sigmoid() => (-1)
-"""
-
-ALSO_RIGHT = """
+also_right:
 - best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
 + best = groups.sort(-1).values[..., -2:].sum(-1).argsort(-1)[..., -config.topk_group :]
 - ranked = groups.masked_fill(~is_best[..., None], -math.inf).flatten(-2)

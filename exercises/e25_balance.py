@@ -128,7 +128,7 @@ def picture(runs) -> str:
     return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
 
 
-MISTAKES = """
+VERSIONS = """
 part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a sequence that is cut over
     ranks has another loss than a whole one.
     self.sum_over_sequences(counts) => counts
@@ -157,9 +157,7 @@ coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
 coefficient_reported: The reported losses are multiplied by their coefficients: those of two runs
     with different coefficients could not be compared.
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
-"""
-
-ALSO_RIGHT = """
+also_right:
 - best = shares.topk(self.config.num_experts_per_tok).indices
 - counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
 + best = shares.argsort(-1, descending=True)[..., : self.config.num_experts_per_tok]

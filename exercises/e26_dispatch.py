@@ -155,7 +155,7 @@ def picture(runs) -> str:
     return "\n".join([about, table, "", "rows that experts get: " + ", ".join(marks)])
 
 
-MISTAKES = """
+VERSIONS = """
 counts_not_exchanged: What leaves is taken for what arrives: other ranks send other numbers of rows.
     all_to_all(counts, self.axis, 0, 0).view_as(counts) => counts
 sizes_of_what_leaves: The rows of each expert are counted from what leaves, not from what arrives.
@@ -195,9 +195,7 @@ rows_not_checked: Arriving rows are not given to self.limit.check_rows: where th
 own_tokens_checked: Arriving rows are compared with the tokens of this rank alone: they come from
     the tokens of all ranks.
     len(x) * self.axis.size) => len(x))
-"""
-
-ALSO_RIGHT = """
+also_right:
     .expand(-1, self.etp, -1).flatten(0, 1) => .squeeze(1).repeat_interleave(self.etp, 0)
 - by_expert = Pairs(arrived[:, None], len(arrived))
 - out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))

@@ -59,7 +59,7 @@ def picture(runs) -> str:
     return title + drawn(runs, 4, 8)
 
 
-MISTAKES = """
+VERSIONS = """
 w_at_once: Every W comes directly behind its B: it delays what other ranks wait for, and none is
     left for the gap at the end.
     "FB" * rank + "FBW" * (m - rank) + "W" * rank => "FBW" * m
@@ -82,9 +82,7 @@ warmup_too_long: The warm-up is one forward too long: one more micro-batch is al
     rank - 1 => rank
 w_before_b: W comes before its own B: B makes what W needs.
     rank + "FBW => rank + "FWB
-"""
-
-ALSO_RIGHT = """
+also_right:
 def zb_h1(rank, ranks, num_micro_batches, chunks=1):
     m, plan, warmup = num_micro_batches, [], ranks - rank - 1
     plan += [Action(Kind.FORWARD, i) for i in range(min(m, warmup))]

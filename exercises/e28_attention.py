@@ -114,7 +114,7 @@ def picture(runs) -> str:
     return "bytes of keys and values per token, in bfloat16\n" + bars(rows, "{:3.0f}")
 
 
-MISTAKES = """
+VERSIONS = """
 values_rotated: Values are rotated, too. Positions belong in scores, so only in queries and keys.
     v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), cos, sin)
 keys_not_rotated: Keys are not rotated: scores depend on the query's position, not on the distance.
@@ -148,9 +148,7 @@ length_of_x: The number of positions is read off x: with sequence parallelism x 
     B, S, _ = q.shape => B, S, _ = x.shape
 no_output_projection: o_proj is not applied.
     self.o_proj(out.transpose(1, 2).reshape(B, S, -1)) => out.transpose(1, 2).reshape(B, S, -1)
-"""
-
-ALSO_RIGHT = """
+also_right:
 def forward(self, x, rotary):
     q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
     q, k = (rotate(t, *rotary[:2]) for t in (q, k))

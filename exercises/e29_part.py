@@ -90,7 +90,7 @@ def picture(runs) -> str:
     return f"A matrix {shape}, {name}\n" + "\n".join(f"{a}    {b}".rstrip() for a, b in pairs)
 
 
-MISTAKES = """
+VERSIONS = """
 rounded_down: The length of a piece is rounded down: the last rows belong to no rank.
     each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
 to_the_nearest: A piece's length is rounded to the nearest: rows are left where it is rounded down.
@@ -123,9 +123,7 @@ all_are_owners: Every rank has all of a matrix with an owner: the others must ha
     stop if rank[cut.axis] == cut.owner else start => stop
 first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by columns.
     for cut in cuts: => for cut in (cut._replace(dim=0) for cut in cuts):
-"""
-
-ALSO_RIGHT = """
+also_right:
 def part(shape, cuts, rank, size):
     indices = [list(range(length)) for length in shape]
     for axis, dim, owner in cuts:

@@ -109,7 +109,7 @@ def picture(runs) -> str:
     return "bytes of a checkpoint with AdamW, in float64\n" + bars(records[0].values["bytes"])
 
 
-MISTAKES = """
+VERSIONS = """
 optimizer_forgotten: What the optimizer keeps is not saved: its averages begin again at zero.
     tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()} => pass
 no_state_before_the_first_step: A new AdamW has no moments: there is nothing that a checkpoint could
@@ -146,9 +146,7 @@ state_without_step: The new state has no "step": AdamW takes its state for compl
     state["step"] = torch.zeros((), device=device) => pass
 names_without_prefix: The optimizer's tensors are not named "optimizer.KEY.NAME".
     f"optimizer.{key}.{name}" => f"{key}.{name}"
-"""
-
-ALSO_RIGHT = """
+also_right:
     torch.zeros_like(parameter) => parameter.detach() * 0
 - kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
 - tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}

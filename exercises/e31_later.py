@@ -98,7 +98,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 never_waits: Weight gradients are computed at once, also where they should wait: no message and no
     bubble is filled with them.
     if not self.waits: => if True:
@@ -129,9 +129,7 @@ not_removed: run leaves what it has computed in the queue: the next run computes
     linear, x, dy = self.pop(0) => pass
 with_a_graph: Outside of backward, run gives gradients a graph, which keeps activations alive.
     @torch.no_grad() =>
-"""
-
-ALSO_RIGHT = """
+also_right:
     self.hold or self.split => any((self.hold, self.split))
 - if not self.waits:
 -     self.run()

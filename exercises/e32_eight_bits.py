@@ -110,7 +110,7 @@ def own_factors(case: Case) -> dict[str, float]:
     return {"the scale": 2}
 
 
-MISTAKES = """
+VERSIONS = """
 any_scale: The scale is no power of two: numbers are rounded when multiplied, and again in 8 bits.
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio
 power_above: The power of two is the next one above: the largest numbers exceed the format.
@@ -143,9 +143,7 @@ not_scaled: x is rounded without the scale: numbers that are too small become 0.
 not_contiguous: The bytes lie in memory as x does, here by columns: products and messages need them
     row by row.
     .contiguous() =>
-"""
-
-ALSO_RIGHT = """
+also_right:
 def quantise(x, kind, maximum=lambda amax: amax):
     amax = maximum(largest(x)).clamp(min=SMALLEST_AMAX)
     _, exponent = torch.frexp(torch.finfo(kind).max / amax)

@@ -107,7 +107,7 @@ def picture(runs) -> str:
     return f"{about}\n{timeline(runs[2][1], names)}"
 
 
-MISTAKES = """
+VERSIONS = """
 own_first: This rank's own rows are multiplied first: then nothing hides the last message.
     shifts = [] => shifts, own = [], part(axis.rank)
     own = part(axis.rank) =>
@@ -149,9 +149,7 @@ added_as_arrived: Contributions are added from the own one on, in the order of d
 sources_the_wrong_way: What arrives over a distance is taken to be of rank + distance. It is of rank
     - distance: so contributions are added in another order than that of ranks.
     (axis.rank - rank - 1) % n => (rank - axis.rank - 1) % n
-"""
-
-ALSO_RIGHT = """
+also_right:
 - for distance in range(1, n):
 -     shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
 + for other in [*range(axis.rank + 1, n), *range(axis.rank)]:

@@ -100,7 +100,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 not_sorted: Rows are in the order of tokens: experts need theirs one after the other.
     flat.argsort(stable=True) => torch.arange(len(flat))
 order_for_places: What tells which pair is in a row is used as what tells in which row a pair is:
@@ -125,9 +125,7 @@ no_gaps: With rows_each the pairs of all experts lie one after the other: an exp
 filled_with_a_token: Rows that are left over are the first token's, and it gets gradients from them:
     they must be zeros.
     order.new_full((num_rows + 1,), len(flat)) => order.new_zeros(num_rows + 1)
-"""
-
-ALSO_RIGHT = """
+also_right:
     Conjugate.apply(self._spread, self._collect, x) => self._spread(x)
     Conjugate.apply(self._collect, self._spread, y) => self._collect(y)
 - return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]

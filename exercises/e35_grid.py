@@ -112,7 +112,7 @@ def picture(runs) -> str:
     return "\n".join([*lines, f"groups: {records[5].values['groups']}"])
 
 
-MISTAKES = """
+VERSIONS = """
 pp_fastest: The first coordinate varies fastest: then tensor-parallel ranks, which communicate most,
     are far apart.
 - pipelines = rows_of(layout.grids[0], ("pp",))
@@ -153,9 +153,7 @@ ep_and_etp_swapped: ep and etp are swapped in the grid of experts: etp must vary
 +     g._replace(sizes={n: g.sizes[n] for n in "pp dp cp tp edp etp ep".split() if n in g.sizes})
 +     for g in layout.grids
 + ]
-"""
-
-ALSO_RIGHT = """
+also_right:
     str(members) => str(sorted(members))
 - groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
 + mine = [dist.new_group(row, timeout=timeout) for row in members]

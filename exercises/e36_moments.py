@@ -91,7 +91,7 @@ def picture(runs) -> str:
     return f"{about}\n{bars(rows, '{:.4f}')}"
 
 
-MISTAKES = """
+VERSIONS = """
 mean_not_corrected: The mean is not divided by 1 - b1^t: the first updates are far too small.
     -lr / (1 - beta1**steps) => -lr
 square_not_corrected: v is not divided by 1 - b2^t: the first updates are too large.
@@ -149,9 +149,7 @@ not_squared: v is a mean of gradients, not of their squares: its root may be NaN
     addcmul_(square, gradients, gradients, 1 - beta2) => add_(square, gradients, alpha=1 - beta2)
 uphill: The update is added: the loss grows.
     square, -lr / => square, lr /
-"""
-
-ALSO_RIGHT = """
+also_right:
 @torch.no_grad()
 def step(self):
     for group in self.param_groups:

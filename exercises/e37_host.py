@@ -129,7 +129,7 @@ def picture(runs) -> str:
     return f"{about}\n{bars({name: values[name] for name in names})}"
 
 
-MISTAKES = """
+VERSIONS = """
 each_tensor_by_itself: Each saved tensor gets a block of its own: what is saved several times leaves
     several times.
     address, => len(blocks),
@@ -157,9 +157,7 @@ stride_forgotten: The tensor comes back as if it were contiguous: a transposed o
     tensor.stride => torch.empty(tensor.shape).stride
 one_dtype: The tensor comes back in float64: others are saved, too.
     tensor.dtype => torch.float64
-"""
-
-ALSO_RIGHT = """
+also_right:
 def _pack(blocks, stays, tensor):
     where = tensor.untyped_storage().data_ptr()
     if where in stays or len(tensor.untyped_storage()) < LEAST_OFFLOAD:

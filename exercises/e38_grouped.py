@@ -78,7 +78,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 copied: The tensors are stacked: that is a copy, and what is added to it does not reach them.
 - return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))
 + return torch.stack(tensors)
@@ -108,9 +108,7 @@ one_alone: A single tensor is not refused: it has no distance to a next one.
     (tensors) < 2 or len(buffers) => (buffers)
 never_joined: There never is a joined view: every expert's gradient is added by itself.
     if len(tensors) < 2 or len(buffers) > 1 or None in buffers: => if True:
-"""
-
-ALSO_RIGHT = """
+also_right:
 def joined_view(tensors):
     if len(tensors) < 2 or any(t is None for t in tensors):
         return None

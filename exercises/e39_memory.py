@@ -117,7 +117,7 @@ def own_factors(case: Case) -> dict[str, float]:
     return {"tp": case.tp, "the bytes of a float64": 8, "two": 2}
 
 
-MISTAKES = """
+VERSIONS = """
 input_for_each: The input of q, k and v is counted three times: it is one tensor.
     2 * E + heads => 4 * E + heads
 outputs_gradients_forgotten: dy of o and of down is left out: a linear needs x and dy.
@@ -150,9 +150,7 @@ shared_forgotten: Shared experts are left out: they are an MLP beside the others
     c.n_shared_experts * c.moe_intermediate_size => 0
 experts_in_8_bits: Factors of experts are counted in 8 bits: only other linears multiply in them.
     BYTES[dtype] * experts => _factor(dtype, fp8) * experts
-"""
-
-ALSO_RIGHT = """
+also_right:
 def factors_per_token(model_config, dtype, layout, layer, fp8=False):
     c, tp, width = model_config, layout.tp, BYTES[dtype]
     E, D, F = c.hidden_size, c.head_dim, c.moe_intermediate_size

@@ -99,7 +99,7 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-MISTAKES = """
+VERSIONS = """
 router_not_summed: The gradient of a router is summed like that of a norm: but routers see different
     tokens on each tensor-parallel rank, always.
     sums=("dp_cp_tp",)) => sums=("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",))
@@ -113,9 +113,7 @@ experts_over_tp: Experts are cut over tp: they lie on a grid of their own, and a
 experts_summed_over_dp: The gradients of experts are summed over dp_cp, whose ranks have different
     experts: those with the same ones are along edp.
     sums=("edp",) => sums=("dp_cp",)
-"""
-
-ALSO_RIGHT = """
+also_right:
 def _placement(name, layout, num_experts):
     *path, module = name.removesuffix(".weight").split(".")
     if "experts" in path:

@@ -90,7 +90,7 @@ def picture(runs) -> str:
     return "\n".join([*lines, *(" ".join(row) for row in cells)])
 
 
-MISTAKES = """
+VERSIONS = """
 no_borders: Documents are not kept apart: every query sees all tokens before it in the row.
     accumulate(lengths, initial=0) => accumulate([sum(lengths)], initial=0)
 first_left_out: The borders begin with the end of the first document, which is left out.
@@ -115,9 +115,7 @@ past_the_piece: A document that is longer than the piece of queries is not cut a
 empty_keys: Documents that begin where a piece of keys ends are yielded with an empty slice of keys:
     compare its ends by <, not by <=.
     left < right => left <= right
-"""
-
-ALSO_RIGHT = """
+also_right:
 def rectangles(lengths, query_starts, key_starts, width):
     found, begin = [], 0
     for length in lengths:

@@ -26,18 +26,6 @@ import numpy as np
 from exercises.exercise import Case, Dice
 
 IGNORED = -100
-MISTAKES = """
-rolled: It shifts the targets within a rank's part: behind a piece comes another, not what follows.
-    rows[:, batches.positions + ahead] => np.roll(next_token.targets, 1 - ahead, 1)
-one_short: Depth 1 predicts what depth 0 does: each depth is one token short.
-    range(2, depths + 2) => range(1, depths + 1)
-held_out: It trains on tokens behind the cut, on which the run is validated.
-    min(start + len(row), cut) => start + len(row)
-across: It predicts tokens behind an end, as those of another document.
-    ahead < left => left > 0
-at_the_end: The first token behind an end is at the distance `left`: it is predicted, too.
-    ahead < left => ahead <= left
-"""
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -94,7 +82,18 @@ def picture(runs) -> str:
     return "\n".join(lines)
 
 
-ALSO_RIGHT = """
+VERSIONS = """
+rolled: It shifts the targets within a rank's part: behind a piece comes another, not what follows.
+    rows[:, batches.positions + ahead] => np.roll(next_token.targets, 1 - ahead, 1)
+one_short: Depth 1 predicts what depth 0 does: each depth is one token short.
+    range(2, depths + 2) => range(1, depths + 1)
+held_out: It trains on tokens behind the cut, on which the run is validated.
+    min(start + len(row), cut) => start + len(row)
+across: It predicts tokens behind an end, as those of another document.
+    ahead < left => left > 0
+at_the_end: The first token behind an end is at the distance `left`: it is predicted, too.
+    ahead < left => ahead <= left
+also_right:
 - left = ends[np.searchsorted(ends, places, side="right")] - places
 + left = [[ends[ends > place][0] - place for place in row] for row in places.tolist()]
     ahead < left => ahead < np.array(left)

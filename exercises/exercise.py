@@ -24,6 +24,7 @@ FOLDER = ROOT / "exercises"  # of what a student writes: a class has another one
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
 FUNCTIONS = {"cases", "on_rank", "picture", "own_factors", *GATE_OF}
+ALSO_RIGHT = "\nalso_right:\n"
 Dice = random.Random
 
 
@@ -93,7 +94,7 @@ def _pattern(old: list[str] | str) -> str:
 
 
 def mistakes_in(text: str) -> list[Mistake]:
-    """What stands in MISTAKES: `name: sentence`, then edits: `old => new`, or - and + lines."""
+    """What stands in VERSIONS: `name: sentence`, then edits: `old => new`, or - and + lines."""
     found: list[Mistake] = []
     before = ""
     for line in text.strip("\n").splitlines():
@@ -135,9 +136,9 @@ class Exercise:
         self.gates = [gate for name, gate in GATE_OF.items() if name in defined]
         texts = [n for n in tree.body if isinstance(n, ast.Assign)]
         texts = {n.targets[0].id: n.value for n in texts if isinstance(n.targets[0], ast.Name)}
-        self.text_of_mistakes = texts["MISTAKES"].value
+        # Known mistakes, and last a right version: a definition, or edits (source.also_right).
+        self.text_of_mistakes, _, self.also_right = texts["VERSIONS"].value.partition(ALSO_RIGHT)
         self.mistakes = mistakes_in(self.text_of_mistakes)
-        self.also_right = texts["ALSO_RIGHT"].value  # a definition, or edits: source.also_right
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:

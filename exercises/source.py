@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.exercise import FOLDER, GATES, ROOT, Exercise, mistakes_in
+from exercises.exercise import ALSO_RIGHT, FOLDER, GATES, ROOT, Exercise, mistakes_in
 
 COURSE = ROOT / "picotron_min"
 NOT_WRITTEN = "raise NotImplementedError"
@@ -87,8 +87,8 @@ def solution(exercise: Exercise) -> str:
 
 def also_right(exercise: Exercise) -> str:
     """A file that is right and written in another way: it must pass."""
-    if exercise.also_right.startswith(("\n- ", "\n    ")):
-        (edited,) = mistakes_in(f"also_right:{exercise.also_right}")
+    if exercise.also_right.startswith(("- ", "    ")):
+        (edited,) = mistakes_in(f"{ALSO_RIGHT}{exercise.also_right}")
         return edited.apply(solution(exercise))
     return exercise.also_right
 
