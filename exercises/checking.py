@@ -200,7 +200,7 @@ def verdict_on(
         gates |= {gate: f"{result.case}: {text}" for gate, text in result.problems.items()}
     if not failed:
         runs = [(result.case, result.records) for result in outcome]
-        return Verdict(True, gates, "", exercise.remember, exercise.picture(runs))
+        return Verdict(True, gates, "", exercise.remember, "\n".join(exercise.picture(runs)))
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
         return Verdict(False, gates, crash.failure.kind, crash.failure.text, "")

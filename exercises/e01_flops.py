@@ -78,11 +78,11 @@ def expected(case: Case) -> list[dict]:
     return [{"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 
-def picture(runs) -> str:
+def picture(runs):
     _, records = runs[0]
     flops = records[0].values["presets"]
     rows = {name.partition("/")[2]: number / 1e9 for name, number in flops.items()}
-    return "GFLOPs per token, in sequences of 2048 tokens\n" + bars(rows, "{:7.2f}")
+    return ["GFLOPs per token, in sequences of 2048 tokens", bars(rows, "{:7.2f}")]
 
 
 VERSIONS = """

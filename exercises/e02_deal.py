@@ -46,8 +46,8 @@ def expected(case: Case) -> list[dict]:
     return [{f"places of dp rank {r} by micro-batch": dealt[r] for r in range(case.dp)}]
 
 
-def picture(runs) -> str:
-    lines = ["the global batch, a letter a sequence: A is trained on by dp rank 0, B by 1, ..."]
+def picture(runs):
+    yield "the global batch, a letter a sequence: A is trained on by dp rank 0, B by 1, ..."
     for case, records in runs:
         strip = ["?"] * (case.dp * case.micro_batches * case.rows)
         for letter, of_rank in zip("ABCD", records[0].values.values(), strict=False):
@@ -55,8 +55,7 @@ def picture(runs) -> str:
                 strip[place] = letter
         each = case.dp * case.rows
         parts = ["".join(strip[i : i + each]) for i in range(0, len(strip), each)]
-        lines.append(f"dp {case.dp}, micro-batches {case.micro_batches}   {' | '.join(parts)}")
-    return "\n".join(lines)
+        yield f"dp {case.dp}, micro-batches {case.micro_batches}   {' | '.join(parts)}"
 
 
 VERSIONS = """

@@ -75,17 +75,15 @@ def expected(case: Case) -> list[dict]:
     return [part | {"in new memory": []} for part in parts]
 
 
-def picture(runs) -> str:
-    _, records = runs[1]
-    name = "model.layers.0.self_attn.q_proj.weight"
+def picture(runs):
+    name, (_, records) = "model.layers.0.self_attn.q_proj.weight", runs[1]
     parts = [record.values[name] for record in records]
-    same = "equal" if torch.equal(*parts) else "different"
-    numbers = [" ".join(f"{x:7.4f}" for x in part[0, :6].tolist()) for part in parts]
-    lines = [f"tp {i}   {text} ..." for i, text in enumerate(numbers)]
-    whole = torch.cat(parts)
+    yield "the first row of each rank's part of q_proj at tp 2"
+    for i, part in enumerate(parts):
+        yield f"tp {i}   {' '.join(f'{x:7.4f}' for x in part[0, :6].tolist())} ..."
+    whole, same = torch.cat(parts), "equal" if torch.equal(*parts) else "different"
     rank = torch.linalg.matrix_rank(whole).item()
-    about = f"{same} parts; the whole matrix {tuple(whole.shape)} has rank {rank}"
-    return "\n".join(["the first row of each rank's part of q_proj at tp 2", *lines, about])
+    yield f"{same} parts; the whole matrix {tuple(whole.shape)} has rank {rank}"
 
 
 VERSIONS = """

@@ -67,8 +67,8 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} waits inside of Shift(...): nothing can be computed meanwhile"
 
 
-def picture(runs) -> str:
-    return f"4 ranks, distance 1\n{messages(runs[2][1])}"
+def picture(runs):
+    return ["4 ranks, distance 1", messages(runs[2][1])]
 
 
 def own_factors(case: Case) -> dict[str, float]:

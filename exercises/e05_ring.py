@@ -73,15 +73,15 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} does not wait for both ends of hop {hop}: Shift.wait does"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[-1]
-    lines = ["whose tensor is where        " + "  ".join(f"hop {i}" for i in range(case.ranks))]
+    yield "whose tensor is where        " + "  ".join(f"hop {i}" for i in range(case.ranks))
     for rank, record in enumerate(records):
         where = "      ".join(str(source) for source in record.values["sources"])
-        lines.append(f"rank {rank}                         {where}")
+        yield f"rank {rank}                         {where}"
     names = {"send": "s", "receive": "r"}
     about = "(s0: a send begins; s0): it is awaited; r: a receive"
-    return "\n".join([*lines, "", about, timeline(records, names)])
+    yield from ["", about, timeline(records, names)]
 
 
 VERSIONS = """

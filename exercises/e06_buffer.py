@@ -66,13 +66,12 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"buffer and gradients take {found} bytes, and not {needed}: they must share memory"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, _ = runs[-1]
-    sizes = [math.prod(shape) for shape in case.shapes]
-    strip = "".join(letter * n for letter, n in zip("ABCDEF", sizes, strict=False))
-    letters = enumerate(zip("ABCDEF", case.shapes, strict=False))
-    rows = [f"{letter} = p{i}.grad {shape}" for i, (letter, shape) in letters]
-    return "\n".join(["the buffer, a letter a number", f"[{strip}]", *rows])
+    named = [*zip("ABCDEF", case.shapes, strict=False)]
+    strip = "".join(letter * math.prod(shape) for letter, shape in named)
+    yield from ["the buffer, a letter a number", f"[{strip}]"]
+    yield from (f"{letter} = p{i}.grad {shape}" for i, (letter, shape) in enumerate(named))
 
 
 VERSIONS = """

@@ -94,10 +94,10 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} waits for a sum while backward still runs"
 
 
-def picture(runs) -> str:
+def picture(runs):
     names = {"all_reduce": "sum", "gradient": "g", "last gradient": "g", "backward ends": "end"}
     about = "g: a gradient is final; (sum0: it begins; sum0): it is awaited; end: backward ends"
-    return about + "\n" + timeline(runs[2][1], names)
+    return [about + "", timeline(runs[2][1], names)]
 
 
 VERSIONS = """

@@ -87,14 +87,12 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(1, 2 * (n - 1) / n * 2 * 8)}] * n  # two numbers
 
 
-def picture(runs) -> str:
-    lines = []
+def picture(runs):
     for case, records in runs[:2]:
         rows = {f"rank {r}": record.values["share"][0] for r, record in enumerate(records)}
         sizes = ", ".join(f"{axis} {size}" for axis, size in case.layout.items())
         about = f"the square of the gradient, {sizes}: the share of each rank"
-        lines += [about, bars(rows, "{:7.2f}")]
-    return "\n".join(lines)
+        yield from [about, bars(rows, "{:7.2f}")]
 
 
 VERSIONS = """

@@ -84,16 +84,15 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} holds {has} elements of the model; {right} are its part"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[1]
-    lines = ["a layer over tp 2: what each rank has of every matrix"]
+    yield "a layer over tp 2: what each rank has of every matrix"
     for name, shape in shapes_of(case).items():
         parts = [record.values["parts"][name] for record in records]
         cut = next((d for d in range(len(shape)) if parts[0][d] < shape[d]), None)
         how = {None: "not cut", 0: "by rows", 1: "by columns"}[cut]
         texts = "   ".join(f"{'x'.join(map(str, part)):>6}" for part in parts)
-        lines.append(f"{name:46} {'x'.join(map(str, shape)):>6}   {how:10}   {texts}")
-    return "\n".join(lines)
+        yield f"{name:46} {'x'.join(map(str, shape)):>6}   {how:10}   {texts}"
 
 
 VERSIONS = """

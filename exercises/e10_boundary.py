@@ -51,10 +51,10 @@ def order(case: Case, rank: int, record) -> str | None:
     return overlap_problem(rank, record, "all_reduce")
 
 
-def picture(runs) -> str:
+def picture(runs):
     names = {"all_reduce": "sum", "weight gradients": "dW", "backward": "|"}
     about = "the input's sum and two sublayers forward | and backward: (sum0 begins, sum0) ends"
-    return f"{about}\n{timeline(runs[0][1], names)}"
+    return [about, timeline(runs[0][1], names)]
 
 
 VERSIONS = """

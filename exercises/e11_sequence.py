@@ -51,10 +51,10 @@ def order(case: Case, rank: int, record) -> str | None:
     return overlap_problem(rank, record, "reduce_scatter")
 
 
-def picture(runs) -> str:
+def picture(runs):
     rows = {"without": bytes_of_norms(runs[0][0])}
     rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs}
-    return "bytes kept of two norms, with sequence parallelism\n" + bars(rows, "{:5.0f}")
+    return ["bytes kept of two norms, with sequence parallelism", bars(rows, "{:5.0f}")]
 
 
 VERSIONS = """

@@ -54,15 +54,14 @@ def message(case: Case) -> str:
     return "all_reduce" if case.kind == "Boundary" else "reduce_scatter"
 
 
-def picture(runs) -> str:
+def picture(runs):
     about = "backward: a message (begins, ends) and weight gradients dW; with W in the plan"
-    lines = [f"{about}, after B"]
+    yield f"{about}, after B"
     for case, records in runs:
         names = {message(case): "sum", "weight gradients": "dW", "all_gather": "gather"}
         for record in records:  # what follows the forward
             record.events[:] = record.events[record.place("mark", "backward") + 1 :]
-        lines += [str(case), timeline(records[:1], names)]
-    return "\n".join(lines)
+        yield from [str(case), timeline(records[:1], names)]
 
 
 VERSIONS = """

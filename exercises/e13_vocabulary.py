@@ -107,12 +107,12 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(2, 2 * (n - 1) / n * size)}] * n
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[3]
     sent = sum(size for _, size in records[0].sent.values()) / case.tokens
     share = (case.ranks - 1) / case.ranks * 8
     rows = {"yours": sent, "all logits, V = 13": share * 13, "all logits, V = 130": share * 130}
-    return f"bytes that each of {case.ranks} ranks sends for a token\n" + bars(rows, "{:5.0f}")
+    return [f"bytes that each of {case.ranks} ranks sends for a token", bars(rows, "{:5.0f}")]
 
 
 VERSIONS = """

@@ -42,8 +42,8 @@ def expected(case: Case) -> list[dict]:
     return [results | {"time": 3.0 * (m + p - 1)}]  # F takes 1 and B takes 2
 
 
-def picture(runs) -> str:
-    return "4 ranks, 8 micro-batches: the bubble is 27.3%\n" + drawn(runs, 4, 8)
+def picture(runs):
+    return ["4 ranks, 8 micro-batches: the bubble is 27.3%", drawn(runs, 4, 8)]
 
 
 VERSIONS = """

@@ -142,13 +142,13 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"{what}; it takes {best:g} if every receive is posted in time"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = next((c, r) for c, r in runs if (c.engine, c.ranks) == ("1f1b", 2))
     columns = records[0].values["plans"]
     height = max(map(len, columns))
     rows = [[*column, *[""] * (height - len(column))] for column in columns]
-    lines = [f"1f1b, 2 ranks, {case.micro_batches} micro-batches", f"{'rank 0':30}rank 1"]
-    return "\n".join([*lines, *(f"{a:30}{b}".rstrip() for a, b in zip(*rows, strict=True))])
+    yield from [f"1f1b, 2 ranks, {case.micro_batches} micro-batches", f"{'rank 0':30}rank 1"]
+    yield from (f"{a:30}{b}".rstrip() for a, b in zip(*rows, strict=True))
 
 
 VERSIONS = """

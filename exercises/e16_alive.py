@@ -148,12 +148,12 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"{what}; at most one a chunk is needed, which is on its way"
 
 
-def picture(runs) -> str:
+def picture(runs):
     _, records = runs[0]
     outputs, size = records[0].values["outputs alive"], B * S * E * 8
     rows = {f"F{i}": count * size for i, count in enumerate(outputs)}
-    lines = ["rank 0, afab: bytes of outputs that are alive when a forward begins", bars(rows)]
-    return "\n".join([*lines, f"if all were kept until backward: {7 * size} at F7"])
+    yield from ["rank 0, afab: bytes of outputs that are alive when a forward begins", bars(rows)]
+    yield f"if all were kept until backward: {7 * size} at F7"
 
 
 VERSIONS = """

@@ -68,11 +68,11 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"{what}; it is 19.7% where warm-up forwards hide them"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = next((c, r) for c, r in runs if (c.stages, c.micro_batches) == (4, 4))
     simple, mine = records[0].values["drawings"]
     title = f"4 ranks, 4 micro-batches: 1F1B, and with {case.chunks} chunks; f0: F0 of chunk 1"
-    return f"{title}\n{simple}\n\n{mine}"
+    return [title, simple, "", mine]
 
 
 VERSIONS = """

@@ -56,12 +56,12 @@ def expected(case: Case) -> list[dict]:
     return [{"out": scores.softmax(-1) @ values, "lse": scores.logsumexp(-1)}]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[3]
     shares = enumerate(zip(case.keys, records[0].values["shares"], strict=True))
     rows = {f"block {i}, {n} keys": 100 * share for i, (n, share) in shares}
-    about = "how much of the first query's result comes from each block, in %\n"
-    return about + bars(rows, "{:5.1f}")
+    about = "how much of the first query's result comes from each block, in %"
+    return [about, bars(rows, "{:5.1f}")]
 
 
 VERSIONS = """

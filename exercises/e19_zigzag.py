@@ -49,20 +49,19 @@ def expected(case: Case) -> list[dict]:
     return [results | {"dtype": "torch.int64"}]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[3]
     parts = zip("ABCD", records[0].values["positions, by rank"], strict=True)
     zigzag = {position: letter for letter, part in parts for position in part.tolist()}
     in_order = {position: "ABCD"[position * case.cp // case.length] for position in zigzag}
     width = 2 * case.length
-    lines = [f"{'cut in order':{width}}    yours    (a row a query, a column a key)"]
+    yield from [f"{'cut in order':{width}}    yours    (a row a query, a column a key)"]
     for position in range(case.length):
         rows = [" ".join(owner[position] * (position + 1)) for owner in (in_order, zigzag)]
-        lines.append(f"{rows[0]:{width}}    {rows[1]}")
+        yield f"{rows[0]:{width}}    {rows[1]}"
     for letter in "ABCD":
         pairs = [sum(p + 1 for p in owner if owner[p] == letter) for owner in (in_order, zigzag)]
-        lines.append(f"{f'{letter}: {pairs[0]} pairs':{width}}    {letter}: {pairs[1]} pairs")
-    return "\n".join(lines)
+        yield f"{f'{letter}: {pairs[0]} pairs':{width}}    {letter}: {pairs[1]} pairs"
 
 
 VERSIONS = """

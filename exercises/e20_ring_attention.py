@@ -118,10 +118,10 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} waits for hop {hop + 1} before it has attended at hop {hop}"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[2]
-    lines = ["which part of each other rank's keys a rank attends to, queries x keys", ""]
-    lines.append("        " + "".join(f"hop {hop:<18}" for hop in range(case.ranks)).rstrip())
+    yield from ["which part of each other rank's keys a rank attends to, queries x keys", ""]
+    yield "        " + "".join(f"hop {hop:<18}" for hop in range(case.ranks)).rstrip()
     for rank, record in enumerate(records):
         cells = []
         for hop, event in enumerate(e for e in record.events if e.kind == "mark"):
@@ -129,9 +129,11 @@ def picture(runs) -> str:
             sign = "◣" if source == rank else "▌" if source < rank else "▄"
             whose = "own" if hop == 0 else f"rank {source}'s"
             cells.append(f"{sign} {whose} {event.what.replace(' causal', '')}")
-        lines.append(f"rank {rank}  " + "".join(f"{cell:22}" for cell in cells).rstrip())
-    lines += ["", "◣ the causal triangle    ▌ all queries, early keys    ▄ late queries, all keys"]
-    return "\n".join(lines)
+        yield f"rank {rank}  " + "".join(f"{cell:22}" for cell in cells).rstrip()
+    yield from [
+        "",
+        "◣ the causal triangle    ▌ all queries, early keys    ▄ late queries, all keys",
+    ]
 
 
 VERSIONS = """

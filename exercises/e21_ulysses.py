@@ -83,7 +83,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_to_all": Sent(None, 2 * size)}] * n
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[1]
     S, n = case.length, case.ranks
     before = {(h, s): "ABCD"[s * n // S] for h in range(case.query_heads) for s in range(S)}
@@ -92,11 +92,12 @@ def picture(runs) -> str:
         (mark,) = (e.what for e in record.events if e.kind == "mark")
         numbers = [int(word) for word in mark.translate(str.maketrans("", "", "[](),")).split()]
         after |= dict.fromkeys(zip(numbers[::2], numbers[1::2], strict=True), "ABCD"[rank])
-    lines = [f"{'before':{max(8, 2 * S)}}      in attention    (a row a head, a column a position)"]
+    yield from [
+        f"{'before':{max(8, 2 * S)}}      in attention    (a row a head, a column a position)"
+    ]
     for h in range(case.query_heads):
         rows = [" ".join(owner[h, s] for s in range(S)) for owner in (before, after)]
-        lines.append(f"{rows[0]:{max(8, 2 * S)}}      {rows[1]}")
-    return "\n".join(lines)
+        yield f"{rows[0]:{max(8, 2 * S)}}      {rows[1]}"
 
 
 VERSIONS = """

@@ -147,13 +147,13 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} waits for a reduction in backward, and no buffer needs it"
 
 
-def picture(runs) -> str:
+def picture(runs):
     _, records = runs[0]
     # Until the third time that the last matrix has a gradient: it comes first in each micro-batch.
     one_step = [replace(r, events=r.events[: r.place("mark", NAMES[-1], 2)]) for r in records]
     about = "A step of two micro-batches. a: matrix a has a gradient; |: the last backward is done"
     about += "\n(sum0: the first buffer begins to travel; sum0): it is awaited"
-    return f"{about}\n\n{timeline(one_step, {'reduce_scatter': 'sum'})}"
+    return [about, "", timeline(one_step, {"reduce_scatter": "sum"})]
 
 
 VERSIONS = """

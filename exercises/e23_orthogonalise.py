@@ -66,16 +66,13 @@ def expected(case: Case) -> list[dict]:
     return [results | {"FLOPs above 5 (4 k^2 l + 2 k^3)": 0}]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[-2]
-    before = torch.linalg.svdvals(update_of(case))
-    shown = {"before": (before / before.norm()).tolist()}
-    shown["after"] = records[0].values["singular values"]
-    blocks = []
-    for name, values in shown.items():
+    before, after = torch.linalg.svdvals(update_of(case)), records[0].values["singular values"]
+    yield "The singular values, the largest first"
+    for name, values in {"before": (before / before.norm()).tolist(), "after": after}.items():
         rows = {f"{name} {i}": value for i, value in enumerate(values)}
-        blocks.append(bars(rows, "{:.5f}"))
-    return "The singular values, the largest first\n\n" + "\n\n".join(blocks)
+        yield from ["", bars(rows, "{:.5f}")]
 
 
 VERSIONS = """

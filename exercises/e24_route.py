@@ -105,18 +105,17 @@ def best_experts(ranked: list[float], config) -> list[int]:
     return sorted(allowed, key=lambda i: -ranked[i])[: config.num_experts_per_tok]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, (record,) = runs[4]
     groups = f"{case.experts} experts in {case.groups} groups, of which {case.groups // 2} count"
-    lines = [f"{groups}; the weights of chosen experts, in %"]
+    yield from [f"{groups}; the weights of chosen experts, in %"]
     for token in range(8):
         chosen = (record.values[name][0, token].tolist() for name in ("experts", "weights"))
         of = dict(zip(*chosen, strict=True))
         cells = [f"{100 * of[i]:4.0f}" if i in of else "   ." for i in range(case.experts)]
         size = case.experts // case.groups
         groups = ["".join(cells[g : g + size]) for g in range(0, case.experts, size)]
-        lines.append(f"token {token}  " + "  │".join(groups))
-    return "\n".join(lines)
+        yield f"token {token}  " + "  │".join(groups)
 
 
 VERSIONS = """

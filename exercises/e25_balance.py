@@ -120,12 +120,12 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(len(sizes), sum(sizes))}] * case.ranks
 
 
-def picture(runs) -> str:
+def picture(runs):
     _, records = runs[2]
     gradient = records[0].values[f"gradient, micro-batch {MICRO_BATCHES - 1}"][0, 0].tolist()
     rows = {f"expert {i}": value for i, value in enumerate(gradient)}
     about = f"The gradient of the global loss. {COEFFICIENTS['global']} for each is even; the more"
-    return f"{about} tokens, the more a score shrinks\n{bars(rows, '{:.2f}')}"
+    return [f"{about} tokens, the more a score shrinks", bars(rows, "{:.2f}")]
 
 
 VERSIONS = """

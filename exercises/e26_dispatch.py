@@ -145,14 +145,14 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} calls meanwhile() when {counts}: rows and weights should travel beside"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[1]
     each, ranks = case.experts // case.ep, range(case.ranks)
     chosen = [inputs(case, rank)[2].flatten().tolist() for rank in ranks]
     table = squares([[sum(n // each == other for n in row) for other in ranks] for row in chosen])
     about = "pairs of token and expert, from each rank (row) to each rank (column)"
     marks = [next(e.what for e in r.events if e.what.endswith(" rows")) for r in records]
-    return "\n".join([about, table, "", "rows that experts get: " + ", ".join(marks)])
+    return [about, table, "", "rows that experts get: " + ", ".join(marks)]
 
 
 VERSIONS = """

@@ -54,9 +54,8 @@ def expected(case: Case) -> list[dict]:
     return [results | {"F, B and W in the order of micro-batches": [True] * p}]
 
 
-def picture(runs) -> str:
-    title = "4 ranks, 8 micro-batches: the bubble is 11.1%; of 1F1B, 27.3%\n"
-    return title + drawn(runs, 4, 8)
+def picture(runs):
+    return ["4 ranks, 8 micro-batches: the bubble is 11.1%; of 1F1B, 27.3%", drawn(runs, 4, 8)]
 
 
 VERSIONS = """

@@ -105,13 +105,12 @@ def expected(case: Case) -> list[dict]:
     return [results | {f"gradient of {name}.weight": gradient for name, gradient in gradients}]
 
 
-def picture(runs) -> str:
+def picture(runs):
     rows = {}
     for case, records in runs[:4]:
         _, k, v = records[0].values["shapes that core_attention gets"]
-        name = f"{case.query} query heads, {case.key} of keys"
-        rows[name] = (k[1] + v[1]) * k[3] * 2
-    return "bytes of keys and values per token, in bfloat16\n" + bars(rows, "{:3.0f}")
+        rows[f"{case.query} query heads, {case.key} of keys"] = (k[1] + v[1]) * k[3] * 2
+    return ["bytes of keys and values per token, in bfloat16", bars(rows, "{:3.0f}")]
 
 
 VERSIONS = """

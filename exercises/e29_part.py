@@ -20,7 +20,7 @@ Read: placement.py (`Cut` and the examples at the top), checkpoint.py.
   `torch.distributed.tensor.Shard`, by which a checkpoint is loaded in any layout.
 """
 
-from itertools import product, zip_longest
+from itertools import product
 
 import torch
 
@@ -75,19 +75,17 @@ def expected(case: Case) -> list[dict]:
     return [results]
 
 
-def picture(runs) -> str:
-    case, records = runs[1]
-    name = "columns over tp, then rows over dp"
-    grid, legend = [["?"] * case.shape[1] for _ in range(case.shape[0])], []
+def picture(runs):
+    (case, records), name = runs[1], "columns over tp, then rows over dp"
+    yield f"A matrix {case.shape[0]} x {case.shape[1]}, {name}"
+    grid = [["?"] * case.shape[1] for _ in range(case.shape[0])]
     for letter, place, text in zip("ABCDEFGH", places(case), records[0].values[name], strict=True):
-        legend.append(f"{letter}: tp {place['tp']} dp {place['dp']}  [{text.replace(' ', ', ')}]")
+        yield f"{letter}: tp {place['tp']} dp {place['dp']}  [{text.replace(' ', ', ')}]"
         if "nothing" not in text:
             (a, b), (c, d) = (map(int, one.split(":")) for one in text.split())
             for row, column in product(range(a, b), range(c, d)):
                 grid[row][column] = letter
-    pairs = zip_longest(map(" ".join, grid), legend, fillvalue="")
-    shape = f"{case.shape[0]} x {case.shape[1]}"
-    return f"A matrix {shape}, {name}\n" + "\n".join(f"{a}    {b}".rstrip() for a, b in pairs)
+    yield from map(" ".join, grid)
 
 
 VERSIONS = """

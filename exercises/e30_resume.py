@@ -104,9 +104,9 @@ def expected(case: Case) -> list[dict]:
     return [right | run.values("resuming") | run.values("saving")]
 
 
-def picture(runs) -> str:
+def picture(runs):
     _, records = runs[1]
-    return "bytes of a checkpoint with AdamW, in float64\n" + bars(records[0].values["bytes"])
+    return ["bytes of a checkpoint with AdamW, in float64", bars(records[0].values["bytes"])]
 
 
 VERSIONS = """

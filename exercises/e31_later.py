@@ -91,11 +91,10 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"weight gradients in {part}: {', '.join(sorted(names))}; {right}, nothing else"
 
 
-def picture(runs) -> str:
-    lines = ["da, db: the weight gradients of both layers"]
+def picture(runs):
+    yield from ["da, db: the weight gradients of both layers"]
     for case, records in runs:
-        lines.append(f"hold {case.hold!s:5}  split {case.split!s:5}   {timeline(records)[8:]}")
-    return "\n".join(lines)
+        yield f"hold {case.hold!s:5}  split {case.split!s:5}   {timeline(records)[8:]}"
 
 
 VERSIONS = """

@@ -98,12 +98,12 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(1, 2 * (case.ranks - 1) / case.ranks * 4)}] * case.ranks
 
 
-def picture(runs) -> str:
+def picture(runs):
     rows = {}
     for case, records in runs[:2]:
         for i, error in enumerate(records[0].values["relative error of each row"].tolist()):
             rows[f"{case.kind.removeprefix('float8_')}, about amax / {100**i:.0e}"] = 100 * error
-    return "mean relative error of numbers of a tensor, in %\n" + bars(rows, "{:5.1f}")
+    return ["mean relative error of numbers of a tensor, in %", bars(rows, "{:5.1f}")]
 
 
 def own_factors(case: Case) -> dict[str, float]:

@@ -100,11 +100,11 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} begins message {i} after product {i + 1}, which could hide it"
 
 
-def picture(runs) -> str:
+def picture(runs):
     names = {"send": "s", "receive": "r", "multiply": "xW"}
     about = "xW: one rank's rows are multiplied; (s0: they begin to travel; s0): that is awaited;"
     about += " r: what arrives"
-    return f"{about}\n{timeline(runs[2][1], names)}"
+    return [about, timeline(runs[2][1], names)]
 
 
 VERSIONS = """

@@ -86,18 +86,15 @@ def expected(case: Case) -> list[dict]:
     return [result | {"gradient of x": x.grad, "gradient of weights": weights.grad}]
 
 
-def picture(runs) -> str:
-    lines = []  # of a case with dropped pairs, and of one that fills up
-    for case, _ in (runs[2], runs[3]):
+def picture(runs):
+    for case, _ in (runs[2], runs[3]):  # with dropped pairs; filled up
         experts, name = inputs(case)[2], f"rows_each {case.rows_each}"
-        lines.append(f"{name}: the token of each row, expert by expert (-: dropped, .: zeros)")
+        yield f"{name}: the token of each row, expert by expert (-: dropped, .: zeros)"
         for t, chosen in enumerate(experts.tolist()):
-            names = " ".join("-" if e == X else str(e) for e in chosen)
-            lines.append(f"    token {t} chooses {names}")
+            yield f"    token {t} chooses {' '.join('-' if e == X else str(e) for e in chosen)}"
         for e, size in enumerate(sizes_of(case)):
             own = [str(t) for t in (experts == e).any(1).nonzero().flatten().tolist()]
-            lines.append(f"    expert {e}  | " + " ".join([*own, *"." * (size - len(own))]))
-    return "\n".join(lines)
+            yield f"    expert {e}  | " + " ".join([*own, *"." * (size - len(own))])
 
 
 VERSIONS = """

@@ -103,13 +103,13 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"{what}; sums of gradients need others than activations, {len(groups)} in all"
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[2]
-    lines = [f"axes of rank 5 of {', '.join(f'{k} {v}' for k, v in case.sizes.items())}"]
+    yield from [f"axes of rank 5 of {', '.join(f'{k} {v}' for k, v in case.sizes.items())}"]
     for name, members in records[5].values["members"].items():
         row = "".join(f"{r:3}" if r in members else "  ." for r in range(case.ranks))
-        lines.append(f"{name:9}{row}")
-    return "\n".join([*lines, f"groups: {records[5].values['groups']}"])
+        yield f"{name:9}{row}"
+    yield f"groups: {records[5].values['groups']}"
 
 
 VERSIONS = """

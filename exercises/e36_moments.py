@@ -83,12 +83,12 @@ def expected(case: Case) -> list[dict]:
     return [result | {"dtypes": ["torch.bfloat16"] * 6}]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[1]
     squares = records[0].values["v"]
     rows = {f"step {step}": v / squares[0] for step, v in enumerate(squares)}
     about = f"v of one weight, b2 = {case.betas[1]}; each gradient is a tenth of the one before"
-    return f"{about}\n{bars(rows, '{:.4f}')}"
+    return [about, bars(rows, "{:.4f}")]
 
 
 VERSIONS = """

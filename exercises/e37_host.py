@@ -121,12 +121,12 @@ def memory(case: Case, rank: int, record) -> str | None:
         return "the result of a forward that has no backward is alive for ever"
 
 
-def picture(runs) -> str:
+def picture(runs):
     values = runs[0][1][0].values
     names = "bytes of these tensors", "bytes that leave", "bytes that stay"
     about = f"{values['saved tensors that leave']} saved tensors that leave, in"
     about += f" {values['storages that leave']} storages; weights and small tensors stay"
-    return f"{about}\n{bars({name: values[name] for name in names})}"
+    return [about, bars({name: values[name] for name in names})]
 
 
 VERSIONS = """

@@ -65,8 +65,8 @@ def expected(case: Case) -> list[dict]:
     return [{"joined": before, "tensors, after something is added to it": tensors}]
 
 
-def picture(runs) -> str:
-    lines = ["where tensors lie in a buffer, and whether they are one tensor"]
+def picture(runs):
+    yield from ["where tensors lie in a buffer, and whether they are one tensor"]
     for case, records in runs:
         row = ["."] * 9
         for i, place in enumerate(PLACES[case.lies]):
@@ -74,8 +74,7 @@ def picture(runs) -> str:
                 row[place] = "abcd"[i]
         verdict = "no" if records[0].values["joined"] is None else "yes"
         more = "    the last in another buffer" if "two buffers" in case.lies else ""
-        lines.append(f"{case.lies:23} {' '.join(row)}   {verdict}{more}")
-    return "\n".join(lines)
+        yield f"{case.lies:23} {' '.join(row)}   {verdict}{more}"
 
 
 VERSIONS = """

@@ -103,14 +103,14 @@ def elements_per_token(**sizes) -> tuple[float, float]:
     return storage_bytes(experts) / 8 / TOKENS, storage_bytes(others) / 8 / TOKENS
 
 
-def picture(runs) -> str:
+def picture(runs):
     rows = {}
     for case, records in runs[:4]:
         kind = f"{case.experts} experts" if case.experts else "an MLP"
         name = f"{case.dtype}{', fp8' * case.fp8}, tp {case.tp}, {kind}"
         rows[f"{name}: until B"] = records[0].values["kept until B"]
         rows[f"{name}: until W"] = records[0].values["bytes per token"]
-    return "bytes of a layer per token\n" + bars(rows)
+    return ["bytes of a layer per token", bars(rows)]
 
 
 def own_factors(case: Case) -> dict[str, float]:

@@ -87,16 +87,15 @@ def expected(case: Case) -> list[dict]:
     return [common | {"experts here": found} for found in here]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[1]
-    lines = [f"{EXPERTS} experts over ep 2 and etp 2: what each rank has of every matrix"]
+    yield from [f"{EXPERTS} experts over ep 2 and etp 2: what each rank has of every matrix"]
     for name, shape in shapes_of(case).items():
         parts = [record.values["experts here"].get(name) for record in records]
         if any(parts):
             texts = ["x".join(map(str, part)) if part else "-" for part in parts]
             whole, columns = "x".join(map(str, shape)), "".join(f"{text:>8}" for text in texts)
-            lines.append(f"{name.removeprefix(LAYER):30} {whole:>6}  {columns}")
-    return "\n".join(lines)
+            yield f"{name.removeprefix(LAYER):30} {whole:>6}  {columns}"
 
 
 VERSIONS = """

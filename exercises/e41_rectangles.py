@@ -76,7 +76,7 @@ def expected(case: Case) -> list[dict]:
     return [results]
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[2]
     S = 2 * case.size * case.width
     cells = [["." for _ in range(S)] for _ in range(S)]
@@ -86,8 +86,8 @@ def picture(runs) -> str:
             for a in range(top, bottom):
                 for b in range(left, min(right, a - top + left + 1) if causal else right):
                     cells[rows[a]][columns[b]] = "AB"[mine]
-    lines = ["documents of 5, 2 and 9 tokens: row: query, column: key, letter: rank", ""]
-    return "\n".join([*lines, *(" ".join(row) for row in cells)])
+    yield from ["documents of 5, 2 and 9 tokens: row: query, column: key, letter: rank", ""]
+    yield from (" ".join(row) for row in cells)
 
 
 VERSIONS = """

@@ -71,15 +71,14 @@ def expected(case: Case) -> list[dict]:
     return results
 
 
-def picture(runs) -> str:
+def picture(runs):
     case, records = runs[0]
     about = f"targets in the first row, whose documents end every {case.every} tokens; . is none"
-    lines = [about, ""]
+    yield from [about, ""]
     for rank, record in enumerate(records):
         for depth, rows in record.values.items():
             row = (str(target) if target != IGNORED else "." for target in rows[0])
-            lines.append(f"rank {rank}  {depth}" + "".join(f"{target:>4}" for target in row))
-    return "\n".join(lines)
+            yield f"rank {rank}  {depth}" + "".join(f"{target:>4}" for target in row)
 
 
 VERSIONS = """
