@@ -1,9 +1,8 @@
 """Design 2: how many layers each pipeline rank gets, where one rank is slower."""
 
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from exercises.exercise import Dice
@@ -15,7 +14,7 @@ from picotron_min.extensions.settings import Layout
 from picotron_min.pipeline_schedule import Kind, Plan
 from picotron_min.runtime.public_models import PRESETS
 
-RANKS, MODEL, NUM_LAYERS = 4, "meta-llama/Llama-3.2-1B", 16
+RANKS, CONFIG, NUM_LAYERS = 4, PRESETS["meta-llama/Llama-3.2-1B"], 16
 TASK = '''\
 """Design 2: the 16 layers of Llama-3.2-1B on 4 pipeline ranks, of which one is slow.
 
@@ -51,17 +50,18 @@ def pipeline_of(student: str | None) -> Pipeline:
 @cache
 def splits_to_beat(pipeline: Pipeline) -> tuple[list[int], list[int], list[int]]:
     """Equal parts, the split that knows of no slow rank, and the best of all."""
-    blind = costs.layers_of_stages(PRESETS[MODEL], Layout(pp=RANKS), 2048)
-    best = min(all_splits(), key=lambda split: step_time(split, pipeline))
+    places = combinations(range(1, NUM_LAYERS), RANKS - 1)
+    splits = ([b - a for a, b in pairwise((0, *cuts, NUM_LAYERS))] for cuts in places)
+    blind = costs.layers_of_stages(CONFIG, Layout(pp=RANKS), 2048)
+    best = min(splits, key=lambda split: step_time(split, pipeline))
     return [NUM_LAYERS // RANKS] * RANKS, blind, best
 
 
 def step_time(layers: list[int], pipeline: Pipeline) -> float:
     """FLOPs, as a measure of time: forward takes a third of a stage's, backward two thirds."""
-    config = PRESETS[MODEL]
-    layer = sum(costs.layer_flops(config, 2048, 0).values())
+    layer = sum(costs.layer_flops(CONFIG, 2048, 0).values())
     times = [number * layer for number in layers]
-    times[-1] += 2 * config.vocab_size * config.hidden_size
+    times[-1] += 2 * CONFIG.vocab_size * CONFIG.hidden_size
     times[pipeline.slow_rank] *= float(pipeline.slower)
     cost = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
     plans = plans_for(pipeline.micro_batches)
@@ -78,16 +78,9 @@ def measure_layers(layers: Any, student: str | None = None) -> Marks:
     if not is_numbers or len(layers) != RANKS or sum(layers) != NUM_LAYERS:
         need = f"{RANKS} numbers of at least 1 that add up to {NUM_LAYERS}"
         return Marks(0, f"PP_LAYERS = {layers}: it must be {need}")
-    pipeline = pipeline_of(student)
-    fours, blind, best = splits_to_beat(pipeline)
-    equal, unknowing, least = (step_time(split, pipeline) for split in (fours, blind, best))
-    mine = step_time(layers, pipeline)
+    splits = *_, blind, best = splits_to_beat(pipeline := pipeline_of(student))
+    mine, equal, unknowing, least = (step_time(split, pipeline) for split in (layers, *splits))
     marks = sum((mine < equal, mine < unknowing, mine <= 1.02 * least))
-    lines = [f"{layers}: {mine / least:.3f} of the shortest step"]
-    lines.append(f"4 each: {equal / least:.3f}; {blind}: {unknowing / least:.3f}")
-    return Marks(marks, "\n".join([*lines, f"best: {best}"] if marks == 3 else lines))
-
-
-def all_splits() -> Iterator[list[int]]:
-    for cuts in combinations(range(1, NUM_LAYERS), RANKS - 1):
-        yield [b - a for a, b in zip((0, *cuts), (*cuts, NUM_LAYERS), strict=True)]
+    text = f"{layers}: {mine / least:.3f} of the shortest step"
+    text += f"\n4 each: {equal / least:.3f}; {blind}: {unknowing / least:.3f}"
+    return Marks(marks, text + f"\nbest: {best}" * (marks == 3))

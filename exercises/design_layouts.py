@@ -24,7 +24,6 @@ JOBS = {
     "slow network": Job(64, 8192, 256, 25),
     "long sequences": Job(16, 32768, 32, 400),
 }
-SIZES = {"sequences": (4096, 8192, 16384), "long": (16384, 32768, 65536), "slow": (20, 25, 40)}
 SHARES = (0.80, 0.90, 0.97)  # of the best tokens/s, in all three jobs: one mark, two, three
 CHOICES = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "sequence_parallel": False, "pp_engine": "1f1b"}
 CHOICES |= {"pp_chunks": 1, "cp_engine": "ring", "sharding": "none", "recompute": "none"}
@@ -57,10 +56,12 @@ REASONS = {
 def jobs_of(student: str | None) -> dict[str, Job]:
     """The jobs of the course, or a student's own."""
     dice = Dice(f"design 3 {student}")
-    sequences, long, slow = (dice.choice(sizes) for sizes in SIZES.values())
-    changes = {"seq_length": sequences}, {"network": slow}, {"seq_length": long}
-    own = (job._replace(**change) for job, change in zip(JOBS.values(), changes, strict=True))
-    return dict(zip(JOBS, own, strict=True)) if student else JOBS
+    own = {
+        "one node": {"seq_length": dice.choice((4096, 8192, 16384))},
+        "long sequences": {"seq_length": dice.choice((16384, 32768, 65536))},
+        "slow network": {"network": dice.choice((20, 25, 40))},
+    }
+    return {name: job._replace(**own[name]) for name, job in JOBS.items()} if student else JOBS
 
 
 def task_of(student: str | None) -> str:
@@ -76,24 +77,21 @@ def measure_layouts(layouts: Any, jobs: dict[str, Job] = JOBS) -> Marks:
     if not isinstance(layouts, dict) or not all(isinstance(layouts.get(j), dict) for j in jobs):
         return Marks(0, f"LAYOUTS must have a dict for each of: {', '.join(jobs)}")
     found = {name: _share_of_best(job, layouts[name]) for name, job in jobs.items()}
-    worst = min(share for share, _ in found.values())
-    lines = [f"{name}: {text}" for name, (_, text) in found.items()]
-    return Marks(sum(worst >= limit for limit in SHARES), "\n".join(lines))
+    worst, texts = min(found.values())[0], (f"{name}: {text}" for name, (_, text) in found.items())
+    return Marks(sum(worst >= limit for limit in SHARES), "\n".join(texts))
 
 
 def _share_of_best(job: Job, given: dict) -> tuple[float, str]:
     """What share of the best tokens/s a layout reaches, and a line about it."""
     if unknown := sorted(given.keys() - CHOICES.keys()):
         return 0.0, f"{unknown[0]} is not a choice: use {', '.join(CHOICES)}"
-    name = "meta-llama/Llama-3.1-8B"
-    gpu = replace(GPUS["H100"], network=1e9 / 8 * job.network)
+    name, gpu = "meta-llama/Llama-3.1-8B", replace(GPUS["H100"], network=1e9 / 8 * job.network)
     work = Workload(job.seq_length, dtype="bfloat16")
     request = Request(PRESETS[name], gpu, job.gpus, work, job.global_batch, name)
     found = search(replace(request, fixed=CHOICES | given), top=1)
     if not found:
         return 0.0, f"does not fit: {job.gpus} GPUs of {gpu.memory / 1e9:.0f} GB, {given}"
-    ((best, *_),) = search(request, top=1)
-    mine = found[0][0]
+    (mine, *_), (best, *_) = found[0], search(request, top=1)[0]
     share = best.prediction.step / mine.prediction.step
     memory = f"{mine.memory.total / 1e9:.1f} GB of {request.budget / 1e9:.1f}"
     return share, f"{share:.1%} of the best tokens/s, {memory}"

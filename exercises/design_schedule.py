@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from exercises.marks import Marks
-from picotron_min.extensions.schedules.simulator import Timeline, peak_live, simulate
+from picotron_min.extensions.schedules.simulator import peak_live, simulate
 from picotron_min.pipeline_schedule import Action, Kind
 from picotron_min.runtime.draw import draw
 
@@ -47,27 +47,15 @@ def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
     lines.append(f"with messages of a fifth of a chunk's forward: bubble {late:.1%}")
     if alive <= 5.5 and late <= 0.1974 and chunks > 1:
         lines.append("bonus: these messages are hidden")
+    marks = sum(bubble <= limit + 5e-4 for limit in BUBBLES) if alive <= MOST_ALIVE else 0
     if alive > MOST_ALIVE:
         lines.append(f"no marks for the bubble: more than {MOST_ALIVE} alive")
-        return Marks(0, "\n".join(lines), picture(timeline, chunks))
-    marks = sum(bubble <= limit + 5e-4 for limit in BUBBLES)
-    if marks < 3:
+    elif marks < 3:
         lines.append(f"the next mark: a bubble of at most {BUBBLES[marks]:.1%}")
     else:
         lines.append("best known: 15.8%, interleaved with one warm-up forward, not two, for each")
         lines.append("rank behind. Our `interleaved` needs 5.5 alive, and hides messages for it.")
-    return Marks(marks, "\n".join(lines), picture(timeline, chunks))
-
-
-def picture(timeline: Timeline, chunks: int) -> str:
-    """Two chunks have no room for numbers: F and B, in lower case of the second one."""
-    if chunks == 1:
-        return draw(timeline)
-    rows = [["·"] * round(timeline.makespan) for _ in range(RANKS)]
-    for rank, action, start, end in timeline.spans:
-        letter = action.kind.value.lower() if action.chunk else action.kind.value
-        rows[rank][round(start) : round(end)] = letter.ljust(round(end - start), "═")
-    return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in enumerate(rows))
+    return Marks(marks, "\n".join(lines), draw(timeline))
 
 
 def parse_action(text: str) -> Action:

@@ -5,14 +5,14 @@ is code, and runs as a check does (sandbox.py). 2 and 3 are numbers, which are r
 """
 
 from pathlib import Path
+from pprint import pformat
 
-from exercises import design_layers, design_layouts, design_schedule, progress
+from exercises import design_layers, design_layouts, design_schedule
 from exercises.exercise import FOLDER
-from exercises.marks import Marks, check_drawn_for, constant, student_of
+from exercises.marks import Marks, begin, constant, student_of
 from exercises.sandbox import Sandbox
 
-MARKS = "0", "1", "2", "3"
-TASKS = {
+TASKS = {  # of a student, or for all
     1: lambda student: design_schedule.TASK,
     2: lambda student: design_layers.TASK.format(**design_layers.pipeline_of(student)._asdict()),
     3: design_layouts.task_of,
@@ -20,25 +20,15 @@ TASKS = {
 
 
 def command(number: int, student: str | None = None) -> int:
-    """What `python -m exercises design` does; the exit code: 0 with at least one mark.
-
-    Designs 2 and 3 have other numbers for each student.
-    """
+    """What `python -m exercises design` does; the exit code: 0 with at least one mark."""
     if number not in TASKS:
         raise ValueError(f"there is no design {number}: use one of {', '.join(map(str, TASKS))}")
     path = FOLDER / f"design_{number}.py"
-    check_drawn_for(student, path)
-    if not path.exists():
-        own = f"STUDENT = {student!r}  # whose numbers these are\n" if student else ""
-        path.write_text(TASKS[number](student) + own)
+    if begin(path, TASKS[number](student), student):
         print(f"Read {path}, change it, then: python -m exercises design {number}")
         return 0
     found = measure(number, path)
-    if found.picture:
-        print(found.picture + "\n")
-    print(f"{found.text}\n{found.marks} of 3 marks")
-    before = progress.read(f"design {number}")
-    progress.update(f"design {number}", passed=found.marks > 0, tries=before["tries"] + 1)
+    print(*filter(None, (found.picture, found.text)), f"{found.marks} of 3 marks", sep="\n")
     return 0 if found.marks else 1
 
 
@@ -46,11 +36,11 @@ def measure(number: int, path: Path, sandbox: Sandbox | None = None) -> Marks:
     """Marks for a file; ValueError where its numbers cannot be read."""
     if number == 1:
         verdict = (sandbox or Sandbox()).check("design", path)
-        marks = verdict["mistake"].removeprefix("marks_")
-        return Marks(int(marks) if marks in MARKS else 0, verdict["message"], verdict["picture"])
+        marks = {f"marks_{n}": n for n in range(4)}.get(verdict["mistake"], 0)
+        return Marks(marks, verdict["message"], verdict["picture"])
     if number == 2:
         return design_layers.measure_layers(constant(path, "PP_LAYERS"), student_of(path))
     jobs = design_layouts.jobs_of(student_of(path))
     found = design_layouts.measure_layouts(constant(path, "LAYOUTS"), jobs)
-    reasons = constant(path, "REASONS")
-    return found._replace(text=found.text + "".join(f"\n{k}: {v}" for k, v in reasons.items()))
+    reasons = pformat(constant(path, "REASONS"), width=100, sort_dicts=False)
+    return found._replace(text=f"{found.text}\n{reasons}")

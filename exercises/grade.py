@@ -21,12 +21,14 @@ from exercises.hunts import HUNTS
 from exercises.marks import constant, student_of
 from exercises.sandbox import WARNING, Sandbox, is_plain
 
-COLUMNS = ["student", "exercise", "points", "of", "passed", *GATES, "mistake", "flags", "seconds"]
-COLUMNS += ["place", "sentence"]  # of the mistake that a hunt has: for the teacher alone
+# A line of the table, as it is where nothing was handed in. Place and sentence are those of the
+# mistake that a hunt has: for the teacher alone. The page has `message`, and the table has not.
+ROW = {"student": "", "exercise": "", "points": 0, "of": 0, "passed": 0, **dict.fromkeys(GATES, "")}
+ROW |= {"mistake": "", "flags": "", "seconds": 0, "place": "", "sentence": "", "message": ""}
 POINTS = 10  # of an exercise, where nothing else is given
 LAST = {"design": 3, "hunt": max(HUNTS)}  # their numbers begin with 1
 MEASURING = threading.Lock()  # of hunts and designs, which import the course anew: not in parallel
-Row = dict[str, Any]  # a line of the table, and the `message` of its page
+Row = dict[str, Any]
 
 
 class Task(NamedTuple):
@@ -40,8 +42,7 @@ class Task(NamedTuple):
 
     @property
     def files(self) -> str:
-        name = self.name.replace(" ", "_")
-        return f"{name}_*.py" if self.kind == "exercise" else f"{name}.py"
+        return self.name.replace(" ", "_") + ("_*.py" if self.kind == "exercise" else ".py")
 
 
 def parse_task(text: str) -> Task:
@@ -59,16 +60,15 @@ def parse_task(text: str) -> Task:
 
 def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
     """What is named; else all exercises, and those hunts and designs that somebody handed in."""
+    tasks = [*map(parse_task, words)]
+    names = [task.name for task in tasks]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{', '.join(twice)} is named twice: name each task once")
     if words:
-        tasks = [*map(parse_task, words)]
-        names = [task.name for task in tasks]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(twice)} is named twice: name each task once")
         return tasks
     handed_in = {path.name for student in students for path in student.glob("*.py")}
-    others = [Task(kind, n) for kind, last in LAST.items() for n in range(1, last + 1)]
-    tasks = [Task("exercise", number) for number in files()]
-    return [*tasks, *(task for task in others if task.files in handed_in)]
+    others = (Task(kind, n) for kind, last in LAST.items() for n in range(1, last + 1))
+    return [*(Task("exercise", n) for n in files()), *(t for t in others if t.files in handed_in)]
 
 
 def students_in(folder: Path) -> list[Path]:
@@ -99,12 +99,24 @@ def grade(
         flag_copies(rows, tasks)
     finally:  # what is done stays, if this is ended
         with table.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
+            writer = csv.DictWriter(stream, [*ROW][:-1], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-    for student in students:
-        own = [row for row in rows if row["student"] == student.name]
-        (pages / f"{student.name}.md").write_text(page(student.name, own))
+    for name, own in by_student(rows).items():
+        (pages / f"{name}.md").write_text(page(name, own))
+    return rows
+
+
+def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
+    """Rows for the files of one student: a folder, or a single file."""
+    if not path.exists():
+        raise ValueError(f"there is no {path}")
+    folder = path if path.is_dir() else path.parent
+    if not path.is_dir():
+        found = re.match(r"(hunt_|design_|)0?(\d+)", path.name)
+        words = words or [f"{found[1].rstrip('_')}{found[2]}" if found else path.name]
+    tasks, rows = [(folder, task) for task in tasks_of(words, [folder])], []
+    check_all(sandbox_of(wrap), tasks, seed, 1, rows)
     return rows
 
 
@@ -117,20 +129,6 @@ def sandbox_of(wrap: str) -> Sandbox:
     return sandbox
 
 
-def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
-    """Rows for the files of one student: a folder, or a single file."""
-    if not path.exists():
-        raise ValueError(f"there is no {path}")
-    folder = path if path.is_dir() else path.parent
-    if not path.is_dir():
-        found = re.match(r"(hunt_|design_|)0?(\d+)", path.name)
-        words = words or [f"{found[1].rstrip('_')}{found[2]}" if found else path.name]
-    rows: list[Row] = []
-    tasks = [(folder, task) for task in tasks_of(words, [folder])]
-    check_all(sandbox_of(wrap), tasks, seed, 1, rows)
-    return rows
-
-
 def check_all(
     sandbox: Sandbox, tasks: list[tuple[Path, Task]], seed: int, jobs: int, rows: list[Row]
 ) -> None:
@@ -139,13 +137,9 @@ def check_all(
         try:
             for row in pool.map(lambda task: row_of(sandbox, *task, seed), tasks):
                 rows.append(row)
+                what = "passed" if row["passed"] else row["mistake"] or f"{row['points']} points"
+                what = f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}"
                 if row["mistake"] != "missing":  # these are in the summary
-                    what = (
-                        "passed" if row["passed"] else row["mistake"] or f"{row['points']} points"
-                    )
-                    what = (
-                        f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}"
-                    )
                     print(what, flush=True)
             for i, row in enumerate(rows):
                 if row["mistake"] == "lost":  # perhaps the machine was busy; now nothing else runs
@@ -157,8 +151,7 @@ def check_all(
 
 
 def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
-    row = {"student": student.name, "exercise": task.name, "points": 0, "of": task.of}
-    row |= dict.fromkeys(GATES, "") | {"passed": 0, "seconds": 0, "flags": "", "message": ""}
+    row = ROW | {"student": student.name, "exercise": task.name, "of": task.of}
     found = sorted(student.glob(task.files))
     if len(found) > 1:
         return row | {"mistake": "two_files"}
@@ -167,27 +160,25 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
         return row | {"mistake": "missing", "message": f"no {task.files}: there is {there}"}
     if not is_plain(found[0]):
         return row | {"mistake": "no_plain_file"}
-    measured = {"exercise": _exercise, "hunt": _hunt, "design": _design}[task.kind]
     try:
-        share, row["message"], more = measured(sandbox, found[0].resolve(), task, seed)
+        share, more = MEASURES[task.kind](sandbox, found[0].resolve(), task, seed)
+        whose = student_of(found[0]) if task.kind != "exercise" else None
     except (ValueError, OSError) as error:  # of a hunt or a design that cannot be read
         return row | {"mistake": "no_answer", "message": str(error)}
-    whose = student_of(found[0]) if task.kind != "exercise" else None
-    if whose not in (None, student.name):
-        row["flags"] = f"drawn for {whose}"
     row |= more | {"passed": int(share == 1), "points": round(share * task.of, 2)}
-    # From a process with a student's code.
-    return row | {"mistake": re.sub(r"\W", "", more.get("mistake", ""))[:40]}
+    row["flags"] = f"drawn for {whose}" if whose not in (None, student.name) else ""
+    row["mistake"] = re.sub(r"\W", "", row["mistake"])[:40]  # a student's code has run beside it
+    return row
 
 
-def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
+def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
     verdict = sandbox.check(task.number, path, seed)
-    gates = verdict["gates"]
+    gates, passed = verdict["gates"], verdict["passed"]
     marks = {gate: str(int(not text)) for gate, text in gates.items() if text != "not checked"}
     lines = [f"{gate} {GATES[gate]}: {text or 'passed'}" for gate, text in gates.items()]
-    text = "\n".join(["passed"] if verdict["passed"] else [verdict["message"], *lines])
-    more = {"mistake": verdict["mistake"], "seconds": verdict["seconds"]}
-    return share_of(verdict["passed"], marks), text, marks | more
+    text = "\n".join(["passed"] if passed else [verdict["message"], *lines])
+    more = {key: verdict[key] for key in ("mistake", "seconds")}
+    return share_of(passed, marks), marks | more | {"message": text}
 
 
 def share_of(passed: bool, marks: dict[str, str]) -> float:
@@ -198,7 +189,7 @@ def share_of(passed: bool, marks: dict[str, str]) -> float:
     return 0.5 + 0.5 * sum(others) / len(others) if others else 0.0
 
 
-def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
+def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
     from exercises.hunts import ANSWER, hunt_of, judge  # a drawn hunt needs torch
 
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
@@ -207,19 +198,27 @@ def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, s
     line = (ROOT / hunt.file).read_text().partition(hunt.old)[0].count("\n") + 1
     more = {"place": f"{hunt.file}:{line}", "sentence": hunt.found}
     if answer == ANSWER:  # as the sheet has it
-        return 0.0, "not answered", more | {"mistake": "not_answered"}
-    near = judge(hunt, str(answer))
-    text = f"{answer}: {near}{' alone is right' * (near == 'file')}\nreason: {reason}"
-    mistake = {"right": "", "file": "right_file_alone"}.get(near, near)
-    return float(near == "right"), text, more | {"mistake": mistake}
+        return 0.0, more | {"mistake": "not_answered", "message": "not answered"}
+    near = judge(hunt, str(answer)).replace("file", "right file alone")
+    more["message"] = f"{answer}: {near}\nreason: {reason}"
+    is_right = near == "right"
+    return float(is_right), more | {"mistake": "" if is_right else near.replace(" ", "_")}
 
 
-def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, str, Row]:
+def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
     from exercises.designs import measure
 
     with MEASURING:
         found = measure(task.number, path, sandbox)
-    return found.marks / 3, f"{found.text}\n{found.marks} of 3 marks", {}
+    return found.marks / 3, {"message": f"{found.text}\n{found.marks} of 3 marks"}
+
+
+MEASURES = {"exercise": _exercise, "hunt": _hunt, "design": _design}
+
+
+def by_student(rows: list[Row]) -> dict[str, list[Row]]:
+    names = dict.fromkeys(row["student"] for row in rows)
+    return {name: [row for row in rows if row["student"] == name] for name in names}
 
 
 def page(student: str, rows: list[Row]) -> str:
@@ -237,13 +236,9 @@ def points_of(rows: list[Row]) -> str:
 
 def summary(rows: list[Row]) -> Iterator[str]:
     """What each student has passed, which files are missing, and what is flagged."""
-    for student in dict.fromkeys(row["student"] for row in rows):
-        own = [row for row in rows if row["student"] == student]
+    for student, own in by_student(rows).items():
         passed = sum(row["passed"] for row in own)
         yield f"{student}: {passed} of {len(own)}, {points_of(own)} points"
-        missing = [row["exercise"] for row in own if row["mistake"] == "missing"]
-        if missing:
+        if missing := [row["exercise"] for row in own if row["mistake"] == "missing"]:
             yield f"    missing: {', '.join(missing)}"
-        for row in own:
-            if row["flags"]:
-                yield f"    {row['exercise']}: {row['flags']}"
+        yield from (f"    {row['exercise']}: {row['flags']}" for row in own if row["flags"])

@@ -38,8 +38,11 @@ if __name__ == "__main__":
 OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
 
 
-def handout(folder: Path, numbers: list[int]) -> list[str]:
+def handout(folder: Path, words: list[str]) -> list[str]:
     """Write the tree and the teacher's file; returns lines to print."""
+    if other := [word for word in words if not word.isdecimal()]:
+        problem = "name exercises by their numbers; hunts and designs are always in"
+        raise ValueError(f"{', '.join(other)}: {problem}")
     if FOLDER.parent != ROOT:
         raise ValueError("this tree is itself a handout: make others from the whole course")
     teacher = folder.parent / f"{folder.name}.teacher.md"
@@ -48,7 +51,7 @@ def handout(folder: Path, numbers: list[int]) -> list[str]:
             raise ValueError(f"{path} is there already: name a new folder")
     if folder.resolve().is_relative_to(ROOT):
         raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
-    chosen = [load(number) for number in numbers or files()]
+    chosen = [load(int(number)) for number in words or files()]
     copies = {name: name for name in files_in(KEPT + FOLDERS) if name not in LEFT_OUT}
     for name, source in (copies | FOR_STUDENTS).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ measures any layout of up to 4 ranks, `hunt N --difference dp=1,cp=2` names the 
 in it; `hunt N --answer FILE:FUNCTION` takes an answer.
 """
 
-import argparse
 import ast
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from exercises import progress
 from exercises.exercise import FOLDER, ROOT, Case
 from exercises.hunt_sheets import SHEETS
-from exercises.marks import check_drawn_for
+from exercises.marks import begin
 from exercises.source import Definition, first_line
 
 STEPS = 20
@@ -52,7 +52,6 @@ SHEET = f'''\
 
 ANSWER = "{ANSWER}"
 REASON = ""
-STUDENT = {{student!r}}
 '''
 
 
@@ -106,29 +105,41 @@ def parse_run(text: str) -> dict[str, Any]:
 
 def measure(hunt: Hunt | None, text: str, steps: int = STEPS) -> Symptoms:
     """Train a tiny model with a hunt's change, or with none."""
-    from exercises.loading import Course, fresh_modules, import_edited
+    from exercises.loading import Course
     from exercises.ranks import run_case
     from exercises.simulated_dist import simulated
 
     run = parse_run(text)
-    case = Case(math.prod(run[axis] for axis in AXES), steps=steps, **run)
-    with simulated(), fresh_modules():
+    case = Case(math.prod(run[axis] for axis in AXES), steps=steps, run=run)
+    with simulated(), _changed(hunt):
+        records = run_case(Course(), case, _train, Path("none"))
+    first, apart = {}, 0.0  # between parts with the same name and place in the whole
+    for key, weight in (item for record in records for item in record.values["weights"].items()):
+        apart = max(apart, (first.setdefault(key, weight) - weight).abs().max().item())
+    return Symptoms(*(records[0].values[name] for name in ("losses", "norm", "sent")), apart)
+
+
+@contextlib.contextmanager
+def _changed(hunt: Hunt | None) -> Iterator[None]:
+    """Within, the course is imported anew, with a hunt's change."""
+    from exercises.loading import fresh_modules, import_edited
+
+    with fresh_modules():
         if hunt:
             import_edited(ROOT / hunt.file, hunt.old, hunt.new)
-        records = run_case(Course(), case, _train, Path("none"))
-    first = records[0].values
-    return Symptoms(first["losses"], first["norm"], first["sent"], _apart(records))
+        yield
 
 
 def _train(rank, case: Case) -> dict[str, Any]:
     from exercises.tiny import tiny_run
 
-    sizes = {axis: getattr(case, axis) for axis in AXES}
-    layout = rank.course.settings.Layout(**sizes, sequence_parallel=bool(case.sequence_parallel))
-    recipe = {"optimizer": case.optimizer, "learning_rate": case.lr}
-    recipe |= {"num_micro_batches": case.micro_batches, "grad_clip": case.grad_clip or None}
-    run, step = tiny_run(rank, layout, **recipe), rank.course.train.train_step
-    model, ranks = run.model, run.model.axes.ranks
+    given = case.run
+    sizes = {axis: given[axis] for axis in AXES}
+    sizes["sequence_parallel"] = bool(given["sequence_parallel"])
+    recipe = {"optimizer": given["optimizer"], "learning_rate": given["lr"]}
+    recipe |= {"num_micro_batches": given["micro_batches"], "grad_clip": given["grad_clip"]}
+    run = tiny_run(rank, rank.course.settings.Layout(**sizes), **recipe)
+    model, ranks, step = run.model, run.model.axes.ranks, rank.course.train.train_step
     for axis in model.axes:
         axis.ledger.take_bytes()
     results = [step(run, 0)]
@@ -143,53 +154,39 @@ def _train(rank, case: Case) -> dict[str, Any]:
     }
 
 
-def _apart(records) -> float:
-    """Between parts with the same name and place in the whole, on any two ranks."""
-    first, largest = {}, 0.0
-    for record in records:
-        for key, weight in record.values["weights"].items():
-            other = first.setdefault(key, weight)
-            largest = max(largest, (other - weight).abs().max().item())
-    return largest
-
-
-def command(given: argparse.Namespace) -> int:
-    """What `python -m exercises hunt` does; the exit code."""
-    number, run = given.number, given.run
+def hunt(
+    number: int, run: str | None, difference: str | None, answer: str | None, student: str | None
+) -> int:
+    """A course with one wrong statement: find it from its symptoms."""
     parse_run(run or "")  # which may refuse it
-    hunt = hunt_of(number, given.student)
-    if given.answer is not None:
-        return _take_answer(number, hunt, given.answer)
-    if given.difference is not None:
-        return first_wrong(hunt, given.difference)
+    hunt = hunt_of(number, student)
+    if answer is not None:
+        return _take_answer(number, hunt, answer)
+    if difference is not None:
+        return first_wrong(hunt, difference)
     path = FOLDER / f"hunt_{number}.py"
-    check_drawn_for(given.student, path)
+    begin(path, SHEET.format(number=number), student)
     print(f"{hunt.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
     for line in table(hunt, (run,) if run else hunt.runs):
         print(line, flush=True)
     own = f"python -m exercises hunt {number}"
-    own += f" --student {given.student}" if given.student else ""
+    own += f" --student {student}" if student else ""
     print(f"\nMeasure others:  {own} --run dp=2,tp=2")
     print(f"First wrong tensor:  {own} --difference dp=2,tp=2")
     print(f"Answer:  {own} --answer {ANSWER}")
     print("(or with a line in that function; a wrong answer counts as a hint, which it prints)")
-    if not path.exists():
-        path.write_text(SHEET.format(number=number, student=given.student))
     print(f"To hand it in, write the answer and your reason into {path}")
     return 0
 
 
 def first_wrong(hunt: Hunt, text: str) -> int:
     """What `python -m difference` says of a layout with a hunt's change; its exit code."""
-    from exercises.loading import fresh_modules, import_edited
-
     run = parse_run(text)
     sizes = {f"{axis}_size": run[axis] for axis in AXES}
     sizes |= {"sequence_parallel": bool(run["sequence_parallel"]), "use_cpu": True}
-    recipe = {"optimizer": run["optimizer"], "gradient_accumulation_steps": run["micro_batches"]}
-    recipe["grad_clip"] = run["grad_clip"] or None
-    with fresh_modules():
-        import_edited(ROOT / hunt.file, hunt.old, hunt.new)
+    recipe = {"optimizer": run["optimizer"], "grad_clip": run["grad_clip"] or None}
+    recipe["gradient_accumulation_steps"] = run["micro_batches"]
+    with _changed(hunt):
         from difference import __main__ as difference
         from picotron_min.runtime.config_file import parse_config
 
@@ -198,24 +195,21 @@ def first_wrong(hunt: Hunt, text: str) -> int:
 
 
 def _take_answer(number: int, hunt: Hunt, answer: str) -> int:
-    key, near = f"hunt {number}", judge(hunt, answer)
-    before = progress.read(key)
+    near, key = judge(hunt, answer), f"hunt {number}"
     if near == "right":
         progress.update(key, passed=True)
-        print(f"Right, with {before['hints']} of {len(hunt.hints)} hints. {hunt.found}")
+        hints = progress.read(key)["hints"]
+        print(f"Right, with {hints} of {len(hunt.hints)} hints. {hunt.found}")
         return 0
-    hints = min(len(hunt.hints), before["hints"] + 1)
-    progress.update(key, tries=before["tries"] + 1, hints=hints)
     print("The right file." if near == "file" else "No.")
-    print(f"hint {hints} of {len(hunt.hints)}: {hunt.hints[hints - 1]}")
+    print(progress.next_hint(key, hunt.hints, is_try=True)[-1])
     return 1
 
 
 def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
     """The measured symptoms, a line a run."""
-    shown = [1, 2, STEPS]
+    width, shown = max(map(len, runs)), (1, 2, STEPS)
     head = "  ".join(f"{f'loss {step}':>9}" for step in shown)
-    width = max(map(len, runs))
     yield f"{'run':{width}}  {head}  grad_norm 1  ranks differ  bytes rank 0 sends in step 1"
     for text in runs:
         found = measure(hunt, text)
@@ -228,17 +222,18 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
 def judge(hunt: Hunt, answer: str) -> str:
     """right, file or wrong: whether FILE:FUNCTION or FILE:LINE is in the function that is wrong."""
     file, _, place = answer.rpartition(":")
-    if not (FOLDER.parent / file).is_file():
+    if not (path := FOLDER.parent / file).is_file():
         raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
-    shown, whole = ((place / file).read_text() for place in (FOLDER.parent, ROOT))
-    if place.isdecimal() and not 1 <= int(place) <= (length := len(shown.splitlines())):
-        raise ValueError(f"{answer} is no line: {file} has {length}")
+    shown = path.read_text()
+    if place.isdecimal():
+        if not 1 <= int(place) <= (length := len(shown.splitlines())):
+            raise ValueError(f"{answer} is no line: {file} has {length}")
+        place = _definition_at(shown, int(place))
     if Path(file) != Path(hunt.file):
         return "wrong"
-    assert whole.count(hunt.old) == 1, f"{hunt.old!r} must be there once"
-    right = _definition_at(whole, whole[: whole.index(hunt.old)].count("\n") + 1)
-    name = _definition_at(shown, int(place)) if place.isdecimal() else place
-    is_right = f".{right}".endswith(f".{name}") or f"{name}.".startswith(f"{right}.")
+    before, _, _ = (ROOT / file).read_text().partition(hunt.old)
+    right = _definition_at((ROOT / file).read_text(), before.count("\n") + 1)
+    is_right = f".{right}".endswith(f".{place}") or f"{place}.".startswith(f"{right}.")
     return "right" if is_right else "file"
 
 

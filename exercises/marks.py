@@ -1,25 +1,28 @@
-"""What all designs have in common: marks, and numbers that are read from a file."""
+"""What hunts and designs have in common: marks, and values that are read from a file, never run."""
 
 import ast
 from pathlib import Path
 from typing import Any, NamedTuple
 
 
-def student_of(path: Path) -> str | None:
-    """For whom the numbers of a file were drawn; None for the course's own."""
-    return constant(path, "STUDENT") if "\nSTUDENT = " in path.read_text() else None
-
-
-def check_drawn_for(student: str | None, path: Path) -> None:
-    """ValueError if a file is there, and for somebody else than is named."""
-    if student and path.exists() and (whose := student_of(path)) != student:
-        raise ValueError(f"{path} was drawn for {whose or 'all'}: delete it to draw for {student}")
-
-
 class Marks(NamedTuple):
     marks: int  # 0 to 3
     text: str
     picture: str = ""
+
+
+def begin(path: Path, text: str, student: str | None) -> bool:
+    """Write a student's file; False if it is there, ValueError if it is somebody else's."""
+    if is_new := not path.exists():
+        path.write_text(f"{text}STUDENT = {student!r}\n" if student else text)
+    elif student and (whose := student_of(path)) != student:
+        raise ValueError(f"{path} was drawn for {whose or 'all'}: delete it to draw for {student}")
+    return is_new
+
+
+def student_of(path: Path) -> str | None:
+    """For whom a file was drawn; None for the course's own."""
+    return constant(path, "STUDENT") if "\nSTUDENT = " in path.read_text() else None
 
 
 def constant(path: Path, name: str) -> Any:

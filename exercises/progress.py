@@ -7,13 +7,20 @@ from exercises.exercise import FOLDER
 FILE = FOLDER / "progress.json"
 
 
-def read(number: int | str) -> dict:
-    return {"passed": False, "tries": 0, "hints": 0} | _all().get(str(number), {})
+def read(key: int | str) -> dict:
+    return {"passed": False, "tries": 0, "hints": 0} | _all().get(str(key), {})
 
 
-def update(number: int | str, **changes: int | bool) -> None:
-    everything = _all() | {str(number): read(number) | changes}
-    FILE.write_text(json.dumps(everything, indent=4) + "\n")
+def update(key: int | str, **changes: int | bool) -> None:
+    FILE.write_text(json.dumps(_all() | {str(key): read(key) | changes}, indent=4) + "\n")
+
+
+def next_hint(key: int | str, hints: list[str], is_try: bool = False) -> list[str]:
+    """The hints up to one more than before, as lines; `is_try`: it is for a wrong answer."""
+    before = read(key)
+    used = min(len(hints), before["hints"] + 1)
+    update(key, hints=used, tries=before["tries"] + is_try)
+    return [f"hint {i} of {len(hints)}: {text}" for i, text in enumerate(hints[:used], 1)]
 
 
 def _all() -> dict:

@@ -8,53 +8,43 @@ import torch
 from exercises.ranks import Rank
 
 if TYPE_CHECKING:
-    from picotron_min.extensions.settings import Layout, ModelConfig
+    from picotron_min.extensions.settings import Layout
     from train import Run
 
-SEQ_LENGTH = 16
+SEQ_LENGTH, GLOBAL_BATCH = 16, 4
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 29}
+RECIPE = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "grad_clip": None}
+RECIPE |= {"dtype": "float64", "fused": False, "total_train_steps": 100}
 
 
 def tiny_run(
     rank: Rank,
     layout: "Layout",
-    global_batch: int = 4,
     num_micro_batches: int = 1,
-    seed: int = 0,
     model: dict[str, Any] | None = None,
-    routing: Any = None,
     workload: dict[str, Any] | None = None,
     **recipe: Any,
 ) -> "Run":
     """This rank's part of a run in float64, with initial weights: `rank.course.train.train_step`.
 
     `model` changes SHAPE, `workload` and `recipe` the training: SGD at a rate of 0.5 without
-    clipping. A step has `global_batch` sequences in any layout.
+    clipping. A step has 4 sequences in any layout.
     """
-    course = rank.course
-    axes, device = rank.axes(layout), torch.device("cpu")
-    own = course.settings.Routing() if routing is None else routing
+    course, axes, device = rank.course, rank.axes(layout), torch.device("cpu")
+    recipe = RECIPE | recipe
     sizes = {"seq_length": SEQ_LENGTH, "num_micro_batches": num_micro_batches}
-    sizes["micro_batch_size"] = global_batch // (layout.dp * num_micro_batches)
-    settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "grad_clip": None}
-    settings |= {"dtype": "float64", "fused": False, "total_train_steps": 100} | recipe
-    given = {"dtype": "float64", "optimizer": settings["optimizer"], "routing": own}
-    workload = course.settings.Workload(**sizes, **given | (workload or {}))
-    config: ModelConfig = course.settings.ModelConfig(**(SHAPE | (model or {})))
+    sizes["micro_batch_size"] = GLOBAL_BATCH // (layout.dp * num_micro_batches)
+    given = {"dtype": "float64", "optimizer": recipe["optimizer"]} | (workload or {})
+    config = course.settings.ModelConfig(**(SHAPE | (model or {})))
+    place = {"dp_rank": axes.dp.rank, "dp_size": layout.dp}
     positions = course.context_parallel.POSITIONS[layout.cp_engine]
-    batches = course.data.Batches(
-        text(config.vocab_size),
-        **sizes,
-        seed=seed,
-        dp_rank=axes.dp.rank,
-        dp_size=layout.dp,
-        positions=positions(axes.cp.rank, layout.cp, SEQ_LENGTH),
-    )
+    place["positions"] = positions(axes.cp.rank, layout.cp, SEQ_LENGTH)
+    batches = course.data.Batches(text(config.vocab_size), **sizes, seed=0, **place)
+    workload = course.settings.Workload(**sizes, **given)
     parallel = course.build.build_model(config, layout, workload, axes, device)
-    run = course.train.build_run(parallel, course.settings.Recipe(**settings), batches)
-    parameters, table = parallel.parameters, parallel.placements
-    course.initialise.initialise(parameters, config, seed, table, axes)
+    run = course.train.build_run(parallel, course.settings.Recipe(**recipe), batches)
+    course.initialise.initialise(parallel.parameters, config, 0, parallel.placements, axes)
     parallel.weights_changed()
     return run
 

@@ -33,7 +33,7 @@ def test_schedules_get_marks_by_their_bubble():
     one = measure_schedule(from_plans(pipeline_schedule.one_f_one_b), 1)
     assert one.marks == 1
     best = measure_schedule(from_plans(early), 2)
-    assert "rank 3  ···FFFF" in best.picture and "FFFFffff" in best.picture
+    assert "rank 3  ···01230b01" in best.picture
     assert "next mark: a bubble of at most 20.0%" in one.text
     assert best.marks == 3 and "bubble 15.8%, at most 4 " in best.text and "best known" in best.text
     ours = measure_schedule(from_plans(interleaved.interleaved), 2)

@@ -132,12 +132,12 @@ def test_equal_trees_are_found_under_other_names_and_short_files_say_so():
 
 
 def test_the_zip_has_the_scripts_and_the_course(tmp_path):
-    write_zip(tmp_path / "a.zip", ["4=20", "hunt5"], 7)
+    write_zip(tmp_path / "a.zip", ["4=20", "hunt4"], 7)
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         names = archive.namelist()
         run = archive.read("run_autograder").decode()
         assert archive.getinfo("run_autograder").external_attr >> 16 == 0o755
-    assert "--seed 7 --exercises 4=20 hunt5" in run and "setup.sh" in names
+    assert "--seed 7 --exercises 4=20 hunt4" in run and "setup.sh" in names
     assert {"exercises/__main__.py", "exercises/e04_shift.py"} <= {*names}
     assert "picotron_min/collectives.py" in names
     assert not [name for name in names if name.endswith(".pyc") or "tests/" in name]
