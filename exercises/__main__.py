@@ -14,9 +14,13 @@ import textwrap
 from pathlib import Path
 
 from exercises import exercise as catalogue
-from exercises import grade as grading
-from exercises import gradescope, hunts, progress
+from exercises import progress
+from exercises.designs import design
 from exercises.exercise import FOLDER, GATES, Exercise
+from exercises.grade import grade
+from exercises.gradescope import autograder
+from exercises.handout import handout
+from exercises.hunts import hunt
 from exercises.pictures import WIDTH
 from exercises.sandbox import HAS_FORK, Sandbox
 from exercises.source import NOT_WRITTEN, parse, reading, starter
@@ -160,52 +164,7 @@ def train(number: int, config: Path, steps: int) -> bool:
     return not compare(exercise, path, exercise.changed(settings), steps)
 
 
-def design(number: int, student: str | None) -> int:
-    """A task without a single right answer: three marks by measurement."""
-    from exercises import designs  # which imports torch
-
-    return designs.command(number, student)
-
-
-def grade(
-    submissions: Path | None,
-    one: Path | None,
-    csv: Path,
-    json: Path | None,
-    wrap: str,
-    jobs: int,
-    seed: int,
-    exercises: list[str],
-) -> None:
-    """Check the files of a class."""
-    # So that it ends what it has started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    if bool(submissions) == bool(one):
-        raise ValueError("name either a folder with a folder for each student, or --one FILE")
-    if one:
-        rows = grading.grade_one(one, seed, wrap, exercises)
-    else:
-        rows = grading.grade(submissions, csv, jobs, seed, wrap, exercises)
-        print(f"the table is {csv}, a page for each student in {csv.with_suffix('')}/")
-    if json:
-        gradescope.write_results(json, rows)
-    print(*grading.summary(rows), sep="\n")
-
-
-def autograder(zip: Path, seed: int, exercises: list[str]) -> None:
-    """Write the zip for Gradescope."""
-    gradescope.write_zip(zip, exercises, seed)
-    print(f"{zip} is for Gradescope; it has the answers: students must not get it")
-
-
-def handout(folder: Path, exercises: list[str]) -> None:
-    """Write the tree for a class: without answers."""
-    from exercises.handout import handout
-
-    print(*handout(folder, exercises), sep="\n")
-
-
-COMMANDS = (list_, start, read, check, hint, train, hunts.hunt, design, handout, grade, autograder)
+COMMANDS = (list_, start, read, check, hint, train, hunt, design, handout, grade, autograder)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -40,18 +40,14 @@ def shape_of(text: str) -> tuple[str, int]:
 
 
 def _plain(definition: ast.AST) -> str:
-    inner = [*ast.walk(definition)]
-    bound = {n.arg for n in inner if isinstance(n, ast.arg)}
-    bound |= {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    names: dict[str, str] = {}
-    for node in inner:
+    nodes, names = [*ast.walk(definition)], {}
+    bound = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for node in nodes:
+        node.returns = node.annotation = None
         if isinstance(node, Definition):
             node.body = node.body[bool(ast.get_docstring(node)) :]
-        if isinstance(node, ast.FunctionDef):
-            node.returns = None
-        if isinstance(node, ast.arg):
-            node.annotation = None
-            node.arg = names.setdefault(node.arg, f"v{len(names)}")
-        elif isinstance(node, ast.Name) and node.id in bound:
-            node.id = names.setdefault(node.id, f"v{len(names)}")
+        field = {ast.arg: "arg", ast.Name: "id"}.get(type(node))
+        if field and (name := getattr(node, field)) in bound:
+            setattr(node, field, names.setdefault(name, f"v{len(names)}"))
     return ast.dump(definition)

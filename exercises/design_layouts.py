@@ -1,10 +1,12 @@
 """Design 3: layouts for three jobs, measured by the planner."""
 
 from dataclasses import replace
+from pathlib import Path
+from pprint import pformat
 from typing import Any, NamedTuple
 
 from exercises.exercise import Dice
-from exercises.marks import Marks
+from exercises.marks import Marks, constant, student_of
 from picotron_min.extensions.settings import Workload
 from picotron_min.planner.choices import Request
 from picotron_min.planner.search import search
@@ -71,6 +73,12 @@ def task_of(student: str | None) -> str:
         for name, job in jobs_of(student).items()
     ]
     return TASK.replace("{jobs}", "\n".join(lines))
+
+
+def measure(path: Path, _: Any) -> Marks:
+    found = measure_layouts(constant(path, "LAYOUTS"), jobs_of(student_of(path)))
+    reasons = pformat(constant(path, "REASONS"), width=100, sort_dicts=False)
+    return found._replace(text=f"{found.text}\n{reasons}")
 
 
 def measure_layouts(layouts: Any, jobs: dict[str, Job] = JOBS) -> Marks:

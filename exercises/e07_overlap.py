@@ -97,7 +97,7 @@ def order(case: Case, rank: int, record) -> str | None:
 def picture(runs):
     names = {"all_reduce": "sum", "gradient": "g", "last gradient": "g", "backward ends": "end"}
     about = "g: a gradient is final; (sum0: it begins; sum0): it is awaited; end: backward ends"
-    return [about + "", timeline(runs[2][1], names)]
+    return [about, timeline(runs[2][1], names)]
 
 
 VERSIONS = """

@@ -7,7 +7,10 @@ marks.csv, marks/alice.md       the table, and a page for each student to hand b
 """
 
 import csv
+import json
 import re
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +84,30 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def grade(
+    submissions: Path | None,
+    one: Path | None,
+    csv: Path,
+    json: Path | None,
+    wrap: str,
+    jobs: int,
+    seed: int,
+    exercises: list[str],
+) -> None:
+    """Check the files of a class."""
+    # So that it ends what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    if bool(submissions) == bool(one):
+        raise ValueError("name either a folder with a folder for each student, or --one FILE")
+    if one:
+        rows = grade_one(one, seed, wrap, exercises)
+    else:
+        rows = grade_class(submissions, csv, jobs, seed, wrap, exercises)
+    if json:
+        write_results(json, rows)
+    print(*summary(rows), sep="\n")
+
+
+def grade_class(
     folder: Path, table: Path, jobs: int, seed: int, wrap: str, words: list[str]
 ) -> list[Row]:
     """Check the files of all students; writes a line for each task, and a page for each student."""
@@ -104,6 +131,7 @@ def grade(
             writer.writerows(rows)
     for name, own in by_student(rows).items():
         (pages / f"{name}.md").write_text(page(name, own))
+    print(f"the table is {table}, a page for each student in {pages}/")
     return rows
 
 
@@ -216,6 +244,20 @@ def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float,
 MEASURES = {"exercise": _exercise, "hunt": _hunt, "design": _design}
 
 
+def write_results(path: Path, rows: list[Row]) -> None:
+    """results.json of Gradescope: a test for each task of one student."""
+    tests = [
+        {"name": row["exercise"], "score": row["points"], "max_score": row["of"]}
+        | {"status": "passed" if row["passed"] else "failed", "output": text_of(row)}
+        for row in rows
+    ]
+    path.write_text(json.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
+
+
+def text_of(row: Row) -> str:
+    return row["message"] or row["mistake"].replace("_", " ")
+
+
 def by_student(rows: list[Row]) -> dict[str, list[Row]]:
     names = dict.fromkeys(row["student"] for row in rows)
     return {name: [row for row in rows if row["student"] == name] for name in names}
@@ -225,8 +267,8 @@ def page(student: str, rows: list[Row]) -> str:
     """What a student gets back: points, and each task's gates and sentence, as plain text."""
     lines = [f"# {student}: {points_of(rows)} points", ""]
     for row in rows:
-        text = row["message"] or row["mistake"].replace("_", " ")
-        lines += [f"## {row['exercise']}: {points_of([row])}", "", indent(text, "    "), ""]
+        text = indent(text_of(row), "    ")
+        lines += [f"## {row['exercise']}: {points_of([row])}", "", text, ""]
     return "\n".join(lines)
 
 

@@ -1,14 +1,12 @@
-"""Gradescope: its autograder zip, and the results.json with which a submission is answered.
+"""Gradescope: its autograder zip. `grade --one` answers a submission with results.json.
 
 https://gradescope-autograders.readthedocs.io, "Specifications". The zip is unpacked into
 /autograder/source. setup.sh runs once, and run_autograder for each submission, which lies in
 /autograder/submission and is answered in /autograder/results/results.json.
 """
 
-import json
 import shlex
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from exercises.exercise import ROOT
@@ -32,31 +30,17 @@ PYTHONPATH=. /autograder/venv/bin/python -m exercises grade --one /autograder/su
 """
 
 
-def write_results(path: Path, rows: list[dict]) -> None:
-    """results.json: a test for each task of one student."""
-    tests = [
-        {
-            "name": row["exercise"],
-            "score": row["points"],
-            "max_score": row["of"],
-            "status": "passed" if row["passed"] else "failed",
-            "output": row["message"] or row["mistake"].replace("_", " "),
-        }
-        for row in rows
-    ]
-    path.write_text(json.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
-
-
-def write_zip(path: Path, words: Iterable[str], seed: int) -> None:
-    """The autograder: the whole course, with its answers, and the two scripts."""
-    if "hunt 5" in [task.name for task in tasks_of(words, [])]:
+def autograder(zip: Path, seed: int, exercises: list[str]) -> None:
+    """Write the zip for Gradescope: the whole course, with its answers, and the two scripts."""
+    if "hunt 5" in [task.name for task in tasks_of(exercises, [])]:
         raise ValueError("hunt 5 is a student's own, and Gradescope names none: use grade for it")
-    exercises = shlex.join(["--exercises", *words]) if words else ""
-    scripts = {"setup.sh": SETUP, "run_autograder": RUN.format(seed=seed, exercises=exercises)}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    words = shlex.join(["--exercises", *exercises]) if exercises else ""
+    scripts = {"setup.sh": SETUP, "run_autograder": RUN.format(seed=seed, exercises=words)}
+    with zipfile.ZipFile(zip, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in scripts.items():
             info = zipfile.ZipInfo(name)
             info.external_attr = 0o755 << 16  # it can be run
             archive.writestr(info, text)
         for name in files_in(["pyproject.toml", "README.md", "LICENSE", *PACKED]):
             archive.write(ROOT / name, name)
+    print(f"{zip} is for Gradescope; it has the answers: students must not get it")

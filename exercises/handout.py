@@ -38,20 +38,19 @@ if __name__ == "__main__":
 OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
 
 
-def handout(folder: Path, words: list[str]) -> list[str]:
-    """Write the tree and the teacher's file; returns lines to print."""
-    if other := [word for word in words if not word.isdecimal()]:
+def handout(folder: Path, exercises: list[str]) -> None:
+    """Write the tree for a class: without answers."""
+    if other := [word for word in exercises if not word.isdecimal()]:
         problem = "name exercises by their numbers; hunts and designs are always in"
         raise ValueError(f"{', '.join(other)}: {problem}")
     if FOLDER.parent != ROOT:
         raise ValueError("this tree is itself a handout: make others from the whole course")
     teacher = folder.parent / f"{folder.name}.teacher.md"
-    for path in (folder, teacher):
-        if path.exists():
-            raise ValueError(f"{path} is there already: name a new folder")
+    if there := [str(path) for path in (folder, teacher) if path.exists()]:
+        raise ValueError(f"{' and '.join(there)} is there already: name a new folder")
     if folder.resolve().is_relative_to(ROOT):
         raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
-    chosen = [load(int(number)) for number in words or files()]
+    chosen = [load(int(number)) for number in exercises or files()]
     copies = {name: name for name in files_in(KEPT + FOLDERS) if name not in LEFT_OUT}
     for name, source in (copies | FOR_STUDENTS).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -66,9 +65,9 @@ def handout(folder: Path, words: list[str]) -> list[str]:
     (folder / "train.py").write_text(run + RUN_PACKED)
     pack(folder / "exercises/course.zip", chosen)
     teacher.write_text("\n".join(_for_teacher(chosen)))
-    lines = [f"{len(chosen)} exercises in {folder}: give this folder to the class"]
-    lines += [f"answers in {teacher}: keep it, with your whole course, which grades"]
-    return [*lines, "exercises/course.zip is packed, not secret: it has the answers"]
+    print(f"{len(chosen)} exercises in {folder}: give this folder to the class")
+    print(f"answers in {teacher}: keep it, with your whole course, which grades")
+    print("exercises/course.zip is packed, not secret: it has the answers")
 
 
 def files_in(names: list[str]) -> Iterator[str]:

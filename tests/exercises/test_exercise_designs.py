@@ -8,7 +8,7 @@ from exercises import designs
 from exercises.design_layers import measure_layers, pipeline_of, splits_to_beat
 from exercises.design_layouts import JOBS, jobs_of, measure_layouts
 from exercises.design_schedule import TASK, measure_schedule
-from exercises.designs import TASKS, measure
+from exercises.designs import measure, module_of
 from exercises.marks import constant
 from picotron_min import pipeline_schedule
 from picotron_min.extensions.schedules import interleaved
@@ -73,9 +73,9 @@ def test_numbers_of_designs_are_drawn_for_a_student_and_read_from_the_file(tmp_p
     monkeypatch.setattr(designs, "FOLDER", tmp_path)
     drawn = {name: pipeline_of(name) for name in ("alice", "bob")}
     assert drawn["alice"] != drawn["bob"]
-    assert designs.command(2, "alice") == 0
+    assert designs.design(2, "alice") == 0
     with pytest.raises(ValueError, match="was drawn for alice: delete it"):
-        designs.command(2, "bob")
+        designs.design(2, "bob")
     path, own = tmp_path / "design_2.py", drawn["alice"]
     text = path.read_text()
     assert f"Rank {own.slow_rank} takes {own.slower} of" in text and "STUDENT = 'alice'" in text
@@ -83,7 +83,7 @@ def test_numbers_of_designs_are_drawn_for_a_student_and_read_from_the_file(tmp_p
     path.write_text(text.replace("[4, 4, 4, 4]", str(best)))
     assert measure(2, path).marks == 3
     assert jobs_of(None) is JOBS and jobs_of("alice") != JOBS
-    assert "{" not in TASKS[3](None).partition("LAYOUTS")[0]
+    assert "{" not in module_of(3).task_of(None).partition("LAYOUTS")[0]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_layouts_get_marks_by_the_planner(layout, marks, text):
 def test_numbers_are_read_and_never_run(tmp_path):
     for number, name in ((2, "PP_LAYERS"), (3, "LAYOUTS"), (3, "REASONS")):
         path = tmp_path / f"design_{number}.py"
-        path.write_text(TASKS[number](None))
+        path.write_text(module_of(number).task_of(None))
         assert constant(path, name)
     path.write_text("LAYOUTS = print('run')")
     with pytest.raises(ValueError, match="LAYOUTS must be plain"):

@@ -12,7 +12,7 @@ from exercises import grade
 from exercises.copies import shape_of
 from exercises.design_layers import TASK
 from exercises.grade import Task, parse_task, share_of, tasks_of
-from exercises.gradescope import write_zip
+from exercises.gradescope import autograder
 from exercises.hunts import SHEET
 from exercises.source import also_right, solution
 
@@ -79,7 +79,7 @@ def test_a_class_gets_points_pages_and_flags(tmp_path, monkeypatch):
     answers = SimpleNamespace(check=lambda *args: verdict)
     monkeypatch.setattr(grade, "Sandbox", lambda wrap: answers)
     table, words = tmp_path / "marks.csv", ["4=20", "design2"]
-    rows = grade.grade(tmp_path / "class", table, 1, 0, "", words)
+    rows = grade.grade_class(tmp_path / "class", table, 1, 0, "", words)
     found = {(row["student"], row["exercise"]): row for row in rows}
     assert {row["points"] for key, row in found.items() if key[1] == "04"} == {15}
     flags = {key[0]: row["flags"] for key, row in found.items() if key[1] == "04"}
@@ -132,7 +132,7 @@ def test_equal_trees_are_found_under_other_names_and_short_files_say_so():
 
 
 def test_the_zip_has_the_scripts_and_the_course(tmp_path):
-    write_zip(tmp_path / "a.zip", ["4=20", "hunt4"], 7)
+    autograder(tmp_path / "a.zip", 7, ["4=20", "hunt4"])
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         names = archive.namelist()
         run = archive.read("run_autograder").decode()
