@@ -45,18 +45,6 @@ def model_config(case: Case):
     return config.override(tie_word_embeddings=case.tied)
 
 
-class Mixture(torch.nn.Module):
-    """As many products as those of a router, and of the two experts that a token uses."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.router = torch.nn.Linear(case.hidden, case.experts, bias=False)
-        self.experts = MLP(case.hidden, 2 * case.inner)
-
-    def forward(self, x):
-        return self.experts(x) + self.router(x).mean()
-
-
 def on_rank(rank, case: Case) -> dict:
     flops, presets = rank.course.costs.model_flops_per_token, rank.course.public_models.PRESETS
     pictured = {name: flops(presets[name], 2048) for name in PICTURED}
@@ -67,7 +55,12 @@ def expected(case: Case) -> list[dict]:
     model = Llama(model_config(case))
     for i, layer in model.model.layers.items():
         if hasattr(case, "experts") and i != "0":
-            layer.mlp = Mixture(case)
+            # As many products as those of a router, and of the two experts that a token uses.
+            layer.mlp = MLP(case.hidden, 2 * case.inner)
+            router = torch.nn.Linear(case.hidden, case.experts, bias=False)
+            layer.mlp.register_forward_pre_hook(
+                lambda _, x, router=router: x[0] + router(x[0]).mean()
+            )
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
     tokens = torch.zeros(1, case.length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
