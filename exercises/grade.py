@@ -182,7 +182,8 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
     row = ROW | {"student": student.name, "exercise": task.name, "of": task.of}
     found = sorted(student.glob(task.files))
     if len(found) > 1:
-        return row | {"mistake": "two_files"}
+        names = ", ".join(path.name for path in found)
+        return row | {"mistake": "two_files", "message": f"hand in one of {names}"}
     if not found:
         there = ", ".join(sorted(path.name for path in student.iterdir())[:50]) or "nothing"
         return row | {"mistake": "missing", "message": f"no {task.files}: there is {there}"}

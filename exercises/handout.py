@@ -115,8 +115,8 @@ def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
     from exercises.hunts import HUNTS
 
     yield "# For the teacher: answers\n\nKeep this file. Students' trees have none of it.\n"
-    yield (ROOT / "docs/answers.md").read_text().partition("\n")[2]
-    yield "## Hunts\n"
+    yield "##" + (ROOT / "docs/answers.md").read_text().partition("##")[2]
+    yield "## Hunts\n\n5 is drawn for each student: marks.csv has its place.\n"
     for number, hunt in HUNTS.items():
         yield f"{number}. {hunt.file}: {hunt.found}\n\n{_block(f'- {hunt.old}', f'+ {hunt.new}')}"
     for exercise in chosen:

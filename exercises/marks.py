@@ -14,7 +14,9 @@ class Marks(NamedTuple):
 def begin(path: Path, text: str, student: str | None) -> bool:
     """Write a student's file; False if it is there, ValueError if it is somebody else's."""
     if is_new := not path.exists():
-        path.write_text(f"{text}STUDENT = {student!r}\n" if student else text)
+        path.write_text(
+            f"{text}STUDENT = {student!r}  # for whom it was drawn\n" if student else text
+        )
     elif student and (whose := student_of(path)) != student:
         raise ValueError(f"{path} was drawn for {whose or 'all'}: delete it to draw for {student}")
     return is_new
