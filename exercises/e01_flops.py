@@ -81,8 +81,7 @@ def picture(runs):
 VERSIONS = """
 embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
     + head_flops => + 2 * head_flops
-tied_head_forgotten: Where the head shares the embedding's matrix, its product is left out: it costs
-    the same, shared or not.
+tied_head_forgotten: A head that shares the embedding's matrix is left out: it costs the same.
     layers + head => layers + (not model_config.tie_word_embeddings) * head
 head_forgotten: The head is left out: each token is multiplied with all V rows of it.
     + head_flops(model_config) =>

@@ -17,6 +17,7 @@ Read: data.py.
 """
 
 import numpy as np
+import torch
 
 from exercises.exercise import Case, Dice
 
@@ -29,21 +30,18 @@ def cases(dice: Dice) -> list[Case]:
 def on_rank(rank, case: Case) -> dict:
     tokens, sizes = np.zeros(1000, dtype=np.uint16), {"seq_length": 4, "dp_size": case.dp}
     sizes |= {"micro_batch_size": case.rows, "num_micro_batches": case.micro_batches}
-
-    def places(dp_rank: int) -> list[list[int]]:
-        batches = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=dp_rank, **sizes)
-        return [batches._places(i).tolist() for i in range(case.micro_batches)]
-
-    return {f"places of dp rank {r} by micro-batch": places(r) for r in range(case.dp)}
+    results = {}
+    for r in range(case.dp):
+        places = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=r, **sizes)._places
+        by_micro_batch = [places(i).tolist() for i in range(case.micro_batches)]
+        results[f"places of dp rank {r} by micro-batch"] = by_micro_batch
+    return results
 
 
 def expected(case: Case) -> list[dict]:
-    dealt, place = [[] for _ in range(case.dp)], 0
-    for _ in range(case.micro_batches):  # as cards are dealt, `rows` at a time
-        for of_rank in dealt:
-            of_rank.append(list(range(place, place + case.rows)))
-            place += case.rows
-    return [{f"places of dp rank {r} by micro-batch": dealt[r] for r in range(case.dp)}]
+    dealt = torch.arange(case.micro_batches * case.dp * case.rows)  # as cards, `rows` at a time
+    parts = dealt.view(case.micro_batches, case.dp, case.rows).unbind(1)
+    return [{f"places of dp rank {r} by micro-batch": p.tolist() for r, p in enumerate(parts)}]
 
 
 def picture(runs):
@@ -63,11 +61,9 @@ ranks_alike: All ranks read the same sequences: the batch has them dp times, and
     (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
 micro_batches_alike: All micro-batches have the same sequences: a step trains on those of the first.
     (micro_batch * self.dp_size + self.dp_rank) => self.dp_rank
-ranks_overlap: Ranks overlap: each begins one place after the one before it, and not
-    micro_batch_size places.
+ranks_overlap: Ranks overlap: each begins one place after the one before, not micro_batch_size.
     + self.dp_rank) * self.micro_batch_size => ) * self.micro_batch_size + self.dp_rank
-micro_batches_overlap: Micro-batches overlap: the next one begins after the places of one rank, and
-    not of all dp ranks.
+micro_batches_overlap: The next micro-batch begins after the places of one rank, not of all.
     * self.dp_size + => +
 rank_by_rank: Each place is dealt once, but all micro-batches of a rank lie together: the global
     batch is laid out micro-batch by micro-batch, and then rank by rank.

@@ -93,8 +93,7 @@ same_part_drawn: Each rank draws its own part, all with the same seed: they draw
     whole[mine] => whole
 first_part_taken: Every rank takes the part of rank 0.
     axes.ranks, axes.sizes => dict.fromkeys(axes.ranks, 0), axes.sizes
-seed_plus_rank: The seed depends on the tp rank: the parts are not of one matrix, and another layout
-    starts elsewhere.
+seed_plus_rank: The seed depends on the tp rank: parts are not of one matrix, and layouts differ.
     shapes[name], seed => shapes[name], seed + axes.tp.rank
 seed_plus_index: The seed depends on the place among this rank's parameters: a pipeline stage counts
     others before a parameter, and starts with other weights. The name is enough.

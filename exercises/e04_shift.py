@@ -95,18 +95,15 @@ not_in_the_ledger: The bytes are sent, but the ledger does not count them.
     axis.ledger.record("shift", tensor) => pass
 another_operation: The ledger counts it as a send: record it as a shift.
     "shift", => "send",
-share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: a message has all
-    of it.
+share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: count all of it.
     axis.ledger.record("shift", tensor) => axis.ledger.record("shift", tensor, axis.share)
-ranks_of_the_world: dst, src and peer are ranks of the world. In an axis use group_dst, group_src
-    and group_peer.
+ranks_of_the_world: These are ranks of the world: in an axis use group_dst, group_src, group_peer.
     group_peer=to => peer=to
     group_peer=source => peer=source
 not_kept: The tensor that is sent is not kept in self.sent: if its owner drops it, its memory can be
     used again while it travels.
     self.sent = tensor => pass
-copy_kept: A copy is kept in self.sent, and not the tensor that is sent: that one may be freed while
-    it travels.
+copy_kept: self.sent has a copy: the tensor that is sent may be freed while it travels.
     self.sent = tensor => self.sent = tensor.clone()
 also_right:
 def __init__(self, tensor, axis, distance=1):

@@ -114,8 +114,7 @@ straight_from_its_owner: Each tensor is sent straight from its owner: between ra
 written_into_the_callers: What arrives is copied into the caller's tensor, which the caller still
     needs: go on with another tensor.
     tensor = shift.wait() => tensor.copy_(shift.wait())
-awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels while the rank
-    computes.
+awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels meanwhile.
     shift = Shift(tensor, axis) => shift = Shift(tensor, axis); shift.wait()
 also_right:
 def ring(tensor, axis):

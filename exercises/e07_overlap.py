@@ -101,11 +101,9 @@ def picture(runs):
 
 
 VERSIONS = """
-sent_too_early: A bucket is sent when its first parameter is complete: the gradients that arrive
-    after that are lost.
+sent_too_early: A bucket is sent when its first parameter is complete: later gradients are lost.
     any => all
-last_name_only: A bucket is taken for complete when its last parameter is: the others may still wait
-    for gradients.
+last_name_only: A bucket is taken for complete with its last parameter: others may still wait.
     any(self.missing[name] for name in bucket.names) => self.missing[bucket.names[-1]]
 all_at_the_end: All buckets are sent after the last gradient: nothing travels while backward runs.
     [len(self.works) :]: => [len(self.works) :] if not any(self.missing.values()) else []:

@@ -102,8 +102,7 @@ norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and ea
     in placements[name].copies => in placements[name].copies if axis != "tp"
 tied_counted_twice: A tied embedding is on the first and on the last stage, and both count it.
     in placements[name].copies => in placements[name].copies if axis != "ends"
-any_copy: A rank counts a parameter if it is the first along any axis of the copies: it must be the
-    first along all of them.
+any_copy: A rank counts what it is the first for along any axis of the copies: it must be along all.
     if all => if any
 squared_in_place: The gradients are squared where they are: the update that follows needs them as
     they were. In float64 `double()` makes no copy.
@@ -114,8 +113,7 @@ rank_0_only: Only the first rank counts anything: the parts that other ranks hol
 first_of_dp_only: Only the first data-parallel rank counts. Where the gradient is sharded over these
     ranks, the others' rows are left out.
     placements[name].copies => (*placements[name].copies, "dp_cp")
-norms_added: The norm is returned, not its square. Norms of parts must not be added: the norm of (3,
-    4) is 5, not 7.
+norms_added: The norm is returned, not its square: norms do not add up. That of (3, 4) is 5, not 7.
     .square() =>
 square_of_a_sum: The norms of parameters are added, then squared: their squares must be added.
     torch.nn.utils.get_total_norm(counted) => sum(g.norm() for g in counted)
@@ -127,8 +125,7 @@ first_copy_only: Only the first axis of the copies is looked at: there may be se
     placements[name].copies => placements[name].copies[:1]
 zeros_of_all_copies: The squares are counted once, but zeros on every rank that holds them.
     in counted => in (p.grad for p in parameters.values())
-always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass over the
-    gradient in each step.
+always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass a step.
     if count_zeros: => if True:
 in_float32: The numbers are float32, which has seven digits: their sum over many ranks has fewer.
     torch.float64 => torch.float32

@@ -96,13 +96,11 @@ def picture(runs):
 
 
 VERSIONS = """
-all_by_rows: o_proj and down_proj are cut by rows, too. A rank has a part of their inputs, and needs
-    the columns for these.
+all_by_rows: o_proj and down_proj are cut by rows, too: a part of their inputs needs columns.
     1 if module in ROW_PARALLEL else 0 => 0
 keys_whole: k_proj and v_proj are whole on every rank: its query heads meet the key heads of others.
     cuts = (Cut( => cuts = () if module in ("k_proj", "v_proj") else (Cut(
-embedding_by_columns: embed_tokens is cut along the hidden size: a rank must have some of the
-    vocabulary.
+embedding_by_columns: embed_tokens is cut along the hidden size: cut its vocabulary.
     in ROW_PARALLEL => in (*ROW_PARALLEL, "embed_tokens")
 norms_cut: Norms are cut: but between sublayers each rank has all of the hidden size.
     (), copies=("dp_cp", "tp") => cuts, copies=("dp_cp",)

@@ -58,8 +58,7 @@ def picture(runs):
 
 
 VERSIONS = """
-not_summed: Products are not summed over the ranks: each continues with its own part, forward and
-    backward.
+not_summed: Products are not summed over the ranks: each continues with its own part.
     y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
     work.wait() => pass
 copy_summed: A copy is summed, and the result is not used: an all-reduce works in place.

@@ -122,8 +122,7 @@ own_maximum: Each slice subtracts its own maximum: the sums of their exponential
 probability_first: The loss is the logarithm of a probability, which is 0 where its logit is far
     below the others: take the logit minus the logarithm of the sum.
     (sums.log() - target_logits) => -(target_logits.exp() / sums).log()
-no_maximum: No maximum is subtracted: exp() overflows for large logits, and infinity divided by
-    infinity is NaN.
+no_maximum: No maximum is subtracted: exp() overflows for large logits, and inf / inf is NaN.
     logits -= vocabulary.maximum(logits.amax(-1))[:, None] => pass
 one_maximum: One maximum is subtracted from all tokens: all exponentials of a token far below are 0,
     and so is their sum. Each token has its own.
@@ -140,13 +139,11 @@ target_added_by_all: Every rank adds a logit for the target, also where its slic
 target_not_summed: The target's logit is not summed: the ranks that do not have it get another loss.
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
 + sums, target_logits = vocabulary.total(exponentials.sum(-1)), at_target * is_here
-one_subtracted_everywhere: Every rank subtracts 1 in the gradient of some logit: only the one that
-    has the target must.
+one_subtracted_everywhere: Every rank subtracts 1 somewhere: only the target's rank must.
     is_here.to => counts.to
 one_too_many: A slice ends before the id first + V/tp: a target with that id is in the next one.
     (ids < logits.shape[1]) => (ids <= logits.shape[1])
-own_ids: Targets are used as ids within the slice: they are of the whole vocabulary, of which this
-    slice begins at `first`.
+own_ids: Targets are used as ids within the slice: subtract `first`, where this slice begins.
     ids = targets - vocabulary.first => ids = targets
 ignored_in_loss: A target that is to be ignored has a loss.
     (sums.log() - target_logits) * counts => (sums.log() - target_logits)

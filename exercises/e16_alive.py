@@ -164,8 +164,7 @@ sent_with_graph: What is sent still has its graph, so that the message keeps the
     c] = out.detach() => c] = out
 loss_with_graph: The loss is added with its graph: the totals keep the graphs of all micro-batches.
     self.totals[0] += out.detach() => self.totals[0] += out
-no_leaf: What arrives does not require a gradient: there is none to send back, and the stages before
-    get no gradient.
+no_leaf: What arrives does not require a gradient: the stages before get none.
     x.requires_grad_(torch.is_grad_enabled()) => pass
 every_stage_counts: Every stage adds its output to the loss: only the last one has a loss.
     c] = out.detach() => c] = out.detach(); self.totals[0] += out.detach().sum()

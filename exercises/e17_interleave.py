@@ -76,8 +76,7 @@ def picture(runs):
 
 
 VERSIONS = """
-one_at_a_time: One micro-batch runs through all chunks before the next one: ranks wait while it is
-    on others.
+one_at_a_time: One micro-batch runs through all chunks before the next one: other ranks wait.
     sizes = group_sizes(ranks, num_micro_batches) => sizes = [1] * num_micro_batches
 one_group: All micro-batches are one group: they must all have passed the first chunk before the
     second one begins, and more of them are alive.
@@ -86,8 +85,7 @@ short_last_group: The last group has what is left: one of fewer micro-batches th
     ranks wait. Deal the rest to other groups.
 - sizes = group_sizes(ranks, num_micro_batches)
 + sizes = [min(ranks, num_micro_batches - i) for i in range(0, num_micro_batches, ranks)]
-largest_group_last: The largest group comes last: the warm-up, counted for the first one, is too
-    short for it.
+largest_group_last: The largest group comes last: the warm-up of the first is too short for it.
     group_sizes(ranks, num_micro_batches) => group_sizes(ranks, num_micro_batches)[::-1]
 warmup_of_1f1b: With one forward for each rank behind, as in 1F1B, nothing hides messages: with
     those of a fifth of a forward the bubble is 23.8%, not 19.7%.
@@ -106,8 +104,7 @@ other_end: The warm-up is counted from the other end: the first rank has the sho
     (ranks - rank - 1) => rank
 warmup_too_long: The warm-up is one forward too long: one more chunk is alive on each rank.
     warmup = 2 * (ranks - rank - 1) => warmup = 2 * (ranks - rank - 1) + 1
-all_forwards_first: All forwards come first: the bubble is the same, but all micro-batches are
-    alive, in all chunks.
+all_forwards_first: All forwards come first: with the same bubble, all micro-batches are alive.
     , warmup => , num_micro_batches * chunks
 backward_in_forward_order: Backwards run through the chunks in the order of forwards: a gradient
     comes from the last chunk.

@@ -65,8 +65,7 @@ def picture(runs):
 
 
 VERSIONS = """
-in_order: The sequence is cut in order: the last rank has the late positions, and nearly twice the
-    mean work.
+in_order: The sequence is cut in order: the last rank has nearly twice the mean work.
     [rank], pieces[-1 - rank] => [2 * rank], pieces[2 * rank + 1]
 strided: Every n-th position belongs to a rank. The work is about equal, but the ring's halves are
     no longer all before or all after those of another rank.
@@ -82,8 +81,7 @@ late_backwards: The late piece is in falling order: its first token would not se
 late_first: The late piece comes before the early one: the ring takes the first half of a rank's
     tokens for the early ones.
     [rank], pieces[-1 - rank] => [-1 - rank], pieces[rank]
-one_rank_cut: With one rank nothing is cut. If 2 does not divide S, two pieces of S // 2 lack the
-    last position.
+one_rank_cut: One rank needs no cut: if 2 does not divide S, two pieces of S // 2 lack a position.
     torch.arange(seq_length) => torch.arange(seq_length // (2 * size) * 2 * size)
 one_rank_refused: With one rank an odd length is refused: nothing is cut, so any length is right.
     or size == 1 => or False

@@ -152,8 +152,7 @@ heads_repeated: Keys and values are repeated for the query heads before they tra
     torch.stack((k, v)) => torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)
 own_not_causal: Attention to the own keys is not causal: queries see keys behind them.
     v, is_own => v, False
-all_causal: Every block is causal. Only the own one is: of others the rows see all columns that
-    visible_blocks gives.
+all_causal: Every block is causal: of other ranks' blocks the rows see all columns.
     v, is_own => v, True
 all_keys_seen: All keys of other ranks are seen: those of later positions must not be.
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
@@ -181,14 +180,11 @@ lse_overflows: lse is updated as log(exp(a) + exp(b)), which overflows for large
 - out[:, :, rows], lse[:, :, rows] = merged
 + out[:, :, rows] = merged[0]
 + lse[:, :, rows] = (lse[:, :, rows].exp() + block[1].exp()).log()
-lse_rounded: lse is saved in the dtype of q: in bfloat16 it has three digits, and backward takes its
-    exponential.
+lse_rounded: lse is saved in the dtype of q: bfloat16 has three digits, and backward takes its exp.
     out := out.to(q.dtype), lse => out := out.to(q.dtype), lse.to(q.dtype)
-all_arrive_first: All blocks have arrived before the first one is computed: nothing travels while a
-    rank computes.
+all_arrive_first: All blocks have arrived before the first is computed: nothing travels meanwhile.
     in visible_blocks(kv, axis): => in list(visible_blocks(kv, axis)):
-result_not_in_dtype_of_q: The result stays float32 where q is bfloat16: the next linear expects the
-    dtype of q.
+result_not_in_dtype_of_q: The result stays float32: the next linear expects the dtype of q.
     out := out.to(q.dtype) => out
 also_right:
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):

@@ -104,20 +104,16 @@ VERSIONS = """
 repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
     bytes than needed. lcm(K, n) heads are enough.
     self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
-not_repeated: Keys and values are never repeated: n ranks cannot share K heads that n does not
-    divide.
+not_repeated: Keys and values are never repeated: n ranks cannot share K heads unless n divides K.
     repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = 1
-repeated_as_a_whole: Key heads are repeated in the order 0 1 0 1, and query heads use 0 0 1 1: take
-    repeat_interleave.
+repeated_as_a_whole: Key heads are 0 1 0 1, and query heads use 0 0 1 1: repeat each.
     x.repeat_interleave(repeats, dim=1) => x.repeat(1, repeats, 1, 1)
-dims_swapped: Positions are split and heads gathered: every rank has even fewer positions, and each
-    head n times.
+dims_swapped: Positions are split and heads gathered: every rank has each head n times.
     axis, 1, 2 => axis, 2, 1
 keys_not_exchanged: Queries are exchanged, but keys and values are not: a rank has the whole
     sequence of queries, and the keys of its own part.
     _all_to_all(x, self.axis, 1, 2) for x => _all_to_all(x, self.axis, 1, 2) if x is q else x for x
-not_turned_back: The result is not turned back: it has some heads of all positions, and the layer
-    needs all heads of some.
+not_turned_back: The result has some heads of all positions: the layer needs all heads of some.
     _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
 turned_the_same_way: The result is exchanged as on the way in, which does not undo it.
     axis, 2, 1 => axis, 1, 2

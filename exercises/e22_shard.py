@@ -163,20 +163,17 @@ sent_each_time: The buffer is summed after every backward, also where it keeps w
 added_to_new_memory: Where each backward has a new buffer, gradients are added to memory that
     nothing has set: the first ones must replace it.
     self.reduces_each or not => not
-always_added: All gradients are added, also the first ones, to what a new buffer or the step before
-    has there.
+always_added: The first gradients, too, are added to what a new buffer or the last step has there.
     copy_(part) if is_first else inside. =>
 own_one_ended: The buffer's own reduction is ended in the call that begins it: backward stands still
     while the buffer travels. End those of others, before.
     self._finish_reductions() => pass
     self.buffer = None => self.buffer = None; self._finish_reductions()
-others_ended: Reductions that travel are ended also where no buffer is freed by it: they may travel
-    until backward is done.
+others_ended: Reductions are ended also where that frees no buffer: they may travel until the end.
 - if self.reduces_each:
 -     self._finish_reductions()
 + self._finish_reductions()
-weights_gradient: weight.grad is taken for the gradient: what comes from a queue is no weight's
-    grad. Take the argument.
+weights_gradient: weight.grad is taken for the gradient, which a queue does not set: see arguments.
     is_first = => gradient = self.weights[name].grad; is_first =
 own_list: self.travelling is made anew: units share that list, so that each can end the others'
     reductions. Append to it.

@@ -147,15 +147,13 @@ not_scaled: The weights are not multiplied by routed_scaling_factor.
     weights * config.routed_scaling_factor, experts => weights, experts
 weights_not_learned: No gradient flows through the weights: the router would never learn.
     scores.gather => scores.detach().gather
-sum_not_learned: No gradient flows through the sum that divides the weights: it depends on the
-    scores, too.
+sum_not_learned: No gradient flows through the sum that divides, which depends on the scores, too.
     (weights.sum(-1, keepdim=True) => (weights.sum(-1, keepdim=True).detach()
 shares_not_normalised: The shares of sigmoid scores do not add up to 1: divide them by their sum.
     shares = scores / (scores.sum(-1, keepdim=True) + TINY) => pass
 one_expert_fewer: One expert is missing: k are chosen for each token.
     config.num_experts_per_tok => config.num_experts_per_tok - 1
-tiny_left_out: TINY is not added to the sums: sigmoids of very negative logits are 0 in float32, and
-    0 / 0 is NaN.
+tiny_left_out: TINY is left out: sigmoids of very negative logits are 0 in float32: 0 / 0 is NaN.
     weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)
     scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
 always_softmax: Scores are always the softmax of the logits, also where scoring_func is sigmoid.

@@ -75,40 +75,36 @@ def on_rank(rank, case: Case) -> dict:
     return results | {"losses, and what else the tally has": router.tally.table.clone()}
 
 
+def counts_of(case: Case, dp: int, sequence: int, micro_batch: int) -> torch.Tensor:
+    counts = torch.zeros(case.experts, dtype=torch.float64)
+    for cp in range(case.cp):
+        for token in shares_of(case, dp, cp, micro_batch)[sequence]:
+            for expert in sorted(range(case.experts), key=lambda i: -token[i])[: case.k]:
+                counts[expert] += 1
+    return counts
+
+
 def expected(case: Case) -> list[dict]:
-    def counts_of(dp: int, sequence: int, micro_batch: int) -> list[int]:
-        counts = [0] * case.experts
-        for cp in range(case.cp):
-            for token in shares_of(case, dp, cp, micro_batch)[sequence].tolist():
-                for expert in sorted(range(case.experts), key=lambda i: -token[i])[: case.k]:
-                    counts[expert] += 1
-        return counts
-
-    def parts(scope: list[list[int]]) -> torch.Tensor:
-        total = torch.tensor(scope, dtype=torch.float64).sum(0)
-        return case.experts * total / total.sum()
-
-    results = []
+    results, used, sequences = [], case.losses.split(), range(case.sequences)
     for rank in range(case.ranks):
         dp, cp = divmod(rank, case.cp)
-        seen, result, tally = [], {}, dict.fromkeys(COEFFICIENTS, 0.0)
+        seen, result, tally = 0, {}, dict.fromkeys(COEFFICIENTS, 0.0)
         for i in range(MICRO_BATCHES):
-            of = {(d, b): counts_of(d, b, i) for d in range(case.dp) for b in range(case.sequences)}
-            seen += of.values()
-            batch = [of[dp, b] for b in range(case.sequences)]
+            of = [[counts_of(case, d, b, i) for b in sequences] for d in range(case.dp)]
+            seen = seen + sum(map(sum, of))
             rows = []
-            for b in range(case.sequences):
-                f = {"seq": parts([of[dp, b]]), "batch": parts(batch), "global": parts(seen)}
-                rows.append(sum(COEFFICIENTS[name] * f[name] for name in case.losses.split()))
-                for name in case.losses.split():
+            for b in sequences:
+                f = {"seq": of[dp][b], "batch": sum(of[dp]), "global": seen}
+                f = {name: case.experts * f[name] / f[name].sum() for name in used}
+                rows.append(sum(COEFFICIENTS[name] * f[name] for name in used))
+                for name in used:
                     tally[name] += float((shares_of(case, dp, cp, i)[b] * f[name]).sum())
             result[f"gradient, micro-batch {i}"] = torch.stack(rows)[:, None]
         # A row has the experts, "dropped", "tokens", the three losses and "z_loss".
-        table = torch.zeros(2, case.experts + 6, dtype=torch.float64)
+        table, counts = (torch.zeros(2, case.experts + n, dtype=torch.float64) for n in (6, 0))
         table[1, case.experts + 2 : -1] = torch.tensor(list(tally.values()), dtype=torch.float64)
-        counts = torch.zeros(2, case.experts, dtype=torch.float64)
-        counts[1] = torch.tensor(seen, dtype=torch.float64).sum(0)
-        result |= {"counts of the step, by layer": counts} if "global" in case.losses else {}
+        counts[1] = seen
+        result |= {"counts of the step, by layer": counts} if "global" in used else {}
         results.append(result | {"losses, and what else the tally has": table})
     return results
 

@@ -164,16 +164,14 @@ not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from
     order of experts: rows get another expert than they chose.
 - out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
 + out = run(x, sizes, weights)
-order_not_undone: Results are sent back in the order of experts: they must be in the order in which
-    the rows arrived.
+order_not_undone: Results are sent back in the order of experts, not in that of arrival.
 - out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
 + out = run(by_expert.spread(x), sizes, by_expert.sort(weights))
 sorted_twice: On the way back the order of experts is applied once more: undo it, by its inverse.
     by_expert.collect => by_expert.spread
 weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.
     by_expert.sort(weights) => weights
-back_as_there: On the way back the numbers of rows are those of the way there: what arrived from a
-    rank must leave for it.
+back_as_there: Back, rows are counted as on the way there: as many must leave as have arrived.
     from_each, to_each => to_each, from_each
 awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it hides nothing.
     shared = meanwhile() => pass
@@ -192,8 +190,7 @@ padded_counts_exchanged: Counts are exchanged, and rows not padded, also where e
 rows_not_checked: Arriving rows are not given to self.limit.check_rows: where there are far too
     many, the GPU runs out of memory, and no message says why.
     self.limit.check_rows(sizes, len(x) * self.axis.size) => pass
-own_tokens_checked: Arriving rows are compared with the tokens of this rank alone: they come from
-    the tokens of all ranks.
+own_tokens_checked: Rows are compared with this rank's tokens: they come from all ranks' tokens.
     len(x) * self.axis.size) => len(x))
 also_right:
     .expand(-1, self.etp, -1).flatten(0, 1) => .squeeze(1).repeat_interleave(self.etp, 0)

@@ -121,8 +121,7 @@ keys_not_rotated: Keys are not rotated: scores depend on the query's position, n
 nothing_rotated: Neither queries nor keys are rotated: attention does not know positions.
     q = rotate(q.view(B, S, -1, self.head_dim), cos, sin) => q = q.view(B, S, -1, self.head_dim)
     k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
-rotated_after_transpose: Queries and keys are rotated after the transpose: the rotation takes heads
-    for positions.
+rotated_after_transpose: Queries and keys are rotated after the transpose: heads as positions.
 - q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
 - k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
 + q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), cos, sin).transpose(1, 2)
@@ -139,8 +138,7 @@ keys_repeated: Keys and values are repeated for the query heads. The result is r
 - v = v.view(B, S, -1, self.head_dim)
 + v = v.view(B, S, -1, self.head_dim)
 + k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-heads_of_the_config: The number of heads is that of a whole layer: a tensor-parallel rank has fewer.
-    Let view find it, by -1.
+heads_of_the_config: The number of heads is a whole layer's: with tp a rank has fewer. View by -1.
     q.view(B, S, -1, self.head_dim) => q.view(B, S, x.shape[-1] // self.head_dim, self.head_dim)
 length_of_x: The number of positions is read off x: with sequence parallelism x is a part, and
     `project` gathers the whole. Read it off q.

@@ -96,8 +96,7 @@ to_the_nearest: A piece's length is rounded to the nearest: rows are left where 
 last_gets_the_rest: Lengths are rounded down; the last rank gets the rest. torch.chunk rounds up.
     each = -(-(stop - start) // size[cut.axis]) => each = (stop - start) // size[cut.axis]
     min(first + each, stop) => stop if rank[cut.axis] == size[cut.axis] - 1 else first + each
-as_even_as_possible: Pieces differ by one row at most: 10 rows are 3, 3, 2, 2, where torch.chunk
-    makes 3, 3, 3, 1.
+as_even_as_possible: Pieces differ by one row at most: 3, 3, 2, 2, where torch.chunk has 3, 3, 3, 1.
 - first = min(start + rank[cut.axis] * each, stop)
 + less, more = divmod(stop - start, size[cut.axis])
 + first = start + rank[cut.axis] * less + min(rank[cut.axis], more)
@@ -106,16 +105,13 @@ beyond_the_end: The last piece ends beyond the end: 10 rows among 4 ranks would 
     min(first + each, stop) => first + each
 negative_length: A rank that has nothing gets a slice that begins behind its end.
     first = min(start + rank[cut.axis] * each, stop) => first = start + rank[cut.axis] * each
-start_forgotten: A second cut of a dim counts from the beginning of the tensor, not of what the
-    first one has left.
+start_forgotten: A second cut of a dim counts from the tensor's begin, not from what is left.
     start + rank => rank
-always_the_whole: Each cut divides the whole, not what the cuts before it have left: the last cut of
-    a dim wins.
+always_the_whole: Each cut divides the whole, not what is left: the last cut of a dim wins.
     slices[cut.dim].start, slices[cut.dim].stop => 0, shape[cut.dim]
 owner_ignored: An owner is ignored: its matrix is cut among the ranks.
     if cut.owner is not None: => if False:
-owner_0_ignored: `if cut.owner` is false for rank 0, too: its matrix is cut among the ranks. Compare
-    with None.
+owner_0_ignored: `if cut.owner` is false for rank 0, too, whose matrix is cut: compare with None.
     if cut.owner is not None: => if cut.owner:
 all_are_owners: Every rank has all of a matrix with an owner: the others must have nothing.
     stop if rank[cut.axis] == cut.owner else start => stop

@@ -112,11 +112,9 @@ def picture(runs):
 VERSIONS = """
 optimizer_forgotten: What the optimizer keeps is not saved: its averages begin again at zero.
     tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()} => pass
-no_state_before_the_first_step: A new AdamW has no moments: there is nothing that a checkpoint could
-    be loaded into.
+no_state_before_the_first_step: A new AdamW has no moments: nothing can be loaded into it.
     if not state: => if False:
-steps_saved: The optimizer's "step" is among the tensors: there is one for each parameter, and all
-    are equal.
+steps_saved: The optimizer's "step" is among the tensors, once for each parameter: all are equal.
     if key != "step" => if True
 copies: The result has copies of the parameters: what is loaded into them changes no weight.
     parameter.data for => parameter.data.clone() for
@@ -134,8 +132,7 @@ first_group_only: Only the first group of parameters gets a state: an optimizer 
     for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
 always_reset: The state is made anew where there is one, too: the run forgets its averages.
     if not state: => if True:
-step_on_cpu: The step is on the CPU where the group is fused, too: fused AdamW needs it on the
-    parameter's device.
+step_on_cpu: The step is always on the CPU: fused AdamW needs it on the parameter's device.
     device = parameter.device if group["fused"] else "cpu" => device = "cpu"
 step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
     there would wait for a GPU in each step.

@@ -117,8 +117,7 @@ never_run: run_during_message does not run the queue: with hold, no weight gradi
 detached_and_kept: detach leaves in the queue what it returns: the next micro-batch detaches it
     again, and it counts twice.
 - self.clear()
-detached_itself: detach returns the queue itself: the first W computes all micro-batches, and the
-    others nothing.
+detached_itself: detach returns the queue itself: the first W computes all, and the others nothing.
     taken = WeightGradients(self) => taken = self
     self.clear() => pass
 cleared_what_was_detached: detach clears the very list that it returns: nothing is left for W.

@@ -115,8 +115,7 @@ any_scale: The scale is no power of two: numbers are rounded when multiplied, an
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio
 power_above: The power of two is the next one above: the largest numbers exceed the format.
     0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32) * 2
-by_log2: The exponent is computed with log2, which rounds up just below a power of two: there the
-    scale is twice as large.
+by_log2: log2 rounds up just below a power of two: there the scale is twice as large.
     (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => torch.exp2(ratio.log2().floor())
 own_maximum: Each rank scales by its own largest number: parts of one tensor need one scale.
     maximum(largest(x)) => largest(x)
@@ -126,8 +125,7 @@ no_sign: The largest number is taken, not the largest absolute one: negative one
     maximum(largest(x)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
 zeros_divided: amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.
     .clamp(min=SMALLEST_AMAX) =>
-infinity_hidden: An infinite amax gets a scale like any other: the numbers become finite or 0, and
-    the step is not skipped.
+infinity_hidden: An infinite amax gets a scale like any other: the step is not skipped.
     .clamp(min=SMALLEST_AMAX) => .clamp(SMALLEST_AMAX, 3e38)
 not_bytes: The numbers keep the dtype of 8-bit floats: view them as uint8, which messages take.
     .contiguous().view(torch.uint8) => .contiguous()
@@ -140,8 +138,7 @@ scale_returned: The scale is returned: what undoes it is 1 / scale.
     1 / scale => scale
 not_scaled: x is rounded without the scale: numbers that are too small become 0.
     (x * scale.to(x.dtype)) => x
-not_contiguous: The bytes lie in memory as x does, here by columns: products and messages need them
-    row by row.
+not_contiguous: The bytes lie in memory as x does, by columns: messages need them row by row.
     .contiguous() =>
 also_right:
 def quantise(x, kind, maximum=lambda amax: amax):

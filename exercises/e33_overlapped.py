@@ -124,8 +124,7 @@ meanwhile_first: meanwhile() is called before any message has begun: it hides no
     shifts = [] => shifts = []; meanwhile()
 never_meanwhile: meanwhile() is never called: weight gradients are not computed there.
     meanwhile() => pass
-rows_of_another: The rows that are sent are not those of the rank that gets them, but of the one as
-    far on the other side.
+rows_of_another: The rows are not those of the rank that gets them, but of one on the other side.
     (axis.rank + distance) % n => (axis.rank - distance) % n
 one_hop: Every message goes to the next rank: rows must go straight to the rank they are of.
     axis, distance => axis

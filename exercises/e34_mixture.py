@@ -116,11 +116,9 @@ weights_not_sorted: The weights are in the order of tokens: rows get the weights
     1))[self.order] => len(self.order)))[: len(self.order)]
 dropped_get_a_row: Dropped pairs get the last row, which is of another pair: they must get nothing.
     y.new_zeros(self.shape.numel() + 1, y.shape[1]) => y[-1:].repeat(self.shape.numel() + 1, 1)
-no_gaps: With rows_each the pairs of all experts lie one after the other: an expert's begin at its
-    number times rows_each.
+no_gaps: With rows_each an expert's pairs begin at its number times rows_each: leave gaps.
     ranked * rows_each + places_in_groups(ranked, num_rows // rows_each) => torch.arange(len(flat))
-filled_with_a_token: Rows that are left over are the first token's, and it gets gradients from them:
-    they must be zeros.
+filled_with_a_token: Rows left over are the first token's, with its gradients: use zeros.
     order.new_full((num_rows + 1,), len(flat)) => order.new_zeros(num_rows + 1)
 also_right:
     Conjugate.apply(self._spread, self._collect, x) => self._spread(x)

@@ -113,8 +113,7 @@ def picture(runs):
 
 
 VERSIONS = """
-pp_fastest: The first coordinate varies fastest: then tensor-parallel ranks, which communicate most,
-    are far apart.
+pp_fastest: The first coordinate varies fastest: tp ranks, which communicate most, are far apart.
 - pipelines = rows_of(layout.grids[0], ("pp",))
 + pipelines = torch.arange(layout.world_size).view(-1, layout.pp).tolist()
 - for grid in layout.grids

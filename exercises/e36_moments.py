@@ -119,8 +119,7 @@ no_decay: Weights do not decay.
 decay_last: The decay comes after the update, and takes a part of that, too.
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"]) => pass
     beta1**steps)) => beta1**steps)); torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-first_group_for_all: All parameters have the settings of the first group: each group has its own lr
-    and weight_decay.
+first_group_for_all: All parameters have the lr and weight_decay of the first group, not of theirs.
     group["lr"] => self.param_groups[0]["lr"]
     group["weight_decay"] => self.param_groups[0]["weight_decay"]
 not_in_place: The weights do not change: `p = p - ...` makes a new tensor. Change p in place.

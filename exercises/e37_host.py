@@ -130,8 +130,7 @@ def picture(runs):
 
 
 VERSIONS = """
-each_tensor_by_itself: Each saved tensor gets a block of its own: what is saved several times leaves
-    several times.
+each_tensor_by_itself: Each saved tensor gets a block: what is saved twice leaves twice.
     address, => len(blocks),
 by_address_of_view: Blocks are found by where a tensor begins, not its storage: parts of one storage
     leave with the whole of it each.
@@ -142,11 +141,9 @@ small_ones_leave: Small tensors leave, too: to start a copy of them takes longer
     storage.nbytes() < LEAST_OFFLOAD or address => address
 one_byte_more: A storage of exactly LEAST_OFFLOAD bytes stays: only those with fewer do.
     nbytes() < => nbytes() <=
-size_of_view: A small view of a large storage stays, and keeps all of that in memory: what counts is
-    the storage.
+size_of_view: A small view stays, and keeps a large storage in memory: count the storage.
     storage.nbytes() < => tensor.nbytes <
-not_detached: A tensor that stays is not detached: it refers to its node, which refers to it, so
-    that both live for ever.
+not_detached: A tensor that stays refers to its node, and the node to it: both live for ever.
     return tensor.detach() => return tensor
 never_leaves: The block is not put into blocks: only what is there leaves.
     setdefault => get

@@ -92,8 +92,7 @@ several_buffers: Tensors of several storages are joined by their offsets: some o
     len(buffers) > 1 or None => None
 three_compared: Only the first three tensors are compared: a later one may lie elsewhere.
     tensor.storage_offset() for tensor in tensors] => t.storage_offset() for t in tensors[:3]]
-base_for_storage: `_base` is taken for the storage: tensors of one storage need not be views of one
-    tensor.
+base_for_storage: `_base` is taken for the storage: tensors of one storage may have none.
     t.untyped_storage().data_ptr() => id(t if t._base is None else t._base)
 uneven_distances: The first distance is taken for all: uneven ones cannot be one stride.
     in pairwise(places) => in [places[:2]]

@@ -56,18 +56,19 @@ def expected(case: Case) -> list[dict]:
     # Place by place. A tenth of the text is held out, or one row and a token if that is more.
     (S, N, ends), results = stream(case), []
     cut = N - max(N // 10, S + 1)
+
+    def target(place: int, depth: int) -> int:
+        limit = min(cut, ends[bisect_right(ends, place)]) if depth else N
+        return place + 1 + depth if place + 1 + depth < limit else IGNORED
+
     for r in range(case.size):
-        pieces = (r * case.width, (2 * case.size - 1 - r) * case.width)
-        targets = {}
-        for j in range(case.depths + 1):
-            rows = []
-            for start in range(0, 3 * S, S):
-                places = [start + first + i for first in pieces for i in range(case.width)]
-                limits = [min(cut, ends[bisect_right(ends, p)]) if j else N for p in places]
-                both = zip(places, limits, strict=True)
-                rows.append([p + 1 + j if p + 1 + j < limit else IGNORED for p, limit in both])
-            targets[f"depth {j}"] = rows
-        results.append(targets)
+        pieces = r * case.width, (2 * case.size - 1 - r) * case.width
+        mine = [first + i for first in pieces for i in range(case.width)]
+        rows = {
+            j: [[target(start + p, j) for p in mine] for start in (0, S, 2 * S)]
+            for j in range(case.depths + 1)
+        }
+        results.append({f"depth {j}": of_depth for j, of_depth in rows.items()})
     return results
 
 
