@@ -12,10 +12,11 @@ from picotron_min import costs
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.extensions.settings import Layout
-from picotron_min.pipeline_schedule import Kind, Plan
+from picotron_min.pipeline_schedule import Kind
 from picotron_min.runtime.public_models import PRESETS
 
 RANKS, CONFIG, NUM_LAYERS = 4, PRESETS["meta-llama/Llama-3.2-1B"], 16
+plans_of = cache(build_plans)
 TASK = '''\
 """Design 2: the 16 layers of Llama-3.2-1B on 4 pipeline ranks, of which one is slow.
 
@@ -65,13 +66,8 @@ def step_time(layers: list[int], pipeline: Pipeline) -> float:
     times[-1] += 2 * CONFIG.vocab_size * CONFIG.hidden_size
     times[pipeline.slow_rank] *= float(pipeline.slower)
     cost = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
-    plans = plans_for(pipeline.micro_batches)
+    plans = plans_of("1f1b", RANKS, pipeline.micro_batches)
     return simulate(plans, lambda rank, action: times[rank] * cost[action.kind]).makespan
-
-
-@cache
-def plans_for(micro_batches: int) -> list[Plan]:
-    return build_plans("1f1b", RANKS, micro_batches)
 
 
 def task_of(student: str | None) -> str:

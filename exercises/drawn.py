@@ -47,10 +47,8 @@ def _hunt_of(exercise: Exercise, mistake: Mistake) -> Hunt:
     margin = " " * target.node.col_offset
     old, new = (textwrap.indent(text.rstrip(), margin) for text in (target.text, wrong.text))
     file = target.path.relative_to(ROOT).as_posix()
-    hint = (
-        "Compare the layouts that are wrong. What do they have in common, and do the others lack?"
-    )
-    hints = hint, f"It is in the folder {Path(file).parent}/.", f"It is in {file}."
+    hints = ("Compare the layouts that are wrong: what do they have in common, and others lack?",)
+    hints += f"It is in the folder {Path(file).parent}/.", f"It is in {file}."
     story = "A function is wrong in one of the ways in which such functions are wrong. Which one?"
     return Hunt(file, story, (), hints, mistake.sentence, old, new)
 
@@ -63,12 +61,9 @@ def _runs_that_show(hunt: Hunt, rights: list[Symptoms]) -> tuple[str, ...]:
             distance = measure(hunt, run, STEPS).distance(expected)
         except Exception:  # whatever a wrong version raises: it is no hunt then
             return ()
-        if distance > 1e-4:
-            wrong.append(run)
-        elif distance < 1e-9:
-            right.append(run)
-        else:
+        if 1e-9 <= distance <= 1e-4:
             return ()  # too little to be seen
+        (wrong if distance > 1e-4 else right).append(run)
         if not right:
             return ()
     return (*right[:2], *wrong[: SHOWN - 2]) if wrong else ()
