@@ -41,10 +41,9 @@ def shape_of(case: Case):
 
 def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:
     """Two layers: the first stage has the embedding, the last one the norm and the head."""
-    if stages == 1:
-        return names
-    ends = ("model.embed_tokens",) if stage == 0 else ("model.norm", "lm_head")
-    return [name for name in names if name.startswith((f"model.layers.{stage}.", *ends))]
+    ends = ("model.norm", "lm_head") if stage else ("model.embed_tokens",)
+    mine = (f"model.layers.{stage}.", *ends) if stages > 1 else ""
+    return [name for name in names if name.startswith(mine)]
 
 
 def part_of(name: str, whole, rank: int, tp: int):

@@ -48,12 +48,11 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    results, size = [], case.ranks // case.dp
-    for rank in range(case.ranks):
+    size, tensors = case.ranks // case.dp, [tensor_of(case, r) for r in range(case.ranks)]
+    results = [{"the tensor that was sent": own, "self.sent": own} for own in tensors]
+    for rank, result in enumerate(results):
         source = rank // size * size + (rank - case.distance) % size  # on the same axis
-        own, arrives = tensor_of(case, rank), tensor_of(case, source)
-        results.append({"what wait() returns": arrives, "the tensor that was sent": own})
-        results[-1] |= {"self.sent": own, "what self.sent holds is sent": True}
+        result |= {"what wait() returns": tensors[source], "what self.sent holds is sent": True}
     return results
 
 

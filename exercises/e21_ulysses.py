@@ -50,11 +50,11 @@ def on_rank(rank, case: Case) -> dict:
     for tensor in qkv:
         tensor.requires_grad_()
     out = rank.course.context_parallel.UlyssesAttention(rank.axis("cp"), inner)(*qkv)
-    rank.mark(str(held[0]))
     if out.shape == d_out.shape and out.requires_grad:
         out.backward(d_out)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in qkv]
-    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return results | {"places": held[0]}
 
 
 def whose(whole, part) -> list[tuple[int, int]]:
@@ -89,9 +89,7 @@ def picture(runs):
     before = {(h, s): "ABCD"[s * n // S] for h in range(case.query_heads) for s in range(S)}
     after = {}
     for rank, record in enumerate(records):
-        (mark,) = (e.what for e in record.events if e.kind == "mark")
-        numbers = [int(word) for word in mark.translate(str.maketrans("", "", "[](),")).split()]
-        after |= dict.fromkeys(zip(numbers[::2], numbers[1::2], strict=True), "ABCD"[rank])
+        after |= dict.fromkeys(record.values["places"], "ABCD"[rank])
     yield from [
         f"{'before':{max(8, 2 * S)}}      in attention    (a row a head, a column a position)"
     ]

@@ -90,11 +90,10 @@ def on_rank(rank, case: Case) -> dict:
     x, weights, experts, d_out = inputs(case, rank.number)
     dispatch = course.dispatch.AllToAllDispatch(limit, axes)
     out, shared = dispatch(x, weights, experts, run, lambda: rank.mark("shared") or "shared")
-    rank.mark(f"{ran[0]} rows")
     if out.requires_grad and out.shape == d_out.shape:
         out.backward(d_out)
     dx, dw = (torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weights))
-    results = {"out": out.detach(), "shared": shared, "calls of run": len(ran)}
+    results = {"out": out.detach(), "shared": shared, "calls of run": len(ran), "rows": ran[0]}
     return results | {"gradient of x": dx, "gradient of weights": dw, CHECKS: checks}
 
 
@@ -151,8 +150,8 @@ def picture(runs):
     chosen = [inputs(case, rank)[2].flatten().tolist() for rank in ranks]
     table = squares([[sum(n // each == other for n in row) for other in ranks] for row in chosen])
     about = "pairs of token and expert, from each rank (row) to each rank (column)"
-    marks = [next(e.what for e in r.events if e.what.endswith(" rows")) for r in records]
-    return [about, table, "", "rows that experts get: " + ", ".join(marks)]
+    rows = ", ".join(f"{record.values['rows']} rows" for record in records)
+    return [about, table, "", f"rows that experts get: {rows}"]
 
 
 VERSIONS = """

@@ -46,8 +46,8 @@ def handout(folder: Path, exercises: list[str]) -> None:
     if FOLDER.parent != ROOT:
         raise ValueError("this tree is itself a handout: make others from the whole course")
     teacher = folder.parent / f"{folder.name}.teacher.md"
-    if there := [str(path) for path in (folder, teacher) if path.exists()]:
-        raise ValueError(f"{' and '.join(there)} is there already: name a new folder")
+    if there := [path for path in (folder, teacher) if path.exists()]:
+        raise ValueError(f"{there[0]} is there already: name a new folder")
     if folder.resolve().is_relative_to(ROOT):
         raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
     chosen = [load(int(number)) for number in exercises or files()]
