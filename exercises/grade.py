@@ -98,10 +98,8 @@ def grade(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if bool(submissions) == bool(one):
         raise ValueError("name either a folder with a folder for each student, or --one FILE")
-    if one:
-        rows = grade_one(one, seed, wrap, exercises)
-    else:
-        rows = grade_class(submissions, csv, jobs, seed, wrap, exercises)
+    common = seed, wrap, exercises
+    rows = grade_one(one, *common) if one else grade_class(submissions, csv, jobs, *common)
     if json:
         write_results(json, rows)
     print(*summary(rows), sep="\n")
