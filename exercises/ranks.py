@@ -39,11 +39,9 @@ class Rank:
 
     def is_sending(self, tensor: Any) -> bool:
         """Whether the memory of a tensor is being sent, and not received yet."""
-        messages = self.thread.world.messages.items()
-        sent = [m.posted.get("send") for (source, *_), m in messages if source == self.number]
-        leaving = {x.untyped_storage().data_ptr() for x in sent if x is not None}
-        is_tensor = isinstance(tensor, torch.Tensor)
-        return is_tensor and tensor.untyped_storage().data_ptr() in leaving
+        meetings, mine = self.thread.world.meetings.values(), ("send", self.number)
+        leaving = {x.untyped_storage().data_ptr() for m in meetings for x in m.posted.get(mine, ())}
+        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in leaving
 
     def mark(self, text: str) -> None:
         """Note, among the events, that something happens now."""
