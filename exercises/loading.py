@@ -118,16 +118,27 @@ def _with_call(tree: ast.Module, target: source.Definition) -> ast.Module:
 
 def _defined(name: str, tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> Any:
     """Run the student's imports and definition among the names of the module."""
-    for key, value in _run(filter(_is_foreign_import, tree.body), path, names).items():
-        if names.setdefault(key, value) is not value:  # not over what the course calls by this name
-            where = exercise.source_module
-            raise source.BadFile(f"{key} is another thing in {where}: import it by another name")
+    # A module that imports this one cannot be imported yet, nor can this one itself: later.
+    _add_imports(tree, path, names, exercise, but=ImportError)
     found = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name]
     return _run(found[-1:], path, names)[name]
 
 
+def _add_imports(
+    tree: ast.Module, path: Path, names: dict, exercise: Exercise, but: type | tuple = ()
+) -> None:
+    for node in (n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)):
+        with contextlib.suppress(but):
+            for key, value in _run([node], path, names).items():
+                if names.setdefault(key, value) is not value:  # the course calls another thing so
+                    where = exercise.source_module
+                    what = f"{key} is another thing in {where}: import it by another name"
+                    raise source.BadFile(what)
+
+
 def _add_helpers(tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> None:
     """Put all else that the student's file defines among the names of the module."""
+    _add_imports(tree, path, names, exercise)
     own = exercise.qualified_name.rpartition(".")[2]
     rest = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
     helpers = _run([n for n in rest if getattr(n, "name", None) != own], path, names)
@@ -137,14 +148,7 @@ def _add_helpers(tree: ast.Module, path: Path, names: dict, exercise: Exercise) 
     names.update(helpers)
 
 
-def _is_foreign_import(node: ast.AST) -> bool:
-    # Names of the course are those of the module itself: an import could go round in a circle.
-    if isinstance(node, ast.Import):
-        return not any(alias.name.startswith("picotron_min") for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.module.startswith("picotron_min")
-
-
-def _run(nodes: Iterator[ast.stmt], path: Path, names: dict) -> dict[str, Any]:
+def _run(nodes: list[ast.stmt], path: Path, names: dict) -> dict[str, Any]:
     """What the statements define, each of which sees the names and what was defined before."""
     exec(compile(ast.Module([*nodes], type_ignores=[]), str(path), "exec"), names, found := {})
     return found
