@@ -82,6 +82,11 @@ awaited_at_once: `start_sum` waits until the sum is there: weight gradients are 
     y, self.axis, dim=1) => y, self.axis, dim=1); begun[1].wait(); return begun
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
     start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
+maximum_added: The ranks' largest values are added up: `maximum` needs the operation MAX.
+    , op=dist.ReduceOp.MAX =>
+one_after_the_other: What is gathered lies rank by rank, and is taken for sequences: with several in
+    a batch they are mixed.
+    x, self.axis, dim=1) => x, self.axis, dim=0).view(len(x), -1, x.shape[-1])
 """
 
 ALSO_RIGHT = """
@@ -92,4 +97,7 @@ class SequenceBoundary(Boundary):
     def start_sum(self, y):
         rows, work = collectives.start_reduce_scatter(y.transpose(0, 1), self.axis, dim=0)
         return rows.transpose(0, 1), work
+
+    def maximum(self, amax):
+        return collectives.all_reduce(amax, self.axis, dist.ReduceOp.MAX)
 """
