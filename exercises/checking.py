@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from exercises.calls import Call, Calls, wrong_call
 from exercises.compare import common_pattern, equal, first_difference
-from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, order_of
+from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, order_of, together
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -127,12 +127,7 @@ def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> s
             (record.sent, 0, f"rank {rank} sends"),
             (record.ledger, -1, f"the ledger of rank {rank} has"),
         ):
-            wanted: dict[str, Sent] = {}
-            for names, sent in right.items():
-                name = names.split(" as ")[end]
-                before = wanted.get(name, NONE)
-                calls = None if sent.calls is None else before.calls + sent.calls
-                wanted[name] = Sent(calls, before.bytes + sent.bytes)
+            wanted = together((names.split(" as ")[end], sent) for names, sent in right.items())
             if problem := _count_problem(found, wanted):
                 return f"{what} {problem}"
     return ""

@@ -21,7 +21,6 @@ Read: collectives.py.
 """
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import messages
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -68,7 +67,11 @@ def order(case: Case, rank: int, record) -> str | None:
 
 
 def picture(runs) -> str:
-    return f"4 ranks, distance 1\n{messages(runs[2][1])}"
+    lines = ["4 ranks, distance 1"]
+    for rank, record in enumerate(runs[2][1]):
+        sends = (e for e in record.events if (e.kind, e.what) == ("start", "send"))
+        lines += [f"rank {rank} ──{e.bytes:6g} bytes ──> rank {e.peer}" for e in sends]
+    return "\n".join(lines)
 
 
 def own_factors(case: Case) -> dict[str, float]:

@@ -20,8 +20,13 @@ Read: placement.py, tensor_parallel.py.
   the `parallelize_plan` of `torch.distributed.tensor.parallel`.
 """
 
-from exercises.cut_model import model_config, put_together, run_cut, run_whole
+import torch
+from torch import Tensor, nn
+
+from exercises.cut_model import put_together
 from exercises.exercise import Case, Dice, draw
+from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 UNKNOWN = "rotary.scale", "self_attn.q_norm.weight", "mlp.gate_up_proj.weight"
@@ -60,6 +65,38 @@ def on_rank(rank, case: Case) -> dict:
     results["copies and sums of a tied embedding in a V"] = [*in_v.copies, *in_v.sums]
     results["elements"] = sum(gradient.numel() for gradient in gradients.values())
     return results
+
+
+def model_config(case: Case) -> ModelConfig:
+    return ModelConfig(case.vocab, 2 * case.heads, case.inner, 1, case.heads, case.heads // 2)
+
+
+def run_cut(rank, case: Case, axes, parts: dict[str, tuple[slice, ...]]):
+    """The loss of this rank's part of the model, and the gradients of its parameters."""
+    course = rank.course
+    model = course.model.Llama(model_config(case))
+    for name, parameter in list(model.named_parameters()):
+        mine = draw(case, name, shape=parameter.shape)[parts[name]].clone()
+        model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(mine)
+    sequence_parallel = case.layout.get("sequence_parallel", False)
+    course.tensor_parallel.apply_tensor_parallel(model, axes.tp, sequence_parallel)
+    return _run(model, case)
+
+
+def run_whole(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the whole model in one process, and its gradients."""
+    model = Llama(model_config(case)).double()
+    for name, parameter in model.named_parameters():
+        parameter.data = draw(case, name, shape=parameter.shape)
+    return _run(model, case)
+
+
+def _run(model: nn.Module, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = draw(case, "tokens", shape=(2, 2, 6)).abs() * 100 % case.vocab
+    ids, targets = ids.long().unbind()
+    loss = model(ids, torch.arange(ids.shape[1]), targets)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:

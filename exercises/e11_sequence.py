@@ -19,8 +19,9 @@ Read: extensions/overlap/boundary.py, collectives.py.
 """
 
 from exercises.exercise import Case, Dice, Sent
+from exercises.memory import SavedTensors
 from exercises.pictures import bars
-from exercises.sublayers import bytes_of_norms, overlap_problem, run_cut, run_whole, traffic_of
+from exercises.sublayers import data, norm, overlap_problem, run_cut, run_whole, traffic_of
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -38,6 +39,14 @@ def expected(case: Case) -> list[dict]:
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     return traffic_of(case, all_gather=5, reduce_scatter=5)  # instead of 5 all-reduces
+
+
+def bytes_of_norms(case: Case) -> int:
+    """What autograd keeps of both norms, each of the whole [B, S, E]."""
+    _, whole, _ = data(case)
+    with SavedTensors() as kept:
+        norm(whole.requires_grad_())
+    return 2 * kept.bytes
 
 
 def memory(case: Case, rank: int, record) -> str | None:

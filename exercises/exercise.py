@@ -11,7 +11,7 @@ import json
 import random
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,17 +48,9 @@ def sizes_of(case: Case) -> dict[str, Any]:
 
 
 def order_of(case: Case) -> tuple[int, float]:
-    """By which cases are sorted: a reader wants to see the smallest."""
-    return case.ranks, _total(sizes_of(case))
-
-
-def _total(value: Any) -> float:
-    """All numbers in a value, added up."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return sum(map(_total, value))
-    return abs(value) if isinstance(value, int | float) else 0
+    """By which cases are sorted: a reader wants to see the smallest. Texts have no size."""
+    text = str(sizes_of(case)).replace("True", "1")
+    return case.ranks, sum(map(float, re.findall(r"(?<![\w.'])\d[\d.]*(?:e-\d+)?", text)))
 
 
 class Sent(NamedTuple):
@@ -66,6 +58,15 @@ class Sent(NamedTuple):
 
     calls: int | None  # None: any number
     bytes: float  # algorithmic, as in collectives.py
+
+
+def together(sends: Iterable[tuple[str, Sent]]) -> dict[str, Sent]:
+    """All that is sent under a name, added up."""
+    found: dict[str, Sent] = {}
+    for what, (calls, size) in sends:
+        before = found.get(what, Sent(0, 0.0))
+        found[what] = Sent(None if calls is None else before.calls + calls, before.bytes + size)
+    return found
 
 
 class Mistake(NamedTuple):

@@ -141,14 +141,6 @@ def traffic_of(case: Case, **calls: int) -> list[dict[str, Sent]]:
     return [sent] * n
 
 
-def bytes_of_norms(case: Case) -> int:
-    """What autograd keeps of both norms, each of the whole [B, S, E]."""
-    _, whole, _ = data(case)
-    with SavedTensors() as kept:
-        norm(whole.requires_grad_())
-    return 2 * kept.bytes
-
-
 def overlap_problem(rank: int, record: Record, operation: str) -> str | None:
     """What is wrong with the order in backward: start of a message, weight gradients, its end."""
     events = record.events[record.place("mark", "backward") :]
