@@ -26,7 +26,6 @@ from exercises.source import BadFile, solution
 from exercises.world import Deadlock
 
 NONE = Sent(0, 0.0)
-UNKNOWN = "I do not know this mistake."
 
 
 class Failure(NamedTuple):
@@ -263,7 +262,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         return "wrong_type", f"With {outcome[place].case}: {wrong[place][0]}"
     if crash:
         return "exception", ""
-    text = f"{UNKNOWN}{_only_wrong(failed)}"
+    text = f"I do not know this mistake.{_only_wrong(failed)}"
     if wrong[place]:
         text += f"\nWith {failed[0].case}: {wrong[place][0]}"
     return "unknown", text

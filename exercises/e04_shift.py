@@ -25,9 +25,9 @@ from exercises.exercise import Case, Dice, Sent, draw
 
 def cases(dice: Dice) -> list[Case]:
     sizes = (2, 1), (3, 1), (4, 1), (4, 3)
-    some = [Case(n, dp=1, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
+    some = [Case(n, dp=1, cp=n, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
     # Two axes, of ranks 0 and 1 and of ranks 2 and 3: places on an axis are not ranks of the world.
-    return [*some, Case(4, dp=2, rows=2, columns=3, distance=1)]
+    return [*some, Case(4, dp=2, cp=2, rows=2, columns=3, distance=1)]
 
 
 def tensor_of(case: Case, rank: int):
@@ -36,7 +36,7 @@ def tensor_of(case: Case, rank: int):
 
 def on_rank(rank, case: Case) -> dict:
     tensor = tensor_of(case, rank.number)
-    axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.ranks // case.dp))
+    axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.cp))
     shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
     rank.mark("Shift returns")
     kept = getattr(shift, "sent", None)
@@ -47,7 +47,7 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    results, size = [], case.ranks // case.dp
+    results, size = [], case.cp
     for rank in range(case.ranks):
         source = rank // size * size + (rank - case.distance) % size  # on the same axis
         own, arrives = tensor_of(case, rank), tensor_of(case, source)
@@ -72,10 +72,6 @@ def picture(runs) -> str:
         sends = (e for e in record.events if (e.kind, e.what) == ("start", "send"))
         lines += [f"rank {rank} ──{e.bytes:6g} bytes ──> rank {e.peer}" for e in sends]
     return "\n".join(lines)
-
-
-def own_factors(case: Case) -> dict[str, float]:
-    return {"the number of ranks of the axis": case.ranks // case.dp}
 
 
 MISTAKES = """

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]  # of the course
 FOLDER = ROOT / "exercises"  # of what a student writes: a class has another one, see launch.py
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
-FUNCTIONS = {"cases", "on_rank", "picture", "own_factors", *GATE_OF}
+FUNCTIONS = {"cases", "on_rank", "picture", *GATE_OF}
 Dice = random.Random
 
 
@@ -147,8 +147,6 @@ class Exercise:
 
     def factors(self, case: Case) -> dict[str, float]:
         """Numbers that a result may be too large or too small by, with their names."""
-        if own := self.own_factors:
-            return own(case)
         layout = getattr(case, "layout", {})
         numbers = {"the number of ranks": case.ranks} | sizes_of(case) | layout
         return {name: n for name, n in numbers.items() if type(n) in (int, float)}

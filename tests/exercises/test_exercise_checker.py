@@ -49,9 +49,9 @@ def answer(exercise, *edits: str):
 # By exercise: the answer, a part of its message, and edits, as known mistakes are written.
 OTHERS = {
     4: """
-pattern: too large by a factor of 2: the
+pattern: too large by a factor of 2: cp.
     isend, tensor => isend, axis.size * tensor
-pattern: too small by a factor of 2: the
+pattern: too small by a factor of 2: cp.
     isend, tensor => isend, tensor / axis.size
 unknown: do not know this mistake
     isend, tensor => isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)
