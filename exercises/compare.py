@@ -1,8 +1,9 @@
 """Results against what they should be: the first difference, and what kind of difference it is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,24 +14,27 @@ TOLERANCE = 1e-10  # of float64 numbers around 1
 LONGEST, MANY = 160, 16  # characters of a value that is shown, and numbers of a tensor
 
 
-class SumOf(list):
+class SumOf(Tensor):
     """An expected sum of tensors: recognises a result that lacks some of them."""
 
-    def total(self) -> Tensor:
-        return torch.stack(list(self)).sum(0)
+    def __new__(cls, parts: Iterable[Tensor]) -> "SumOf":
+        parts = list(parts)
+        total = torch.stack(parts).sum(0).as_subclass(cls)
+        total.parts = parts
+        return total
 
     def has_part(self, sum_of_some: Tensor) -> bool:
         """Whether it is the sum of some of these, but not of all."""
-        choices = range(1, 2 ** len(self) - 1) if len(self) <= 8 else ()
-        some = (SumOf(part for i, part in enumerate(self) if bits >> i & 1) for bits in choices)
-        return any(equal(sum_of_some, parts.total()) for parts in some)
+        sizes = range(1, len(self.parts)) if len(self.parts) <= 8 else ()
+        some = (one for n in sizes for one in combinations(self.parts, n))
+        return any(equal(sum_of_some, torch.stack(parts).sum(0)) for parts in some)
 
 
 def first_difference(got: list[dict], expected: list[dict]) -> str | None:
     """The first place where what all ranks returned is off by more than 1e-10; None if none is."""
     for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
         for name, value in right.items():
-            for index, *pair in differences(mine.get(name), _total(value)):
+            for index, *pair in differences(mine.get(name), value):
                 place = f"`{name}`" + (f"{list(index)}" if index else "")
                 found, wanted = shown(*pair)
                 return f"rank {rank}, {place} is {found}, should be {wanted}"
@@ -158,7 +162,7 @@ def patterns(
         Wrong(rank, name, mine.get(name), value)
         for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
         for name, value in right.items()
-        if not isinstance(value, bool) and not equal(mine.get(name), _total(value))
+        if not isinstance(value, bool) and not equal(mine.get(name), value)
     ]
     if not wrong:
         return
@@ -168,7 +172,7 @@ def patterns(
         yield f"nothing {names}", f"There is nothing in {listed}."
     yield from _of_ranks(wrong, names, got, expected)
     yield from _of_numbers(factors, wrong)
-    if all(_is_reordered(one.got, _total(one.value)) for one in wrong):
+    if all(_is_reordered(one.got, one.value) for one in wrong):
         yield "reordered", f"{listed}: it is all there, but in another order."
 
 
@@ -185,7 +189,7 @@ def _of_ranks(
         yield "same", "It is the same on all ranks, and should differ."
     for how, step in (("next", 1), ("previous", -1)):
         others = [(one, expected[(one.rank + step) % n].get(one.name)) for one in wrong]
-        if all(equal(one.got, _total(other)) for one, other in others):
+        if all(equal(one.got, other) for one, other in others):
             yield how, f"Each rank has what the {how} one should have."
 
 
@@ -220,7 +224,6 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
 
 def _numbers(value: Any) -> Tensor | None:
     """A tensor, a number or a list of numbers, as a tensor of float64; else None."""
-    value = _total(value)
     if _is_plain(value):
         with suppress(ValueError, TypeError):  # lists of different lengths
             value = torch.tensor(value, dtype=torch.float64)
@@ -238,7 +241,3 @@ def _is_reordered(got: Any, right: Any) -> bool:
     values = (x.flatten().tolist() if isinstance(x, Tensor) else x for x in (got, right))
     mine, others = (sorted(_text(x, 9, math.inf) for x in value) for value in values)
     return len(mine) > 1 and mine == others
-
-
-def _total(value: Any) -> Any:
-    return value.total() if isinstance(value, SumOf) else value

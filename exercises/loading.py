@@ -3,8 +3,8 @@
     def ring(...):              ring = _replacement("ring")     runs the student's code, which sees
         ...                ->                                   the names of the module around it
 
-The module is changed as a syntax tree. So classes that contain the target, tables that list it, and
-modules that import it all get the student's version, and a traceback has the lines of its file.
+So classes that contain the target, tables that list it, and modules that import it all get the
+student's version, and a traceback has the lines of its file.
 """
 
 import ast
@@ -84,15 +84,18 @@ def import_with(
     exercise: Exercise, tree: ast.Module, path: Path, watch: Watch = lambda definition: definition
 ) -> None:
     """Import the target's module with the definition in the student's tree."""
+    target = source.find(exercise)
+    call = f"{target.node.name} = {FUNCTION}({target.node.name!r})"
+    call += "\n#" * (target.node.end_lineno - target.first)  # so that lines keep their numbers
+    text = target.replaced(target.path.read_text(), call)
 
     def fill(module: ModuleType) -> None:
         names = module.__dict__
         names[FUNCTION] = lambda name: watch(_defined(name, tree, path, names, exercise))
-        changed = _with_call(*source.find(exercise)[1:3])
-        exec(compile(changed, module.__file__, "exec"), names)
+        exec(compile(text, module.__file__, "exec"), names)
         _add_helpers(tree, path, names, exercise)
 
-    _import(source.course_file(exercise), fill)
+    _import(target.path, fill)
 
 
 def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
@@ -104,16 +107,6 @@ def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
     package, _, attribute = name.rpartition(".")
     if package:
         setattr(sys.modules[package], attribute, module)
-
-
-def _with_call(tree: ast.Module, target: source.Definition) -> ast.Module:
-    """The module, with its definition replaced by what the student's version is called for."""
-    call = ast.parse(f"{target.name} = {FUNCTION}({target.name!r})").body[0]
-    for parent in ast.walk(tree):
-        if isinstance(parent, ast.Module | ast.ClassDef) and target in parent.body:
-            place = parent.body.index(target)
-            parent.body[place] = ast.fix_missing_locations(ast.copy_location(call, target))
-    return tree
 
 
 def _defined(name: str, tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exercises.compare import described
 from exercises.world import RankThread
 
 Parts = list[list[Tensor]]  # what each end has brought
@@ -76,7 +77,7 @@ class Work:
         self.thread, self.what, self.outputs, self.combine = me(), what, outputs, combine
         self.number, self.is_done = self.thread.operations, False
         self.thread.operations += 1
-        signature = signature or (f"{what} of {shape_of(*brought)}" if brought else what)
+        signature = signature or " of ".join([what, *map(described, brought)])
         self.text, which, role = f"waits in {what} for {{}}", "collective {} of this group", ""
         ends = [(role, rank) for rank in group.ranks]
         if peer is not None:
@@ -126,7 +127,3 @@ class Work:
                 output.data.copy_(value.view_as(output))
             self.is_done = True
         return True
-
-
-def shape_of(*tensors: Tensor) -> str:
-    return " and ".join(f"{tuple(t.shape)} {str(t.dtype).rpartition('.')[2]}" for t in tensors)

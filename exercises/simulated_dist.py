@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exercises.network import Group, Work, me, shape_of
+from exercises.compare import described
+from exercises.network import Group, Work, me
 
 OPERATIONS = {
     dist.ReduceOp.SUM: Tensor.sum,
@@ -152,7 +153,7 @@ def _message(tensor: Tensor, rank: int | None, group: Group | None, place: int |
     if rank is not None and rank not in group.ranks:  # torch answers in the same way
         raise ValueError(f"Global rank {rank} is not part of group {list(group.ranks)}")
     peer = place if rank is None else group.ranks.index(rank)
-    return {"group": group, "peer": peer, "signature": f"a tensor {shape_of(tensor)}"}
+    return {"group": group, "peer": peer, "signature": described(tensor)}
 
 
 FUNCTIONS = {

@@ -153,7 +153,7 @@ def test_a_deadlock_is_reported_at_once_with_its_circle(function, ranks, circle)
     [
         (
             lambda r, c, axis: c.all_reduce(torch.zeros(2 + r), axis),
-            r"all_reduce of \(3,\) float32",
+            r"all_reduce of a tensor \[3\] of float32",
         ),
         (lambda r, c, axis: dist.all_reduce(torch.zeros(2, 2).T), "non-contiguous"),
         (lambda r, c, axis: c.Shift(torch.zeros(1 + r), axis).wait(), r"message 1 from rank .* is"),
@@ -165,7 +165,7 @@ def test_what_gloo_would_get_wrong_silently_is_an_error(call, message):
 
 
 X = torch.zeros(4)
-SAME = "all ranks must start the same operations in the same order"
+SAME = "all ranks must start the same operations in the same order$"
 MESSAGE = r"^message 1 from rank 0 to rank 1 is a tensor"
 
 
@@ -175,24 +175,26 @@ MESSAGE = r"^message 1 from rank 0 to rank 1 is a tensor"
         (
             lambda r: dist.all_reduce(torch.zeros(2 + r)),
             RuntimeError,
-            r"collective 1 of this group is all_reduce of \(3,\) float32 on rank 1, and"
-            rf" all_reduce of \(2,\) float32 on rank 0: {SAME}$",
+            r"collective 1 of this group is all_reduce of a tensor \[3\] of float32 on rank 1, and"
+            rf" all_reduce of a tensor \[2\] of float32 on rank 0: {SAME}",
         ),
         (
             lambda r: (dist.barrier(), (dist.barrier if r else dist.all_reduce)(*[X][r:])),
             RuntimeError,
-            r"collective 2 of this group is all_reduce of \(4,\) float32 on rank 0, and barrier on"
-            rf" rank 1: {SAME}$",
+            r"collective 2 of this group is all_reduce of a tensor \[4\] of float32 on rank 0,"
+            rf" and barrier on rank 1: {SAME}",
         ),
         (
             lambda r: dist.isend(X, 1).wait() if r == 0 else dist.irecv(X[:3], 0).wait(),
             RuntimeError,
-            rf"{MESSAGE} \(3,\) float32 on rank 1, and a tensor \(4,\) float32 on rank 0: {SAME}$",
+            rf"{MESSAGE} \[3\] of float32 on rank 1,"
+            rf" and a tensor \[4\] of float32 on rank 0: {SAME}",
         ),
         (
             lambda r: dist.isend(X, 1).wait() if r == 0 else dist.irecv(X.int(), 0).wait(),
             RuntimeError,
-            rf"{MESSAGE} \(4,\) int32 on rank 1, and a tensor \(4,\) float32 on rank 0: {SAME}$",
+            rf"{MESSAGE} \[4\] of int32 on rank 1,"
+            rf" and a tensor \[4\] of float32 on rank 0: {SAME}",
         ),
         (
             lambda r: dist.all_gather_into_tensor(torch.zeros(7), X),
