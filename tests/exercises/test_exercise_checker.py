@@ -293,6 +293,9 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     some, others = ([matrix + 1, matrix + 1 + more] for more in (1e-6, 2e-6))
     assert not dict(patterns({}, [{"x": some}], [{"x": others}]))
     assert [*dict(patterns({}, [{"x": some[::-1]}], [{"x": some}]))] == ["reordered"]
+    # Lists of numbers and lists are no matrix; right numbers in another form are no wrong ones.
+    assert not dict(patterns({}, [{"x": [[1], 2]}], [{"x": [[1], 3]}]))
+    assert not dict(patterns({}, [{"x": matrix.tolist()}], [{"x": matrix}]))
 
 
 @pytest.mark.parametrize(
