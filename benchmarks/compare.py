@@ -23,7 +23,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -185,7 +184,7 @@ def take_turns(contenders: dict[str, Build], warmup: int, rounds: int, place: Pl
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+    return tuple(np.quantile(values, [0.25, 0.5, 0.75]).tolist())
 
 
 def ratios(ours: Result, other: Result) -> tuple[float, float, float]:

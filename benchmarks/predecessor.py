@@ -36,7 +36,7 @@ RENAMED |= {"model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_h
 def picotron(place: Place, folder: Path) -> Step:
     """The loop of picotron's train.py around its own step."""
     d, t, c = place.config.distributed, place.config.training, place.model_config
-    os.environ |= {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32"}
+    os.environ |= {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32", "LOCAL_RANK": "0"}
     sys.modules |= {f"flash_attn{name}": MagicMock() for name in FLASH.split(" ")}
     sys.path.insert(0, str(folder))
     torch.cuda.synchronize = lambda: None

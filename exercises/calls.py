@@ -86,13 +86,6 @@ class Call(NamedTuple):
         return f"{self.name}({', '.join(texts)})"
 
 
-class WrongCall(NamedTuple):
-    """The first call whose result is not that of the course's own function."""
-
-    text: str
-    is_type: bool  # it has another form
-
-
 class Calls:
     """Notes the calls of the definitions that it watches, of each rank, without those within."""
 
@@ -118,10 +111,6 @@ class Calls:
     def _watched(self, function: FunctionType) -> FunctionType:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
-        def note(rank: int | None, given: dict[str, Any], verb: str, result: Any) -> None:
-            call = Call(function.__qualname__, verb, given, content_of(result))
-            self.noted[rank].append(call)
-
         @functools.wraps(function)
         def watched(*args: Any, **options: Any) -> Any:
             rank = getattr(threading.current_thread(), "rank", None)
@@ -130,50 +119,42 @@ class Calls:
             given = dict(zip(names, args, strict=False)) | options
             given.pop("self", None)  # which __init__ has not filled yet
             given = content_of(given)
+
+            def noted(verb: str, result: Any) -> Any:
+                call = Call(function.__qualname__, verb, given, content_of(result))
+                self.noted[rank].append(call)
+                return result
+
             self.within.add(rank)
             try:
                 result = function(*args, **options)
             finally:
                 self.within.discard(rank)
-            note(rank, given, "returned", result)
-            return yields(rank, given, result) if isinstance(result, GeneratorType) else result
-
-        def yields(rank: int | None, given: dict[str, Any], results: Iterator) -> Iterator[Any]:
-            for result in results:
-                note(rank, given, "yielded", result)
-                yield result
+            noted("returned", result)
+            is_iterator = isinstance(result, GeneratorType)
+            return (noted("yielded", item) for item in result) if is_iterator else result
 
         return watched
 
 
 def wrong_call(
     found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]
-) -> WrongCall | None:
-    """The first call with the same arguments and another result: by its form, else by content."""
+) -> tuple[str, bool] | None:
+    """The first call with the same arguments and another result, and whether it has another form.
+
+    A result of another form comes before others.
+    """
     different = None
     for rank in found.keys() & right.keys():
-        for i, (call, other) in enumerate(zip(found[rank], right[rank], strict=False)):
+        for call, other in zip(found[rank], right[rank], strict=False):
             if call[:2] != other[:2] or not equal(call.given, other.given):
                 break  # from here on they do different things
-            if form := _wanted_form(call, right[rank][i : i + 2]):
-                should = f"it should {other.verb.removesuffix('ed')} {form}."
-                text = f"{call.name} {call.verb} {described(call.got)}; {should}"
-                return WrongCall(text, is_type=True)
+            if not fits(call.got, other.got):
+                text = f"{call.name} {call.verb} {described(call.got)}; it should "
+                return f"{text}{other.verb.removesuffix('ed')} {described(other.got)}.", True
             if not different and not equal(call.got, other.got):
-                different = WrongCall(_difference(call, other, rank, len(found)), is_type=False)
+                different = _difference(call, other, rank, len(found)), False
     return different
-
-
-def _wanted_form(call: Call, right: list[Call]) -> str:
-    """What should be returned, if the result cannot stand for it: right[1] may be yielded."""
-    wanted, *items = right
-    if not fits(call.got, wanted.got):
-        return described(wanted.got)
-    is_list = _kind(wanted.got) == "iterator" and isinstance(call.got, list)
-    for item in items:
-        if is_list and item.verb == "yielded" and not all(fits(x, item.got) for x in call.got[:1]):
-            return f"{described(wanted.got)} of {described(item.got)}"
-    return ""
 
 
 def _difference(call: Call, other: Call, rank: int | None, ranks: int) -> str:

@@ -6,8 +6,8 @@
     O order    what was started before what; and that all of it was awaited
 
 When a gate fails, every known mistake of the exercise is run in the same cases. One that does the
-same as the student's version in all cases is named; in all that fail, with "as if": in the others
-it may be right for another reason. What is said of others is about the smallest case that fails.
+same as the student's version in all of them is named. What is said of others is about the smallest
+case that fails.
 """
 
 import linecache
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from exercises.calls import Call, Calls, wrong_call
 from exercises.compare import common_pattern, equal, first_difference
-from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, order_of
+from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, order_of, together
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -26,7 +26,6 @@ from exercises.source import BadFile, solution
 from exercises.world import Deadlock
 
 NONE = Sent(0, 0.0)
-UNKNOWN = "I do not know this mistake."
 
 
 class Failure(NamedTuple):
@@ -127,12 +126,7 @@ def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> s
             (record.sent, 0, f"rank {rank} sends"),
             (record.ledger, -1, f"the ledger of rank {rank} has"),
         ):
-            wanted: dict[str, Sent] = {}
-            for names, sent in right.items():
-                name = names.split(" as ")[end]
-                before = wanted.get(name, NONE)
-                calls = None if sent.calls is None else before.calls + sent.calls
-                wanted[name] = Sent(calls, before.bytes + sent.bytes)
+            wanted = together((names.split(" as ")[end], sent) for names, sent in right.items())
             if problem := _count_problem(found, wanted):
                 return f"{what} {problem}"
     return ""
@@ -160,7 +154,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         what = "not written yet: replace `raise NotImplementedError` by your code"
         return Failure("not_written", what, f"This is {what}.")
     if isinstance(error, Deadlock):
-        lines = "\n".join(f"    {line}" for line in getattr(error, "lines", []))
+        lines = "\n".join(f"    {line}" for line in error.lines)
         return Failure("deadlock", str(error), f"Deadlock: {error}.\n{lines}".rstrip())
     if isinstance(error, BadFile):
         return Failure("unusable_file", str(error), f"Your file cannot be used: {error}.")
@@ -205,26 +199,23 @@ def verdict_on(
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
         return Verdict(False, gates, crash.failure.kind, crash.failure.text, "")
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
-    known, almost = _known(exercise, outcome, failed, seed, others or {})
-    if known:
-        sentence = "\n".join(filter(None, [text, known.sentence]))
-        return Verdict(False, gates, known.name, sentence, "")
-    name, sentence = _unlisted(exercise, outcome, failed, seed)
-    if name == "unknown" and almost:
-        sentence = f"{UNKNOWN} With {failed[0].case} it does as if: {almost.sentence}"
-    return Verdict(False, gates, name, "\n".join(filter(None, [sentence, text])), "")
+    if known := _known(exercise, outcome, failed, seed, others or {}):
+        name, texts = known.name, [text, known.sentence]
+    else:
+        name, sentence = _unlisted(exercise, outcome, failed, seed)
+        texts = [sentence, text]
+    return Verdict(False, gates, name, "\n".join(filter(None, texts)), "")
 
 
 def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
-) -> tuple[Mistake | None, Mistake | None]:
-    """The known mistake that does the same, and the only one that does so in the smallest case.
+) -> Mistake | None:
+    """The known mistake that does the same in all cases.
 
-    It does the same in all cases; or, "as if", in all that fail, of which some do not end in an
-    exception. Different mistakes crash in the same way: where all failing cases do, the line must
-    be the mistake's, too.
+    Different mistakes crash in the same way: where all failing cases do, the line must be the
+    mistake's, too.
     """
-    crashes = [r.failure and r.failure.kind == "exception" for r in failed]
+    crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
     def agrees(mistake: Mistake, results: Outcome) -> bool:
         places = [outcome.index(result) for result in results]
@@ -233,27 +224,15 @@ def _known(
         else:
             text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
             its = outcome_of(exercise, text, path, seed, places)
-        pairs = [*zip(results, its, strict=True)]
-        if not all(mine.same_as(other) for mine, other in pairs):
-            return False
-        lines = [(a.failure.line, b.failure.line) for a, b in pairs if a.failure]
-        return not all(crashes) or all(line == other for line, other in lines)
+        return all(
+            mine.same_as(other)
+            and (not crashes_only or not mine.failure or mine.failure.line == other.failure.line)
+            for mine, other in zip(results, its, strict=True)
+        )
 
-    rest, passed = failed[1:], [result for result in outcome if result not in failed]
-    at_first = [mistake for mistake in exercise.mistakes if agrees(mistake, failed[:1])]
-    whole = [mistake for mistake in at_first if agrees(mistake, rest)]
-    for mistake in whole:
-        if agrees(mistake, passed):
-            return mistake, None
-    if of_failed := _only(whole if not all(crashes) else []):
-        as_if = f"In the cases that fail it does as if: {of_failed.sentence}"
-        of_failed = of_failed._replace(sentence=as_if)
-    return of_failed, _only(at_first if not crashes[0] else [])
-
-
-def _only(mistakes: list[Mistake]) -> Mistake | None:
-    """One of several with the same sentence."""
-    return mistakes[0] if len({mistake.sentence for mistake in mistakes}) == 1 else None
+    rest = [result for result in outcome if result is not failed[0]]
+    both = (m for m in exercise.mistakes if agrees(m, failed[:1]) and agrees(m, rest))
+    return next(both, None)
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
@@ -276,16 +255,16 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's type explains what fails in the same cases; or a crash where it was used later.
-    of_type = [bool(found and found.is_type) for found in wrong]
+    of_type = [bool(found and found[1]) for found in wrong]
     is_later = bool(crash) and not crash.failure.line
     place = outcome.index(crash if is_later else failed[0])
     if of_type == [r in failed for r in outcome] or (is_later and of_type[place]):
-        return "wrong_type", f"With {outcome[place].case}: {wrong[place].text}"
+        return "wrong_type", f"With {outcome[place].case}: {wrong[place][0]}"
     if crash:
         return "exception", ""
-    text = f"{UNKNOWN}{_only_wrong(failed)}"
+    text = f"I do not know this mistake.{_only_wrong(failed)}"
     if wrong[place]:
-        text += f"\nWith {failed[0].case}: {wrong[place].text}"
+        text += f"\nWith {failed[0].case}: {wrong[place][0]}"
     return "unknown", text
 
 

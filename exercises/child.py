@@ -24,7 +24,13 @@ try:
 except ImportError:  # Windows: a check has no limits there but those of time
     resource = None
 
+import torch
+
+from exercises.checking import check, failure_of, outcome_of, verdict_on
+from exercises.design_schedule import measure_schedule
+from exercises.exercise import load
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
+from exercises.source import parse_checked, solution
 from exercises.world import line_in
 
 PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
@@ -33,12 +39,6 @@ PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 def serve() -> None:
     """For each line run a check, end all that it leaves behind, and print its exit code."""
-    import torch
-
-    from exercises.checking import check
-    from exercises.exercise import load
-    from exercises.source import solution
-
     if sys.platform == "linux":  # what a check leaves behind becomes a child of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: (end_children(), os._exit(1)))
@@ -105,10 +105,6 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
 
 def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) -> dict:
     """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
-    from exercises.checking import outcome_of, verdict_on
-    from exercises.exercise import load
-    from exercises.source import solution
-
     exercise = load(int(number))
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
     outcome = outcome_of(exercise, text, path, seed)
@@ -118,10 +114,6 @@ def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) ->
 
 def _design(path: Path) -> dict:
     """Design 1, the only one with code to run."""
-    from exercises.checking import failure_of
-    from exercises.design_schedule import measure_schedule
-    from exercises.source import parse_checked
-
     names = {"__name__": "design"}
     try:
         code = compile(parse_checked(path.read_text(errors="replace")), str(path), "exec")

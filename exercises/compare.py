@@ -1,7 +1,9 @@
 """Results against what they should be: the first difference, and what kind of difference it is."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,24 +14,27 @@ TOLERANCE = 1e-10  # of float64 numbers around 1
 LONGEST, MANY = 160, 16  # characters of a value that is shown, and numbers of a tensor
 
 
-class SumOf(list):
+class SumOf(Tensor):
     """An expected sum of tensors: recognises a result that lacks some of them."""
 
-    def total(self) -> Tensor:
-        return torch.stack(list(self)).sum(0)
+    def __new__(cls, parts: Iterable[Tensor]) -> "SumOf":
+        parts = list(parts)
+        total = torch.stack(parts).sum(0).as_subclass(cls)
+        total.parts = parts
+        return total
 
     def has_part(self, sum_of_some: Tensor) -> bool:
         """Whether it is the sum of some of these, but not of all."""
-        choices = range(1, 2 ** len(self) - 1) if len(self) <= 8 else ()
-        some = (SumOf(part for i, part in enumerate(self) if bits >> i & 1) for bits in choices)
-        return any(equal(sum_of_some, parts.total()) for parts in some)
+        sizes = range(1, len(self.parts)) if len(self.parts) <= 8 else ()
+        some = (one for n in sizes for one in combinations(self.parts, n))
+        return any(equal(sum_of_some, torch.stack(parts).sum(0)) for parts in some)
 
 
 def first_difference(got: list[dict], expected: list[dict]) -> str | None:
     """The first place where what all ranks returned is off by more than 1e-10; None if none is."""
     for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
         for name, value in right.items():
-            for index, *pair in differences(mine.get(name), _total(value)):
+            for index, *pair in differences(mine.get(name), value):
                 place = f"`{name}`" + (f"{list(index)}" if index else "")
                 found, wanted = shown(*pair)
                 return f"rank {rank}, {place} is {found}, should be {wanted}"
@@ -104,17 +109,18 @@ def shown(*values: Any) -> list[str]:
     return [text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..." for text in texts]
 
 
-def _text(value: Any, digits: int) -> str:
+def _text(value: Any, digits: int, most: float = MANY) -> str:
+    """The value with the numbers of its tensors, if they have at most so many."""
     if isinstance(value, float):
         return f"{value:.{digits}g}"
     if isinstance(value, Tensor):
-        few = value.numel() <= MANY
+        few = value.numel() <= most
         return _text(value.tolist(), digits) if few else f"a tensor {list(value.shape)}"
     if isinstance(value, slice) and value.step is None:
         ends = [value.stop] if value.start is value.stop is None else [value.start, value.stop]
         return f"slice({', '.join(map(str, ends))})"
     if isinstance(value, list | tuple):
-        texts = ", ".join(_text(one, digits) for one in value)
+        texts = ", ".join(_text(one, digits, most) for one in value)
         return f"[{texts}]" if isinstance(value, list) else f"({texts})"
     return str(value)
 
@@ -156,7 +162,7 @@ def patterns(
         Wrong(rank, name, mine.get(name), value)
         for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
         for name, value in right.items()
-        if not isinstance(value, bool) and not equal(mine.get(name), _total(value))
+        if not isinstance(value, bool) and not equal(mine.get(name), value)
     ]
     if not wrong:
         return
@@ -166,7 +172,7 @@ def patterns(
         yield f"nothing {names}", f"There is nothing in {listed}."
     yield from _of_ranks(wrong, names, got, expected)
     yield from _of_numbers(factors, wrong)
-    if all(_is_reordered(one.got, _total(one.value)) for one in wrong):
+    if all(_is_reordered(one.got, one.value) for one in wrong):
         yield "reordered", f"{listed}: it is all there, but in another order."
 
 
@@ -183,7 +189,7 @@ def _of_ranks(
         yield "same", "It is the same on all ranks, and should differ."
     for how, step in (("next", 1), ("previous", -1)):
         others = [(one, expected[(one.rank + step) % n].get(one.name)) for one in wrong]
-        if all(equal(one.got, _total(other)) for one, other in others):
+        if all(equal(one.got, other) for one, other in others):
             yield how, f"Each rank has what the {how} one should have."
 
 
@@ -191,36 +197,35 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     pairs = [(_numbers(one.got), _numbers(one.value)) for one in wrong]
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return
+    is_off = [_is_off(a, b) for a, b in pairs]
+    off, right = (torch.cat([p[k][i] for p, i in zip(pairs, is_off, strict=True)]) for k in (0, 1))
+    if not len(off):  # right numbers in another form
+        return
+    ratio = (off[0] / right[0]).item() if right.all() else math.nan
+    is_constant = equal(off, ratio * right)
     for name, factor in factors.items():
         for times, how in ((factor, "large"), (1 / (factor or 1), "small")):
-            if factor not in (0, 1) and all(equal(a, times * b) for a, b in pairs):
+            if factor not in (0, 1) and equal(off, times * right):
                 what = f"too {how} by a factor of {factor:g}: {name}."
                 yield f"{how}: {name}", f"Every wrong number is {what}"
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in pairs):
         yield "transposed", "Every wrong matrix is the transpose of the right one."
     if all(isinstance(one.value, SumOf) and one.value.has_part(one.got) for one in wrong):
         yield "part", "It is a part of the right sum: some of its terms are missing."
-    is_off = [_is_off(a, b) for a, b in pairs]
-    off = torch.cat([a[i] for (a, _), i in zip(pairs, is_off, strict=True)])
-    right = torch.cat([b[i] for (_, b), i in zip(pairs, is_off, strict=True)])
     if off.isnan().all():
         why = "memory that nothing was written to, a message before its `wait`, 0 / 0 or inf / inf"
         yield "nan", f"Every wrong number is NaN: {why}."
     elif not off.any():
         yield "zero", "Every wrong number is 0."
-    elif equal(off, -right):
-        yield "sign", "Every wrong number has the wrong sign."
-    elif len(off) > 1 and right.all():
-        ratio = (off[0] / right[0]).item()
-        if equal(off, right * ratio) and f"{ratio:.6g}" != "1":  # else it is only inexact
-            yield f"times {ratio:.6g}", f"Every wrong number is {ratio:.6g} times the right one."
+    elif is_constant and len(off) > 1 and (text := f"{ratio:.6g}") != "1":  # else only inexact
+        what = "has the wrong sign" if text == "-1" else f"is {text} times the right one"
+        yield f"times {text}", f"Every wrong number {what}."
 
 
 def _numbers(value: Any) -> Tensor | None:
     """A tensor, a number or a list of numbers, as a tensor of float64; else None."""
-    value = _total(value)
     if _is_plain(value):
-        with suppress(ValueError):  # lists of different lengths
+        with suppress(ValueError, TypeError):  # lists of different lengths
             value = torch.tensor(value, dtype=torch.float64)
     is_usable = isinstance(value, Tensor) and value.numel() and value.device.type == "cpu"
     return value.detach().to(torch.float64) if is_usable else None
@@ -231,20 +236,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_reordered(got: Any, right: Any) -> bool:
-    if isinstance(got, Tensor) and isinstance(right, Tensor):
-        if got.numel() != right.numel() or got.numel() < 2:
-            return False
-        return equal(*(x.detach().double().flatten().sort().values for x in (got, right)))
-    if not (isinstance(got, list | tuple) and isinstance(right, list | tuple)):
+    if not all(isinstance(value, Tensor | list | tuple) for value in (got, right)):
         return False
-    rest = list(right)
-    for value in got:  # texts of tensors are too short to tell them apart
-        places = [i for i, other in enumerate(rest) if equal(value, other)]
-        if not places:
-            return False
-        del rest[places[0]]
-    return len(got) > 1 and not rest
-
-
-def _total(value: Any) -> Any:
-    return value.total() if isinstance(value, SumOf) else value
+    values = (x.flatten().tolist() if isinstance(x, Tensor) else x for x in (got, right))
+    mine, others = (sorted(_text(x, 9, math.inf) for x in value) for value in values)
+    return len(mine) > 1 and mine == others

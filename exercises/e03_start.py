@@ -31,8 +31,8 @@ DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
 def cases(dice: Dice) -> list[Case]:
     vocab = dice.randint(20, 40)
-    sizes = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
-    return [Case(tp * pp, tp=tp, pp=pp, vocab=vocab) for tp, pp in sizes]
+    sizes = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+    return [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
 
 
 def shape_of(case: Case):
@@ -52,12 +52,15 @@ def part_of(name: str, whole, rank: int, tp: int):
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout, config = rank.course.layout.Layout(tp=case.tp, pp=case.pp), shape_of(case)
+    layout, config = rank.course.layout.Layout(dp=case.dp, tp=case.tp, pp=case.pp), shape_of(case)
     shapes, axes = config.parameter_shapes(), rank.axes(layout)
     table = rank.course.placement.placements(shapes, layout, tied=False, num_layers=[1, 1])
+    shard = rank.course.placement.Cut("dp", 0)  # of what the optimizer has
+    table = {name: row._replace(further=(shard,)) for name, row in table.items()}
     parameters = {}
     for name in names_of_stage(list(shapes), axes.pp.rank, case.pp):
         mine = part_of(name, torch.empty(shapes[name]), axes.tp.rank, case.tp)
+        mine = mine.chunk(case.dp)[axes.dp.rank]
         parameters[name] = torch.nn.Parameter(torch.zeros(mine.shape))
     before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     rank.course.initialise.initialise(parameters, config, case.seed, table, axes)
@@ -68,10 +71,14 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     shapes = shape_of(case).parameter_shapes()
     whole = {n: initial_weight(n, s, case.seed, initial_std(n, 2)) for n, s in shapes.items()}
-    ranks = [divmod(rank, case.tp) for rank in range(case.ranks)]
-    of_ranks = [(tp, names_of_stage(list(shapes), pp, case.pp)) for pp, tp in ranks]
-    parts = ({n: part_of(n, whole[n], tp, case.tp) for n in names} for tp, names in of_ranks)
-    return [part | {"in new memory": []} for part in parts]
+    results = []
+    for rank in range(case.ranks):
+        rest, tp = divmod(rank, case.tp)
+        pp, dp = divmod(rest, case.dp)
+        names = names_of_stage(list(shapes), pp, case.pp)
+        mine = {n: part_of(n, whole[n], tp, case.tp).chunk(case.dp)[dp] for n in names}
+        results.append(mine | {"in new memory": []})
+    return results
 
 
 def picture(runs):
@@ -116,6 +123,21 @@ other_dim: Matrices are cut along the other dim.
 same_std: All matrices have the same std: those that write to the residual stream, o_proj and
     down_proj, start smaller, since two of them a layer add up.
     std = initial_std(name, model_config.num_hidden_layers) => std = 0.02
+own_part_own_seed: Each rank draws its own part, with a seed of its tp rank: the parts are not of
+    one matrix, and another layout starts elsewhere.
+    shapes[name], seed => tuple(parameter.shape), seed + axes.tp.rank
+    whole[mine] => whole
+layers_of_stage: The std depends on how many layers this stage has, not on those of the model.
+- for name, parameter in parameters.items():
++ here = {name.split(".")[2] for name in parameters if "layers" in name}
++ for name, parameter in parameters.items():
+    model_config.num_hidden_layers => max(1, len(here))
+cuts_for_owned: Each rank fills what it computes with: where the optimizer is sharded, it must fill
+    what it owns, which is less.
+    .owned => .cuts
+vectors_left_out: Norms are left as they are found: parameters come from to_empty, without values.
+- for name, parameter in parameters.items():
++ for name, parameter in [pair for pair in parameters.items() if pair[1].ndim > 1]:
 also_right:
 def initialise(parameters, model_config, seed, placements, axes):
     shapes, layers = model_config.parameter_shapes(), model_config.num_hidden_layers

@@ -21,14 +21,13 @@ Read: collectives.py.
 """
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import messages
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = (2, 1), (3, 1), (4, 1), (4, 3)
-    some = [Case(n, dp=1, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
+    some = [Case(n, dp=1, cp=n, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
     # Two axes, of ranks 0 and 1 and of ranks 2 and 3: places on an axis are not ranks of the world.
-    return [*some, Case(4, dp=2, rows=2, columns=3, distance=1)]
+    return [*some, Case(4, dp=2, cp=2, rows=2, columns=3, distance=1)]
 
 
 def tensor_of(case: Case, rank: int):
@@ -37,7 +36,7 @@ def tensor_of(case: Case, rank: int):
 
 def on_rank(rank, case: Case) -> dict:
     tensor = tensor_of(case, rank.number)
-    axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.ranks // case.dp))
+    axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.cp))
     shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
     rank.mark("Shift returns")
     kept = getattr(shift, "sent", None)
@@ -48,7 +47,7 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    size, tensors = case.ranks // case.dp, [tensor_of(case, r) for r in range(case.ranks)]
+    size, tensors = case.cp, [tensor_of(case, r) for r in range(case.ranks)]
     results = [{"the tensor that was sent": own, "self.sent": own} for own in tensors]
     for rank, result in enumerate(results):
         source = rank // size * size + (rank - case.distance) % size  # on the same axis
@@ -67,11 +66,10 @@ def order(case: Case, rank: int, record) -> str | None:
 
 
 def picture(runs):
-    return ["4 ranks, distance 1", messages(runs[2][1])]
-
-
-def own_factors(case: Case) -> dict[str, float]:
-    return {"the number of ranks of the axis": case.ranks // case.dp}
+    yield "4 ranks, distance 1"
+    for rank, record in enumerate(runs[2][1]):
+        sends = (e for e in record.events if (e.kind, e.what) == ("start", "send"))
+        yield from (f"rank {rank} ──{e.bytes:6g} bytes ──> rank {e.peer}" for e in sends)
 
 
 VERSIONS = """

@@ -93,6 +93,19 @@ not_zeroed: The buffer is memory as it is found: backward adds to what happens t
     new_zeros => new_empty
 ones: The buffer does not begin at zero: backward adds to what is there.
     new_zeros => new_ones
+float32_buffer: The buffer is in float32, and what each parameter gets is a copy of its part in
+    another dtype: the sum over the ranks never reaches it.
+    new_zeros(sum(sizes)) => new_zeros(sum(sizes), dtype=torch.float32)
+    view.view_as(parameter) => view.view_as(parameter).to(parameter.dtype)
+rows_counted: A part begins after the rows of the parameters before, not after their numbers: parts
+    overlap.
+- views = self.gradients.split(sizes)
++ begins = [sum(map(len, list(parameters.values())[:i])) for i in range(len(sizes))]
++ views = [self.gradients[i : i + n] for i, n in zip(begins, sizes, strict=True)]
+padded: Parts are filled up to 64 numbers: the buffer is longer than the gradients, and all of it is
+    sent.
+    [parameter.numel() for => [-(-parameter.numel() // 64) * 64 for
+    view.view_as(parameter) => view[: parameter.numel()].view_as(parameter)
 also_right:
 def __init__(self, parameters):
     self.names, values = list(parameters), list(parameters.values())

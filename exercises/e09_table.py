@@ -20,10 +20,18 @@ Read: placement.py, tensor_parallel.py.
   the `parallelize_plan` of `torch.distributed.tensor.parallel`.
 """
 
-from exercises.cut_model import model_config, put_together, run_cut, run_whole
+import torch
+from torch import Tensor, nn
+
+from exercises.cut_model import put_together
 from exercises.exercise import Case, Dice, draw
+from picotron_min.model import Llama
+from picotron_min.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
+UNKNOWN = "rotary.scale", "self_attn.q_norm.weight", "mlp.gate_up_proj.weight"
+RIGHT = dict.fromkeys((f"of {name}" for name in UNKNOWN), None)
+RIGHT |= {"copies and sums of a tied embedding in a V": ["dp_cp", "dp_cp"]}
 PLAIN = ("embed_tokens", "lm_head", "norm")  # in a name: no hidden matrix
 
 
@@ -45,11 +53,50 @@ def on_rank(rank, case: Case) -> dict:
     else:
         gradients = {EMBEDDING: made_up(case, axes.ends.rank)[parts[EMBEDDING]].clone()}
     results |= put_together(rank, axes, table, shapes, gradients)
+    if EMBEDDING in gradients and not hasattr(case, "heads"):
+        results["sum on each end"] = gradients[EMBEDDING]
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
     results["parts"] = {name: tuple(g.shape) for name, g in gradients.items() if g.numel()}
-    results["of an unknown name"] = course.placement._placement("rotary.scale", layout, False)
+    for name in UNKNOWN:
+        results[f"of {name}"] = course.placement._placement(name, layout, False)
+    # The first and the last stage of a V are on one rank.
+    layout = course.settings.Layout(pp=2, pp_engine="zb_v", pp_chunks=2)
+    in_v = course.placement._placement(EMBEDDING, layout, tied=True)
+    results["copies and sums of a tied embedding in a V"] = [*in_v.copies, *in_v.sums]
     results["elements"] = sum(gradient.numel() for gradient in gradients.values())
     return results
+
+
+def model_config(case: Case) -> ModelConfig:
+    return ModelConfig(case.vocab, 2 * case.heads, case.inner, 1, case.heads, case.heads // 2)
+
+
+def run_cut(rank, case: Case, axes, parts: dict[str, tuple[slice, ...]]):
+    """The loss of this rank's part of the model, and the gradients of its parameters."""
+    course = rank.course
+    model = course.model.Llama(model_config(case))
+    for name, parameter in list(model.named_parameters()):
+        mine = draw(case, name, shape=parameter.shape)[parts[name]].clone()
+        model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(mine)
+    sequence_parallel = case.layout.get("sequence_parallel", False)
+    course.tensor_parallel.apply_tensor_parallel(model, axes.tp, sequence_parallel)
+    return _run(model, case)
+
+
+def run_whole(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the whole model in one process, and its gradients."""
+    model = Llama(model_config(case)).double()
+    for name, parameter in model.named_parameters():
+        parameter.data = draw(case, name, shape=parameter.shape)
+    return _run(model, case)
+
+
+def _run(model: nn.Module, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = draw(case, "tokens", shape=(2, 2, 6)).abs() * 100 % case.vocab
+    ids, targets = ids.long().unbind()
+    loss = model(ids, torch.arange(ids.shape[1]), targets)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
@@ -64,12 +111,12 @@ def made_up(case: Case, end: int):
 def expected(case: Case) -> list[dict]:
     if not hasattr(case, "heads"):
         whole = made_up(case, 0) + made_up(case, 1)
-        right = {"hidden matrices": [], "of an unknown name": None}
+        right = RIGHT | {"hidden matrices": [], "sum on each end": whole}
         return [right | {f"gradient of {EMBEDDING}": whole}] * case.ranks
     loss, gradients = run_whole(case)
     results = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     results["hidden matrices"] = [n for n in gradients if not any(p in n for p in PLAIN)]
-    return [results | {"loss": loss, "of an unknown name": None}] * case.ranks
+    return [results | RIGHT | {"loss": loss}] * case.ranks
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -120,16 +167,33 @@ tied_not_summed: A tied embedding has a copy on the first and on the last stage,
 tied_counted_twice: The copies of a tied embedding on both ends are not named as copies: the
     gradient norm counts both.
     axes, sums => ("dp_cp",), sums
+names_taken_literally: Column-parallel is taken to mean columns, and row-parallel rows: these are
+    columns and rows of W^T, and a weight here is W, [out, in].
+    1 if module in ROW_PARALLEL else 0 => int(module in COLUMN_PARALLEL)
+parts_of_names: A name is searched for a known one in any place: names that hold it get its row.
+    module in HIDDEN => any(one in name for one in HIDDEN)
+    module in VOCABULARY_PARALLEL => any(one in name for one in VOCABULARY_PARALLEL)
+    module in NORMS => any(one in name for one in NORMS)
+ends_always_differ: With more than one stage a tied embedding is taken to be on two ranks: in a V
+    the first and the last stage are on one.
+    not share_rank => layout.pp > 1
+norms_counted_often: With sequence parallelism norms are taken to differ between tp ranks: only
+    their gradients do, before the sum, and a norm counts once.
+    copies=("dp_cp", "tp") => copies=("dp_cp",) if layout.sequence_parallel else ("dp_cp", "tp")
+head_summed_only: Only the head is summed over both ends: a tied weight is saved as embed_tokens.
+    tied and not => tied and module == "lm_head" and not
+all_else_is_a_norm: What is no matrix gets the row of a norm, and unknown names do: return None.
+    if module in NORMS: => if True:
 also_right:
 def _placement(name, layout, tied):
     module = name.split(".")[-2]
-    if module.endswith("_proj"):
+    if module in HIDDEN:
         cut = Cut("tp", 1 if module in ("o_proj", "down_proj") else 0)
         return Placement((cut,), ("dp_cp",), ("dp_cp",), True)
     if module in ("embed_tokens", "lm_head"):
         one_rank = ends_share_rank(layout.schedule, layout.pp, layout.pp_chunks)
         both = ("dp_cp",) if one_rank or not tied else ("dp_cp", "ends")
         return Placement((Cut("tp", 0),), both, both)
-    if "norm" in module:
+    if module in NORMS:
         return Placement((), ("dp_cp", "tp"), ("dp_cp" + "_tp" * layout.sequence_parallel,))
 """

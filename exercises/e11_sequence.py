@@ -19,8 +19,9 @@ Read: extensions/overlap/boundary.py, collectives.py.
 """
 
 from exercises.exercise import Case, Dice, Sent
+from exercises.memory import SavedTensors
 from exercises.pictures import bars
-from exercises.sublayers import bytes_of_norms, overlap_problem, run_cut, run_whole, traffic_of
+from exercises.sublayers import data, norm, overlap_problem, run_cut, run_whole, traffic_of
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -38,6 +39,14 @@ def expected(case: Case) -> list[dict]:
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     return traffic_of(case, all_gather=5, reduce_scatter=5)  # instead of 5 all-reduces
+
+
+def bytes_of_norms(case: Case) -> int:
+    """What autograd keeps of both norms, each of the whole [B, S, E]."""
+    _, whole, _ = data(case)
+    with SavedTensors() as kept:
+        norm(whole.requires_grad_())
+    return 2 * kept.bytes
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -82,6 +91,11 @@ awaited_at_once: `start_sum` waits until the sum is there: weight gradients are 
     y, self.axis, dim=1) => y, self.axis, dim=1); begun[1].wait(); return begun
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
     start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
+maximum_added: The ranks' largest values are added up: `maximum` needs the operation MAX.
+    , op=dist.ReduceOp.MAX =>
+one_after_the_other: What is gathered lies rank by rank, and is taken for sequences: with several in
+    a batch they are mixed.
+    x, self.axis, dim=1) => x, self.axis, dim=0).view(len(x), -1, x.shape[-1])
 also_right:
 class SequenceBoundary(Boundary):
     def whole(self, x):
@@ -90,4 +104,7 @@ class SequenceBoundary(Boundary):
     def start_sum(self, y):
         rows, work = collectives.start_reduce_scatter(y.transpose(0, 1), self.axis, dim=0)
         return rows.transpose(0, 1), work
+
+    def maximum(self, amax):
+        return collectives.all_reduce(amax, self.axis, dist.ReduceOp.MAX)
 """

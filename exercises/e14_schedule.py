@@ -68,6 +68,26 @@ twice_the_warmup: The warm-up is twice as long as needed, as that of interleaved
 warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
     this one waits for a gradient.
     ranks - rank - 1 => max(0, ranks - rank - 2)
+no_minimum: Where there are fewer micro-batches than ranks behind, the warm-up has forwards of
+    others, which do not exist.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ F, B, m, w = Kind.FORWARD, Kind.BACKWARD, num_micro_batches, ranks - rank - 1
++ turns = [Action(kind, i - w * (kind is B)) for i in range(w, m) for kind in (F, B)]
++ return [*(Action(F, i) for i in range(w)), *turns, *(Action(B, i) for i in range(m - w, m))]
+newest_first: A backward follows the forward of the same micro-batch, and those of the warm-up come
+    last: the newest gradient is not there yet.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)
++ plan = alternating([m], chunks, w)
++ new = [a._replace(micro_batch=(a.micro_batch + w) % m) for a in plan]
++ return [b if a.kind is Kind.BACKWARD else a for a, b in zip(plan, new, strict=True)]
+no_cool_down: There is no cool-down: as many backwards as the warm-up has forwards are missing.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)
++ return alternating([m], chunks, w)[: 2 * m - w]
+as_many_as_micro_batches: The warm-up is counted from the micro-batches: it depends on the ranks
+    behind, however many micro-batches follow.
+    ranks - rank - 1 => max(0, num_micro_batches - rank - 1)
 also_right:
 def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
     forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]

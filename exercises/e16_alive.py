@@ -23,13 +23,15 @@ Read: pipeline_parallel.py.
   backward. In production: `deallocate_output_tensor` of Megatron-LM.
 """
 
+import contextlib
+import weakref
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from exercises import watched
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 from picotron_min.extensions.schedules.registry import SCHEDULES
@@ -74,16 +76,61 @@ def forward(
     return F.cross_entropy((x @ weights[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+class Outputs:
+    """How many outputs are alive, now and when each forward began."""
+
+    def __init__(self) -> None:
+        self.alive, self.counts, self.watched, self.now = 0, [], [], []
+
+    def copy(self, values: Tensor) -> Tensor:
+        """The same values, in memory that counts as long as any tensor or view lies in it."""
+        memory = np.array(values.detach().numpy())
+        self.alive += 1
+        weakref.finalize(memory, self._released)
+        return torch.from_numpy(memory)  # its storage keeps `memory` alive
+
+    def _released(self) -> None:
+        self.alive -= 1
+
+    @contextlib.contextmanager
+    def watch(self, action):
+        if action.kind.value == "F":
+            self.counts.append(self.alive)
+            self.now = [f"F{action.micro_batch}"]
+            self.watched += self.now
+        yield
+        self.now = []
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs, x):  # saves nothing: backward needs no values
+        return outputs.copy(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, dy
+
+
+class PartOfModel(nn.Module):
+    def __init__(self, weights: list[Tensor], is_first: bool, outputs: Outputs) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.is_first, self.outputs = is_first, outputs
+
+    def forward(self, x: Tensor, *more) -> Tensor:
+        return _Copy.apply(self.outputs, forward(list(self.weights), x, self.is_first, *more))
+
+
 def on_rank(rank, case: Case) -> dict:
     course, p, v = rank.course, case.ranks, case.chunks
     axis, parallel = rank.axis("pp"), course.pipeline_parallel
-    outputs, chunks = watched.Outputs(), []
-    seen = {"has a graph": False, "read": [], "moved": 0, "watched": []}
+    outputs, chunks = Outputs(), []
+    seen = {"graphs": [], "read": [], "moved": 0, "awaited": []}
     schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         mine = weight(case, stage.layers.start, p * v - 1)
-        model = watched.PartOfModel(mine, stage.is_first, forward, outputs)
-        chunks.append(parallel.Chunk(stage, model))
+        chunks.append(parallel.Chunk(stage, PartOfModel(mine, stage.is_first, outputs)))
 
     class Batch(course.data.Batch):
         def to(self, device):
@@ -94,21 +141,28 @@ def on_rank(rank, case: Case) -> dict:
         seen["read"].append(i)
         return Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
 
-    watched.note_graphs(axis, seen)
-    watch = outputs.counted_at_forwards(seen["watched"])
+    def record(collective: str, tensor: Tensor, *share: float) -> None:  # of all that is sent
+        seen["graphs"].append(tensor.requires_grad)
+        in_ledger(collective, tensor, *share)
+
+    def arrived(*key) -> Tensor:
+        seen["awaited"] += outputs.now  # what runs meanwhile
+        return awaited(*key)
+
+    in_ledger, axis.ledger.record = axis.ledger.record, record
     empty = partial(torch.empty, B, S, E, dtype=torch.float64)
     pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
-    outputs.note_arrivals(pipeline)
+    awaited, pipeline._arrived = pipeline._arrived, arrived
     build_plans = course.pipeline_messages.build_plans
     plans = build_plans(schedule, p, case.micro_batches, v, training=case.training)
     with torch.set_grad_enabled(case.training):
-        totals = pipeline.run(plans[rank.number], read, watch)
+        totals = pipeline.run(plans[rank.number], read, outputs.watch)
     weights = [w for chunk in chunks for w in chunk.model.weights]
-    results = {"[loss, number of targets]": totals.detach(), "watched": seen["watched"]}
+    results = {"[loss, number of targets]": totals.detach(), "watched": sorted(outputs.watched)}
     results["gradients"] = [w.grad for w in weights if w.grad is not None]
-    has_graph = totals.requires_grad, seen["has a graph"]
+    has_graph = totals.requires_grad, any(seen["graphs"])
     results |= {"the totals, and what is sent, have a graph": has_graph}
-    results |= {"awaited within self.watch": outputs.awaited, "outputs alive": outputs.counts}
+    results |= {"awaited within self.watch": seen["awaited"], "outputs alive": outputs.counts}
     results |= {"micro-batches read": sorted(seen["read"]), "left in self.live": len(pipeline.live)}
     return results | {"batches moved to self.device": seen["moved"]}
 

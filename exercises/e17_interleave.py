@@ -113,6 +113,17 @@ backward_in_forward_order: Backwards run through the chunks in the order of forw
 + return [a if a.kind.value == "F" else a._replace(chunk=chunks - 1 - a.chunk) for a in plan]
 one_chunk: Only the first chunk is run.
     sizes, chunks => sizes, 1
+ranks_for_first_group: The warm-up counts as many forwards a chunk as there are ranks: the first
+    group may be larger, and must have reached the last chunk.
+    (chunks - 1) * sizes[0] => (chunks - 1) * ranks
+all_forwards_of_one_group: All forwards come first if there are as many micro-batches as ranks: more
+    chunks are alive, and the bubble is the same.
+- warmup += (chunks - 1) * sizes[0]
++ warmup += (chunks - 1) * sizes[0]
++ warmup = num_micro_batches * chunks if num_micro_batches == ranks else warmup
+depth_first: Each micro-batch of a group runs through all chunks before the next one: ranks wait
+    while it is on others.
+    alternating(sizes, => alternating([1] * num_micro_batches,
 also_right:
 def interleaved(rank, ranks, num_micro_batches, chunks=1):
     sizes, half = group_sizes(ranks, num_micro_batches), num_micro_batches * chunks

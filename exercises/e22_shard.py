@@ -205,6 +205,9 @@ awaited_at_once: It waits for the reduction at once: backward stands still while
     self.travelling.append( => reduction.wait(); self.travelling.append(
 not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
     self.travelling.append((self, self.buffer, reduction)) => pass
+new_each_time: Where each backward has a new buffer, each gradient gets one: what other matrices of
+    the unit have put into it is lost.
+    if self.buffer is None: => if self.buffer is None or self.reduces_each:
 also_right:
 - self.buffer = self.row.new_empty(self.axis.size, len(self.row))
 + self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)

@@ -153,6 +153,26 @@ coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
 coefficient_reported: The reported losses are multiplied by their coefficients: those of two runs
     with different coefficients could not be compared.
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
+all_ranks_in_both: The loss over the batch counts the sequences of all ranks, as the global one:
+    it is of this rank's micro-batch.
+- if routing.moe_global_aux_loss_coeff:
+-     of_step += self.sum_over_batch(counts.sum(0))
++ batch = self.sum_over_batch(counts.sum(0))
++ of_step += batch
+    moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, batch)
+summed_again: The step's counts are summed over the ranks with each micro-batch: what has been
+    summed is summed again.
+- of_step += self.sum_over_batch(counts.sum(0))
++ of_step += counts.sum(0)
++ self.sum_over_batch(of_step)
+losses_that_are_off: Losses with a coefficient of 0 are computed and reported, too.
+    if routing.moe_global_aux_loss_coeff: => if True:
+    if coefficient: => if True:
+mean_of_tokens: The loss is a mean over tokens, as in the paper: here it is a sum, which the step
+    divides by all tokens, once.
+- gradient = torch.zeros_like(counts)
++ gradient, tokens = torch.zeros_like(counts), shares.shape[1]
+    keepdim=True)). => keepdim=True) / tokens / (1 if scope.ndim > 1 else len(shares))).
 also_right:
 - best = shares.topk(self.config.num_experts_per_tok).indices
 - counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)

@@ -34,7 +34,6 @@ Read: extensions/experts/dispatch.py, extensions/experts/moe.py.
 import torch
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import squares
 
 E, INNER = 3, 4
 CHECKS = "what self.limit.check_rows gets"
@@ -148,10 +147,13 @@ def picture(runs):
     case, records = runs[1]
     each, ranks = case.experts // case.ep, range(case.ranks)
     chosen = [inputs(case, rank)[2].flatten().tolist() for rank in ranks]
-    table = squares([[sum(n // each == other for n in row) for other in ranks] for row in chosen])
-    about = "pairs of token and expert, from each rank (row) to each rank (column)"
+    yield "pairs of token and expert, from each rank (row) to each rank (column)"
+    yield " " * 8 + "".join(f"to rank {rank:<3}" for rank in ranks).rstrip()
+    for rank, row in enumerate(chosen):
+        squares = ("■" * sum(n // each == other for n in row) for other in ranks)
+        yield f"rank {rank}  " + "".join(f"{text:11}" for text in squares).rstrip()
     rows = ", ".join(f"{record.values['rows']} rows" for record in records)
-    return [about, table, "", f"rows that experts get: {rows}"]
+    yield f"\nrows that experts get: {rows}"
 
 
 VERSIONS = """

@@ -117,6 +117,18 @@ all_are_owners: Every rank has all of a matrix with an owner: the others must ha
     stop if rank[cut.axis] == cut.owner else start => stop
 first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by columns.
     for cut in cuts: => for cut in (cut._replace(dim=0) for cut in cuts):
+begins_at_0: A second cut of a dim forgets where the first one begins: its slice counts from 0.
+- each = -(-(stop - start) // size[cut.axis])
++ start, stop = 0, stop - start
++ each = -(-stop // size[cut.axis])
+into_the_next_part: Pieces are clipped at the end of the tensor, not at that of what the cut before
+    has left: they reach into the next rank's part.
+    * each, stop) => * each, shape[cut.dim])
+    first + each, stop) => first + each, shape[cut.dim])
+without_numbers: A dim that no cut names gets slice(None): two numbers tell how long the part is.
+- return tuple(slices)
++ cut_dims = {cut.dim for cut in cuts}
++ return tuple(s if dim in cut_dims else slice(None) for dim, s in enumerate(slices))
 also_right:
 def part(shape, cuts, rank, size):
     indices = [list(range(length)) for length in shape]

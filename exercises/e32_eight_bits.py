@@ -106,10 +106,6 @@ def picture(runs):
     return ["mean relative error of numbers of a tensor, in %", bars(rows, "{:5.1f}")]
 
 
-def own_factors(case: Case) -> dict[str, float]:
-    return {"the scale": 2}
-
-
 VERSIONS = """
 any_scale: The scale is no power of two: numbers are rounded when multiplied, and again in 8 bits.
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio

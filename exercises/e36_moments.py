@@ -31,10 +31,9 @@ GROUPS = (1, 0.0), (2, 0.5)  # lr, in units of the case's, and weight_decay
 
 def cases(dice: Dice) -> list[Case]:
     kinds = ((0.9, 0.95), 1.0), ((0.8, 0.99), 0.1), ((0.9, 0.95), 1e-4)
-    return [
-        Case(1, betas=betas, falls=x, rows=dice.randint(2, 3), lr=dice.randint(2, 9) / 100)
-        for betas, x in kinds
-    ]
+    sizes = {"rows": dice.randint(2, 3), "lr": dice.randint(2, 9) / 100}
+    some = [Case(1, betas=betas, falls=x, **sizes) for betas, x in kinds]
+    return [*some, Case(1, betas=(0.9, 0.99), falls=1.0, chunk=4, **sizes)]  # numbers of a chunk
 
 
 def gradient(case: Case, number: int, step: int):
@@ -45,6 +44,7 @@ def on_rank(rank, case: Case) -> dict:
     weights = [torch.nn.Parameter(draw(case, "w", i, shape=(case.rows, 2))) for i in range(3)]
     parts = zip((weights[:1], weights[1:]), GROUPS, strict=True)
     groups = [{"params": p, "lr": n * case.lr, "weight_decay": decay} for p, (n, decay) in parts]
+    rank.course.adamw.CHUNKS["cpu"] = getattr(case, "chunk", 2**18)
     optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
     history, squares = [], []
     for step in range(STEPS):
@@ -148,6 +148,15 @@ not_squared: v is a mean of gradients, not of their squares: its root may be NaN
     addcmul_(square, gradients, gradients, 1 - beta2) => add_(square, gradients, alpha=1 - beta2)
 uphill: The update is added: the loss grows.
     square, -lr / => square, lr /
+counted_in_chunks: The step is counted once a chunk: in a group of several, one step counts often.
+    torch._foreach_add_(counts, 1) => pass
+- steps = counts[0].item()
++ torch._foreach_add_(counts, 1)
++ steps = counts[0].item()
+eps_not_corrected: 1e-8 is added to the root of v before v is corrected, as in the paper's short
+    form: it counts 1 / sqrt(1 - b2^t) times as much.
+    torch._foreach_div_(square, math.sqrt(1 - beta2**steps)) => pass
+    -lr / (1 - beta1**steps) => -lr * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
 also_right:
 @torch.no_grad()
 def step(self):

@@ -113,10 +113,6 @@ def picture(runs):
     return ["bytes of a layer per token", bars(rows)]
 
 
-def own_factors(case: Case) -> dict[str, float]:
-    return {"tp": case.tp, "the bytes of a float64": 8, "two": 2}
-
-
 VERSIONS = """
 input_for_each: The input of q, k and v is counted three times: it is one tensor.
     2 * E + heads => 4 * E + heads

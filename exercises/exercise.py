@@ -11,7 +11,7 @@ import json
 import random
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]  # of the course
 FOLDER = ROOT / "exercises"  # of what a student writes: a class has another one, see launch.py
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
-FUNCTIONS = {"cases", "on_rank", "picture", "own_factors", *GATE_OF}
+FUNCTIONS = {"cases", "on_rank", "picture", *GATE_OF}
 ALSO_RIGHT = "\nalso_right:\n"
 Dice = random.Random
 
@@ -49,17 +49,9 @@ def sizes_of(case: Case) -> dict[str, Any]:
 
 
 def order_of(case: Case) -> tuple[int, float]:
-    """By which cases are sorted: a reader wants to see the smallest."""
-    return case.ranks, _total(sizes_of(case))
-
-
-def _total(value: Any) -> float:
-    """All numbers in a value, added up."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return sum(map(_total, value))
-    return abs(value) if isinstance(value, int | float) else 0
+    """By which cases are sorted: a reader wants to see the smallest. Texts have no size."""
+    text = str(sizes_of(case)).replace("True", "1")
+    return case.ranks, sum(map(float, re.findall(r"(?<![\w.'])\d[\d.]*(?:e-\d+)?", text)))
 
 
 class Sent(NamedTuple):
@@ -67,6 +59,15 @@ class Sent(NamedTuple):
 
     calls: int | None  # None: any number
     bytes: float  # algorithmic, as in collectives.py
+
+
+def together(sends: Iterable[tuple[str, Sent]]) -> dict[str, Sent]:
+    """All that is sent under a name, added up."""
+    found: dict[str, Sent] = {}
+    for what, (calls, size) in sends:
+        before = found.get(what, Sent(0, 0.0))
+        found[what] = Sent(None if calls is None else before.calls + calls, before.bytes + size)
+    return found
 
 
 class Mistake(NamedTuple):
@@ -147,8 +148,6 @@ class Exercise:
 
     def factors(self, case: Case) -> dict[str, float]:
         """Numbers that a result may be too large or too small by, with their names."""
-        if own := self.own_factors:
-            return own(case)
         layout = getattr(case, "layout", {})
         numbers = {"the number of ranks": case.ranks} | sizes_of(case) | layout
         return {name: n for name, n in numbers.items() if type(n) in (int, float)}

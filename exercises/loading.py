@@ -3,8 +3,8 @@
     def ring(...):              ring = _replacement("ring")     runs the student's code, which sees
         ...                ->                                   the names of the module around it
 
-The module is changed as a syntax tree. So classes that contain the target, tables that list it, and
-modules that import it all get the student's version, and a traceback has the lines of its file.
+So classes that contain the target, tables that list it, and modules that import it all get the
+student's version, and a traceback has the lines of its file.
 """
 
 import ast
@@ -84,15 +84,18 @@ def import_with(
     exercise: Exercise, tree: ast.Module, path: Path, watch: Watch = lambda definition: definition
 ) -> None:
     """Import the target's module with the definition in the student's tree."""
+    target = source.find(exercise)
+    call = f"{target.node.name} = {FUNCTION}({target.node.name!r})"
+    call += "\n#" * (target.node.end_lineno - target.first)  # so that lines keep their numbers
+    text = target.replaced(target.path.read_text(), call)
 
     def fill(module: ModuleType) -> None:
         names = module.__dict__
         names[FUNCTION] = lambda name: watch(_defined(name, tree, path, names, exercise))
-        changed = _with_call(*source.find(exercise)[1:3])
-        exec(compile(changed, module.__file__, "exec"), names)
+        exec(compile(text, module.__file__, "exec"), names)
         _add_helpers(tree, path, names, exercise)
 
-    _import(source.course_file(exercise), fill)
+    _import(target.path, fill)
 
 
 def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
@@ -106,28 +109,29 @@ def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
         setattr(sys.modules[package], attribute, module)
 
 
-def _with_call(tree: ast.Module, target: source.Definition) -> ast.Module:
-    """The module, with its definition replaced by what the student's version is called for."""
-    call = ast.parse(f"{target.name} = {FUNCTION}({target.name!r})").body[0]
-    for parent in ast.walk(tree):
-        if isinstance(parent, ast.Module | ast.ClassDef) and target in parent.body:
-            place = parent.body.index(target)
-            parent.body[place] = ast.fix_missing_locations(ast.copy_location(call, target))
-    return tree
-
-
 def _defined(name: str, tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> Any:
     """Run the student's imports and definition among the names of the module."""
-    for key, value in _run(filter(_is_foreign_import, tree.body), path, names).items():
-        if names.setdefault(key, value) is not value:  # not over what the course calls by this name
-            where = exercise.source_module
-            raise source.BadFile(f"{key} is another thing in {where}: import it by another name")
+    # A module that imports this one cannot be imported yet, nor can this one itself: later.
+    _add_imports(tree, path, names, exercise, but=ImportError)
     found = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name]
     return _run(found[-1:], path, names)[name]
 
 
+def _add_imports(
+    tree: ast.Module, path: Path, names: dict, exercise: Exercise, but: type | tuple = ()
+) -> None:
+    for node in (n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)):
+        with contextlib.suppress(but):
+            for key, value in _run([node], path, names).items():
+                if names.setdefault(key, value) is not value:  # the course calls another thing so
+                    where = exercise.source_module
+                    what = f"{key} is another thing in {where}: import it by another name"
+                    raise source.BadFile(what)
+
+
 def _add_helpers(tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> None:
     """Put all else that the student's file defines among the names of the module."""
+    _add_imports(tree, path, names, exercise)
     own = exercise.qualified_name.rpartition(".")[2]
     rest = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
     helpers = _run([n for n in rest if getattr(n, "name", None) != own], path, names)
@@ -137,14 +141,7 @@ def _add_helpers(tree: ast.Module, path: Path, names: dict, exercise: Exercise) 
     names.update(helpers)
 
 
-def _is_foreign_import(node: ast.AST) -> bool:
-    # Names of the course are those of the module itself: an import could go round in a circle.
-    if isinstance(node, ast.Import):
-        return not any(alias.name.startswith("picotron_min") for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.module.startswith("picotron_min")
-
-
-def _run(nodes: Iterator[ast.stmt], path: Path, names: dict) -> dict[str, Any]:
+def _run(nodes: list[ast.stmt], path: Path, names: dict) -> dict[str, Any]:
     """What the statements define, each of which sees the names and what was defined before."""
     exec(compile(ast.Module([*nodes], type_ignores=[]), str(path), "exec"), names, found := {})
     return found

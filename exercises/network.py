@@ -1,21 +1,24 @@
-"""The messages between simulated ranks, and the rules of the network.
+"""What simulated ranks send each other, and the rules of the network.
 
     rank 0  isend ─────── wait    ╲ a message is delivered when both ends are posted, into the
     rank 1  irecv ── wait         ╱ buffer of a receive when its own `wait` returns
 
 The network is as strict as the strictest real one. A send is done only when it is received. Until
-`wait`, a buffer that is received into is full of NaN. What is sent must not change before `wait`:
-the receiver may get the new content. Collectives of a group match in the order of their start.
+`wait`, a buffer that is written to is full of NaN. What is sent must not change before `wait`: the
+receiver may get the new content. Collectives of a group match in the order of their start.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exercises.world import RankThread, Wait
+from exercises.compare import described
+from exercises.world import RankThread
+
+Parts = list[list[Tensor]]  # what each end has brought
 
 
 class Group:
@@ -31,22 +34,20 @@ class Group:
         return len(self.ranks)
 
 
-class Work:
-    """An operation that has begun: `wait` returns when it is done."""
+class Meeting:
+    """One collective or message. Its ends are (role, rank of the world)."""
 
-    def __init__(self, what: str, wait: Wait, finish: Callable[[], None], **event: Any) -> None:
-        self.thread, self.what, self.until, self.finish = me(), what, wait, finish
-        self.number, self.is_done = self.thread.operations, False
-        self.thread.operations += 1
-        self.thread.record("start", what, number=self.number, **event)
+    def __init__(self, ends: list[tuple[str, int]], signature: str, rank: int) -> None:
+        self.ends, self.signature, self.first = ends, signature, rank
+        self.posted: dict[tuple[str, int], list[Tensor]] = {}
+        self.taken: Parts = []
 
-    def wait(self, timeout: object = None) -> bool:
-        if not self.is_done:
-            self.thread.record("wait", self.what, number=self.number)
-            self.thread.pause(self.until)
-            self.finish()
-            self.is_done = True
-        return True
+    def content(self) -> Parts:
+        """What each end has brought; of a message, as it is when one of them has waited."""
+        if not self.taken:
+            self.taken = [[x.detach().clone() for x in self.posted[end]] for end in self.ends]
+            self.posted = {end: [] for end in self.ends}  # the network keeps no tensor alive
+        return self.taken
 
 
 def me() -> RankThread:
@@ -55,111 +56,74 @@ def me() -> RankThread:
     return thread
 
 
-class Message:
-    """What two ranks have posted: the n-th send and the n-th receive between them in a group."""
+class Work:
+    """A collective that this rank begins; with a `peer` in the group, a "send" or a "receive".
 
-    def __init__(self) -> None:
-        self.posted: dict[str, Tensor] = {}
-        self.sent: Tensor | None = None
-
-    def content(self) -> Tensor:
-        """What it holds from the moment that the first of its two ends waits for it."""
-        if self.sent is None:
-            sent, buffer = self.posted["send"], self.posted["receive"]
-            if sent.shape != buffer.shape or sent.dtype != buffer.dtype:
-                what = f"a message of {_shape(sent)} is received into a buffer of {_shape(buffer)}"
-                raise RuntimeError(f"{what}: both must have the same shape and dtype")
-            self.sent = sent.detach().clone()
-            self.posted = dict.fromkeys(self.posted)  # the network keeps no tensor alive
-        return self.sent
-
-
-def post(what: str, tensor: Tensor, group: Group, peer: int) -> Work:
-    """Begin to "send" to a rank of the group, or to "receive" from it."""
-    thread, other = me(), group.ranks[peer]
-    _check_contiguous(tensor, what)
-    source, to = (thread.rank, other) if what == "send" else (other, thread.rank)
-    index = thread.world.next_index(what, group.key, source, to)
-    message = thread.world.messages.setdefault((source, to, group.key, index), Message())
-    message.posted[what] = tensor
-    if what == "receive":
-        _spoil(tensor)
-
-    def finish() -> None:
-        content = message.content()
-        if what == "receive":
-            tensor.data.copy_(content)
-
-    text = "waits to send to {}" if what == "send" else "waits to receive from {}"
-    wait = Wait(text, lambda: len(message.posted) == 2, lambda: [other])
-    size = tensor.nbytes if what == "send" else 0
-    return Work(what, wait, finish, bytes=size, peer=other)
-
-
-class Meeting:
-    """One collective: what each rank has brought, as it was when the rank started it."""
-
-    def __init__(self, signature: str, rank: int) -> None:
-        self.signature, self.first = signature, rank
-        self.brought: dict[int, list[Tensor]] = {}  # by rank; parts are for each rank
-
-
-def meet(
-    what: str,
-    group: Group,
-    brought: list[Tensor],
-    share: float,
-    finish: Callable[[list[list[Tensor]]], None],
-    output: Tensor | None = None,
-    async_op: bool = False,
-    signature: str = "",
-) -> Work | None:
-    """A collective: `finish` writes the output, of what all ranks in the group's order brought.
-
-    This rank sends `share` of what it brings.
+    It sends `share` of what it brings. `wait` writes to the outputs what `combine` makes of what
+    all ends have brought, in their order.
     """
-    thread = me()
-    index = thread.world.next_index(thread.rank, group.key)
-    signature = signature or (f"{what} of {_shape(*brought)}" if brought else what)
-    new = Meeting(signature, thread.rank)
-    meeting = thread.world.meetings.setdefault((group.key, index), new)
-    if meeting.signature != signature:
-        which = f"collective {index + 1} of this group is {signature} on rank {thread.rank}"
-        other = f"and {meeting.signature} on rank {meeting.first}"
-        remedy = "all ranks must start the same collectives in the same order"
-        raise RuntimeError(f"{which}, {other}: {remedy}")
-    for tensor in brought:
-        _check_contiguous(tensor, what)
-    meeting.brought[thread.rank] = [tensor.detach().clone() for tensor in brought]
-    places = {tensor.untyped_storage().data_ptr() for tensor in brought}
-    if output is not None and output.untyped_storage().data_ptr() not in places:
-        _spoil(output)
 
-    def missing() -> list[int]:
-        return [rank for rank in group.ranks if rank not in meeting.brought]
+    def __init__(
+        self,
+        what: str,
+        group: Group,
+        brought: list[Tensor],
+        share: float = 1.0,
+        outputs: Sequence[Tensor] = (),
+        combine: Callable[[Parts], Sequence[Tensor]] = lambda brought: (),
+        signature: str = "",
+        peer: int | None = None,
+    ) -> None:
+        self.thread, self.what, self.outputs, self.combine = me(), what, outputs, combine
+        self.number, self.is_done = self.thread.operations, False
+        self.thread.operations += 1
+        signature = signature or " of ".join([what, *map(described, brought)])
+        self.text, which, role = f"waits in {what} for {{}}", "collective {} of this group", ""
+        ends = [(role, rank) for rank in group.ranks]
+        if peer is not None:
+            role, peer = what, group.ranks[peer]
+            source, to = (self.thread.rank, peer) if what == "send" else (peer, self.thread.rank)
+            self.text = "waits to send to {}" if what == "send" else "waits to receive from {}"
+            which = f"message {{}} from rank {source} to rank {to}"
+            ends = [("send", source), ("receive", to)]
+        self.meeting = self._joined(which, role, group, Meeting(ends, signature, self.thread.rank))
+        for tensor in (*brought, *outputs):
+            if not tensor.is_contiguous():
+                what = f"{what} of a non-contiguous tensor {tuple(tensor.shape)}"
+                raise RuntimeError(f"{what}: gloo would send others")
+        places = {tensor.untyped_storage().data_ptr() for tensor in brought}
+        if peer is None:  # as it is now: what is added later is lost
+            brought = [tensor.detach().clone() for tensor in brought]
+        self.meeting.posted[role, self.thread.rank] = brought
+        for tensor in outputs:
+            if tensor.untyped_storage().data_ptr() not in places:  # unusable until `wait`
+                is_float = tensor.is_floating_point()
+                tensor.data.fill_(float("nan") if is_float else torch.iinfo(tensor.dtype).min)
+        event = {"peer": peer, "alone": len(ends) == 1}
+        event["bytes"] = share * sum(tensor.nbytes for tensor in brought)
+        self.thread.record("start", what, number=self.number, **event)
 
-    def done() -> None:
-        finish([meeting.brought[rank] for rank in group.ranks])
+    def _joined(self, which: str, role: str, group: Group, new: Meeting) -> Meeting:
+        """The one that another end has begun, if any; RuntimeError if it is of another kind."""
+        rank, world = self.thread.rank, self.thread.world
+        index = world.next_index(role, rank, which, group.key)
+        there = world.meetings.setdefault((which, group.key, index), new)
+        if there.signature != new.signature:
+            found = f"{new.signature} on rank {rank}, and {there.signature} on rank {there.first}"
+            remedy = "all ranks must start the same operations in the same order"
+            raise RuntimeError(f"{which.format(index + 1)} is {found}: {remedy}")
+        return there
 
-    wait = Wait(f"waits in {what} for {{}}", lambda: not missing(), missing)
-    size = share * sum(tensor.nbytes for tensor in brought)
-    work = Work(what, wait, done, bytes=size, alone=group.size() == 1)
-    if not async_op:
-        work.wait()
-    return work if async_op else None
+    def missing(self) -> list[int]:
+        """The ranks that have not begun it."""
+        return [end[1] for end in self.meeting.ends if end not in self.meeting.posted]
 
-
-def _spoil(tensor: Tensor) -> None:
-    """Make a buffer unusable until `wait`."""
-    is_float = tensor.is_floating_point()
-    tensor.data.fill_(float("nan") if is_float else torch.iinfo(tensor.dtype).min)
-
-
-def _check_contiguous(tensor: Tensor, what: str) -> None:
-    if not tensor.is_contiguous():
-        shape = tuple(tensor.shape)
-        raise RuntimeError(f"{what} of a non-contiguous tensor {shape}: gloo would send others")
-
-
-def _shape(*tensors: Tensor) -> str:
-    return " and ".join(f"{tuple(t.shape)} {str(t.dtype).rpartition('.')[2]}" for t in tensors)
+    def wait(self, timeout: object = None) -> bool:
+        if not self.is_done:
+            self.thread.record("wait", self.what, number=self.number)
+            self.thread.pause(self)
+            content = self.meeting.content()
+            for output, value in zip(self.outputs, self.combine(content), strict=True):
+                output.data.copy_(value.view_as(output))
+            self.is_done = True
+        return True

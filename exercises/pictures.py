@@ -1,7 +1,7 @@
 """Pictures as text, at most 100 columns wide, of what a student's version did."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,23 +18,6 @@ def bars(rows: Mapping[str, float], number: str = "{:g}") -> str:
     scale = room / (max(rows.values()) or 1)
     lines = [f"{n:{name_width}}  {texts[n]}  {'█' * round(v * scale)}" for n, v in rows.items()]
     return "\n".join(lines)
-
-
-def messages(records: list["Record"]) -> str:
-    """Who sends how many bytes to whom, an arrow a message."""
-    lines = []
-    for rank, record in enumerate(records):
-        for event in record.events:
-            if (event.kind, event.what) == ("start", "send"):
-                lines.append(f"rank {rank} ──{event.bytes:6g} bytes ──> rank {event.peer}")
-    return "\n".join(lines)
-
-
-def squares(numbers: Sequence[Sequence[int]]) -> str:
-    """A square for each thing that goes from a rank (row) to a rank (column)."""
-    heads = "".join(f"to rank {rank:<3}" for rank in range(len(numbers)))
-    rows = [f"rank {i}  " + "".join(f"{'■' * n:11}" for n in row) for i, row in enumerate(numbers)]
-    return "\n".join(line.rstrip() for line in (" " * 8 + heads, *rows))
 
 
 def timeline(records: list["Record"], names: Mapping[str, str] | None = None) -> str:

@@ -1,6 +1,5 @@
 """Runs one case of an exercise on simulated ranks, and records what each rank did."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exercises.exercise import Case, Sent
+from exercises.exercise import Case, Sent, together
 from exercises.loading import Course
 from exercises.simulated_dist import world_group
 from exercises.world import Event, RankThread, World
@@ -39,11 +38,9 @@ class Rank:
 
     def is_sending(self, tensor: Any) -> bool:
         """Whether the memory of a tensor is being sent, and not received yet."""
-        messages = self.thread.world.messages.items()
-        sent = [m.posted.get("send") for (source, *_), m in messages if source == self.number]
-        leaving = {x.untyped_storage().data_ptr() for x in sent if x is not None}
-        is_tensor = isinstance(tensor, torch.Tensor)
-        return is_tensor and tensor.untyped_storage().data_ptr() in leaving
+        meetings, mine = self.thread.world.meetings.values(), ("send", self.number)
+        leaving = {x.untyped_storage().data_ptr() for m in meetings for x in m.posted.get(mine, ())}
+        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in leaving
 
     def mark(self, text: str) -> None:
         """Note, among the events, that something happens now."""
@@ -61,13 +58,9 @@ class Record:
     @property
     def sent(self) -> dict[str, Sent]:
         """Calls and bytes by operation, as the network has seen them; receives are not counted."""
-        calls, size = Counter(), Counter()
-        for event in self.events:
-            is_sent = event.what not in ("receive", "barrier") and not event.alone
-            if event.kind == "start" and is_sent:
-                calls[event.what] += 1
-                size[event.what] += event.bytes
-        return {what: Sent(calls[what], size[what]) for what in calls}
+        starts = (e for e in self.events if e.kind == "start" and not e.alone)
+        sends = (e for e in starts if e.what not in ("receive", "barrier"))
+        return together((e.what, Sent(1, e.bytes)) for e in sends)
 
     @property
     def unawaited(self) -> list[str]:
@@ -108,7 +101,8 @@ def run_case(
 
 def _in_ledgers(axes: list["Axis"]) -> dict[str, Sent]:
     """Of several axes together, by the course's names: a shift, an exchange, ..."""
-    axes = [axis for axis in axes if axis.size > 1]  # one rank may count calls, of 0 bytes
-    calls = sum((axis.ledger.calls for axis in axes), Counter())
-    size = sum((axis.ledger.bytes for axis in axes), Counter())
-    return {what: Sent(calls[what], size[what]) for what in calls}
+    ledgers = [axis.ledger for axis in axes if axis.size > 1]  # one rank may count 0 bytes
+    sends = (
+        (what, Sent(n, each.bytes[what])) for each in ledgers for what, n in each.calls.items()
+    )
+    return together(sends)

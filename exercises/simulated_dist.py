@@ -7,7 +7,6 @@ what bypasses the course's ledger is seen here.
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -15,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exercises.network import Group, me, meet, post
+from exercises.compare import described
+from exercises.network import Group, Work, me
 
 OPERATIONS = {
-    dist.ReduceOp.SUM: lambda x: x.sum(0),
-    dist.ReduceOp.AVG: lambda x: x.mean(0),
-    dist.ReduceOp.MAX: lambda x: x.amax(0),
-    dist.ReduceOp.MIN: lambda x: x.amin(0),
-    dist.ReduceOp.PRODUCT: lambda x: x.prod(0),
+    dist.ReduceOp.SUM: Tensor.sum,
+    dist.ReduceOp.AVG: Tensor.mean,
+    dist.ReduceOp.MAX: Tensor.amax,
+    dist.ReduceOp.MIN: Tensor.amin,
+    dist.ReduceOp.PRODUCT: Tensor.prod,
 }
 
 
@@ -53,55 +53,47 @@ def _new_group(ranks=None, timeout=None, *_, use_local_synchronization=False, **
     ranks = tuple(range(me().world.size) if ranks is None else ranks)
     if not use_local_synchronization:  # all ranks wait for each other, also those outside
         signature = f"new_group of ranks {list(ranks)}"
-        meet("new_group", world_group(), [], 0.0, lambda brought: None, signature=signature)
+        Work("new_group", world_group(), [], signature=signature).wait()
     copy = 1 + me().world.next_index("groups", me().rank, ranks)  # 0 is the group of the world
     return Group(ranks, me().rank, copy, timeout)
 
 
-def _new_subgroups(
-    rows: list[list[int]], timeout: Any = None, *_: Any, **__: Any
-) -> tuple[Group | None, list[Group]]:
+def _new_subgroups(rows, timeout=None, *_, **__) -> tuple[Group | None, list[Group]]:
     groups = [_new_group(row, timeout) for row in rows]
     mine = [group for group in groups if me().rank in group.ranks]
     return (mine[0] if mine else None), groups
 
 
-def _collective(what, output, tensor, group, share, combine, async_op):
-    """Of all ranks' tensors, in their order, `combine` makes what is written to `output`."""
-
-    def finish(brought: list[list[Tensor]]) -> None:
-        output.data.copy_(combine([tensor for (tensor,) in brought]).view_as(output))
-
-    return meet(what, group, [tensor], share, finish, output, async_op)
+def _collective(what, group, async_op, brought, *how: Any) -> Work | None:
+    work = Work(what, group, brought, *how)
+    return work if async_op else work.wait() and None
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     group, reduce = group or world_group(), OPERATIONS[op]
     share = 2 * (group.size() - 1) / group.size()
-
-    def total(parts: list[Tensor]) -> Tensor:
-        return reduce(torch.stack(parts))
-
-    return _collective("all_reduce", tensor, tensor, group, share, total, async_op)
+    how = share, [tensor], lambda parts: [reduce(_stack(parts), 0)]
+    return _collective("all_reduce", group, async_op, [tensor], *how)
 
 
 def _all_gather(output, tensor, group=None, async_op=False):
+    """Into one tensor, or into a list with one for each rank."""
     group = group or world_group()
-    n = group.size()
-    _check_size("all_gather", output, n * tensor.numel())
-    share = n - 1  # (n-1)/n of the gathered tensor
-    return _collective("all_gather", output, tensor, group, share, torch.stack, async_op)
+    is_one, n = isinstance(output, Tensor), group.size()
+    _check_size("all_gather", output if is_one else torch.stack(output), n * tensor.numel())
+    # It sends (n-1)/n of the gathered tensor.
+    how = n - 1, [output] if is_one else output, lambda x: [_stack(x)] if is_one else _stack(x)
+    return _collective("all_gather", group, async_op, [tensor], *how)
 
 
 def _reduce_scatter(output, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    """Of one tensor, or of a list with one for each rank."""
     group, reduce = group or world_group(), OPERATIONS[op]
     n, rank = group.size(), group.rank()
+    tensor = tensor if isinstance(tensor, Tensor) else torch.stack(tensor)
     _check_size("reduce_scatter", tensor, n * output.numel())
-
-    def part(parts: list[Tensor]) -> Tensor:
-        return reduce(torch.stack(parts)).flatten().chunk(n)[rank]
-
-    return _collective("reduce_scatter", output, tensor, group, (n - 1) / n, part, async_op)
+    how = (n - 1) / n, [output], lambda parts: [reduce(_stack(parts), 0).flatten().chunk(n)[rank]]
+    return _collective("reduce_scatter", group, async_op, [tensor], *how)
 
 
 def _all_to_all(
@@ -112,27 +104,32 @@ def _all_to_all(
     parts = list(tensor.split(input_split_sizes or [len(tensor) // n] * n))
     receives = output_split_sizes or [len(output) // n] * n
 
-    def finish(brought: list[list[Tensor]]) -> None:
+    def mine(brought: list[list[Tensor]]) -> list[Tensor]:
         come = [len(parts[rank]) for parts in brought]
         if come != receives:
             raise RuntimeError(f"rank {rank} expects {receives} rows, but {come} rows come to it")
-        output.data.copy_(torch.cat([parts[rank] for parts in brought]))
+        return [torch.cat([parts[rank] for parts in brought])]
 
     leaving = sum(part.nbytes for i, part in enumerate(parts) if i != rank)
-    share = leaving / (tensor.nbytes or 1)
     signature = f"all_to_all of {str(tensor.dtype).rpartition('.')[2]}"
-    return meet("all_to_all", group, parts, share, finish, output, async_op, signature)
+    how = leaving / (tensor.nbytes or 1), [output], mine, signature
+    return _collective("all_to_all", group, async_op, parts, *how)
 
 
 def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     group = group or world_group()
-    first = itemgetter(group_src if src is None else group.ranks.index(src))
-    return _collective("broadcast", tensor, tensor, group, 1.0, first, async_op)
+    first = group_src if src is None else group.ranks.index(src)
+    how = 1.0, [tensor], lambda parts: parts[first]
+    return _collective("broadcast", group, async_op, [tensor], *how)
 
 
 def _barrier(group=None, async_op=False, **_):
-    group = group or world_group()
-    return meet("barrier", group, [], 0.0, lambda brought: None, async_op=async_op)
+    return _collective("barrier", group or world_group(), async_op, [])
+
+
+def _stack(parts: list[list[Tensor]]) -> Tensor:
+    """One tensor of each rank."""
+    return torch.stack([tensor for (tensor,) in parts])
 
 
 def _check_size(what: str, whole: Tensor, expected: int) -> None:
@@ -142,28 +139,27 @@ def _check_size(what: str, whole: Tensor, expected: int) -> None:
 
 
 def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-    return _message("send", tensor, dst, group, group_dst)
+    return Work("send", **_message(tensor, dst, group, group_dst), brought=[tensor])
 
 
 def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
-    return _message("receive", tensor, src, group, group_src)
+    end = _message(tensor, src, group, group_src)
+    return Work("receive", **end, brought=[], outputs=[tensor], combine=lambda x: x[0])
 
 
-def _message(what: str, tensor: Tensor, rank: int | None, group: Group | None, place: int | None):
-    """The other end is a rank of the world, or a place in the group."""
+def _message(tensor: Tensor, rank: int | None, group: Group | None, place: int | None) -> dict:
+    """One end of a message: the other end is a rank of the world, or a place in the group."""
     group = group or world_group()
     if rank is not None and rank not in group.ranks:  # torch answers in the same way
         raise ValueError(f"Global rank {rank} is not part of group {list(group.ranks)}")
-    return post(what, tensor, group, place if rank is None else group.ranks.index(rank))
-
-
-def _end(op, tensor, peer=None, group=None, tag=0, group_peer=None):
-    """One end of a message, for batch_isend_irecv."""
-    return partial(op, tensor, peer, group, tag, group_peer)
+    peer = place if rank is None else group.ranks.index(rank)
+    return {"group": group, "peer": peer, "signature": described(tensor)}
 
 
 FUNCTIONS = {
     "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
     "all_gather_single": _all_gather,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_single": _reduce_scatter,
@@ -175,7 +171,9 @@ FUNCTIONS = {
     "irecv": _irecv,
     "send": lambda *args, **options: _isend(*args, **options).wait(),
     "recv": lambda *args, **options: _irecv(*args, **options).wait(),
-    "P2POp": _end,
+    "P2POp": lambda op, tensor, peer=None, group=None, tag=0, group_peer=None: partial(
+        op, tensor, peer, group, tag, group_peer
+    ),
     "batch_isend_irecv": lambda ends: [end() for end in ends],
     "get_backend": lambda group=None: "simulated",
     "get_rank": lambda group=None: group.rank() if group else me().rank,

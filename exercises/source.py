@@ -5,9 +5,11 @@ cannot drift apart.
 """
 
 import ast
+import builtins
 import re
 import textwrap
 from pathlib import Path
+from symtable import symtable
 from typing import NamedTuple
 
 from exercises.exercise import ALSO_RIGHT, FOLDER, GATES, ROOT, Exercise, mistakes_in
@@ -153,17 +155,13 @@ def emptied(target: Target) -> str:
 def _imports(exercise: Exercise, target: Target) -> str:
     """Imports of all names of the module that the definition uses, so that an editor knows them."""
     used = {n.id for n in ast.walk(target.node) if isinstance(n, ast.Name)}
-    lines, own = [], []
+    lines, symbols = [], symtable(target.path.read_text(), "", "exec").get_symbols()
     for node in target.tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             node.names = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
             lines += [ast.unparse(node)] if node.names else []
-        elif isinstance(node, Definition):
-            own.append(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            own += [n.id for n in targets if isinstance(n, ast.Name)]
-    if own := sorted({*own} & used - {exercise.qualified_name}):
+    own = {symbol.get_name() for symbol in symbols if not symbol.is_imported()}
+    if own := sorted(own & used - {exercise.qualified_name} - vars(builtins).keys()):
         lines.append(f"from {exercise.source_module} import {', '.join(own)}")
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -76,6 +77,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     queue.run = run
     boundary = getattr(course.boundary, kind)(axis, queue)
     ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
+    largest = boundary.maximum(torch.tensor(2.0 + rank.number, dtype=torch.float64))
     x, upstream, weights = data(case)
     mine = x[rank.number].clone().requires_grad_()
     sublayers, kept = [], 0
@@ -100,6 +102,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
         rank.mark("W")
         queue.detach().run()
     results = {"output": out.detach(), "gradient of the input": mine.grad}
+    results["what maximum returns"] = largest.item()
     for i, sublayer in enumerate(sublayers):
         results |= {f"gradient of {k} {i}": getattr(sublayer, k).weight.grad for k in NAMES}
     return results | {"kept by norms": kept}
@@ -119,6 +122,8 @@ def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
     for rank in range(case.ranks):
         y = out.detach().chunk(case.ranks, 1)[rank] if cuts_sequence else out.detach()
         results.append({"output": y, "gradient of the input": leaf.grad})
+        # Where each rank has all positions, its own largest value is that of all.
+        results[-1]["what maximum returns"] = 1.0 + case.ranks if cuts_sequence else 2.0 + rank
         for i, w in enumerate(leaves):
             for k in NAMES:
                 results[-1][f"gradient of {k} {i}"] = part(k, w[k].grad, rank, case.ranks)
@@ -130,15 +135,10 @@ def traffic_of(case: Case, **calls: int) -> list[dict[str, Sent]]:
     n, b = case.ranks, 8 * case.batch * case.length * case.hidden
     share = dict.fromkeys(("all_gather", "reduce_scatter"), (n - 1) / n * b)
     share["all_reduce"] = 2 * (n - 1) / n * b
-    return [{what: Sent(k, k * share[what]) for what, k in calls.items()}] * n
-
-
-def bytes_of_norms(case: Case) -> int:
-    """What autograd keeps of both norms, each of the whole [B, S, E]."""
-    _, whole, _ = data(case)
-    with SavedTensors() as kept:
-        norm(whole.requires_grad_())
-    return 2 * kept.bytes
+    sent = {what: Sent(k, k * share[what]) for what, k in calls.items()}
+    if "reduce_scatter" in calls:
+        sent["all_reduce"] = Sent(1, 2 * (n - 1) / n * 8)  # of the largest value
+    return [sent] * n
 
 
 def overlap_problem(rank: int, record: Record, operation: str) -> str | None:

@@ -12,11 +12,18 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from exercises.network import Meeting, Work
 
 
 class Deadlock(Exception):
     """No rank can continue; the message has the circle of ranks that wait for each other."""
+
+    def __init__(self, circle: str) -> None:
+        super().__init__(circle)
+        self.lines: list[str] = []  # what each rank waits for, with the student's line
 
 
 class Stopped(BaseException):
@@ -34,14 +41,6 @@ class Event(NamedTuple):
     alone: bool = False  # a collective of one rank, which sends nothing
 
 
-class Wait(NamedTuple):
-    """What a rank waits for."""
-
-    text: str  # "waits to send to rank 1"
-    is_over: Callable[[], bool]
-    blockers: Callable[[], list[int]]  # the ranks that it waits for
-
-
 class RankThread(threading.Thread):
     """One rank. It runs only between `resume` and the next `pause`."""
 
@@ -49,32 +48,27 @@ class RankThread(threading.Thread):
         super().__init__(daemon=True)
         self.world, self.rank, self.function = world, rank, function
         self.turn, self.events, self.operations = threading.Semaphore(0), [], 0
-        self.wait: Wait | None = None
-        self.abort: BaseException | None = None
-        self.result, self.error, self.is_done = None, None, False
+        self.result, self.error, self.is_done, self.is_stopped = None, None, False, False
+        self.wait: Work | None = None
 
     def run(self) -> None:
         self.turn.acquire()
         try:
-            if not self.abort:
-                self.result = self.function(self.rank)
+            self.result = None if self.is_stopped else self.function(self.rank)
         except BaseException as error:  # SystemExit, too, and whatever a student raises
             self.error = error
         self.is_done = True
         self.world.turn.release()
 
-    def pause(self, wait: Wait) -> None:
-        """Let others run until the wait is over."""
-        if self.abort:
-            raise self.abort
-        if wait.is_over():
-            return
-        self.wait = wait
-        self.world.turn.release()
-        self.turn.acquire()
-        self.wait = None
-        if self.abort:
-            raise self.abort
+    def pause(self, wait: "Work") -> None:
+        """Let others run until all that this rank waits for are there."""
+        if wait.missing() and not self.is_stopped:
+            self.wait = wait
+            self.world.turn.release()
+            self.turn.acquire()
+            self.wait = None
+        if self.is_stopped:
+            raise Stopped
 
     def resume(self) -> None:
         self.turn.release()
@@ -89,9 +83,8 @@ class World:
 
     def __init__(self, size: int, student: Path | None = None) -> None:
         self.size, self.student, self.turn = size, student, threading.Semaphore(0)
-        self.threads: list[RankThread] = []
-        self.meetings, self.messages = {}, {}  # of network.py
-        self.counts: Counter = Counter()
+        self.threads, self.counts = [], Counter()
+        self.meetings: dict[tuple, Meeting] = {}  # of network.py
 
     def next_index(self, *key: Any) -> int:
         """How many times this was called with a key: of collectives, messages and groups."""
@@ -109,8 +102,7 @@ class World:
         while any(not thread.is_done for thread in self.threads):
             thread = next(filter(self._can_run, self.threads), None)
             if not thread:
-                error = Deadlock(self._describe_circle())
-                error.lines = self._waiting_lines()
+                error = self._deadlock()
                 self._stop()
                 raise error
             thread.resume()
@@ -121,39 +113,32 @@ class World:
         return self.threads
 
     def _can_run(self, thread: RankThread) -> bool:
-        return not thread.is_done and (thread.wait is None or thread.wait.is_over())
+        return not thread.is_done and not (thread.wait and thread.wait.missing())
 
     def _stop(self) -> None:
         for thread in self.threads:
-            thread.abort = Stopped()
+            thread.is_stopped = True
             if not thread.is_done:
                 thread.resume()
 
-    def _waiting_lines(self) -> list[str]:
-        """What each rank waits for, with the student's line."""
-        lines, frames = [], sys._current_frames()
-        for thread in (thread for thread in self.threads if not thread.is_done):
-            others = ", ".join(f"rank {rank}" for rank in thread.wait.blockers())
-            line = line_in(self.student, traceback.extract_stack(frames[thread.ident]))
-            where = f"   at {line}" if line else ""
-            lines.append(f"rank {thread.rank} {thread.wait.text.format(others)}{where}")
-        return lines
-
-    def _describe_circle(self) -> str:
+    def _deadlock(self) -> Deadlock:
         """Follow who waits for whom until a rank recurs, or one that has returned."""
-        waiting = {thread.rank: thread for thread in self.threads if not thread.is_done}
-        path = [min(waiting)]
-        while path[-1] in waiting:
-            blockers = waiting[path[-1]].wait.blockers()
-            path.append(next((rank for rank in blockers if rank in waiting), blockers[0]))
-            if path[-1] in path[:-1]:
-                break
-        circle = path[path.index(path[-1]) :] if path[-1] in waiting else path
-        text = f"rank {circle[0]}"
-        for rank, other in pairwise(circle):
-            text += f" {waiting[rank].wait.text.format(f'rank {other}')},"
-            text += " which" if other in waiting else " which has returned"
-        return text.removesuffix(", which")
+        waits = {thread.rank: thread.wait for thread in self.threads if not thread.is_done}
+        path = [min(waits)]
+        while path[-1] in waits and path[-1] not in path[:-1]:
+            missing = waits[path[-1]].missing()
+            path.append(next((rank for rank in missing if rank in waits), missing[0]))
+        circle = path[path.index(path[-1]) :] if path[-1] in waits else path
+        steps = [waits[a].text.format(f"rank {b}") for a, b in pairwise(circle)]
+        text = f"rank {circle[0]} {', which '.join(steps)}"
+        error = Deadlock(text if path[-1] in waits else f"{text}, which has returned")
+        frames = sys._current_frames()
+        for rank, wait in waits.items():
+            others = ", ".join(f"rank {other}" for other in wait.missing())
+            line = line_in(self.student, traceback.extract_stack(frames[self.threads[rank].ident]))
+            text = f"rank {rank} {wait.text.format(others)}"
+            error.lines.append(f"{text}   at {line}" if line else text)
+        return error
 
 
 def line_in(student: Path | None, stack: traceback.StackSummary) -> str:

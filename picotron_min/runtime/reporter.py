@@ -50,7 +50,8 @@ class Reporter(ExitStack):
         self.inputs, self.axes, config = inputs, axes, inputs.config
         logging, save_dir, writes = config.logging, config.checkpoint.save_dir, axes.world.rank == 0
         done, last = inputs.first_step, inputs.last_step
-        self.speedometer = Speedometer(inputs.model_config, config.workload, inputs.device)
+        settings = inputs.model_config, config.workload, inputs.device
+        self.speedometer = Speedometer(*settings, writes)
         self.start = start_of(inputs, self.speedometer.peak)
         self.run_log = Path(save_dir, RUN_LOG) if writes else None
         if writes:

@@ -25,10 +25,13 @@ from picotron_min.runtime.hardware import (
 class Speedometer:
     """Turns tokens per second into a step record's measures of speed."""
 
-    def __init__(self, model_config: ModelConfig, work: Workload, device: torch.device) -> None:
+    def __init__(
+        self, model_config: ModelConfig, work: Workload, device: torch.device, writes: bool = True
+    ) -> None:
         name = device_name(device) if device.type == "cuda" else "cpu"
-        self._device, self.peak = device, peak_flops(name, getattr(torch, work.dtype))
-        self._model_config, self._work = model_config, work
+        # A CPU takes 0.2 s to measure: only for the rank whose records are read.
+        self.peak = peak_flops(name, getattr(torch, work.dtype)) if writes else None
+        self._device, self._model_config, self._work = device, model_config, work
 
     def measure(
         self, tokens_per_second: float, devices: int, attended: float | None = None

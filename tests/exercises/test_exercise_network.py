@@ -44,10 +44,15 @@ def everything(axis: Axis) -> tuple[list, float]:
     start_all_gather_(rows, axis).wait()
     partial = x.view(n, -1).clone()
     start_reduce_scatter_(partial, axis).wait()
+    listed, mine = [torch.empty_like(x) for _ in range(n)], torch.empty_like(x[:2])
+    dist.all_gather(listed, x, group=axis.group)
+    dist.reduce_scatter(mine, list(x.chunk(n)), group=axis.group)
+    axis.ledger.record("all_gather", x, n - 1)
+    axis.ledger.record("reduce_scatter", x, axis.share)
     to_each = [(rank + other) % 2 for other in range(n)]
     exchange = Exchange(axis, to_each, to_each)
     received = exchange.wait(exchange.start(x[: sum(to_each)]))
-    return [*results, rows, partial[rank], received], axis.ledger.bytes.total()
+    return [*results, rows, partial[rank], received, *listed, mine], axis.ledger.bytes.total()
 
 
 def on_gloo(with_copies: bool) -> tuple[list, float]:
@@ -148,10 +153,10 @@ def test_a_deadlock_is_reported_at_once_with_its_circle(function, ranks, circle)
     [
         (
             lambda r, c, axis: c.all_reduce(torch.zeros(2 + r), axis),
-            r"all_reduce of \(3,\) float32",
+            r"all_reduce of a tensor \[3\] of float32",
         ),
         (lambda r, c, axis: dist.all_reduce(torch.zeros(2, 2).T), "non-contiguous"),
-        (lambda r, c, axis: c.Shift(torch.zeros(1 + r), axis).wait(), "the same shape"),
+        (lambda r, c, axis: c.Shift(torch.zeros(1 + r), axis).wait(), r"message 1 from rank .* is"),
     ],
 )
 def test_what_gloo_would_get_wrong_silently_is_an_error(call, message):
@@ -160,8 +165,8 @@ def test_what_gloo_would_get_wrong_silently_is_an_error(call, message):
 
 
 X = torch.zeros(4)
-BOTH = r"both must have the same shape and dtype"
-SAME = "all ranks must start the same collectives in the same order"
+SAME = "all ranks must start the same operations in the same order$"
+MESSAGE = r"^message 1 from rank 0 to rank 1 is a tensor"
 
 
 @pytest.mark.parametrize(
@@ -170,24 +175,26 @@ SAME = "all ranks must start the same collectives in the same order"
         (
             lambda r: dist.all_reduce(torch.zeros(2 + r)),
             RuntimeError,
-            r"collective 1 of this group is all_reduce of \(3,\) float32 on rank 1, and"
-            rf" all_reduce of \(2,\) float32 on rank 0: {SAME}$",
+            r"collective 1 of this group is all_reduce of a tensor \[3\] of float32 on rank 1, and"
+            rf" all_reduce of a tensor \[2\] of float32 on rank 0: {SAME}",
         ),
         (
             lambda r: (dist.barrier(), (dist.barrier if r else dist.all_reduce)(*[X][r:])),
             RuntimeError,
-            r"collective 2 of this group is all_reduce of \(4,\) float32 on rank 0, and barrier on"
-            rf" rank 1: {SAME}$",
+            r"collective 2 of this group is all_reduce of a tensor \[4\] of float32 on rank 0,"
+            rf" and barrier on rank 1: {SAME}",
         ),
         (
             lambda r: dist.isend(X, 1).wait() if r == 0 else dist.irecv(X[:3], 0).wait(),
             RuntimeError,
-            r"a message of \(4,\) float32 is received into a buffer of \(3,\) float32: " + BOTH,
+            rf"{MESSAGE} \[3\] of float32 on rank 1,"
+            rf" and a tensor \[4\] of float32 on rank 0: {SAME}",
         ),
         (
             lambda r: dist.isend(X, 1).wait() if r == 0 else dist.irecv(X.int(), 0).wait(),
             RuntimeError,
-            r"a message of \(4,\) float32 is received into a buffer of \(4,\) int32: " + BOTH,
+            rf"{MESSAGE} \[4\] of int32 on rank 1,"
+            rf" and a tensor \[4\] of float32 on rank 0: {SAME}",
         ),
         (
             lambda r: dist.all_gather_into_tensor(torch.zeros(7), X),
@@ -203,6 +210,11 @@ SAME = "all ranks must start the same collectives in the same order"
             lambda r: dist.all_to_all_single(X.clone(), X, [1, 3], [2, 2]),
             RuntimeError,
             r"rank 1 expects \[1, 3\] rows, but \[2, 2\] rows come to it",
+        ),
+        (
+            lambda r: dist.all_gather([X.clone()], X),
+            RuntimeError,
+            r"^all_gather: the whole tensor has 4 numbers, and the parts 8 in all$",
         ),
         (lambda r: dist.isend(X, 5), ValueError, r"Global rank 5 is not part of group \[0, 1\]"),
         (
