@@ -1,20 +1,22 @@
-"""The command: python -m difference --config a.json"""
+"""The command: python -m difference --config a.json, and what it prints."""
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from difference.first import compare, first
-from difference.parts import Context
-from difference.records import Key
-from difference.report import lines_of
-from difference.runs import run_ranks
+from difference.compare import Comparison
+from difference.runs import RankRun, run_ranks
+from difference.suspects import QUEUE, is_yours, suspects
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
+from difference.why import explain
 from picotron_min.runtime.config_file import load_config
+
+MOST = 3  # reasons, names and functions that are printed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,37 +26,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2, help="to compare; default: 2")
     own = "the config's own model and batch, not tiny ones"
     parser.add_argument("--own-sizes", action="store_true", help=own)
-    save = "only run the one process, and write what it computes"
-    parser.add_argument("--save", metavar="FILE", help=save)
-    parser.add_argument("--right", metavar="FILE", help="compare with what --save has written")
-    parser.add_argument("--list", action="store_true", help="print every tensor with its error")
+    right = "of the one process: it writes what it computes, or reads it where the file is there"
+    parser.add_argument("--right", metavar="FILE", help=right)
     given = parser.parse_args(arguments)
     try:
         if given.steps < 1:
             raise ValueError(f"--steps {given.steps}: use 1 or more")
         trial = trial_of(load_config(given.config), given.steps, given.own_sizes)
-        if given.save:
-            whole = {tuple(key): tensor for key, tensor in right_whole(trial).items()}
-            torch.save(whole, given.save)
-            return 0
-        return run(trial, given.list, saved(given.right, trial) if given.right else None)
+        return run(trial, saved(Path(given.right), trial) if given.right else None)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def saved(file: str, trial: Trial) -> Whole:
-    """What another version of the project has computed in one process."""
-    whole = {Key(*key): tensor for key, tensor in torch.load(file).items()}
-    shapes = {key.name: tuple(t.shape) for key, t in whole.items() if key.phase == "initial"}
-    batches = {(key.step, key.micro_batch, key.dp) for key in whole if key.name == "tokens"}
-    mine = {(step, *place) for step in range(trial.steps) for place in trial.micro_batches}
-    if shapes != trial.model_config.parameter_shapes() or batches != mine:
-        raise ValueError(f"--right {file} is of another config, or of other options: --save again")
+def saved(file: Path, trial: Trial) -> Whole:
+    """What one process computes, of the version of the project that has written the file."""
+    if not file.exists():
+        torch.save((repr(trial), right_whole(trial)), file)
+    of, whole = torch.load(file, weights_only=False)
+    if of != repr(trial):
+        raise ValueError(f"--right {file} is of another config or other options: use another file")
     return whole
 
 
-def run(trial: Trial, lists: bool = False, whole: Whole | None = None) -> int:
+def run(trial: Trial, whole: Whole | None = None) -> int:
     """Train a layout and its right run, and print what differs first; the exit code.
 
     `whole`: what another version's right run has computed, in place of this one's.
@@ -64,15 +59,66 @@ def run(trial: Trial, lists: bool = False, whole: Whole | None = None) -> int:
     whole = whole or right_whole(trial)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = run_ranks(trial, text_of(trial), Path(folder))
-    compared = compare(trial, whole, runs)
-    found = first(compared, whole)
-    if lists:
-        for one in compared:
-            step, phase, name, micro_batch, _ = one.key
-            print(f"{one.at} step {step + 1} {micro_batch} {phase:16} {one.error:8.1e} {name}")
-    context = Context(trial, whole, found.wrong if found else ())
-    print(*lines_of(found, runs, compared, context), sep="\n")
-    return int(bool(found) or any(one.problem for one in runs))
+    both = Comparison(trial, whole, [one.records for one in runs])
+    print(*lines_of(both, runs), sep="\n")
+    return int(bool(both.first) or any(one.problem for one in runs))
+
+
+def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
+    failed = [rank for rank, run in enumerate(runs) if run.problem]
+    count = f"{len(both.all):,} tensors"
+    if both.first:
+        yield from _first_wrong(both)
+    if failed:  # the first that failed; one that only lost another rank comes last
+        rank = min(failed, key=lambda rank: (runs[rank].lost, runs[rank].failed_at))
+        yield f"FAILED       rank {rank}: {runs[rank].problem}"
+        for name, line in runs[rank].stack[:MOST]:
+            yield f"             {name.replace(':', f'.py:{line} in ')}"
+        if not both.first:
+            yield f"             all {count} that were recorded before are right"
+            stack = [name for name, _ in runs[rank].stack]
+            queue = QUEUE * ("gradients are missing" in runs[rank].problem)
+            yield _look_at([*dict.fromkeys([*queue, *stack[:1], *runs[rank].ran, *stack[1:]])])
+    elif not both.first:
+        worst = max((one.error for one in both.all), default=0.0)
+        what = f"all {count} of {len(runs)} ranks"
+        yield f"ALL RIGHT    {what} are those of one process, within {worst:.0e} of the largest"
+
+
+def _look_at(named: list[str]) -> str:
+    shown = named[: MOST + any(map(is_yours, named[:MOST]))]
+    return f"look at      {', '.join(shown) or 'no function of the project ran since'}"
+
+
+def _first_wrong(both: Comparison) -> Iterator[str]:
+    key, ranks = both.first[0].key, sorted({one.at for one in both.first})
+    names = {"backward": "gradient of ", "initial": "initial "}
+    names |= dict.fromkeys(("forward", "built", "loss", "gradient norm"), "")
+    title = f"{names.get(key.phase, f'{key.phase} of ')}{key.name}"
+    where = "on all ranks" * (len(ranks) > 1)
+    if len(ranks) < len(both.ranks):
+        where = f"on rank{'s' * (len(ranks) > 1)} {', '.join(str(at.rank) for at in ranks[:8])}"
+        for axis in ("pp", "dp", "cp", "tp"):
+            place = getattr(ranks[0], axis)  # if these ranks have it in common, and no others do
+            if ranks == [at for at in both.ranks if getattr(at, axis) == place]:
+                where = f"on {axis} {place} ({where[3:]})"
+                break
+    yield f"FIRST WRONG  step {key.step + 1}, {title}  {where}"
+    yield f"             {both.num_right:,} tensors before it are right, {both.num_wrong:,} wrong"
+    said: dict[str, str] = {}  # sentences, each with the first rank that it holds for
+    several = both.trial.workload.num_micro_batches > 1
+    for one in both.first[:16]:
+        is_of_one = several and key.phase in ("forward", "backward")
+        of = f", micro-batch {one.key.micro_batch}" * is_of_one
+        said.setdefault(explain(one, both), f"{one.at}{of}")
+    for text, of in [*said.items()][:MOST]:
+        yield f"{of}: {text}"
+    if len(said) > MOST:
+        yield f"(and {len(said) - MOST} more, which differ in numbers)"
+    if names := [*dict.fromkeys(other.key.name for other in both.others)]:
+        shown = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
+        yield f"also in {len(names)} others of this phase: {shown}"
+    yield _look_at(suspects(both, " ".join(said)))
 
 
 if __name__ == "__main__":

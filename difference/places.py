@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from difference.records import Key
+from difference.taps import Key
 from picotron_min.extensions.settings import Layout
 
 Indices = list[Sequence[int]]  # for each dim of the whole, those that a rank has
@@ -54,42 +54,28 @@ def chunk(indices: Sequence[int], rank: int, size: int) -> Sequence[int]:
 
 
 def indices_of(
-    key: Key, shape: Sequence[int], at: Here, layout: Layout, note: dict | None = None
+    key: Key, shape: Sequence[int], at: Here, layout: Layout, cuts: Sequence = ()
 ) -> Indices:
-    """A rank's part of the whole tensor; `note` is what the rank has said of a parameter."""
-    if not shape:
-        return []
-    if key.phase in ("forward", "backward"):
-        return _of_activation(key.name, shape, at, layout)
-    return _of_parameter(key.name.split(" of ")[-1], shape, at, layout, note or {})
-
-
-def _of_activation(name: str, shape: Sequence[int], at: Here, layout: Layout) -> Indices:
-    indices, last = [range(n) for n in shape], name.removesuffix(".input").split(".")[-1]
-    dim = 2 if "core_attention" in name else 1
-    indices[dim] = positions(at, layout, shape[dim])
-    is_routed = name.endswith((".gate.experts", ".gate.weights"))  # never the same token twice
-    in_parts = layout.sequence_parallel and name not in ("tokens", "targets", "loss")
-    if ".core_attention" in name:
-        indices[1] = chunk(indices[1], at.tp, layout.tp)
-    elif last in OUT + IN:
-        indices[2] = chunk(indices[2], at.tp, layout.tp)
-    elif is_routed or in_parts:
-        indices[1] = chunk(indices[1], at.tp, layout.tp)
-    return indices
-
-
-def _of_parameter(name: str, shape: Sequence[int], at: Here, layout: Layout, note: dict) -> Indices:
-    indices, module = [range(n) for n in shape], name.removesuffix(".weight").split(".")[-1]
-    rank, size = (at.etp, layout.etp) if ".experts." in name else (at.tp, layout.tp)
-    if module in OUT or module in ("embed_tokens", "lm_head"):
-        indices[0] = chunk(indices[0], rank, size)
-    elif module in IN:
-        indices[1] = chunk(indices[1], rank, size)
-    elif note and not module.endswith(("norm", "gate")):
-        indices = [range(*pair) for pair in note["cut"]]
-    if note.get("rows"):
-        indices[0] = indices[0][slice(*note["rows"])]
+    """A rank's part of the whole tensor; `cuts` are what the rank has said of a parameter."""
+    indices, dim = [range(n) for n in shape], None
+    name = key.name.split(" of ")[-1].removesuffix(".weight")
+    module, rank, size = name.removesuffix(".input").split(".")[-1], at.tp, layout.tp
+    if shape and key.phase in ("forward", "backward"):
+        of_cp = 2 if ".core_attention" in name else 1
+        indices[of_cp] = positions(at, layout, shape[of_cp])
+        is_routed = name.endswith((".gate.experts", ".gate.weights"))  # no token twice
+        is_stream = layout.sequence_parallel and name not in ("tokens", "targets", "loss")
+        dim = 1 if ".core_attention" in name or is_routed or is_stream else None
+        dim = 2 if module in OUT + IN else dim
+    elif shape:
+        rank, size = (at.etp, layout.etp) if ".experts." in name else (rank, size)
+        dim = 0 if module in (*OUT, "embed_tokens", "lm_head") else 1 if module in IN else None
+        if len(cuts) and dim is None and not module.endswith(("norm", "gate")):
+            indices = [range(*pair) for pair in cuts[:-1]]
+    if dim is not None:
+        indices[dim] = chunk(indices[dim], rank, size)
+    if len(cuts) and shape:
+        indices[0] = indices[0][slice(*cuts[-1])]
     return indices
 
 

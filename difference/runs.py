@@ -7,10 +7,10 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import train
 from difference.places import here
-from difference.records import Key, Record, Writer, read
-from difference.taps import Profile, attach, update_of
+from difference.taps import Key, Notes, Profile, Record, attach
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -39,10 +39,10 @@ from picotron_min.runtime.launch import listen_on_loopback
 
 class RankRun(NamedTuple):
     records: list[Record]
+    failed_at: float
     problem: str = ""  # how it ended, if not well
     stack: Sequence[tuple[str, int]] = ()  # functions and lines, the innermost call first
     ran: Sequence[str] = ()  # the last functions that ran, the last call first
-    failed_at: float = 0.0
     lost: bool = False  # it only waited for a rank that had failed
 
 
@@ -50,8 +50,8 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     """Train in the layout's processes; what each of them has noted, and how it ended."""
     context = multiprocessing.get_context("fork")
     listen_on_loopback()
-    everything = [(trial, text, folder, rank) for rank in range(trial.layout.world_size)]
-    ranks = [context.Process(target=_on_rank, args=args) for args in everything]
+    files = [folder / f"rank{rank}" for rank in range(trial.layout.world_size)]
+    ranks = [context.Process(target=_on_rank, args=(trial, text, file)) for file in files]
     gc.freeze()  # no rank collects the one process's group: without its threads it cannot end
     try:
         for process in ranks:
@@ -63,65 +63,67 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
             process.kill()
             process.join()
         gc.unfreeze()
-    return [_outcome(folder / f"rank{i}", process.exitcode) for i, process in enumerate(ranks)]
+    return [_outcome(file, process.exitcode) for file, process in zip(files, ranks, strict=True)]
 
 
 def _outcome(file: Path, code: int) -> RankRun:
-    records = [*read(file)]
-    if records and records[-1].key.phase == "end":
-        return RankRun(records[:-1], **records[-1].note["end"])
+    records, end, at = [], None, file.stat().st_mtime
+    with file.open("rb") as stream, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while not end:  # up to the last that is complete
+            key, values, *more = pickle.load(stream)
+            if not key:
+                end = values
+            else:
+                records.append(Record(Key(*key), torch.from_numpy(values), *more))
+    if end is not None:
+        return RankRun(records, at, **end)
     how = "it was killed" if code == -signal.SIGKILL else f"it ended with code {code}"
     if not records:
-        return RankRun(records, how)
+        return RankRun(records, at, how)
     step, phase, name, *_ = records[-1].key
-    is_building = phase in ("built", "initial")
-    how += f", {'while the model was built' if is_building else f'in step {step + 1}'}"
-    last = {"failed_at": records[-1].note["time"], "ran": records[-1].running}
-    return RankRun(records, f"{how}, after {phase} of {name}", **last)
+    how += f" in step {step + 1}, after {phase} of {name}"
+    return RankRun(records, at, how, ran=records[-1].running)
 
 
-def _on_rank(trial: Trial, text: Text, folder: Path, rank: int) -> None:
+def _on_rank(trial: Trial, text: Text, file: Path) -> None:
     torch.set_num_threads(1)
-    writer, profile, end = Writer(folder / f"rank{rank}"), Profile(), {}
-    try:
-        size = trial.layout.world_size
-        store = dist.FileStore(str(folder / "store"), size)
-        wait = timedelta(seconds=trial.wait)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-        sys.setprofile(profile.event)
-        Rank(trial, text, rank, writer, profile).run()
-        sys.setprofile(None)
-        dist.barrier()
-    except BaseException as error:
-        sys.setprofile(None)
-        text = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # without a place in gloo's source
-        frames = reversed([*traceback.walk_tb(error.__traceback__)])
-        end = {
-            "problem": f"{type(error).__name__}: {text.partition(chr(10))[0][:150]}",
-            "stack": [(name, line) for frame, line in frames for name in profile.names_of([frame])],
-            "ran": [*reversed(profile.called)][:2],
-            "failed_at": time.time(),
-            "lost": isinstance(error, RuntimeError) and bool(GLOO.search(str(error))),
-        }
-    writer.write(Key(0, "end", ""), torch.zeros(0), end=end)
-    os._exit(bool(end))
+    rank, size = int(file.name.removeprefix("rank")), trial.layout.world_size
+    profile, end = Profile(), {"problem": ""}
+    with file.open("wb", buffering=0) as stream:
+        try:
+            store = dist.FileStore(str(file.with_name("store")), size)
+            wait = timedelta(seconds=trial.wait)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+            sys.setprofile(profile.event)
+            Rank(trial, text, rank, stream, profile).run()
+            sys.setprofile(None)
+            dist.barrier()
+        except BaseException as error:
+            sys.setprofile(None)
+            said = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # without a place in gloo's source
+            frames = reversed([*traceback.walk_tb(error.__traceback__)])
+            stack = [(name, line) for frame, line in frames for name in profile.names_of([frame])]
+            end = {"problem": f"{type(error).__name__}: {said.partition(chr(10))[0][:150]}"}
+            end |= {"stack": stack, "ran": [*reversed(profile.called)][:2]}
+            end["lost"] = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
+        pickle.dump((None, end), stream)
+    os._exit(bool(end["problem"]))
 
 
-class Rank:
+class Rank(Notes):
     """One rank of the layout: train_step, unchanged, with taps."""
 
-    def __init__(
-        self, trial: Trial, text: Text, rank: int, writer: Writer, profile: Profile
-    ) -> None:
-        self.trial, self.writer, self.profile = trial, writer, profile
-        self.here, self.at, self.again = here(rank, trial.layout), Key(0, "", ""), False
+    def __init__(self, trial: Trial, text: Text, rank: int, stream, profile: Profile) -> None:
+        self.trial, self.stream, self.ran = trial, stream, profile.take
+        self.here = here(rank, trial.layout)
         # So that a tiny model, too, has several buckets and several stripes.
         layout.STRIPE_ROWS["cpu"] = STRIPE_ROWS
         buckets = partial(data_parallel.GradientBuckets, bucket_bytes=BUCKET_BYTES)
         data_parallel.GradientBuckets = buckets
         self._build(text)
-        parameters = {n: p.data for n, p in self.model.parameters.items()}
-        self.note("initial", parameters, self._of_parameter)
+
+    def write(self, key: Key, tensor: Tensor, ran: tuple) -> None:
+        self.stream.write(pickle.dumps((tuple(key), tensor.numpy(), *ran)))  # at once
 
     def _build(self, text: Text) -> None:
         trial, w, size = self.trial, self.trial.workload, self.trial.layout
@@ -139,33 +141,19 @@ class Rank:
         settings = trial.model_config, trial.seed, self.model.placements, axes
         initialise(self.model.parameters, *settings)
         self.model.weights_changed()
+        self.note("initial", self.model.parameters)
+        self.note("cuts", {name: self._cuts(name) for name in self.model.parameters})
 
-    def _of_parameter(self, name: str) -> dict:
-        """What places.py needs to know of a parameter."""
+    def _cuts(self, name: str) -> Tensor:
+        """[dims + 1, 2]: where a parameter is cut, and which of these rows sharding has left."""
         placement, axes = self.model.placements[name], self.model.axes
         shape = self.trial.model_config.parameter_shapes()[name]
         cut = part(shape, placement.cuts, axes.ranks, axes.sizes)
         inner = [s.stop - s.start for s in cut]
-        rows = part(inner, placement.further, axes.ranks, axes.sizes)[0]
-        of_shard = (rows.start, rows.stop) if placement.further else None
-        return {"cut": [(s.start, s.stop) for s in cut], "rows": of_shard}
-
-    def note(self, phase: str, tensors: dict, of=lambda name: {}) -> None:
-        ran = self.profile.take()
-        for name, tensor in tensors.items():
-            key = self.at._replace(phase=phase, name=name)
-            self.writer.write(key, tensor, ran, **of(name))
-
-    def _tap(self, name: str, out: torch.Tensor, wants_gradient: bool) -> None:
-        at = self.at
-        self.note("forward", {name: out})
-
-        def note(gradient: torch.Tensor) -> None:
-            key = at._replace(phase="backward", name=name)
-            self.writer.write(key, gradient, self.profile.take())
-
-        if wants_gradient and out.requires_grad and not self.again:
-            out.register_hook(note)
+        rows = slice(0, shape[0])
+        if placement.further:
+            rows = part(inner, placement.further, axes.ranks, axes.sizes)[0]
+        return torch.tensor([(s.start, s.stop) for s in (*cut, rows)])
 
     @contextlib.contextmanager
     def watch(self, action: Action) -> Iterator[None]:
@@ -175,7 +163,7 @@ class Rank:
 
     def run(self) -> None:
         for chunk in self.model.pipeline.chunks:
-            attach(chunk.model, self._tap)
+            attach(chunk.model, self.tap)
         last = self.model.gradients[-1]
         last.wait = partial(self._wait, last.wait)
         for step in range(self.trial.steps):
@@ -191,5 +179,4 @@ class Rank:
         result = train.train_step(self.trained, step, self.watch)
         for phase, number in (("loss", result.loss), ("gradient norm", result.grad_norm)):
             self.note(phase, {phase: torch.tensor(number, dtype=torch.float64)})
-        for phase, tensors in update_of(self.model.parameters, self.trained.optimizer):
-            self.note(phase, tensors)
+        self.note_update(self.model.parameters, self.trained.optimizer)

@@ -8,32 +8,26 @@ queues and buckets, so time tells nothing there: a table names who computes what
 import re
 from itertools import takewhile
 
-from difference.first import Compared, Found
-from difference.parts import Context
+from difference.compare import Compared, Comparison
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
 
-FORWARD = "pipeline_parallel:Pipeline._forward"
-# Kind, a word of the explanation ("": any) -> functions. The first row that fits is used.
-TABLE = [
-    ("built", "", "mesh:build_axes mesh:rows_of layout:Layout.coordinates"),
-    ("initial", "", "initialise:initialise placement:part {places}"),
-    ("tokens", "positions", "context_parallel:{positions} data:Batches._read data:Batches._places"),
-    ("tokens", "", f"data:Batches._places {FORWARD} data:Batches._read"),
-    ("head", "all of it", "loss:stripe_loss loss:_HeadLoss.backward"),
-    ("forward", "rotated as", "data:Batches._read model:rotary_table context_parallel:{positions}"),
-    ("summed gradient", "step before", "{sums} {buckets}.begin train:train_step"),
-    ("summed gradient", "times what", "{places} {starts} {buckets}.wait"),
-    ("summed gradient", "", "{places} {sums}"),
-    ("loss", "", f"train:train_step parallelize:ParallelModel.counted_once {FORWARD}"),
-    ("gradient norm", "", "optimizer:measure_gradient placement:_placement train:train_step"),
-    ("scaled gradient", "", "train:train_step {buckets}.scale optimizer:measure_gradient"),
-    ("optimizer state", "", "optimizer:build_optimizer train:train_step"),
-    ("weights", "", "optimizer:parameter_groups train:train_step optimizer:learning_rate_at"),
-]
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
-
+TABLE = {
+    "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
+    "initial": "initialise:initialise placement:part {place}",
+    "tokens": "data:Batches._places pipeline_parallel:Pipeline._forward data:Batches._read",
+    "positions": "{positions} data:Batches._read data:Batches._places",
+    "rotated": "data:Batches._read model:rotary_table {positions}",
+    "summed gradient": "{place} {sums}",
+    "loss": "train:train_step parallelize:ParallelModel.counted_once "
+    "pipeline_parallel:Pipeline._forward",
+    "gradient norm": "optimizer:measure_gradient placement:_placement train:train_step",
+    "scaled gradient": "train:train_step {scale} optimizer:measure_gradient",
+    "optimizer state": "optimizer:build_optimizer train:train_step",
+    "weights": "optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
+}
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {
     "are merged": "merge_blocks _RingAttention.forward Shift.__init__",
@@ -48,23 +42,24 @@ OURS += "schedules settings sharding"
 QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
 QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
 # They compute gradients of parameters, while those of activations are computed.
-HOLDERS = "data_parallel.py: ShardedUnit.arrived ShardedUnit._finish_reductions"
+HOLDERS = "data_parallel: ShardedUnit.arrived ShardedUnit._finish_reductions"
 HOLDERS += " WeightGradients. Linear.add_weight_gradient Linear.add_gradient Linear.gradient"
 # They run between any two tensors, and are named last.
 HELPERS = "Linear.operand Linear.product Linear.gradient Ledger Axes Axis. loss:wide "
 HELPERS += "loss:linear_dtype Conjugate refuse_missing layout: model_config:"
 
 
-def suspects(found: Found, compared: list[Compared], said: str, context: Context) -> list[str]:
+def suspects(both: Comparison, said: str) -> list[str]:
     """The most suspicious functions first, as module:name."""
-    one = found.wrong[0]
+    one = both.first[0]
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
-    kind = "head" if (kind, one.key.name) == ("backward", "model.norm") else kind
-    if names := from_table(kind, said, one.key.name, context):
-        return [*dict.fromkeys(of_yours(one, compared)), *names]
-    at = {id(other): i for i, other in enumerate(compared)}
-    one = min(found.wrong, key=lambda wrong: at[id(wrong)])
-    before = [other for other in compared[: at[id(one)]] if other.at == one.at]
+    kind = "positions" if kind == "tokens" and "positions" in said else kind
+    kind = "rotated" if "rotated as" in said else kind
+    if kind in TABLE:
+        return [*dict.fromkeys([*of_yours(one, both.all), *from_table(kind, one, both.trial)])]
+    at = {id(other): i for i, other in enumerate(both.all)}
+    one = min(both.first, key=lambda wrong: at[id(wrong)])
+    before = [other for other in both.all[: at[id(one)]] if other.at == one.at]
     # Of what was still running when a tensor was right, the end has not been seen.
     innocent = {name for other in before for name in other.ran if name not in other.running}
     fresh = [name for name in one.ran if name not in innocent]
@@ -74,7 +69,7 @@ def suspects(found: Found, compared: list[Compared], said: str, context: Context
         of_readers = ranked(readers(one, before), said)
         named = [name for name in named if not any(holder in name for holder in HOLDERS.split())]
         named = [*of_readers, *named] if "the sum is missing" in said else [*named, *of_readers]
-    named = [*dict.fromkeys(map(short, [*named, *one.running]))]
+    named = [*dict.fromkeys([*named, *one.running])]
     return sorted(named, key=lambda name: any(helper in name for helper in HELPERS.split()))
 
 
@@ -91,7 +86,7 @@ def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
     """Functions of your own extensions that ran after backward, or after weights were filled."""
     phases = {one.key.phase, "loss"}
     mine = [o for o in compared if (o.at, o.key.step) == (one.at, one.key.step)]
-    ran = map(short, next((o.ran for o in mine if o.key.phase in phases), []))
+    ran = next((o.ran for o in mine if o.key.phase in phases), [])
     since = [*takewhile(lambda name: name != "initialise:initialise", ran)]
     return [*filter(is_yours, reversed(since))]
 
@@ -101,21 +96,15 @@ def is_yours(name: str) -> bool:
     return top == "extensions" and folder not in OURS.split()
 
 
-def from_table(kind: str, said: str, name: str, context: Context) -> list[str]:
-    layout = context.trial.layout
-    is_sharded = layout.sharding != "none" and "norm" not in name
-    names = {"buckets": BUCKETS, "starts": f"{BUCKETS}._start_complete_buckets"}
-    names["sums"] = f"{names['starts']} data_parallel:Bucket.__init__"
-    if is_sharded:
-        names = {"buckets": UNIT, "starts": f"{UNIT}.arrived"}
-        names["sums"] = f"{names['starts']} {UNIT}._finish_reductions"
-    kind_of_cp = "contiguous" if layout.cp_engine == "ulysses" else "zigzag"
-    names["positions"] = f"{kind_of_cp}_positions"
-    names["places"] = places_it(name, context.trial)
-    for of_kind, word, functions in TABLE:
-        if kind == of_kind and word in said:
-            return functions.format(**names).split()
-    return []
+def from_table(kind: str, one: Compared, trial: Trial) -> list[str]:
+    name = one.key.name
+    is_sharded = trial.layout.sharding != "none" and "norm" not in name
+    starts = f"{BUCKETS}._start_complete_buckets data_parallel:Bucket.__init__"
+    names = {"sums": f"{UNIT}.arrived {UNIT}._finish_reductions" if is_sharded else starts}
+    names["scale"] = f"{UNIT if is_sharded else BUCKETS}.scale"
+    of_cp = "contiguous" if trial.layout.cp_engine == "ulysses" else "zigzag"
+    names["positions"] = f"context_parallel:{of_cp}_positions"
+    return TABLE[kind].format(**names, place=places_it(name, trial)).split()
 
 
 def places_it(name: str, trial: Trial) -> str:
@@ -128,7 +117,8 @@ def places_it(name: str, trial: Trial) -> str:
         new = rule(shapes, table, layers_of_stages(config, layout, trial.workload.seq_length))
         if name in new and (name not in table or new[name].sums != table[name].sums):
             function = getattr(rule, "func", rule)
-            found = short(f"{function.__module__.replace('.', '/')}.py:{function.__qualname__}")
+            module = function.__module__.removeprefix("picotron_min.").replace(".", "/")
+            found = f"{module}:{function.__qualname__}"
         table |= new
     return found
 
@@ -139,10 +129,6 @@ def ranked(ran: list[str], said: str) -> list[str]:
 
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        return not name.startswith("exercises/"), pointed, "collectives.py" in name
+        return not name.startswith("exercises/"), pointed, name.startswith("collectives:")
 
     return sorted(ran, key=order)
-
-
-def short(name: str) -> str:
-    return name.removeprefix("picotron_min/").replace(".py:", ":")

@@ -2,15 +2,17 @@
 
     tokens -> embed_tokens -> [input -> input_layernorm -> q k v -> q k v rotated -> core_attention
     -> o_proj's input -> self_attn -> post_attention_layernorm -> gate up -> down_proj's input
-    -> mlp -> the layer] -> norm -> loss
+    -> mlp -> the layer] -> norm -> targets -> loss
 
 A module that is called runs its hooks, also where a parallelism has replaced its `forward`. Two
 methods are called by name, `project` and `loss`: they are wrapped on the instance, after the build.
 """
 
+import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,92 +20,115 @@ from torch import Tensor, nn
 from picotron_min.model import MLP, Llama, SelfAttention
 
 ROOT = Path(__file__).parent.parent
-Tap = Callable[[str, Tensor, bool], None]  # name, tensor, whether its gradient is noted, too
+# In the order in which a run computes them.
+PHASES = ("built", "initial", "forward", "backward", "summed gradient", "loss", "gradient norm")
+PHASES += ("scaled gradient", "optimizer state", "weights")
+LAYER = r"model\.layers\.\d+"
+PARTS = "input_layernorm|self_attn|post_attention_layernorm|mlp"
+OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
+# A stage receives its input into a buffer that it uses again; the gradient of the loss is 1.
+NO_GRADIENT = re.compile(rf"{LAYER}\.input|loss")
+Tap = Callable[[str, Tensor], None]
+
+
+class Key(NamedTuple):
+    step: int  # counted from 0
+    phase: str
+    name: str
+    micro_batch: int = 0
+    dp: int = 0  # of a whole batch's tensors; 0 where all dp ranks have the same
+
+
+class Record(NamedTuple):
+    key: Key
+    tensor: Tensor
+    ran: list[str]  # functions of the project since the record before, the last call first
+    running: list[str]  # those that have not returned, the innermost first
+
+
+class Notes:
+    """What a run computes, noted under the step and micro-batch that it is at."""
+
+    at, again = Key(0, "", ""), False  # again: a forward is computed in backward, once more
+
+    def write(self, key: Key, tensor: Tensor, ran: tuple) -> None:
+        raise NotImplementedError
+
+    def ran(self) -> tuple:
+        """What ran since the note before: see Profile."""
+        return ()
+
+    def note(self, phase: str, tensors: dict[str, Tensor], at: Key | None = None) -> None:
+        ran = self.ran()
+        for name, tensor in tensors.items():
+            self.write((at or self.at)._replace(phase=phase, name=name), tensor.detach(), ran)
+
+    def tap(self, name: str, out: Tensor) -> None:
+        at = self.at
+        self.note("forward", {name: out})
+        if out.requires_grad and not self.again and not NO_GRADIENT.fullmatch(name):
+            out.register_hook(lambda gradient: self.note("backward", {name: gradient}, at))
+
+    def note_update(self, parameters: dict[str, nn.Parameter], of: torch.optim.Optimizer) -> None:
+        self.note("scaled gradient", {name: p.grad for name, p in parameters.items()})
+        states = {name: of.state.get(p, {}) for name, p in parameters.items()}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            kept = {f"{moment} of {n}": s[moment] for n, s in states.items() if moment in s}
+            self.note("optimizer state", kept)
+        self.note("weights", parameters)
 
 
 def attach(model: Llama, tap: Tap) -> None:
     """Call `tap` with everything that a model, or a stage of one, computes from here on."""
-    if not isinstance(model.model.embed_tokens, nn.Identity):
-        _before(model.model.embed_tokens, lambda x: tap("tokens", x, False))
-        _after(model.model.embed_tokens, "model.embed_tokens", tap)
-    for i, layer in model.model.layers.items():
-        name = f"model.layers.{i}"
-        # No gradient: a stage receives into a buffer that it uses again.
-        _before(layer, lambda x, name=name: tap(f"{name}.input", x, False))
-        mlp = layer.mlp
-        if isinstance(layer.self_attn, SelfAttention):  # else an extension's: its output is noted
-            _attach_attention(layer.self_attn, f"{name}.self_attn", tap)
-        if hasattr(mlp, "shared_experts"):
-            _after_router(mlp.gate, f"{name}.mlp.gate", tap)
-            mlp = mlp.shared_experts
-        if isinstance(mlp, MLP):
-            own = f"{name}.mlp" + ".shared_experts" * (mlp is not layer.mlp)
-            _project(mlp, own, ("gate_proj", "up_proj"), tap)
-            _before(mlp.down_proj, lambda x, own=own: tap(f"{own}.down_proj.input", x, True))
-        for part in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
-            _after(getattr(layer, part), f"{name}.{part}", tap)
-        _after(layer, name, tap)
-    if not isinstance(model.lm_head, nn.Identity):
-        _after(model.model.norm, "model.norm", tap)
-        _loss(model.lm_head, tap)
 
+    def see(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
+        for name, tensor in zip(names, tensors, strict=False):
+            tap(name, tensor)
 
-def _attach_attention(attention: nn.Module, name: str, tap: Tap) -> None:
-    def rotated(_, args) -> None:
-        for letter, tensor in zip("qkv", args[:3], strict=True):
-            tap(f"{name}.core_attention.{letter}", tensor, True)
+    def before(module: nn.Module, *names: str) -> None:
+        module.register_forward_pre_hook(lambda _, args: see(names, args))
 
-    _project(attention, name, ("q_proj", "k_proj", "v_proj"), tap)
-    attention.core_attention.register_forward_pre_hook(rotated)
-    _after(attention.core_attention, f"{name}.core_attention", tap)
-    _before(attention.o_proj, lambda x: tap(f"{name}.o_proj.input", x, True))
+    def after(module: nn.Module, *names: str) -> None:
+        module.register_forward_hook(
+            lambda _, args, out: see(names, out if isinstance(out, tuple) else (out,))
+        )
 
+    def projections(module: nn.Module, names: list[str]) -> None:
+        project = module.project
 
-def _before(module: nn.Module, see: Callable[[Tensor], None]) -> None:
-    module.register_forward_pre_hook(lambda _, args: see(args[0]))
+        def tapped(x: Tensor) -> tuple[Tensor, ...]:
+            see(names, outs := project(x))
+            return outs
 
+        module.project = tapped
 
-def _after(module: nn.Module, name: str, tap: Tap) -> None:
-    module.register_forward_hook(lambda _, args, out: tap(name, out, True))
-
-
-def _after_router(router: nn.Module, name: str, tap: Tap) -> None:
-    router.register_forward_hook(lambda _, args, out: tap(f"{name}.experts", out[1], False))
-    router.register_forward_hook(lambda _, args, out: tap(f"{name}.weights", out[0], True))
-
-
-def _project(module: nn.Module, name: str, linears: tuple[str, ...], tap: Tap) -> None:
-    project = module.project
-
-    def tapped(x: Tensor) -> tuple[Tensor, ...]:
-        for linear, out in zip(linears, outs := project(x), strict=True):
-            tap(f"{name}.{linear}", out, True)
-        return outs
-
-    module.project = tapped
-
-
-def _loss(head: nn.Module, tap: Tap) -> None:
-    loss = head.loss
-
-    def tapped(x: Tensor, targets: Tensor) -> Tensor:
-        tap("targets", targets, False)
-        tap("loss", out := loss(x, targets), False)
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        tap("targets", targets)
+        tap("loss", out := of_head(x, targets))
         return out
 
-    head.loss = tapped
-
-
-def update_of(
-    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """What an optimizer's step has used, and what it has made of it."""
-    yield "scaled gradient", {name: p.grad for name, p in parameters.items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        states = {name: optimizer.state.get(p, {}).get(moment) for name, p in parameters.items()}
-        of_all = {f"{moment} of {name}": t for name, t in states.items() if t is not None}
-        yield "optimizer state", of_all
-    yield "weights", {name: p.data for name, p in parameters.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Identity) or ".mlp.experts" in name:
+            continue  # of another stage; experts have rows in an order of their own
+        if name == "model.embed_tokens":
+            before(module, "tokens")
+        if re.fullmatch(LAYER, name):
+            before(module, f"{name}.input")
+        if isinstance(module, SelfAttention):  # an extension's own: its output alone
+            core = f"{name}.core_attention"
+            projections(module, [f"{name}.{x}_proj" for x in "qkv"])
+            before(module.core_attention, *(f"{core}.{x}" for x in "qkv"))
+            after(module.core_attention, core)
+            before(module.o_proj, f"{name}.o_proj.input")
+        elif isinstance(module, MLP):
+            projections(module, [f"{name}.gate_proj", f"{name}.up_proj"])
+            before(module.down_proj, f"{name}.down_proj.input")
+        elif name.endswith(".mlp.gate"):
+            after(module, f"{name}.weights", f"{name}.experts")
+        if OUTPUTS.fullmatch(name):
+            after(module, name)
+    if not isinstance(model.lm_head, nn.Identity):
+        of_head, model.lm_head.loss = model.lm_head.loss, loss
 
 
 class Profile:
@@ -123,6 +148,7 @@ class Profile:
             path, name = Path(code.co_filename), getattr(code, "co_qualname", code.co_name)
             file = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "tests/"
             is_ours = not file.startswith(("difference/", "tests/")) and name[0] != "<"
+            file = file.removeprefix("picotron_min/").removesuffix(".py")
             self.names[code] = f"{file}:{name.partition('.<')[0]}" if is_ours else None
         return self.names[code]
 

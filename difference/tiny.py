@@ -41,12 +41,9 @@ class Trial(NamedTuple):
 # What one process in float64 has otherwise, or not at all.
 EXACT = {"dtype": "float64", "moments": "float32"}
 PLAIN = EXACT | {"compile": False, "fp8": False, "offload": 0, "packing": "wrapped"}
-PLAIN_ROUTING = {
-    "moe_global_aux_loss_coeff": 0.0,
-    "moe_expert_capacity_factor": None,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_expert_rank_capacity_factor": None,
-}
+PLAIN_ROUTING = {"moe_global_aux_loss_coeff": 0.0, "moe_expert_capacity_factor": None}
+PLAIN_ROUTING |= {"moe_pad_expert_input_to_capacity": False}
+PLAIN_ROUTING |= {"moe_expert_rank_capacity_factor": None}
 
 
 def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
@@ -62,71 +59,49 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
     model = plain(resolve_model(config), {"num_nextn_predict_layers": 0})
     workload = plain(config.workload, PLAIN)
     workload = replace(workload, optimizer=kind, routing=plain(workload.routing, PLAIN_ROUTING))
-    clip = config.recipe.grad_clip and (config.recipe.grad_clip if own_sizes else 0.5)
+    recipe = plain(config.recipe, {"optimizer": kind})
+    clip = recipe.grad_clip and (recipe.grad_clip if own_sizes else 0.5)
     rate = {"learning_rate": RATES[kind], "schedule": "constant", "warmup_steps": 0}
-    recipe = replace(config.recipe, **EXACT, **rate, optimizer=kind, grad_clip=clip)
-    if config.recipe.optimizer != kind:
-        changes.append(f"optimizer {config.recipe.optimizer}")
-    if own_sizes:
-        count = sum(map(math.prod, model.parameter_shapes().values()))
-        if count > MOST_PARAMETERS:
-            why = f"{count:,} parameters, and --own-sizes compares at most {MOST_PARAMETERS:,}"
-            raise ValueError(f"the model has {why}: leave it out, or use fewer layers")
-    else:
+    recipe = replace(recipe, **EXACT, **rate, grad_clip=clip)
+    count = sum(map(math.prod, model.parameter_shapes().values()))
+    if own_sizes and count > MOST_PARAMETERS:
+        why = f"{count:,} parameters, and --own-sizes compares at most {MOST_PARAMETERS:,}"
+        raise ValueError(f"the model has {why}: leave it out, or use fewer layers")
+    if not own_sizes:
         model, layout = tiny_model(model, layout), replace(layout, pp_layers=None)
-        m = workload.num_micro_batches
-        m = m if m <= 8 else max(4, 2 * layout.pp)
-        sizes = {"seq_length": tiny_length(layout), "micro_batch_size": 4, "num_micro_batches": m}
+        m, unit = workload.num_micro_batches, math.lcm(4 * layout.cp, layout.cp * layout.tp)
+        sizes = {"seq_length": unit * -(-16 // unit), "micro_batch_size": 4}  # cut by cp and tp
+        sizes["num_micro_batches"] = m if m <= 8 else max(4, 2 * layout.pp)
         workload = replace(workload, **sizes)
     wait = 600.0 if own_sizes else 30.0
     return Trial(model, layout, workload, recipe, config.training.seed, steps, changes, wait)
 
 
-def tiny_length(layout: Layout) -> int:
-    """Tokens of a sequence: pieces of at least two for the ring, and cut by cp and tp."""
-    unit = math.lcm(4 * layout.cp, layout.cp * layout.tp)
-    return unit * -(-16 // unit)
-
-
-def _heads(model: ModelConfig, unit: int, tp: int) -> tuple[int, int]:
-    """About 8 query heads, and key heads: cp divides them if the config's, with its ratio."""
-    own, ratio = model.num_key_value_heads, model.num_attention_heads / model.num_key_value_heads
-
-    def unlike(pair: tuple[int, int]) -> tuple:
-        heads, kv = pair
-        return math.gcd(kv, unit) != math.gcd(own, unit), abs(heads / kv - ratio), abs(heads - 8)
-
-    counts = range(unit, 2 * max(8, unit) + 1, unit)
-    return min(((q, k) for q in counts for k in range(tp, q + 1, tp) if q % k == 0), key=unlike)
-
-
 def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
     """A model of the same kind, whose sizes divide as they must and not where they need not."""
-    tp, stages = layout.tp, layout.num_stages
+    tp, vocabulary = layout.tp, 29
     unit = tp * (layout.cp if layout.cp_engine == "ulysses" else 1)
-    heads, kv_heads = _heads(model, unit, tp)
-    vocabulary = 29
+    own, ratio = model.num_key_value_heads, model.num_attention_heads / model.num_key_value_heads
+
+    def unlike(heads: tuple[int, int]) -> tuple:  # cp divides the key heads where it did
+        (q, kv), of_cp = heads, math.gcd(own, unit)
+        return math.gcd(kv, unit) != of_cp, abs(q / kv - ratio), abs(q - 8)
+
+    counts = range(unit, 2 * max(8, unit) + 1, unit)
+    heads, kv_heads = min(
+        ((q, k) for q in counts for k in range(tp, q + 1, tp) if q % k == 0), key=unlike
+    )
     while tp > 1 and (vocabulary % tp == 0 or (tp - 1) * -(-vocabulary // tp) >= vocabulary):
         vocabulary += 1
-    sizes = {
-        "vocab_size": vocabulary,
-        "hidden_size": 4 * heads,
-        "head_dim": None,
-        "intermediate_size": tp * -(-48 // tp),
-        "num_hidden_layers": max(2, stages + (layout.pp > 1)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
+    sizes = {"vocab_size": vocabulary, "hidden_size": 4 * heads, "head_dim": None}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes["num_hidden_layers"] = max(2, layout.num_stages + (layout.pp > 1))
+    sizes["intermediate_size"] = tp * -(-48 // tp)
     if model.num_local_experts:
-        sizes |= {
-            "num_local_experts": layout.ep * -(-4 // layout.ep),
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": layout.etp * -(-16 // layout.etp),
-            "n_shared_experts": min(1, model.n_shared_experts),
-            "mlp_only_layers": (0,) if model.mlp_only_layers else (),
-            "n_group": 1,
-            "topk_group": 1,
-        }
+        sizes |= {"num_local_experts": layout.ep * -(-4 // layout.ep), "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": layout.etp * -(-16 // layout.etp)}
+        sizes |= {"n_shared_experts": min(1, model.n_shared_experts), "n_group": 1}
+        sizes |= {"mlp_only_layers": (0,) if model.mlp_only_layers else (), "topk_group": 1}
     return model.override(**sizes)
 
 

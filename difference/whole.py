@@ -9,7 +9,6 @@ one process: what they do wrong there, too, is not seen.
 import traceback
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,10 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from difference.records import Key
-from difference.taps import attach, update_of
+from difference.taps import Key, Notes, attach
 from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
@@ -33,6 +31,7 @@ from picotron_min.model import Head, Llama
 from picotron_min.placement import placements
 
 Whole = dict[Key, Tensor]
+MOST_SUMMANDS = 20_000_000  # numbers: of a larger model, no gradients of micro-batches are kept
 
 
 def batch_of(trial: Trial, text: Text, step: int, micro_batch: int, dp: int) -> tuple:
@@ -60,26 +59,20 @@ ALONE |= {"pp_engine": "1f1b", "pp_chunks": 1, "sharding": "none"}
 ALONE |= {"sequence_parallel": False, "tp_overlap": False}
 
 
-def group_of_one() -> dist.ProcessGroup:
-    """This process alone, without a world: collectives of extensions run, and change nothing."""
-    group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
-    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return group
-
-
 def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
     """A Llama in float64, and its extensions, which have changed it in the order of a build."""
     config, cpu = trial.model_config, torch.device("cpu")
-    group = group_of_one()
+    # This process alone, without a world: collectives of extensions run, and change nothing.
+    group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
+    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo)
     names = {name for grid in trial.layout.grids for name in grid.axes} | {"ends"}
     axes = Axes(**{name: Axis(name, group, cpu) for name in names})  # all of size 1
     layout = replace(trial.layout, **ALONE)
     sizes = {"num_micro_batches": len(trial.micro_batches), "recompute": "none", "offload": 0}
-    workload = replace(trial.workload, **sizes)
     shapes = config.parameter_shapes() | config.buffer_shapes()
     table = placements(shapes, layout, config.tie_word_embeddings, [config.num_hidden_layers])
-    extensions = extensions_of(config, layout, workload, axes, cpu)
+    extensions = extensions_of(config, layout, replace(trial.workload, **sizes), axes, cpu)
     with torch.device("meta"):
         model = Llama(config).double()
     model.boundary = SimpleNamespace(queue=None)  # experts ask for it, and in float64 use none
@@ -91,23 +84,23 @@ def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
     model.tie_weights()
     for extension in extensions:
         extension.wrap(model)
-    head = model.lm_head
+    head, options = model.lm_head, {"ignore_index": IGNORE_INDEX, "reduction": "none"}
+
+    def losses(x: Tensor, targets: Tensor) -> Tensor:  # of each token
+        logits = head(x).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), **options).view_as(targets)
+
     if type(head) is Head and vars(head).keys().isdisjoint(("loss", "stripe_loss")):
-        head.loss = lambda x, targets: _token_losses(head(x), targets)  # else an extension's
+        head.loss = losses  # else an extension's
     return model, extensions
 
 
-def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    options = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options).view_as(targets)
-
-
-class RightRun:
+class RightRun(Notes):
     """Everything that the right run has computed, by step, phase, name, micro-batch and dp rank."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.text, self.whole = trial, text_of(trial), {}
-        (self.model, self.extensions), self.at = plain_model(trial), Key(0, "", "")
+        self.model, self.extensions = plain_model(trial)
         self.parameters = dict(self.model.named_parameters())
         self.of_modules, self.gradients = [*self.parameters.values()], []
         for extension in self.extensions:
@@ -119,42 +112,21 @@ class RightRun:
             parameter.data.copy_(weight)
         for extension in self.extensions:
             extension.weights_changed()
-        self.note("initial", {name: p.data for name, p in self.parameters.items()})
-        attach(self.model, self._tap)
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding | nn.Linear | nn.RMSNorm):
-                module.register_forward_hook(partial(self._note_product, name))
-        self.optimizer = self._optimizer()
-        for step in range(trial.steps):
-            self._step(step)
-
-    def note(self, phase: str, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            key = self.at._replace(phase=phase, name=name)
-            self.whole[key] = tensor.detach().clone()
-
-    def _tap(self, name: str, out: Tensor, wants_gradient: bool) -> None:
-        self.note("forward", {name: out})
-        if wants_gradient and out.requires_grad:
-            out.register_hook(lambda gradient: self.note("backward", {name: gradient}))
-
-    def _note_product(self, name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
-        """The two factors of a weight's gradient: see parts.py."""
-        x = args[0].detach()
-        if isinstance(module, nn.RMSNorm):
-            x = F.rms_norm(x, x.shape[-1:], eps=module.eps)
-        self.note("x", {name: x})
-        out.register_hook(lambda gradient: self.note("dy", {name: gradient}))
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        recipe = self.trial.recipe
+        self.note("initial", self.parameters)
+        attach(self.model, self.tap)
+        recipe = trial.recipe
         decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone
         groups = [
             {"params": [p], "weight_decay": decay[p.ndim > 1]} for p in self.parameters.values()
         ]
-        if recipe.optimizer == "sgd":
-            return torch.optim.SGD(groups, recipe.learning_rate)
-        return torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas)
+        self.optimizer = torch.optim.SGD(groups, recipe.learning_rate)
+        if recipe.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas)
+        for step in range(trial.steps):
+            self._step(step)
+
+    def write(self, key: Key, tensor: Tensor, ran: tuple) -> None:
+        self.whole[key] = tensor.clone()
 
     def _step(self, step: int) -> None:
         for parameter in self.of_modules:
@@ -164,6 +136,7 @@ class RightRun:
         for extension in self.extensions:
             extension.begin()
         loss, num_targets = 0.0, 0
+        numbers = sum(p.numel() for p in self.of_modules) * len(self.trial.micro_batches)
         for micro_batch, dp in self.trial.micro_batches:
             self.at = Key(step, "", "", micro_batch, dp)
             batch = batch_of(self.trial, self.text, step, micro_batch, dp)
@@ -171,6 +144,8 @@ class RightRun:
             out.sum().backward()
             loss += out.sum().detach()
             num_targets += int((batch[2] != IGNORE_INDEX).sum())
+            if numbers < MOST_SUMMANDS:
+                self.note("sum so far", {name: p.grad for name, p in self.parameters.items()})
         for gradients in self.gradients:
             gradients.wait()
         self.at = Key(step, "", "")
@@ -184,9 +159,6 @@ class RightRun:
             parameter.grad *= factor
         for gradients in self.gradients:
             gradients.scale(factor)
-        self._update()
-
-    def _update(self) -> None:
         totals = [extension.counts() for extension in self.extensions]  # of all ranks: of this one
         self.optimizer.step()
         for extension in self.extensions:
@@ -194,8 +166,7 @@ class RightRun:
         for extension, of in zip(self.extensions, totals, strict=True):
             extension.updated(of)
             extension.measures(of)
-        for phase, tensors in update_of(self.parameters, self.optimizer):
-            self.note(phase, tensors)
+        self.note_update(self.parameters, self.optimizer)
 
 
 def right_whole(trial: Trial) -> Whole:

@@ -41,9 +41,9 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
             print("\nThe first wrong tensor, in a tiny model (docs/difference.md):\n", flush=True)
             own = Path(folder, "config.json")
             own.write_text(json.dumps(config))
-            saved = f"{folder}/right"
-            _succeeds(exercise, "solution", own, f"difference --save {saved}", quiet=True)
-            _succeeds(exercise, str(file), own, f"difference --right {saved}", quiet=False)
+            command = f"difference --right {folder}/right"  # which the first of them writes
+            _succeeds(exercise, "solution", own, command, quiet=True)
+            _succeeds(exercise, str(file), own, command, quiet=False)
     if not mine:
         return False
     print("\nstep  the course's loss     yours")

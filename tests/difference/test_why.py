@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from difference import attention as formulas
 from difference import whole
 from difference.__main__ import run
-from difference.first import Compared, Found
-from difference.parts import Context, parts_of
-from difference.places import here, take
-from difference.records import Key
+from difference.compare import Compared, Comparison
+from difference.places import here, indices_of, take
 from difference.suspects import is_yours, suspects
+from difference.taps import Key
 from difference.tiny import tiny_model, trial_of
 from difference.whole import right_whole
-from difference.why import explain
+from difference.why import explain, parts_of
 from picotron_min.extensions import build
 from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.model import rotary_table, rotate
 from tests.assembled import make_config
 
 FOLDER = Path(build.__file__).parent
@@ -28,20 +27,20 @@ ATTENTION = "model.layers.1.self_attn"
 
 
 @cache
-def context() -> Context:
+def both() -> Comparison:
     sizes = {"micro_batches": 2, "model": {"num_key_value_heads": 4}}
     config = make_config(dp=2, cp=2, tp=2, sequence_parallel=True, **sizes)
     trial = trial_of(config, 2, own_sizes=False)
-    return Context(trial, right_whole(trial))
+    return Comparison(trial, right_whole(trial))
 
 
 def right(phase: str, name: str, step: int = 0, micro_batch: int = 0, rank: int = 0) -> Compared:
     """A rank's part of a tensor, as it should be."""
-    at = here(rank, context().trial.layout)
+    at = here(rank, both().trial.layout)
     is_activation = phase in ("forward", "backward")
     key = Key(step, phase, name, micro_batch, at.dp) if is_activation else Key(step, phase, name)
-    indices = context().indices(key, at)
-    part = take(context().whole[key], indices)
+    indices = indices_of(key, both().whole[key].shape, at, both().trial.layout)
+    part = take(both().whole[key], indices)
     return Compared(key, at, part, part, indices, 0.0, [], [])
 
 
@@ -49,16 +48,15 @@ def got(*what, **of) -> Tensor:
     return right(*what, **of).got
 
 
-def part(one: Compared, **label: int) -> Tensor:
-    """The sum of those parts that have these labels."""
-    wanted = [p.tensor for p in parts_of(one, context()) if label.items() <= p.label.items()]
-    return sum(wanted)
+def part(one: Compared, *label: tuple) -> Tensor:
+    """The sum of those parts that have these places on axes."""
+    return sum(p for of, p in parts_of(one, both()).items() if {*label} <= {*of})
 
 
 def attention(queries: range, keys: list[int]) -> Tensor:
     """Rank 0's output, where its queries of one piece see these keys alone."""
     one = right("forward", f"{ATTENTION}.core_attention")
-    q, k, v = (context().whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv")
+    q, k, v = (both().whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv")
     k, v = (x.repeat_interleave(2, 1)[:, :4] for x in (k, v))  # of tp 0
     rows = one.indices[2].index(queries[0])
     got = one.got.clone()
@@ -71,9 +69,7 @@ def rotated(shift: int) -> Tensor:
     one = right("forward", f"{ATTENTION}.core_attention.q")
     x = right("forward", f"{ATTENTION}.q_proj").got.unflatten(-1, (-1, 4))
     at = torch.tensor(one.indices[2]) - shift
-    return formulas.rotate(x, *formulas.rotary_table(at, context().trial.model_config)).transpose(
-        1, 2
-    )
+    return rotate(x, *rotary_table(at, both().trial.model_config)).transpose(1, 2)
 
 
 def rolled(tokens: Tensor) -> Tensor:
@@ -82,23 +78,22 @@ def rolled(tokens: Tensor) -> Tensor:
 
 
 def norm(times: int) -> Tensor:
-    sums = [(k, t) for k, t in context().whole.items() if k[:2] == (0, "summed gradient")]
+    sums = [(k, t) for k, t in both().whole.items() if k[:2] == (0, "summed gradient")]
     squares = sum(t.square().sum() * (times if "norm" in k.name else 1) for k, t in sums)
-    return squares.sqrt() / context().num_targets(0)
+    return squares.sqrt() / both().num_targets(0)
 
 
 SUM, OUT, CORE = ("summed gradient", Q), ("forward", ATTENTION), f"{ATTENTION}.core_attention"
-NORM, KEYS = ("summed gradient", "model.norm.weight"), "queries 12-15 see the keys 0-3, and should"
-LOST = {"micro-batch": 1}
+ENTERS = ("backward", "model.layers.1.post_attention_layernorm")
+KEYS, LAST = "queries 12-15 see the keys 0-3, and should", ("micro-batch", 1)
 # A tensor, what is made of it, and what is said then.
 FORMULAS = [
     (OUT, lambda one: 4 * one.got, "it is 4 (dp x cp or dp x micro-batches) times"),
-    (SUM, lambda one: part(one, dp=0), "own part of a sum over dp"),
-    (SUM, lambda one: part(one, dp=0, cp=0), "sum over dp and cp"),
-    (SUM, lambda one: part(one, **LOST), "part of micro-batch 1 alone"),
-    (SUM, lambda one: one.got + part(one, cp=1), "it counts the part of cp 1 2 times"),
-    (OUT, lambda one: part(one, tp=0), "own part of a sum over tp"),
-    (NORM, lambda one: part(one, tp=0), "own part of a sum over tp"),
+    (SUM, lambda one: part(one, ("dp", 0)), "own part of a sum over dp"),
+    (SUM, lambda one: part(one, LAST), "part of micro-batch 1 alone"),
+    (SUM, lambda one: one.got + part(one, LAST), "counts the part of micro-batch 1 2 (tp or "),
+    (SUM, lambda one: part(one, ("dp", 0), LAST), "part of micro-batch 1, dp 0 alone"),
+    (ENTERS, lambda one: part(one, ("linear", "up_proj")), "part of linear up_proj alone"),
     (OUT, lambda one: one.got + got(*OUT, micro_batch=1), "1 x micro-batch 0 + 1 x"),
     (OUT, lambda one: got(*OUT, micro_batch=1), "the tensor of micro-batch 1"),
     (OUT, lambda one: got(*OUT, rank=1), "are those of 12-15: they are the part of tp 1"),
@@ -106,18 +101,18 @@ FORMULAS = [
     (OUT, lambda one: one.got * (torch.arange(4) < 2)[:, None], "positions 2-3 are zero, and"),
     (("forward", CORE), lambda one: attention(range(12, 16), [0, 1, 2, 3]), KEYS),
     (("forward", f"{CORE}.q"), lambda one: rotated(shift=-1), "are rotated as if they were"),
-    (2 * ("gradient norm",), lambda one: norm(2), "its square counts the weights of norms 2 times"),
+    (2 * ("gradient norm",), lambda one: norm(2), "counts the weights of norms 2 (tp"),
     (
         ("weights", Q),
         lambda one: 0.75 * got("initial", Q) + one.got / 4,
-        "its update is 0.25 (1/(dp",
+        "it counts its update 0.25 (1/(dp",
     ),
     (
         ("weights", Q),
         lambda one: one.got + 0.01 * got("initial", Q),
-        "plus 0.01 x itself before the update",
+        "it counts itself before the update 1.01 times",
     ),
-    (("forward", "tokens"), lambda one: rolled(one.got), "its sequences are 1-4 of the global"),
+    (("forward", "tokens"), lambda one: rolled(one.got), "sequences 0-3 are those of 1-4"),
     (OUT, lambda one: one.got / 0, "are NaN or infinite"),
     (
         OUT,
@@ -131,24 +126,37 @@ FORMULAS = [
 def test_a_formula_gives_its_sentence_and_noise_does_not(what, formula, said):
     one = right(*what)
     wrong = formula(one)
-    assert said in explain(one._replace(got=wrong), context())
+    assert said in explain(one._replace(got=wrong), both())
     if wrong.isfinite().all() and wrong.shape == one.got.shape:
         noise = 1e-6 * one.right.abs().max() * torch.randn(wrong.shape, dtype=torch.float64)
-        assert said not in explain(one._replace(got=wrong + noise), context())
+        assert said not in explain(one._replace(got=wrong + noise), both())
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("cp",), ("dp", "cp")])
+def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
+    what = ("forward", OUT[1]) if axes == ("tp",) else ("summed gradient", "model.norm.weight")
+    others = {"dp", "cp", "tp"} - {*axes}
+    ranks = [at for at in both().ranks if not any(getattr(at, axis) for axis in others)]
+    one, *parts = right(*what).got, *(torch.rand_like(right(*what).got) for _ in ranks[1:])
+    parts.append(one - sum(parts))
+    ones = [right(*what)._replace(at=at, got=x) for at, x in zip(ranks, parts, strict=True)]
+    monkeypatch.setattr(both(), "first", ones)
+    over = f"a sum over {' and '.join(axes)}: the sum is missing"
+    assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
 
 
 def test_a_wrong_place_in_the_mesh_is_said():
-    at = here(1, context().trial.layout)
+    at = here(1, both().trial.layout)
     key, place = Key(0, "built", "place in the mesh"), torch.tensor(at[1:5])
     one = Compared(key, at, place.flip(0), place, [range(4)], 1.0, [], [])
-    assert "are [1, 0, 0, 0], and should be [0, 0, 0, 1]" in explain(one, context())
+    assert "are [1, 0, 0, 0], and should be [0, 0, 0, 1]" in explain(one, both())
 
 
 def test_stale_weights_are_seen_in_the_second_step():
     one = right(*OUT, step=1)
-    x = context().whole[one.key._replace(name=f"{ATTENTION}.o_proj.input")]
-    old = x @ context().weight(f"{ATTENTION}.o_proj.weight", 0).T
-    said = explain(one._replace(got=take(old, one.indices)), context())
+    x = both().whole[one.key._replace(name=f"{ATTENTION}.o_proj.input")]
+    old = x @ both().weight(f"{ATTENTION}.o_proj.weight", 0).T
+    said = explain(one._replace(got=take(old, one.indices)), both())
     assert said == "it is computed with the weights of the step before"
 
 
@@ -162,12 +170,14 @@ def test_the_tiny_model_has_the_heads_ratio_and_what_cp_does_not_divide():
     assert found == right
 
 
-def test_your_functions_that_run_after_backward_are_named_first():
+def test_your_functions_that_run_after_backward_are_named_first(monkeypatch):
     for path in FOLDER.glob("*/__init__.py"):
         assert not is_yours(f"extensions/{path.parent.name}/x:f"), path
-    ran = ["picotron_min/extensions/yours/x.py:Yours.wait", "picotron_min/train.py:train_step"]
+    ran = ["extensions/yours/x:Yours.wait", "train:train_step"]
     one = right(*SUM)._replace(error=1.0, ran=ran)
-    named = suspects(Found([one], 0, [], 1), [one], "", context())
+    monkeypatch.setattr(both(), "first", [one])
+    monkeypatch.setattr(both(), "all", [one])
+    named = suspects(both(), "")
     assert named[0] == "extensions/yours/x:Yours.wait" and "train" not in named[1], named
 
 
@@ -176,6 +186,6 @@ def test_an_extension_that_fails_in_one_process_is_said_in_one_line(monkeypatch)
     exec(compile(text, str(FOLDER / "yours.py"), "exec"), names)
     monkeypatch.setattr(whole, "extensions_of", names["fail"])
     with pytest.raises(ValueError, match="an extension fails in the one process") as failure:
-        run(context().trial)
+        run(both().trial)
     said = str(failure.value)
     assert "IndexError: no neighbour, fail (" in said and "\n" not in said
