@@ -1,19 +1,18 @@
 """Suspects: the functions that a wrong tensor probably comes from.
 
-Of activations and their gradients: those that ran since the tensor before, the innermost first, and
-last those that also ran before right tensors. Sums of gradients, norms and updates pass through
+Of activations and their gradients: those that ran since the tensor before, the last call first, and
+later those that also ran before right tensors. Sums of gradients, norms and updates pass through
 queues and buckets, so time tells nothing there: a table names who computes what.
 """
 
 import re
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 from difference.compare import Compared, Comparison
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
 
-BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 TABLE = {
     "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
     "initial": "initialise:initialise placement:part {place}",
@@ -21,32 +20,29 @@ TABLE = {
     "positions": "{positions} data:Batches._read data:Batches._places",
     "rotated": "data:Batches._read model:rotary_table {positions}",
     "summed gradient": "{place} {sums}",
-    "loss": "train:train_step parallelize:ParallelModel.counted_once "
-    "pipeline_parallel:Pipeline._forward",
-    "gradient norm": "optimizer:measure_gradient placement:_placement train:train_step",
+    "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
+    "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
     "scaled gradient": "train:train_step {scale} optimizer:measure_gradient",
     "optimizer state": "optimizer:build_optimizer train:train_step",
     "weights": "optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
 }
+BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {
-    "are merged": "merge_blocks _RingAttention.forward Shift.__init__",
-    "see the keys": "_RingAttention.forward ring visible_blocks",
-    "micro-batch": "Pipeline.",
-    "sum over": "leave enter reduce sum gather Enter Leave",
+    "are merged": ("merge_blocks", "_RingAttention.forward", "Shift.__init__"),
+    "see the keys": ("_RingAttention.forward", ":ring", "visible_blocks"),
+    "micro-batch": ("Pipeline.",),
 }
+# They run between any two tensors, or meanwhile, for gradients of parameters: named last.
+HELPERS = "Linear.operand Linear.product Linear.gradient Linear.add_ WeightGradients. Ledger "
+HELPERS += "loss:wide data_parallel: ShardedUnit. Axes Axis. layout: model_config: "
+HELPERS += "collectives:start collectives:all_ collectives:_parts Conjugate"
 # Folders and files of extensions/; others are yours.
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
 OURS += "schedules settings sharding"
 # Of gradients that never arrive: who runs what waits in a queue.
 QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
 QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
-# They compute gradients of parameters, while those of activations are computed.
-HOLDERS = "data_parallel: ShardedUnit.arrived ShardedUnit._finish_reductions"
-HOLDERS += " WeightGradients. Linear.add_weight_gradient Linear.add_gradient Linear.gradient"
-# They run between any two tensors, and are named last.
-HELPERS = "Linear.operand Linear.product Linear.gradient Ledger Axes Axis. loss:wide "
-HELPERS += "loss:linear_dtype Conjugate refuse_missing layout: model_config:"
 
 
 def suspects(both: Comparison, said: str) -> list[str]:
@@ -57,29 +53,22 @@ def suspects(both: Comparison, said: str) -> list[str]:
     kind = "rotated" if "rotated as" in said else kind
     if kind in TABLE:
         return [*dict.fromkeys([*of_yours(one, both.all), *from_table(kind, one, both.trial)])]
-    at = {id(other): i for i, other in enumerate(both.all)}
-    one = min(both.first, key=lambda wrong: at[id(wrong)])
-    before = [other for other in both.all[: at[id(one)]] if other.at == one.at]
-    # Of what was still running when a tensor was right, the end has not been seen.
-    innocent = {name for other in before for name in other.ran if name not in other.running}
-    fresh = [name for name in one.ran if name not in innocent]
-    returned = [name for name in (before[-1].running if before else ()) if name not in one.running]
-    named = [*ranked(fresh, said), *returned, *ranked(one.ran, said)]
-    if one.key.phase == "backward":  # who has read the tensor, since a call may be missing there
-        of_readers = ranked(readers(one, before), said)
-        named = [name for name in named if not any(holder in name for holder in HOLDERS.split())]
-        named = [*of_readers, *named] if "the sum is missing" in said else [*named, *of_readers]
-    named = [*dict.fromkeys([*named, *one.running])]
-    return sorted(named, key=lambda name: any(helper in name for helper in HELPERS.split()))
+    place = {id(other): i for i, other in enumerate(both.all)}
+    one = min(both.first, key=lambda wrong: place[id(wrong)])
+    before = [other for other in both.all[: place[id(one)]] if other.at == one.at]
+    innocent = {name for other in before for name in other.ran}
+    # Who has read a tensor computes its gradient, and a call may be missing there.
+    alike = [o for o in before if o.key[0] == one.key.step and o.key[3:] == one.key[3:]]
+    read = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:2]
+    words = [word for key, names in POINTS.items() if key in said for word in names]
 
+    def order(name: str) -> tuple:
+        pointed = next((i for i, word in enumerate(words) if word in name), len(words))
+        is_helper = any(helper in name for helper in HELPERS.split())
+        return not name.startswith("exercises/"), is_helper, pointed, name in innocent
 
-def readers(one: Compared, before: list[Compared]) -> list[str]:
-    """Functions that ran between the forward of a tensor and the next tensor."""
-    place = one.key.step, one.key.micro_batch
-    forward = [o for o in before if o.key.phase == "forward"]
-    forward = [o for o in forward if (o.key.step, o.key.micro_batch) == place]
-    names = [o.key.name for o in forward]
-    return next((o.ran for o in forward[names.index(one.key.name) + 1 :]), [])
+    ran = [*one.ran, *(name for reader in read for name in reader.ran), *one.running]
+    return sorted(dict.fromkeys(ran), key=order)
 
 
 def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
@@ -104,6 +93,7 @@ def from_table(kind: str, one: Compared, trial: Trial) -> list[str]:
     names["scale"] = f"{UNIT if is_sharded else BUCKETS}.scale"
     of_cp = "contiguous" if trial.layout.cp_engine == "ulysses" else "zigzag"
     names["positions"] = f"context_parallel:{of_cp}_positions"
+    names["forward"] = "pipeline_parallel:Pipeline._forward"
     return TABLE[kind].format(**names, place=places_it(name, trial)).split()
 
 
@@ -121,14 +111,3 @@ def places_it(name: str, trial: Trial) -> str:
             found = f"{module}:{function.__qualname__}"
         table |= new
     return found
-
-
-def ranked(ran: list[str], said: str) -> list[str]:
-    """Functions: a student's first, then those that the explanation points at."""
-    words = [word for key, names in POINTS.items() if key in said for word in names.split()]
-
-    def order(name: str) -> tuple:
-        pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        return not name.startswith("exercises/"), pointed, name.startswith("collectives:")
-
-    return sorted(ran, key=order)

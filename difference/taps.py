@@ -10,7 +10,7 @@ methods are called by name, `project` and `loss`: they are wrapped on the instan
 
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +81,8 @@ class Notes:
 def attach(model: Llama, tap: Tap) -> None:
     """Call `tap` with everything that a model, or a stage of one, computes from here on."""
 
-    def see(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
+    def see(names: Iterable[str], found: Tensor | tuple) -> None:
+        tensors = found if isinstance(found, tuple) else (found,)
         for name, tensor in zip(names, tensors, strict=False):
             tap(name, tensor)
 
@@ -89,23 +90,17 @@ def attach(model: Llama, tap: Tap) -> None:
         module.register_forward_pre_hook(lambda _, args: see(names, args))
 
     def after(module: nn.Module, *names: str) -> None:
-        module.register_forward_hook(
-            lambda _, args, out: see(names, out if isinstance(out, tuple) else (out,))
-        )
+        module.register_forward_hook(lambda _, args, out: see(names, out))
 
-    def projections(module: nn.Module, names: list[str]) -> None:
-        project = module.project
+    def call(module: nn.Module, method: str, outs: list[str], more: Sequence[str] = ()) -> None:
+        run = getattr(module, method)
 
-        def tapped(x: Tensor) -> tuple[Tensor, ...]:
-            see(names, outs := project(x))
-            return outs
+        def tapped(x: Tensor, *args: Tensor) -> Tensor | tuple[Tensor, ...]:
+            see(more, args)
+            see(outs, out := run(x, *args))
+            return out
 
-        module.project = tapped
-
-    def loss(x: Tensor, targets: Tensor) -> Tensor:
-        tap("targets", targets)
-        tap("loss", out := of_head(x, targets))
-        return out
+        setattr(module, method, tapped)
 
     for name, module in model.named_modules():
         if isinstance(module, nn.Identity) or ".mlp.experts" in name:
@@ -116,19 +111,19 @@ def attach(model: Llama, tap: Tap) -> None:
             before(module, f"{name}.input")
         if isinstance(module, SelfAttention):  # an extension's own: its output alone
             core = f"{name}.core_attention"
-            projections(module, [f"{name}.{x}_proj" for x in "qkv"])
+            call(module, "project", [f"{name}.{x}_proj" for x in "qkv"])
             before(module.core_attention, *(f"{core}.{x}" for x in "qkv"))
             after(module.core_attention, core)
             before(module.o_proj, f"{name}.o_proj.input")
         elif isinstance(module, MLP):
-            projections(module, [f"{name}.gate_proj", f"{name}.up_proj"])
+            call(module, "project", [f"{name}.gate_proj", f"{name}.up_proj"])
             before(module.down_proj, f"{name}.down_proj.input")
         elif name.endswith(".mlp.gate"):
             after(module, f"{name}.weights", f"{name}.experts")
         if OUTPUTS.fullmatch(name):
             after(module, name)
     if not isinstance(model.lm_head, nn.Identity):
-        of_head, model.lm_head.loss = model.lm_head.loss, loss
+        call(model.lm_head, "loss", ["loss"], ["targets"])
 
 
 class Profile:

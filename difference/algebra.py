@@ -1,0 +1,79 @@
+"""Algebra: whether tensors are equal, and the numbers that make one of others."""
+
+import math
+from collections.abc import Iterable
+from itertools import product
+
+import torch
+from torch import Tensor
+
+FITS = 2e-9  # of the largest number: a residual below this is no accident
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding in float64."""
+    if a.shape != b.shape or not a.numel():
+        return False
+    largest = max(a.abs().max(), b.abs().max())
+    return bool((a - b).abs().max() <= FITS * largest)
+
+
+def weights_of(got: Tensor, tensors: list[Tensor]) -> list[float] | None:
+    """c with got = sum c_k tensors_k, or None; where several fit, small numbers, most of them 1."""
+    columns = torch.stack([t.flatten().double() for t in tensors], 1)
+    largest = columns.abs().max(0).values
+    scale, q = largest.clamp(min=1e-300), got.flatten().double()
+    ranks = torch.linalg.svdvals(columns / scale)
+    if len(q) >= len(tensors) and ranks[-1] > 1e-8 * ranks[0]:
+        c = torch.linalg.lstsq(columns / scale, q[:, None]).solution[:, 0] / scale
+    elif len(tensors) <= 8:
+        counts = range(9 if len(tensors) <= 3 else 3)
+        choices = sorted(product(counts, repeat=len(tensors)), key=lambda c: sum(n != 1 for n in c))
+        basis, r = torch.linalg.qr(columns)
+        errors = (torch.tensor(choices).double() @ r.T - basis.T @ q).abs().max(1).values
+        c = torch.tensor(choices[int((errors <= FITS * q.abs().max()).int().argmax())]).double()
+    else:
+        return None
+    c = c.where(largest > 0, 1.0)
+    if not same(got.double(), (columns @ c).view_as(got)):
+        return None
+    return [round(x) if abs(x - round(x)) < 1e-6 else x for x in c.tolist()]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """0 1 2 3 12 13 -> 0-3 12-13"""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int) -> str:
+    """The keys that give an output of attention, by pieces; "" if none do.
+
+    With e = exp(q k), got (sum w e) = sum w e v is linear in the weights w of the pieces.
+    """
+    piece = q.shape[2]
+    e = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
+    starts = range(0, k.shape[2], piece)
+    kinds, columns = [(start, start == first) for start in starts] + [(first, False)], []
+    for start, is_causal in kinds:
+        part = e[..., start : start + piece]
+        part = part.tril() if is_causal else part
+        value = part @ v[:, :, start : start + piece] - got * part.sum(-1, keepdim=True)
+        columns.append(value.flatten())
+    _, sizes, directions = torch.linalg.svd(torch.stack(columns, 1), full_matrices=False)
+    if sizes[-1] > 1e-8 * sizes[0] or sizes[-2] < 1e-7 * sizes[0]:
+        return ""
+    w = directions[-1]
+    w = w / w[w.abs() > 1e-6 * w.abs().max()].abs().min() * w.sum().sign()
+    if (w - w.round()).abs().max() > 1e-4 or w.min() < -0.5:
+        return ""
+    said: dict[str, list[int]] = {}
+    for (start, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
+        how = " without a mask" * (start == first and not is_causal) + f" {n} times" * (n > 1)
+        said.setdefault(how, []).extend(range(start, start + piece) if n else ())
+    return ", ".join(ranges(keys) + how for how, keys in said.items() if keys)
