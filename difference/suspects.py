@@ -67,8 +67,8 @@ def suspects(both: Comparison, said: str) -> list[str]:
         is_helper = any(helper in name for helper in HELPERS.split())
         return not name.startswith("exercises/"), is_helper, pointed, name in innocent
 
-    ran = [*one.ran, *(name for reader in read for name in reader.ran), *one.running]
-    return sorted(dict.fromkeys(ran), key=order)
+    ran = [*one.ran, *(name for reader in read for name in reader.ran)]
+    return [*dict.fromkeys([*sorted(ran, key=order), *one.running])]
 
 
 def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
