@@ -9,6 +9,7 @@ one process: what they do wrong there, too, is not seen.
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -59,13 +60,19 @@ ALONE |= {"pp_engine": "1f1b", "pp_chunks": 1, "sharding": "none"}
 ALONE |= {"sequence_parallel": False, "tp_overlap": False}
 
 
+@cache  # never freed: a forked rank would wait for its threads, which it does not have
+def group_of_one() -> dist.ProcessGroup:
+    """This process alone, without a world: collectives of extensions run, and change nothing."""
+    group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
+    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
 def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
     """A Llama in float64, and its extensions, which have changed it in the order of a build."""
     config, cpu = trial.model_config, torch.device("cpu")
-    # This process alone, without a world: collectives of extensions run, and change nothing.
-    group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
-    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
-    group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo)
+    group = group_of_one()
     names = {name for grid in trial.layout.grids for name in grid.axes} | {"ends"}
     axes = Axes(**{name: Axis(name, group, cpu) for name in names})  # all of size 1
     layout = replace(trial.layout, **ALONE)
