@@ -46,7 +46,7 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.mesh import build_axes
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.launch import Launch, open_process_group
+from picotron_min.runtime.launch import Launch, open_process_group, set_environment
 from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.speed import memory_gb
 from picotron_min.runtime.token_file import TokenFile
@@ -82,6 +82,7 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     rows = picotron_rows(options.picotron.resolve()) if options.picotron else ROWS
     if unknown := set(options.rows or ()).difference(rows):
         parser.error(f"no row {', '.join(sorted(unknown))}: choose of {', '.join(rows)}")
+    set_environment()
     known = facts_of(work)
     print("\n".join(f"{name:<13} {value}" for name, value in known.items()), flush=True)
     measured = []

@@ -1,6 +1,9 @@
 """A linear's three products, the queue of weight gradients, and sums where they lie."""
 
+import subprocess
+import sys
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +120,33 @@ def test_copies_follow_the_weights_when_they_are_refreshed():
     for linear in linears(model).values():
         linear.refresh()
     assert torch.equal(model[0].copy, model[0].weight.bfloat16())
+
+
+MANY_SHAPES = """
+import resource, torch
+from picotron_min.extensions.kernels.products import multiply
+from picotron_min.runtime.launch import set_environment
+
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+set_environment()
+x, weight = torch.randn(600, 344), torch.randn(256, 344)
+multiply(x, weight)
+before = megabytes()
+for rows in range(300, 600):
+    multiply(x[:rows], weight)
+print(megabytes() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_code_for_many_shapes_is_not_kept():
+    # In a new process: the limits are read once.
+    command, root = [sys.executable, "-c", MANY_SHAPES], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 120
 
 
 @pytest.mark.parametrize("tokens", [4, 100])  # below and above LEAST
