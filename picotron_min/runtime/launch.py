@@ -77,8 +77,8 @@ def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool =
     # Memory in segments that can grow: fixed ones end up in pieces too small for a large tensor.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # oneDNN makes code for each shape, and keeps it. Experts have other numbers of rows in each step,
-    # and by default as many are kept as 400 MB take.
+    # oneDNN makes code for each shape, and keeps it: by default 400 MB of it, where experts have
+    # other numbers of rows in each step.
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     if tokenizers_parallelism is not None:
