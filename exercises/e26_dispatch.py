@@ -134,6 +134,8 @@ def order(case: Case, rank: int, record) -> str | None:
     checked, rows = record.place("mark", "checked"), record.place("start", "all_to_all", 1)
     if not case.capacity and checked > rows:
         return f"rank {rank} sends its rows before the numbers of rows are checked"
+    if case.capacity and record.count("mark", "checked"):
+        return f"rank {rank} checks rows that padding has planned: a run may stop without a reason"
     if (times := record.count("mark", "shared")) != 1:
         return f"rank {rank} calls meanwhile() {times} times, not 1"
     now = record.place("mark", "shared")
