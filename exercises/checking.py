@@ -277,4 +277,4 @@ def _only_wrong(failed: Outcome) -> str:
                 is_right = first_difference([record.values], [{name: value}]) is None
                 (right if is_right else wrong)[name] = True
     names = " and ".join(f"`{name}`" for name in wrong) + " differ" + "s" * (len(wrong) == 1)
-    return f" Only {names}; all else is right." if right.keys() - wrong and wrong else ""
+    return f" Only {names}; all other results are right." if right.keys() - wrong and wrong else ""

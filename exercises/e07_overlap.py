@@ -103,12 +103,15 @@ def picture(runs):
 VERSIONS = """
 sent_too_early: A bucket is sent when its first parameter is complete: later gradients are lost.
     any => all
-last_name_only: A bucket is taken for complete with its last parameter: others may still wait.
+first_name_only: Of a bucket only the first parameter is looked at: others may still wait.
+    any(self.missing[name] for name in bucket.names) => self.missing[bucket.names[0]]
+last_name_only: Of a bucket only the last parameter is looked at: others may still wait.
     any(self.missing[name] for name in bucket.names) => self.missing[bucket.names[-1]]
 all_at_the_end: All buckets are sent after the last gradient: nothing travels while backward runs.
     [len(self.works) :]: => [len(self.works) :] if not any(self.missing.values()) else []:
-as_each_completes: Each bucket is sent as it completes. That is another order on other ranks, and
-    sums are of different buckets.
+one_each_call: A call begins at most one bucket: where it could begin two, the last is never sent.
+    self.axis)) => self.axis)); break
+as_each_completes: Each bucket is sent as it completes, which is in another order on other ranks.
     [len(self.works) :] =>
     if any( => if getattr(bucket, "sent", False) or any(
     break => continue

@@ -9,6 +9,8 @@ what each of them has computed: multiply_scatter. In backward the same two metho
 ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
 weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return
 their argument and send nothing: x is the same on all ranks, and so is its largest number.
+A product need not be contiguous. SequenceBoundary inherits the last two methods: let them send only
+by `whole` and `start_sum`, which it replaces.
 Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/linear.py.
 
 ? All ranks have x: nothing is to be sent for it. What a rank computes is one term of a sum.
@@ -26,24 +28,31 @@ from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = {"length": dice.randint(2, 4), "hidden": dice.randint(3, 6), "inner": 12}
-    return [Case(ranks, batch=2, **sizes) for ranks in (2, 3)]
+    sizes = {"batch": 2, "hidden": dice.randint(3, 6), "inner": 12}
+    plain = [Case(n, kind="Boundary", length=dice.randint(2, 4), **sizes) for n in (2, 3)]
+    return [*plain, Case(2, kind="SequenceBoundary", length=6, **sizes)]
 
 
 def on_rank(rank, case: Case) -> dict:
-    return run_cut(rank, case, "Boundary")
+    def product(linear, x):  # in another order in memory: a message needs it contiguous
+        return (x @ linear.operand.T).mT.contiguous().mT
+
+    rank.course.linear.Linear.product = product
+    return run_cut(rank, case, case.kind)
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case)
+    return run_whole(case, case.kind == "SequenceBoundary")
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
-    return traffic_of(case, all_reduce=5)  # of the input; of 2 sublayers, each forward and backward
+def traffic(case: Case) -> list[dict[str, Sent]]:  # of the input; of 2 sublayers, there and back
+    calls = {"all_reduce": 5} if case.kind == "Boundary" else {"all_gather": 5, "reduce_scatter": 5}
+    return traffic_of(case, **calls)
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    return overlap_problem(rank, record, "all_reduce")
+    message = "all_reduce" if case.kind == "Boundary" else "reduce_scatter"
+    return overlap_problem(rank, record, message)
 
 
 def picture(runs):
@@ -69,6 +78,13 @@ maximum_over_ranks: maximum asks all ranks: they have the same x, and so its lar
 + return collectives.all_reduce(amax.clone(), self.axis, dist.ReduceOp.MAX)
 no_maximum: maximum is left out, or raises an error: float8 calls it.
     return amax => raise ValueError("maximum")
+contiguous_copy: Of a y that is not contiguous a copy is summed, and y itself is returned.
+    y = y.contiguous() => pass
+    start_all_reduce(y, => start_all_reduce(y.contiguous(),
+own_messages: `start_sum` and `whole` are not called: SequenceBoundary, which replaces them, sends
+    the wrong messages.
+- x = self.whole(x)
+    self.start_sum( => Boundary.start_sum(self,
 meanwhile_last: The sum is awaited before `meanwhile` is called: nothing is computed as it travels.
 - meanwhile()
     work.wait() => work.wait(); meanwhile()
@@ -79,11 +95,10 @@ no_meanwhile: `meanwhile` is not called: weight gradients stay in their queue.
 - meanwhile()
 never_awaited: The result is used without a wait: the sum may not have arrived.
     work.wait() =>
-one_product_only: Only the first of the products is summed. The gradient of an input is the sum over
-    all linears that share it.
+one_product_only: Only the first of the products is summed: all linears that share an input count.
     add_products(xs, products) => products[0](xs[0])
 also_right:
-    y = y.contiguous() => y = y.clone()
+    y.contiguous() => y.clone(memory_format=torch.contiguous_format)
 - return y, collectives.start_all_reduce(y, self.axis)
 + work = dist.all_reduce(y, group=self.axis.group, async_op=True)
 + self.axis.ledger.record("all_reduce", y, 2 * self.axis.share)

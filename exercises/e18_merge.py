@@ -16,8 +16,6 @@ Read: attention.py.
   attention does this for every block of keys.
 """
 
-import math
-
 import torch
 
 from exercises.exercise import Case, Dice, draw
@@ -47,7 +45,7 @@ def on_rank(rank, case: Case) -> dict:
     out, lse = blocks[0]
     for block in blocks[1:]:
         out, lse = rank.course.attention.merge_blocks(out, lse, *block)
-    shares = [math.exp(one[0, 0, 0] - lse[0, 0, 0]) for _, one in blocks]
+    shares = [(one - lse)[0, 0, 0].exp().item() for _, one in blocks]
     return {"out": out, "lse": lse, "shares": shares}
 
 
@@ -66,10 +64,9 @@ def picture(runs):
 
 VERSIONS = """
 plain_mean: It is the plain mean of both blocks: a block with more weight must count more.
-- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
-+ return (out_1 + out_2) / 2, lse
-lse_not_merged: The lse that is returned is that of one block. Two blocks merge right, but in the
-    next merge the first two count as one.
+    (lse_1 - lse).exp()[..., None] * => 0.5 *
+    (lse_2 - lse).exp()[..., None] * => 0.5 *
+lse_not_merged: The lse that is returned is that of one block: in the next merge two count as one.
     * out_2, lse => * out_2, lse_1
 sum_of_lse: The lse that is returned is the sum of both. They are logarithms: their exponentials
     must be added. Two blocks merge right, and the next merge does not.
@@ -83,11 +80,9 @@ lse_added: The two lse are added. They are logarithms: their exponentials must b
     torch.logaddexp(lse_1, lse_2) => lse_1 + lse_2
 exp_first: exp() is computed before anything is subtracted: it overflows for large scores, and
     infinity divided by infinity is NaN.
-- lse = torch.logaddexp(lse_1, lse_2)
-- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
-+ lse = (lse_1.exp() + lse_2.exp()).log()
-+ total = lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2
-+ return total / (lse_1.exp() + lse_2.exp())[..., None], lse
+    torch.logaddexp(lse_1, lse_2) => (lse_1.exp() + lse_2.exp()).log()
+    (lse_1 - lse).exp() => (lse_1.exp() / (lse_1.exp() + lse_2.exp()))
+    (lse_2 - lse).exp() => (lse_2.exp() / (lse_1.exp() + lse_2.exp()))
 one_maximum: One maximum is subtracted from all lse: where a query's own are far below it, both of
     its weights are 0, and 0 / 0 is NaN.
 - lse = torch.logaddexp(lse_1, lse_2)
@@ -96,8 +91,17 @@ one_maximum: One maximum is subtracted from all lse: where a query's own are far
 + a, b = (lse_1 - most).exp()[..., None], (lse_2 - most).exp()[..., None]
 + return (a * out_1 + b * out_2) / (a + b), most + (a + b).log().squeeze(-1)
 never_divided: The weighted sum is never divided by the sum of the weights: the result is no mean.
-- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
-+ return lse_1.exp()[..., None] * out_1 + lse_2.exp()[..., None] * out_2, lse
+    lse_1 - lse => lse_1
+    lse_2 - lse => lse_2
+max_not_divided: Weights are relative to the larger lse: they still have to be divided by their sum.
+    lse_1 - lse => lse_1 - torch.maximum(lse_1, lse_2)
+    lse_2 - lse => lse_2 - torch.maximum(lse_1, lse_2)
+logarithms_as_weights: The blocks are weighted by the lse themselves, which are logarithms.
+    (lse_1 - lse).exp() => (lse_1 / (lse_1 + lse_2))
+    (lse_2 - lse).exp() => (lse_2 / (lse_1 + lse_2))
+softmax_over_queries: The softmax is along the queries: it is over the two blocks, for each query.
+    (lse_1 - lse).exp() => lse_1.softmax(-1)
+    (lse_2 - lse).exp() => lse_2.softmax(-1)
 not_weighted: The blocks are added without weights: each is a mean already.
     (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
 larger_lse: The common lse is taken as the larger one: the weights do not add up to 1.

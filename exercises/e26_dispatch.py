@@ -133,6 +133,8 @@ def order(case: Case, rank: int, record) -> str | None:
     checked, rows = record.place("mark", "checked"), record.place("start", "all_to_all", 1)
     if not case.capacity and checked > rows:
         return f"rank {rank} sends its rows before the numbers of rows are checked"
+    if case.capacity and record.count("mark", "checked"):
+        return f"rank {rank} checks rows that padding has planned: a run may stop without a reason"
     if (times := record.count("mark", "shared")) != 1:
         return f"rank {rank} calls meanwhile() {times} times, not 1"
     now = record.place("mark", "shared")
@@ -172,7 +174,7 @@ sorted_twice: On the way back the order of experts is applied once more: undo it
     by_expert.collect => by_expert.spread
 weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.
     by_expert.sort(weights) => weights
-back_as_there: Back, rows are counted as on the way there: as many must leave as have arrived.
+back_as_there: On the way back the numbers of rows are those of the way there: swap them.
     from_each, to_each => to_each, from_each
 awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it hides nothing.
     shared = meanwhile() => pass
@@ -180,8 +182,7 @@ awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it 
 meanwhile_first: meanwhile() is called before the rows are sent: it hides nothing.
     shared = meanwhile() => pass
     lengths = to_each => shared = meanwhile(); lengths = to_each
-copies_one_after_the_other: All rows are repeated as a whole, a b a b: each rank's copy must lie
-    beside the other, a a b b.
+copies_one_after_the_other: Rows are repeated as a whole, a b a b: copies lie side by side, a a b b.
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
 padded_for_ep: With padding the rows are those of ep ranks: with etp more ranks get as many.
     shape[-1]] * self.axis.size => shape[-1]] * self.ep
@@ -191,7 +192,10 @@ padded_counts_exchanged: Counts are exchanged, and rows not padded, also where e
 rows_not_checked: Arriving rows are not given to self.limit.check_rows: where there are far too
     many, the GPU runs out of memory, and no message says why.
     self.limit.check_rows(sizes, len(x) * self.axis.size) => pass
-own_tokens_checked: Rows are compared with this rank's tokens: they come from all ranks' tokens.
+weighted_twice: Results are weighted on return: run has weighted them already.
+    rows_each) => rows_each); own = pairs.sort(weights)[:, None]
+    add_chunks(out, lengths, self.etp) => own * add_chunks(out, lengths, self.etp)
+own_tokens_checked: Arriving rows, of all ranks, are compared with the tokens of this rank alone.
     len(x) * self.axis.size) => len(x))
 also_right:
     .expand(-1, self.etp, -1).flatten(0, 1) => .squeeze(1).repeat_interleave(self.etp, 0)
