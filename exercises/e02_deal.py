@@ -30,12 +30,13 @@ def cases(dice: Dice) -> list[Case]:
 def on_rank(rank, case: Case) -> dict:
     tokens, sizes = np.zeros(1000, dtype=np.uint16), {"seq_length": 4, "dp_size": case.dp}
     sizes |= {"micro_batch_size": case.rows, "num_micro_batches": case.micro_batches}
-    results = {}
-    for r in range(case.dp):
-        places = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=r, **sizes)._places
-        by_micro_batch = [places(i).tolist() for i in range(case.micro_batches)]
-        results[f"places of dp rank {r} by micro-batch"] = by_micro_batch
-    return results
+    sizes["seen_before"] = 40  # tokens: places do not depend on them
+
+    def places(dp_rank: int) -> list[list[int]]:
+        batches = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=dp_rank, **sizes)
+        return [batches._places(i).tolist() for i in range(case.micro_batches)]
+
+    return {f"places of dp rank {r} by micro-batch": places(r) for r in range(case.dp)}
 
 
 def expected(case: Case) -> list[dict]:
@@ -61,22 +62,27 @@ ranks_alike: All ranks read the same sequences: the batch has them dp times, and
     (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
 micro_batches_alike: All micro-batches have the same sequences: a step trains on those of the first.
     (micro_batch * self.dp_size + self.dp_rank) => self.dp_rank
-ranks_overlap: Ranks overlap: each begins one place after the one before, not micro_batch_size.
+ranks_overlap: Each rank begins one place after the one before it, not micro_batch_size places.
     + self.dp_rank) * self.micro_batch_size => ) * self.micro_batch_size + self.dp_rank
-micro_batches_overlap: The next micro-batch begins after the places of one rank, not of all.
+brackets_left_out: Only the blocks of this micro-batch are multiplied by micro_batch_size: those of
+    earlier ones have as many places.
+    + self.dp_rank) * => + self.dp_rank *
+    (micro_batch => micro_batch
+seen_before_added: What was seen before this run is counted twice: these are places in one global
+    batch, and `_starts` adds where that begins.
+    (first, first => (first := first + self.seen_before // self.seq_length, first
+micro_batches_overlap: A micro-batch begins after the places of one rank, not of all dp ranks.
     * self.dp_size + => +
 rank_by_rank: Each place is dealt once, but all micro-batches of a rank lie together: the global
     batch is laid out micro-batch by micro-batch, and then rank by rank.
     micro_batch * self.dp_size + self.dp_rank => self.dp_rank * self.num_micro_batches + micro_batch
 turns_not_places: These are turns of a rank, and each of them has micro_batch_size places: multiply.
     self.dp_rank) * self.micro_batch_size => self.dp_rank)
-dealt_like_cards: Places are dealt one by one, as cards: each rank has micro_batch_size places side
-    by side in a micro-batch.
+dealt_like_cards: Places are dealt one by one, but a rank has micro_batch_size of them side by side.
 - return np.arange(first, first + self.micro_batch_size)
 + first = micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank
 + return first + self.dp_size * np.arange(self.micro_batch_size)
-micro_batches_for_ranks: The number of micro-batches is taken for that of ranks: it has no part in
-    where a micro-batch begins.
+micro_batches_for_ranks: The number of micro-batches stands where that of ranks belongs.
     micro_batch * self.dp_size => micro_batch * self.num_micro_batches
 one_too_few: The last place of each rank is missing: np.arange excludes its end.
     first + self.micro_batch_size) => first + self.micro_batch_size - 1)

@@ -93,13 +93,21 @@ n_hops: There are n hops, one more than needed: the last one brings your own ten
     yield axis.next, tensor  # after n-1 hops the tensor is the next rank's => return
 all_kept: Every tensor that has arrived is kept: n exist on each rank, where 2 are enough.
     shift = Shift( => kept = [tensor] if hop == 0 else [*kept, tensor]; shift = Shift(
-sources_the_wrong_way: The sources are counted the wrong way round: tensors come from the previous
-    rank, so that the second one is that of rank - 1.
+sources_the_wrong_way: The sources are counted the wrong way: the second tensor is that of rank - 1.
     (axis.rank - hop) => (axis.rank + hop)
     yield axis.next, => yield axis.previous,
 sources_below_0: Before rank 0 comes the last one, not rank -1: take sources modulo axis.size.
     (axis.rank - hop) % axis.size => axis.rank - hop
     yield axis.next, => yield axis.rank - axis.size + 1,
+always_the_previous: All that arrives is said to be the previous rank's, which only passes it on.
+    (axis.rank - hop) % axis.size => axis.previous if hop else axis.rank
+    yield axis.next, => yield axis.previous,
+all_first: All hops are done before the first tensor is yielded: n exist on each rank, and nothing
+    travels while the rank computes.
+    range(axis.size - 1): => []:
+- yield axis.next, tensor
++ kept = [tensor, *(tensor := Shift(tensor, axis).wait() for _ in range(axis.size - 1))]
++ yield from (((axis.rank - hop) % axis.size, one) for hop, one in enumerate(kept))
 not_awaited: A tensor is yielded before it has arrived: its buffer holds anything.
     tensor = shift.wait() => tensor = shift.arriving
 own_left_out: Your own tensor is left out.
@@ -111,10 +119,9 @@ own_passed_on: Every hop sends this rank's own tensor again: what has arrived mu
 straight_from_its_owner: Each tensor is sent straight from its owner: between ranks that are far
     apart it crosses several links. Pass on to the next rank what has arrived.
     shift = Shift(tensor, axis => mine = mine if hop else tensor; shift = Shift(mine, axis, hop + 1
-written_into_the_callers: What arrives is copied into the caller's tensor, which the caller still
-    needs: go on with another tensor.
+written_into_the_callers: What arrives is copied into the caller's tensor, which is still needed.
     tensor = shift.wait() => tensor.copy_(shift.wait())
-awaited_at_once: Each hop is awaited before the tensor is yielded: nothing travels meanwhile.
+awaited_at_once: Each hop is awaited before the yield: nothing travels while the rank computes.
     shift = Shift(tensor, axis) => shift = Shift(tensor, axis); shift.wait()
 also_right:
 def ring(tensor, axis):

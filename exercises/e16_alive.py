@@ -113,13 +113,17 @@ class _Copy(torch.autograd.Function):
 
 
 class PartOfModel(nn.Module):
-    def __init__(self, weights: list[Tensor], is_first: bool, outputs: Outputs) -> None:
+    def __init__(self, weights: list[Tensor], stage, outputs: Outputs) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(weights)
-        self.is_first, self.outputs = is_first, outputs
+        self.weights, self.stage, self.outputs = nn.ParameterList(weights), stage, outputs
 
-    def forward(self, x: Tensor, *more) -> Tensor:
-        return _Copy.apply(self.outputs, forward(list(self.weights), x, self.is_first, *more))
+    def forward(self, x: Tensor, positions: Tensor, targets, *extra: Tensor) -> Tensor:
+        _, first, last = self.stage
+        gets = f"{self.stage} gets {'an activation' if x.is_floating_point() else 'tokens'}"
+        gets += f" with{'out' * (targets is None)} targets"
+        assert (x.is_floating_point(), targets is None) == (not first, not last), gets
+        y = forward(list(self.weights), x, first, positions, targets, *extra)
+        return _Copy.apply(self.outputs, y)
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -130,7 +134,7 @@ def on_rank(rank, case: Case) -> dict:
     schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         mine = weight(case, stage.layers.start, p * v - 1)
-        chunks.append(parallel.Chunk(stage, PartOfModel(mine, stage.is_first, outputs)))
+        chunks.append(parallel.Chunk(stage, PartOfModel(mine, stage, outputs)))
 
     class Batch(course.data.Batch):
         def to(self, device):
@@ -215,8 +219,10 @@ sent_with_graph: What is sent still has its graph, so that the message keeps the
     c] = out.detach() => c] = out
 loss_with_graph: The loss is added with its graph: the totals keep the graphs of all micro-batches.
     self.totals[0] += out.detach() => self.totals[0] += out
-no_leaf: What arrives does not require a gradient: the stages before get none.
+no_leaf: The input in self.live has no gradient to send back: it must be a leaf that requires one.
     x.requires_grad_(torch.is_grad_enabled()) => pass
+not_to_leave: Nothing is in self.leaving where the send looks for it: (Kind.SEND_ACTIVATION, i, c).
+    leaving[Kind.SEND_ACTIVATION => leaving[action.kind
 every_stage_counts: Every stage adds its output to the loss: only the last one has a loss.
     c] = out.detach() => c] = out.detach(); self.totals[0] += out.detach().sum()
 micro_batches_counted: Micro-batches are counted, and not targets: each has another number of them.

@@ -27,7 +27,7 @@ import torch
 from exercises.attention import full_attention, merge_of_rounded
 from exercises.exercise import Case, Dice, Sent, draw
 
-D = 4
+B, D = 2, 4
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -49,7 +49,7 @@ def whole_tensors(case: Case):
     S = 2 * case.half * case.ranks
     names = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
     names["d_out"] = case.query_heads
-    tensors = (draw(case, name, shape=(1, heads, S, D)) for name, heads in names.items())
+    tensors = (draw(case, name, shape=(B, heads, S, D)) for name, heads in names.items())
     q, *others = (tensor.to(getattr(torch, case.dtype)).double() for tensor in tensors)
     return [q * getattr(case, "q_times", 1), *others]
 
@@ -61,7 +61,7 @@ def on_rank(rank, case: Case) -> dict:
     def attend(q, k, v, is_causal):
         rank.mark(f"{q.shape[2]} x {k.shape[2]}{' causal' if is_causal else ''}")
         out, lse = kernels.attend_block(q.double(), k.double(), v.double(), is_causal)
-        return out.to(dtype), lse  # rounded, as kernels on GPUs do
+        return out.to(dtype), lse.to(kernels.wide(q).dtype)  # rounded, as kernels on GPUs do
 
     kernel = kernels.Kernel(attend, kernels.attend_block_backward)
     *qkv, d_out = (x[:, :, positions(case, rank.number)].to(dtype) for x in whole_tensors(case))
@@ -99,7 +99,7 @@ def expected(case: Case) -> list[dict]:
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     itemsize = 2 if case.dtype == "bfloat16" else 8
-    k = case.key_heads * 2 * case.half * D * itemsize
+    k = B * case.key_heads * 2 * case.half * D * itemsize
     times = 3 if hasattr(case, "backward") else 1  # backward: keys, values, and their gradients
     hops = times * (case.ranks - 1)
     return [{"send as shift": Sent(hops, hops * 2 * k)}] * case.ranks
@@ -140,19 +140,33 @@ VERSIONS = """
 merged_without_lse: Blocks are merged as a plain mean: a block with more weight must count more.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])
-blocks_added: The outs of blocks are added: each is a mean, and must count by its share of the
-    weight. merge_blocks does that.
+blocks_added: The outs of blocks are added: each is a mean, and must count by its share.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])
 lse_not_updated: out is updated at each merge, and lse is not: the next block is weighed against the
     first one alone, and backward gets the lse of one block.
     out[:, :, rows], lse[:, :, rows] = merged => out[:, :, rows] = merged[0]
+not_written_back: What is merged is not written into out and lse: the own block alone counts.
+    out[:, :, rows], lse[:, :, rows] = merged => pass
+mean_so_far_kept: The new block counts by its share, but the mean so far has no share: it must be
+    made smaller.
+- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
++ total = torch.logaddexp(lse[:, :, rows], block[1])
++ merged = out[:, :, rows] + (block[1] - total).exp()[..., None] * block[0], total
+merged_into_zeros: The own block is merged into out = 0 with lse = 0: that has the weight of a key
+    with score 0. Of no keys lse is -inf.
+- out, lse = wide(block[0]), block[1]
++ out, lse = merge_blocks(0 * wide(block[0]), 0 * block[1], *block)
+last_block_saved: The k and v of the last block are saved for backward, which sends the own round.
+    save_for_backward(q, kv, => save_for_backward(q, torch.stack((k, v)),
+stacked_along_the_batch: Keys and values are stacked along dim 1, but unpacked along dim 0.
+    torch.stack((k, v)) => torch.stack((k, v), 1)
 heads_repeated: Keys and values are repeated for the query heads before they travel: Q/K times the
     bytes. The kernel takes few key heads as they are.
     torch.stack((k, v)) => torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)
 own_not_causal: Attention to the own keys is not causal: queries see keys behind them.
     v, is_own => v, False
-all_causal: Every block is causal: of other ranks' blocks the rows see all columns.
+all_causal: Every block is causal, not the own one alone: of others the rows see all columns.
     v, is_own => v, True
 all_keys_seen: All keys of other ranks are seen: those of later positions must not be.
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
@@ -180,11 +194,11 @@ lse_overflows: lse is updated as log(exp(a) + exp(b)), which overflows for large
 - out[:, :, rows], lse[:, :, rows] = merged
 + out[:, :, rows] = merged[0]
 + lse[:, :, rows] = (lse[:, :, rows].exp() + block[1].exp()).log()
-lse_rounded: lse is saved in the dtype of q: bfloat16 has three digits, and backward takes its exp.
+lse_rounded: lse is saved in the dtype of q: backward takes the exponential of three digits.
     out := out.to(q.dtype), lse => out := out.to(q.dtype), lse.to(q.dtype)
 all_arrive_first: All blocks have arrived before the first is computed: nothing travels meanwhile.
     in visible_blocks(kv, axis): => in list(visible_blocks(kv, axis)):
-result_not_in_dtype_of_q: The result stays float32: the next linear expects the dtype of q.
+result_not_in_dtype_of_q: The result stays float32, where the next linear expects the dtype of q.
     out := out.to(q.dtype) => out
 also_right:
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
