@@ -89,12 +89,12 @@ def start(number: int) -> None:
     if path.exists():
         raise ValueError(f"{path} is there already: delete it to start again")
     path.write_text(starter(exercise))
-    print(f"The file it is from, without its body: python -m exercises read {number:02}")
+    print(f"What it uses, and what uses it: python -m exercises read {number:02}")
     print(f"Write your version in {path}, then: python -m exercises check {number:02}")
 
 
 def read(number: int, all: bool) -> None:
-    """The file that the function is in, without the function's body."""
+    """What the function uses, and what uses it, without the function's body."""
     print(reading(catalogue.load(number), all), end="")
 
 

@@ -5,9 +5,9 @@
     M memory   bytes alive
     O order    what was started before what; and that all of it was awaited
 
-When a gate fails, every known mistake of the exercise is run in the same cases. One that does the
-same as the student's version in all of them is named. What is said of others is about the smallest
-case that fails.
+When a gate fails, known mistakes of the exercise are run in the same cases. One that does the same
+as the student's version in all of them is named. Of other versions the answer says what all wrong
+results have in common, or shows the smallest case that fails.
 """
 
 import linecache
@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
 
     passed: bool
     gates: dict[str, str]  # gate -> "" if passed, what is wrong, or "not checked"
-    mistake: str  # the name of a known mistake, or not_written, deadlock, exception, unknown
+    mistake: str  # the name of a known mistake, or of a kind: unknown, pattern, exception, ...
     message: str
     picture: str
 

@@ -98,6 +98,8 @@ def grade(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if bool(submissions) == bool(one):
         raise ValueError("name either a folder with a folder for each student, or --one FILE")
+    if json and not one:
+        raise ValueError("--json is the answer to one student: use it with --one")
     common = seed, wrap, exercises
     rows = grade_one(one, *common) if one else grade_class(submissions, csv, jobs, *common)
     if json:
@@ -116,7 +118,7 @@ def grade_class(
         raise ValueError(f"--jobs {jobs}: at least 1 check has to run at a time")
     tasks = [(student, task) for student in students for task in tasks_of(words, students)]
     sandbox = sandbox_of(wrap)
-    pages.mkdir(exist_ok=True)
+    pages.mkdir(exist_ok=True, parents=True)
     table.open("a").close()  # now, and not after all checks, if it cannot be written
     print(WARNING)
     try:

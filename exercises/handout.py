@@ -3,7 +3,7 @@
     python -m exercises handout FOLDER --exercises 2 5 10
 
 FOLDER              the course; bodies of the chosen functions raise NotImplementedError
-FOLDER/exercises    launch.py and course.zip, the whole course, with which checks run
+FOLDER/exercises    course.zip, the whole course, with which checks run
 FOLDER.teacher.md   solutions, known mistakes, the hunts, answers to the course's questions
 """
 

@@ -1,11 +1,12 @@
 """What simulated ranks send each other, and the rules of the network.
 
-    rank 0  isend ─────── wait    ╲ a message is delivered when both ends are posted, into the
-    rank 1  irecv ── wait         ╱ buffer of a receive when its own `wait` returns
+    rank 0  isend ─────── wait    ╲ a message can be awaited when both ends are posted; the
+    rank 1  irecv ── wait         ╱ buffer of a receive is filled when its `wait` returns
 
-The network is as strict as the strictest real one. A send is done only when it is received. Until
-`wait`, a buffer that is written to is full of NaN. What is sent must not change before `wait`: the
-receiver may get the new content. Collectives of a group match in the order of their start.
+The network is as strict as the strictest real one. A send is done only when its receive is posted.
+What is received, gathered or reduced is NaN, or unchanged where it is done in place, until `wait`.
+Collectives take their input when they are started, sends when either end is awaited. Collectives
+of a group match in the order of their start.
 """
 
 import threading
@@ -90,7 +91,7 @@ class Work:
         for tensor in (*brought, *outputs):
             if not tensor.is_contiguous():
                 what = f"{what} of a non-contiguous tensor {tuple(tensor.shape)}"
-                raise RuntimeError(f"{what}: gloo would send others")
+                raise RuntimeError(f"{what}: gloo would use other numbers, so make it contiguous")
         places = {tensor.untyped_storage().data_ptr() for tensor in brought}
         if peer is None:  # as it is now: what is added later is lost
             brought = [tensor.detach().clone() for tensor in brought]
@@ -111,6 +112,8 @@ class Work:
         if there.signature != new.signature:
             found = f"{new.signature} on rank {rank}, and {there.signature} on rank {there.first}"
             remedy = "all ranks must start the same operations in the same order"
+            if role:
+                remedy = "both ends of a message must have the same shape and dtype"
             raise RuntimeError(f"{which.format(index + 1)} is {found}: {remedy}")
         return there
 

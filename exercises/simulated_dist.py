@@ -1,4 +1,4 @@
-"""`torch.distributed` on simulated ranks: the functions that the course calls, for network.py.
+"""`torch.distributed` on simulated ranks: the functions that the course and students call.
 
 They check what gloo does not, and count algorithmic bytes as collectives.py does, but on their own:
 what bypasses the course's ledger is seen here.
@@ -28,7 +28,7 @@ OPERATIONS = {
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Within, torch.distributed is that of the simulated ranks.
+    """Within, torch.distributed works on the simulated ranks.
 
     The course must be imported within, too: it takes some functions when it is imported.
     """

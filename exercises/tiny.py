@@ -49,11 +49,11 @@ def tiny_run(
     return run
 
 
-def text(vocab_size: int, num_tokens: int = 4000) -> np.ndarray:
+def text(vocab_size: int) -> np.ndarray:
     """A text that can be learned: each token follows from the two before it, mostly."""
     dice = np.random.default_rng(0)
-    tokens, noise = [1, 2], dice.integers(vocab_size, size=num_tokens)
-    for i in range(num_tokens):
+    tokens, noise = [1, 2], dice.integers(vocab_size, size=4000)
+    for i in range(4000):
         follows = (3 * tokens[-1] + tokens[-2]) % vocab_size
         tokens.append(int(noise[i]) if noise[i] % 5 == 0 else follows)
     return np.array(tokens, dtype=np.uint16)

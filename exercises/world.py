@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Deadlock(Exception):
-    """No rank can continue; the message has the circle of ranks that wait for each other."""
+    """No rank can continue; the message says which ranks wait for which."""
 
     def __init__(self, circle: str) -> None:
         super().__init__(circle)
@@ -122,7 +122,7 @@ class World:
                 thread.resume()
 
     def _deadlock(self) -> Deadlock:
-        """Follow who waits for whom until a rank recurs, or one that has returned."""
+        """Follow who waits for whom until a rank recurs or has returned."""
         waits = {thread.rank: thread.wait for thread in self.threads if not thread.is_done}
         path = [min(waits)]
         while path[-1] in waits and path[-1] not in path[:-1]:

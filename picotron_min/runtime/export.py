@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
         export_hf(options.folder, weights, metadata.model, tokenizer)
         dist.destroy_process_group()
         config = metadata.config
-        rows = {"model": config.model.name, "layout": config.layout.sizes, "step": metadata.step}
+        layout = " x ".join(f"{axis} {n}" for axis, n in config.layout.sizes._asdict().items())
+        rows = {"model": config.model.name, "layout": layout, "step": metadata.step}
         rows |= {"tokens": metadata.tokens_seen, "data": config.dataset.name}
         write_card(options.folder, rows | {"tokenizer": config.tokenizer})
     print(f"wrote {options.folder}")

@@ -1,4 +1,4 @@
-"""Products: those that a step calls, alone: nobody's step takes less time with the same products.
+"""Products: the time of a step's products alone, below which no step with them can be.
 
     a step    product norm product Python product loss ... update message
     alone     product product product ...

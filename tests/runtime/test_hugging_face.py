@@ -201,6 +201,7 @@ def test_any_checkpoint_becomes_a_model_in_one_process(pool, tmp_path, capsys, t
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "| data | stdlib |" in card and "| tokenizer | bytes |" in card
+    assert "| layout | pp 2 x dp 1 x cp 1 x tp 2 |" in card
     for wrong, expected in (
         (arguments, "exists: name another folder"),
         (["nowhere", "other"], "cannot use the checkpoint nowhere: "),
