@@ -118,7 +118,7 @@ def grade_class(
         raise ValueError(f"--jobs {jobs}: at least 1 check has to run at a time")
     tasks = [(student, task) for student in students for task in tasks_of(words, students)]
     sandbox = sandbox_of(wrap)
-    pages.mkdir(exist_ok=True, parents=True)
+    pages.mkdir(exist_ok=True)
     table.open("a").close()  # now, and not after all checks, if it cannot be written
     print(WARNING)
     try:

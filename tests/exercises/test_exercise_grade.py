@@ -53,6 +53,7 @@ def test_what_cannot_be_graded_is_refused_before_the_first_check(tmp_path, monke
         ([*table, "--wrap", "false"], "does not pass:\nno such image"),
         ([*table, "--jobs", "0"], "at least 1 check"),
         ([*table, "--exercises", "2", "2=20"], "02 is named twice"),
+        ([*table, "--json", "results.json"], "use it with --one"),
         (["--csv", f"{folder}.csv"], "outside of"),
         (["--csv", f"{folder}/marks.csv"], "outside of"),
     ):
