@@ -5,16 +5,20 @@ or a context-parallel module. (Two exceptions: rows that sharding gives a rank, 
 parameters that a new extension has added, are the run's own.)
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from difference.taps import Key
+from difference.taps import LAYER, Key
 from picotron_min.extensions.settings import Layout
 
 Indices = list[Sequence[int]]  # for each dim of the whole, those that a rank has
 OUT, IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+# Of the core and the experts, whatever a table says; yours may have other names that end so.
+UNCUT = r"(input|post_attention)_layernorm|self_attn\.[qk]_norm|mlp\.(gate|shared_expert_gate)"
+UNCUT = re.compile(rf"model\.norm|{LAYER}\.({UNCUT})")
 
 
 class Here(NamedTuple):
@@ -70,7 +74,7 @@ def indices_of(
     elif shape:
         rank, size = (at.etp, layout.etp) if ".experts." in name else (rank, size)
         dim = 0 if module in (*OUT, "embed_tokens", "lm_head") else 1 if module in IN else None
-        if len(cuts) and dim is None and not module.endswith(("norm", "gate")):
+        if len(cuts) and dim is None and not UNCUT.fullmatch(name):
             indices = [range(*pair) for pair in cuts[:-1]]
     if dim is not None:
         indices[dim] = chunk(indices[dim], rank, size)

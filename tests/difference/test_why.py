@@ -152,6 +152,15 @@ def test_a_wrong_place_in_the_mesh_is_said():
     assert "are [1, 0, 0, 0], and should be [0, 0, 0, 1]" in explain(one, both())
 
 
+@pytest.mark.parametrize("yours", ["mlp.adapter_gate", "mlp.norm", "self_attn.in_norm"])
+def test_a_parameter_of_yours_is_cut_as_its_row_says_whatever_its_name(yours):
+    key, at = Key(0, "initial", f"model.layers.0.{yours}.weight"), here(1, both().trial.layout)
+    cuts = [[4, 8], [0, 32], [0, 4]]
+    assert indices_of(key, (8, 32), at, both().trial.layout, cuts) == [range(4, 8), range(32)]
+    norm = key._replace(name="model.layers.0.input_layernorm.weight")
+    assert indices_of(norm, (32,), at, both().trial.layout, [[0, 4], [0, 4]])[0] == range(4)
+
+
 def test_stale_weights_are_seen_in_the_second_step():
     one = right(*OUT, step=1)
     x = both().whole[one.key._replace(name=f"{ATTENTION}.o_proj.input")]
