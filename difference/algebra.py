@@ -26,7 +26,7 @@ def weights_of(got: Tensor, tensors: list[Tensor]) -> list[float] | None:
     ranks = torch.linalg.svdvals(columns / scale)
     if len(q) >= len(tensors) and ranks[-1] > 1e-8 * ranks[0]:
         c = torch.linalg.lstsq(columns / scale, q[:, None]).solution[:, 0] / scale
-    elif len(tensors) <= 8:
+    elif len(tensors) <= 10:
         counts = range(9 if len(tensors) <= 3 else 3)
         choices = sorted(product(counts, repeat=len(tensors)), key=lambda c: sum(n != 1 for n in c))
         basis, r = torch.linalg.qr(columns)

@@ -2,19 +2,25 @@
 
 an embedding, a row-parallel product    a part for each tp rank
 the gradient of a norm's output         for each linear that reads it
+the gradients of attention's q, k, v    for each cp rank, of its queries
 a parameter's gradient, the loss        for each micro-batch and dp rank
-the square of the gradient's norm       for matrices, norms and embeddings
+the square of the gradient's norm       for kinds of parameters, and ranks that cut them
 a weight                                before the update, and the update
+
+What an activation or its gradient is besides is a part of its own: what your extension adds.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from difference.algebra import same
 from difference.compare import Compared, Comparison
-from difference.places import chunk, take
+from difference.places import IN, OUT, UNCUT, chunk, positions, take
 from difference.taps import Key
 
 Parts = dict[tuple, Tensor]  # by (axis, place on it), of each axis
+REST = (("", "what your extension adds"),)
 SUMS = ("embed_tokens", ".self_attn", ".mlp")
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -47,6 +53,8 @@ def parts_of(one: Compared, both: Comparison) -> Parts:
             if gradient is not None:
                 weight = both.weight(f"{layer}.{linear}.weight", key.step)
                 parts[("linear", linear.split(".")[-1]),] = gradient @ weight
+        if ".core_attention." in key.name:
+            parts = by_queries(one, both)
     elif key.phase in ("loss", "summed gradient"):
         before = torch.zeros(())
         for m, d in both.trial.micro_batches:
@@ -56,16 +64,58 @@ def parts_of(one: Compared, both: Comparison) -> Parts:
                 so_far = before + whole[of].sum() / both.num_targets(key.step)
             if so_far is not None:
                 parts[("micro-batch", m), ("dp", d)], before = so_far - before, so_far
-    elif key.phase == "gradient norm":
-        for of, gradient in whole.items():
-            if of[:2] == (key.step, "summed gradient"):
-                is_end = "embed_tokens" in of.name or "lm_head" in of.name
-                kind = "the embeddings" if is_end else "matrices"
-                kind = (("", "the weights of norms" if "norm" in of.name else kind),)
-                square = gradient.square().sum() / both.num_targets(key.step) ** 2
-                parts[kind] = parts.get(kind, 0) + square
     elif key.phase == "weights":
         before = both.weight(key.name, key.step)
         parts = {(("", "itself before the update"),): before}
         parts[("", "its update"),] = whole[key] - before
-    return {label: take(part, one.indices) for label, part in parts.items()}
+    parts = {label: take(part, one.indices) for label, part in parts.items()}
+    if parts and key.phase in ("forward", "backward"):
+        rest = one.right - sum(parts.values())
+        parts |= {} if same(one.right - rest, one.right) else {REST: rest}
+    return parts
+
+
+def by_queries(one: Compared, both: Comparison) -> Parts:
+    """What the queries of each cp rank give to the gradient of q, k or v of attention."""
+    core, _, letter = one.key.name.rpartition(".")
+    layout, size = both.trial.layout, both.whole[one.key].shape[2]
+    if layout.cp == 1 or both.trial.workload.document_mask:
+        return {}
+    gradient = both.whole[one.key._replace(name=core)]
+    of = one.key._replace(phase="forward")
+    q, k, v = (both.whole[of._replace(name=f"{core}.{x}")].clone().requires_grad_() for x in "qkv")
+    repeats, parts = q.shape[1] // k.shape[1], {}
+    with torch.enable_grad():
+        wide = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, *wide, is_causal=True)
+    for cp in range(layout.cp):
+        own = torch.zeros(size, 1, dtype=torch.float64)
+        own[positions(one.at._replace(cp=cp), layout, size)] = 1
+        x = {"q": q, "k": k, "v": v}[letter]
+        parts[("cp", cp),] = torch.autograd.grad(out, x, gradient * own, retain_graph=True)[0]
+    return parts
+
+
+def squares(one: Compared, both: Comparison, axis: str = "") -> Parts:
+    """Of the norm: for each kind of parameter, of each place on an axis that has other parts of it.
+
+    What several ranks have alike belongs to the first of them.
+    """
+    parts, seen = {}, set()
+    for other in both.all:
+        name, place = other.key.name, (other.key.name, *map(tuple, other.indices))
+        if other.key[:2] != (one.key.step, "summed gradient") or place in seen:
+            continue
+        seen.add(place)
+        module = name.removesuffix(".weight").split(".")[-1]
+        kind = f"your {module}"
+        if module in OUT + IN or ".experts." in name:
+            kind = "matrices"
+        elif module in ("embed_tokens", "lm_head"):
+            kind = "the embeddings"
+        elif UNCUT.fullmatch(name.removesuffix(".weight")):
+            kind = "the weights of norms" if "norm" in module else "routers"
+        label = (("", kind), *(((axis, getattr(other.at, axis)),) if axis else ()))
+        square = other.right.square().sum() / both.num_targets(one.key.step) ** 2
+        parts[label] = parts.get(label, 0) + square
+    return parts

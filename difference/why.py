@@ -19,8 +19,8 @@ from torch import Tensor
 
 from difference.algebra import FITS, keys_of, ranges, same, weights_of
 from difference.compare import TOLERANCE, Compared, Comparison
-from difference.parts import parts_of, products
-from difference.places import Here, indices_of, take
+from difference.parts import REST, Parts, parts_of, products, squares
+from difference.places import indices_of, take
 from picotron_min.model import rotary_table, rotate
 
 
@@ -115,16 +115,24 @@ def rotation(one: Compared, both: Comparison) -> str:
 
 
 def _parts(one: Compared, both: Comparison) -> str:
-    got, right, what, parts = one.got, one.right, "it", parts_of(one, both)
-    if one.key.phase == "gradient norm":
-        got, right, what = got.square(), right.square(), "its square"
+    if one.key.phase != "gradient norm":
+        return _of_parts("it", one.got, one.right, parts_of(one, both), one, both)
+    squared, axes = (one.got.square(), one.right.square()), ("", "tp", "dp", "cp", "pp")
+    tried = (squares(one, both, a) for a in axes if not a or getattr(both.trial.layout, a) > 1)
+    said = (_of_parts("its square", *squared, parts, one, both) for parts in tried)
+    return next(filter(None, said), "")
+
+
+def _of_parts(
+    what: str, got: Tensor, right: Tensor, parts: Parts, one: Compared, both: Comparison
+) -> str:
     if len(parts) < 2 or not same(sum(parts.values()), right):
         return ""
     c = weights_of(got, [*parts.values()])
-    return f"{what} {_weights_read(c, [*parts], one.at, both)}" if c else ""
+    return f"{what} {_weights_read(c, [*parts], one, both)}" if c else ""
 
 
-def _weights_read(c: list[float], labels: list[tuple], at: Here, both: Comparison) -> str:
+def _weights_read(c: list[float], labels: list[tuple], one: Compared, both: Comparison) -> str:
     """Weights as a function of one axis, else of all, in words."""
     n = len(labels[0])
     for axes in [*combinations(range(n), 1), tuple(range(n))]:
@@ -141,7 +149,10 @@ def _weights_read(c: list[float], labels: list[tuple], at: Here, both: Compariso
         wrong = [f"{_named(k)} {_times(w, both)}" for k, w in weights.items() if w != 1]
         return f"counts {', '.join(wrong[:6])}"
     again = f", {min(times):.6g} times" * (times != {1})
-    if kept == [tuple((axis, getattr(at, axis, None)) for axis, _ in kept[0])]:
+    at, axes = one.at, [axis for axis, _ in kept[0]] if kept else []
+    others = [o for o in both.first if any(getattr(o.at, a, 0) != getattr(at, a, 0) for a in axes)]
+    is_own = kept == [tuple((axis, getattr(at, axis, None)) for axis in axes)]
+    if is_own and not any(same(o.got, one.got) for o in others):  # theirs would be other parts
         over = " and ".join(axis for axis, _ in kept[0])
         return f"is this rank's own part of a sum over {over}: the sum is missing{again}"
     few, said = (kept, "is {} alone") if len(kept) <= len(lost) else (lost, "lacks {}")
@@ -150,20 +161,23 @@ def _weights_read(c: list[float], labels: list[tuple], at: Here, both: Compariso
 
 def _named(label: tuple) -> str:
     if not label[0][0]:
-        return label[0][1]
+        return " of ".join([label[0][1], *(f"{axis} {place}" for axis, place in label[1:])])
     return f"the part of {', '.join(f'{axis} {place}' for axis, place in label)}"
 
 
 def _own_part(one: Compared, both: Comparison) -> str:
     """A part of a sum: what the ranks of an axis have adds up to what each should have."""
-    axes = ("dp", "cp", "tp", "pp")
+    axes, rest = ("dp", "cp", "tp", "pp"), parts_of(one, both).get(REST)
     for some in chain.from_iterable(combinations(axes, n) for n in (1, 2, 3)):
         mine = one.at._replace(**dict.fromkeys(some, 0))[1:5]
         alike = [o for o in both.first if o.at._replace(**dict.fromkeys(some, 0))[1:5] == mine]
         row = [o.got for o in alike if o.key.micro_batch == one.key.micro_batch]
-        if len(row) > 1 and len({t.shape for t in row}) == 1 and same(sum(row), one.right):
-            over = " and ".join(some)
-            return f"it is this rank's own part of a sum over {over}: the sum is missing"
+        if len(row) < 2 or len({t.shape for t in row}) > 1:
+            continue
+        for what, of in (("it", one.right), ("what your extension adds", rest)):
+            if of is not None and same(sum(row) - len(row) * (one.right - of), of):
+                over = " and ".join(some)
+                return f"{what} is this rank's own part of a sum over {over}: the sum is missing"
     return ""
 
 

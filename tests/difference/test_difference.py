@@ -81,7 +81,7 @@ KNOWN = [
         "return totals if self.axes.tp.rank == 0",
         "return totals if self.axes.tp.rank + self.axes.dp.rank == 0",
         {"dp": 2},
-        "rank 1: it is the part of dp 0 alone, 2 times",
+        "rank 0: it is the part of dp 0 alone, 2 times",
         "parallelize:ParallelModel.counted_once",
     ),
     (

@@ -1,5 +1,6 @@
 """Each formula gives its sentence, and with noise of 1e-6 it does not: without any process."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -77,14 +78,18 @@ def rolled(tokens: Tensor) -> Tensor:
     return torch.cat((tokens[1:], got("forward", "tokens", rank=4)[:1]))
 
 
-def norm(times: int) -> Tensor:
-    sums = [(k, t) for k, t in both().whole.items() if k[:2] == (0, "summed gradient")]
-    squares = sum(t.square().sum() * (times if "norm" in k.name else 1) for k, t in sums)
+def norm(times: int, kind: str, rows: slice = slice(None)) -> Tensor:
+    """With the squares of some gradients, or of some of their rows, counted several times."""
+    sums = {k.name: t for k, t in both().whole.items() if k[:2] == (0, "summed gradient")}
+    both().all = [right("summed gradient", n, rank=r) for r in range(8) for n in sums]
+    more = sum(t[rows].square().sum() for n, t in sums.items() if re.search(kind, n))
+    squares = sum(t.square().sum() for t in sums.values()) + (times - 1) * more
     return squares.sqrt() / both().num_targets(0)
 
 
 SUM, OUT, CORE = ("summed gradient", Q), ("forward", ATTENTION), f"{ATTENTION}.core_attention"
 ENTERS = ("backward", "model.layers.1.post_attention_layernorm")
+TP_1 = slice(15, None)  # of 29 ids
 KEYS, LAST = "queries 12-15 see the keys 0-3, and should", ("micro-batch", 1)
 # A tensor, what is made of it, and what is said then.
 FORMULAS = [
@@ -101,7 +106,10 @@ FORMULAS = [
     (OUT, lambda one: one.got * (torch.arange(4) < 2)[:, None], "positions 2-3 are zero, and"),
     (("forward", CORE), lambda one: attention(range(12, 16), [0, 1, 2, 3]), KEYS),
     (("forward", f"{CORE}.q"), lambda one: rotated(shift=-1), "are rotated as if they were"),
-    (2 * ("gradient norm",), lambda one: norm(2), "counts the weights of norms 2 (tp"),
+    (2 * ("gradient norm",), lambda one: norm(2, "norm"), "counts the weights of norms 2 (tp"),
+    (2 * ("gradient norm",), lambda one: norm(0, "(embed|head)", TP_1), "the embeddings of tp 1"),
+    (("backward", f"{CORE}.v"), lambda one: part(one, ("cp", 0)), "own part of a sum over cp"),
+    (("backward", f"{CORE}.k"), lambda one: part(one, ("cp", 1)), "is the part of cp 1 alone"),
     (
         ("weights", Q),
         lambda one: 0.75 * got("initial", Q) + one.got / 4,
@@ -143,6 +151,18 @@ def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
     monkeypatch.setattr(both(), "first", ones)
     over = f"a sum over {' and '.join(axes)}: the sum is missing"
     assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
+
+
+def test_what_your_extension_adds_is_a_part_of_its_own(monkeypatch):
+    ones = [right(*OUT)._replace(at=at) for at in both().ranks[:2]]
+    known, adds = right(*OUT).got, [torch.rand_like(right(*OUT).got) for _ in ones]
+    ones = [one._replace(right=known + sum(adds)) for one in ones]
+    twice = explain(ones[0]._replace(got=2 * known + sum(adds)), both())
+    assert re.fullmatch(r"it counts the part of tp 0 2 \(.*\) times, the part of tp 1 2 .*", twice)
+    ones = [one._replace(got=known + x) for one, x in zip(ones, adds, strict=True)]
+    monkeypatch.setattr(both(), "first", ones)
+    said = "what your extension adds is this rank's own part of a sum over tp: the sum is missing"
+    assert {explain(one, both()) for one in ones} == {said}
 
 
 def test_a_wrong_place_in_the_mesh_is_said():
