@@ -117,7 +117,7 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
         yield f"(and {len(said) - MOST} more, which differ in numbers)"
     if names := [*dict.fromkeys(other.key.name for other in both.others)]:
         shown = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
-        yield f"also in {len(names)} others of this phase: {shown}"
+        yield f"also in {len(names)} other{'s' * (len(names) > 1)} of this phase: {shown}"
     yield _look_at(suspects(both, " ".join(said)))
 
 

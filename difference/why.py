@@ -39,8 +39,12 @@ def _unlike(one: Compared, both: Comparison) -> str:
         ]
         return f"its shape is {(*got.shape,)}, and should be {(*right.shape,)}{''.join(dims)}"
     if bad := int((~got.isfinite()).sum()):
-        return f"{bad} of its {got.numel()} numbers are NaN or infinite"
+        return f"{bad} of its {got.numel()} numbers {_are(bad)} NaN or infinite"
     return "it is zero everywhere" if not got.any() else ""
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
 
 
 def _times(c: float, both: Comparison) -> str:
@@ -62,6 +66,14 @@ def size_named(c: float, both: Comparison) -> str:
     return ""
 
 
+# What a factor mostly comes from, by phase and whether it is 1/n; a guess, as the words say.
+USUAL = {
+    ("gradient norm", True): ": usually the targets, which divide it, are counted several times",
+    ("summed gradient", False): ": usually what scales it, such as a norm, is a part of a sum, or "
+    "counts something several times",
+}
+
+
 def _factor(one: Compared, both: Comparison) -> str:
     c = weights_of(one.got, [one.right])
     # Any number is some factor times any other.
@@ -69,7 +81,9 @@ def _factor(one: Compared, both: Comparison) -> str:
         return ""
     # Initial weights do not depend on a size of the layout.
     times = f"{c[0]:.6g} times" if one.key.phase == "initial" else _times(c[0], both)
-    return f"it is {times} what it should be"
+    name = size_named(c[0], both)
+    usual = USUAL.get((one.key.phase, name[:2] == "1/"), "") if name[:2] in ("", "1/") else ""
+    return f"it is {times} what it should be{usual}"
 
 
 def keys_seen(one: Compared, both: Comparison) -> str:
@@ -241,7 +255,9 @@ def _places(one: Compared, both: Comparison) -> str:
             owner = " of the global batch" if name == "sequences" else ""
             if not {*found.tolist()} <= {*indices[dim]}:  # else only in another order
                 owner = owner or _owner({*found.tolist()}, dim, one, both)
-            return f"{name} {pair[0]} are those of {pair[1]}{owner}"
+            n = int(wrong.sum())
+            name, those = (name, "those") if n > 1 else (name[:-1], "that")
+            return f"{name} {pair[0]} {_are(n)} {those} of {pair[1]}{owner}"
     return ""
 
 

@@ -210,6 +210,30 @@ def test_your_functions_that_run_after_backward_are_named_first(monkeypatch):
     assert named[0] == "extensions/yours/x:Yours.wait" and "train" not in named[1], named
 
 
+ADAPTER = "extensions/yours/x:Yours"
+
+
+def test_yours_that_ran_long_before_are_named_first(monkeypatch):
+    def seen(phase: str, name: str, step: int, *ran: str) -> Compared:
+        return right(phase, name, step)._replace(ran=[f"{ADAPTER}.{what}" for what in ran])
+
+    def named(said: str, *all_of: Compared) -> list[str]:
+        monkeypatch.setattr(both(), "all", [*all_of])
+        monkeypatch.setattr(both(), "first", [all_of[-1]])
+        return suspects(both(), said)
+
+    norm, mlp = ENTERS[1], "model.layers.1.mlp"
+    read = [seen("forward", norm, 0), seen("forward", f"{mlp}.up_proj", 0)]
+    read += [seen("forward", mlp, 0, "total"), seen("forward", "loss", 0, "late")]
+    assert named("", *read, seen("backward", norm, 0)) == [f"{ADAPTER}.total"]
+    updated = seen("weights", Q, 0, "x", "begin", "weights_changed")
+    found = named("", updated, seen("forward", mlp, 1, "adapted"))
+    assert found[:2] == [f"{ADAPTER}.weights_changed", f"{ADAPTER}.begin"]
+    square = right(*2 * ("gradient norm",))
+    assert named("its square lacks", square)[0] == "placement:_placement"
+    assert "counted_once" in named("the targets, which divide it,", square)[0]
+
+
 def test_an_extension_that_fails_in_one_process_is_said_in_one_line(monkeypatch):
     text, names = "def fail(*_): raise IndexError('no neighbour\\nat all')", {}
     exec(compile(text, str(FOLDER / "yours.py"), "exec"), names)
