@@ -53,7 +53,7 @@ def suspects(both: Comparison, said: str) -> list[str]:
     """The most suspicious functions first, as module:name."""
     one = both.first[0]
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
-    kind = "positions" if kind == "tokens" and "positions" in said else kind
+    kind = "positions" if kind == "tokens" and "position" in said else kind
     kind = "rotated" if "rotated as" in said else kind
     if kind == "gradient norm":
         kind = next((k for k in ("square", "targets") if k in said), kind)

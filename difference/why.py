@@ -132,9 +132,8 @@ def _parts(one: Compared, both: Comparison) -> str:
     if one.key.phase != "gradient norm":
         return _of_parts("it", one.got, one.right, parts_of(one, both), one, both)
     squared, axes = (one.got.square(), one.right.square()), ("", "tp", "dp", "cp", "pp")
-    tried = (squares(one, both, a) for a in axes if not a or getattr(both.trial.layout, a) > 1)
-    said = (_of_parts("its square", *squared, parts, one, both) for parts in tried)
-    return next(filter(None, said), "")
+    tried = (_of_parts("its square", *squared, squares(one, both, a), one, both) for a in axes)
+    return next(filter(None, tried), "")
 
 
 def _of_parts(
