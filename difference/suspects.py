@@ -90,7 +90,8 @@ def _before_it(one: Compared, alike: list[Compared], before: list[Compared]) -> 
     if one.key.phase == "backward":
         later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
         ends = [i for i, o in enumerate(later) if o.key.name.endswith((".self_attn", ".mlp"))]
-        return [name for o in later[: ends[0] + 1 if ends else 1] for name in o.ran]
+        later = later[: ends[0] + 1 if ends else 1]
+        return [name for o in later for name in reversed(o.ran)]  # the first has read it
     ran = [name for o in before for name in o.ran] if one.key.step else []
     of_updates = (".weights_changed", ".updated", ".begin")
     return [name for end in of_updates for name in ran if name.endswith(end)]
