@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from difference.__main__ import main
+from difference.whole import group_of_one
+from picotron_min.collectives import Axis, all_gather
 from tests.assembled import make_config
 from tests.difference.changed import answer
 from tests.difference.extensions import EveryThird, Scaled, Shrinking, ZLoss, install
+from tests.pool import run_forked
 
 CORE = "picotron_min/"
 TIED = {"tie_word_embeddings": True}
@@ -35,6 +38,16 @@ EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_u
 def test_the_biases_of_routers_are_updated_in_the_one_process_too():
     code, text = answer(make_config(dp=2, **EXPERTS))
     assert code == 0 and text.startswith("ALL RIGHT"), text
+
+
+def gather_alone():
+    group = group_of_one(os.getpid())
+    all_gather(torch.ones(1), Axis("tp", group, torch.device("cpu")), dim=0)
+
+
+def test_a_forked_process_has_a_group_of_its_own():
+    gather_alone()
+    assert run_forked(gather_alone, count=1) == [0]  # it has no threads of the group above
 
 
 @pytest.mark.parametrize(
