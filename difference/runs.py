@@ -4,6 +4,7 @@ Nothing is gathered by messages, which could be what is wrong. A rank that dies 
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -51,6 +52,7 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     listen_on_loopback()
     files = [folder / f"rank{rank}" for rank in range(trial.layout.world_size)]
     ranks = [context.Process(target=_on_rank, args=(trial, text, file)) for file in files]
+    gc.freeze()  # no rank frees a group of this process: without its threads it cannot end
     try:
         for process in ranks:
             process.start()
@@ -60,6 +62,7 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
         for process in ranks:
             process.kill()
             process.join()
+        gc.unfreeze()
     return [_outcome(file, process.exitcode) for file, process in zip(files, ranks, strict=True)]
 
 

@@ -1,5 +1,6 @@
 """For all tests: no network, one thread a process, the pool of ranks, quick and GPU tests."""
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
 os.environ["OMP_NUM_THREADS"] = "1"  # eight ranks share few cores
+
+# A forked process must not free a group of its parent: it would wait for threads that it has not.
+os.register_at_fork(after_in_child=gc.freeze)
 
 import pytest
 
