@@ -14,10 +14,10 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
 os.environ["OMP_NUM_THREADS"] = "1"  # eight ranks share few cores
 
+import pytest
+
 # A forked process must not free a group of its parent: it would wait for threads that it has not.
 os.register_at_fork(after_in_child=gc.freeze)
-
-import pytest
 
 # Imports inside functions: of several processes, the one that only distributes tests needs none.
 if TYPE_CHECKING:
