@@ -52,17 +52,17 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     listen_on_loopback()
     files = [folder / f"rank{rank}" for rank in range(trial.layout.world_size)]
     ranks = [context.Process(target=_on_rank, args=(trial, text, file)) for file in files]
-    gc.freeze()  # no rank frees a group of this process: without its threads it cannot end
+    gc.disable()  # for a rank until it has frozen what it inherits: see _on_rank
     try:
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()  # where one fails, the messages of the others do
     finally:
+        gc.enable()
         for process in ranks:
             process.kill()
             process.join()
-        gc.unfreeze()
     return [_outcome(file, process.exitcode) for file, process in zip(files, ranks, strict=True)]
 
 
@@ -86,6 +86,9 @@ def _outcome(file: Path, code: int) -> RankRun:
 
 
 def _on_rank(trial: Trial, text: Text, file: Path) -> None:
+    # A rank must not free a group of its parent: it would wait for threads that it does not have.
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     rank, size = int(file.name.removeprefix("rank")), trial.layout.world_size
     profile, end = Profile(), {"problem": ""}

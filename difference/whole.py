@@ -6,11 +6,9 @@ compared. Experts, norms of queries and keys, and extensions that you add, are t
 one process: what they do wrong there, too, is not seen.
 """
 
-import os
 import traceback
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -61,9 +59,8 @@ ALONE |= {"pp_engine": "1f1b", "pp_chunks": 1, "sharding": "none"}
 ALONE |= {"sequence_parallel": False, "tp_overlap": False}
 
 
-@cache  # never freed: a forked rank would wait for its threads, which it does not have
-def group_of_one(process: int) -> dist.ProcessGroup:
-    """The process with this id alone, without a world: collectives run, and change nothing."""
+def group_of_one() -> dist.ProcessGroup:
+    """This process alone, without a world: collectives of extensions run, and change nothing."""
     group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
     gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -73,7 +70,7 @@ def group_of_one(process: int) -> dist.ProcessGroup:
 def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
     """A Llama in float64, and its extensions, which have changed it in the order of a build."""
     config, cpu = trial.model_config, torch.device("cpu")
-    group = group_of_one(os.getpid())  # not of the process that this one is forked from
+    group = group_of_one()
     names = {name for grid in trial.layout.grids for name in grid.axes} | {"ends"}
     axes = Axes(**{name: Axis(name, group, cpu) for name in names})  # all of size 1
     layout = replace(trial.layout, **ALONE)

@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # eight ranks share few cores
 
 import pytest
 
-# A forked process must not free a group of its parent: it would wait for threads that it has not.
+# A forked process must not free a group of its parent: it would wait for threads it does not have.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # Imports inside functions: of several processes, the one that only distributes tests needs none.

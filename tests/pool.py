@@ -260,4 +260,7 @@ def run_forked(function: Callable[[], object], count: int) -> list[int | None]:
         process.start()
     for process in processes:
         process.join(30)
-    return [process.exitcode for process in processes]
+    codes = [process.exitcode for process in processes]  # None: it has not ended
+    for process in processes:
+        process.kill()
+    return codes

@@ -29,8 +29,10 @@ def answer(
     process.start()
     theirs.close()
     try:
+        assert ours.poll(120), "no answer after 120 s"
         return ours.recv()
     finally:
+        process.kill()
         process.join()
 
 
