@@ -1,6 +1,7 @@
 """The command: python -m difference --config a.json, and what it prints."""
 
 import argparse
+import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, is_yours, suspects
+from difference.taps import Key
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
@@ -26,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2, help="to compare; default: 2")
     own = "the config's own model and batch, not tiny ones"
     parser.add_argument("--own-sizes", action="store_true", help=own)
-    right = "of the one process: it writes what it computes, or reads it where the file is there"
+    right = "compare with the one process saved in FILE, which is written if it is missing"
     parser.add_argument("--right", metavar="FILE", help=right)
     given = parser.parse_args(arguments)
     try:
@@ -42,11 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
 def saved(file: Path, trial: Trial) -> Whole:
     """What one process computes, of the version of the project that has written the file."""
     if not file.exists():
-        torch.save((repr(trial), right_whole(trial)), file)
-    of, whole = torch.load(file, weights_only=False)
+        whole = {tuple(key): tensor for key, tensor in right_whole(trial).items()}
+        torch.save((repr(trial), whole), file)
+    try:
+        of, whole = torch.load(file, weights_only=True)  # runs no code of the file
+    except (pickle.UnpicklingError, EOFError):
+        raise ValueError(f"--right {file} is no file that --right has written") from None
     if of != repr(trial):
         raise ValueError(f"--right {file} is of another config or other options: use another file")
-    return whole
+    return {Key(*key): tensor for key, tensor in whole.items()}
 
 
 def run(trial: Trial, whole: Whole | None = None) -> int:

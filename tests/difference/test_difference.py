@@ -199,10 +199,13 @@ def test_the_one_process_of_another_version_is_saved_and_compared_with(tmp_path,
         file.write_text(config.model_dump_json(by_alias=True))
     command = ["--config", str(files[0]), "--steps", "1", "--right", str(right)]
     assert main(command) == 0
-    of, saved = torch.load(right, weights_only=False)
+    of, saved = torch.load(right, weights_only=True)
     saved[0, "loss", "loss", 0, 0] += 1
     torch.save((of, saved), right)
     assert main(command) == 1
     assert "FIRST WRONG  step 1, loss" in capsys.readouterr().out
     assert main(["--config", str(files[1]), "--right", str(right)]) == 2
     assert "is of another config" in capsys.readouterr().err
+    torch.save((of, main), right)  # loading it would import and run what it names
+    assert main(command) == 2
+    assert "is no file that --right has written" in capsys.readouterr().err
