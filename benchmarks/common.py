@@ -1,4 +1,4 @@
-"""What compare.py and gpu.py share: equal work, equal weights, and what one must know."""
+"""What the benchmarks share: a check of equal work, equal weights, facts of the machine."""
 
 from collections.abc import Callable, Iterator
 from datetime import datetime

@@ -136,11 +136,14 @@ def places_it(name: str, trial: Trial, kind: str) -> str:
     shapes, tied = config.parameter_shapes(), config.tie_word_embeddings
     rows = {of: placement._placement(of, layout, tied) for of in shapes}
     table = {of: row for of, row in rows.items() if row}
+
+    def used(row: placement.Placement | None) -> object:
+        """What of a row the wrong tensor depends on: a norm on which parts a rank counts."""
+        return row and (row if kind == "square" else row.sums)
+
     for rule in layout.rules:
         new = rule(shapes, table, layers_of_stages(config, layout, trial.workload.seq_length))
-        # Of a norm, which parts a rank counts, and thus each change of the row.
-        was = table.get(name) and (table[name] if kind == "square" else table[name].sums)
-        if name in new and was != (new[name] if kind == "square" else new[name].sums):
+        if name in new and used(table.get(name)) != used(new[name]):
             function = getattr(rule, "func", rule)
             module = function.__module__.removeprefix("picotron_min.").replace(".", "/")
             found = f"{module}:{function.__qualname__}"

@@ -66,10 +66,10 @@ def size_named(c: float, both: Comparison) -> str:
     return ""
 
 
-# What a factor mostly comes from, by phase and whether it is 1/n; a guess, as the words say.
+# What a factor mostly comes from, by phase: 1/n of a size n, or no size; a guess, as the words say.
 USUAL = {
-    ("gradient norm", True): ": usually the targets, which divide it, are counted several times",
-    ("summed gradient", False): ": usually what scales it, such as a norm, is a part of a sum, or "
+    ("gradient norm", "1/"): ": usually the targets, which divide it, are counted several times",
+    ("summed gradient", ""): ": usually what scales it, such as a norm, is a part of a sum, or "
     "counts something several times",
 }
 
@@ -81,8 +81,7 @@ def _factor(one: Compared, both: Comparison) -> str:
         return ""
     # Initial weights do not depend on a size of the layout.
     times = f"{c[0]:.6g} times" if one.key.phase == "initial" else _times(c[0], both)
-    name = size_named(c[0], both)
-    usual = USUAL.get((one.key.phase, name[:2] == "1/"), "") if name[:2] in ("", "1/") else ""
+    usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
     return f"it is {times} what it should be{usual}"
 
 

@@ -110,7 +110,7 @@ def written(exercise: Exercise) -> Path:
     return path
 
 
-def check(number: int, seed: int, solution: bool) -> bool:
+def check(number: int, seed: int, solution: bool) -> int:
     """Check your version."""
     exercise = catalogue.load(number)
     verdict = Sandbox().check(number, "solution" if solution else written(exercise), seed)
@@ -121,7 +121,7 @@ def check(number: int, seed: int, solution: bool) -> bool:
         before = progress.read(number)
         passed, tries = verdict["passed"] or before["passed"], before["tries"] + 1
         progress.update(number, passed=passed, tries=tries)
-    return not verdict["passed"]
+    return int(not verdict["passed"])
 
 
 def show(exercise: Exercise, verdict: dict) -> str:
@@ -151,7 +151,7 @@ def hint(number: int) -> None:
     print(*progress.next_hint(number, catalogue.load(number).hints), sep="\n")
 
 
-def train(number: int, config: Path, steps: int) -> bool:
+def train(number: int, config: Path, steps: int) -> int:
     """The real training with your version in it."""
     exercise = catalogue.load(number)
     if exercise.no_training:
@@ -161,7 +161,7 @@ def train(number: int, config: Path, steps: int) -> bool:
     path, settings = written(exercise), json.loads(config.read_text())
     if NOT_WRITTEN in ast.unparse(parse(exercise, path.read_text())):
         raise ValueError(f"{path} is not written yet: replace `{NOT_WRITTEN}` by your code")
-    return not compare(exercise, path, exercise.changed(settings), steps)
+    return int(not compare(exercise, path, exercise.changed(settings), steps))
 
 
 COMMANDS = (list_, start, read, check, hint, train, hunt, design, handout, grade, autograder)

@@ -212,8 +212,8 @@ def _known(
 ) -> Mistake | None:
     """The known mistake that does the same in all cases.
 
-    Different mistakes crash in the same way: where all failing cases do, the line must be the
-    mistake's, too.
+    Two mistakes can raise the same error. So if every failing case raises one, the line must be the
+    same, too.
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
@@ -231,8 +231,8 @@ def _known(
         )
 
     rest = [result for result in outcome if result is not failed[0]]
-    both = (m for m in exercise.mistakes if agrees(m, failed[:1]) and agrees(m, rest))
-    return next(both, None)
+    known = (m for m in exercise.mistakes if agrees(m, failed[:1]) and agrees(m, rest))
+    return next(known, None)
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from exercises.copies import flag_copies
 from exercises.exercise import GATES, ROOT, files, load
-from exercises.hunts import HUNTS
+from exercises.hunts import ANSWER, HUNTS, hunt_of, judge
 from exercises.marks import constant, student_of
 from exercises.sandbox import WARNING, Sandbox, is_plain
 
@@ -219,8 +219,6 @@ def share_of(passed: bool, marks: dict[str, str]) -> float:
 
 
 def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
-    from exercises.hunts import ANSWER, hunt_of, judge  # a drawn hunt needs torch
-
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
     with MEASURING:
         hunt = hunt_of(task.number, student_of(path))

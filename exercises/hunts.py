@@ -159,15 +159,15 @@ def hunt(
 ) -> int:
     """A course with one wrong statement: find it from its symptoms."""
     parse_run(run or "")  # which may refuse it
-    hunt = hunt_of(number, student)
+    change = hunt_of(number, student)
     if answer is not None:
-        return _take_answer(number, hunt, answer)
+        return _take_answer(number, change, answer)
     if difference is not None:
-        return first_wrong(hunt, difference)
+        return first_wrong(change, difference)
     path = FOLDER / f"hunt_{number}.py"
     begin(path, SHEET.format(number=number), student)
-    print(f"{hunt.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
-    for line in table(hunt, (run,) if run else hunt.runs):
+    print(f"{change.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
+    for line in table(change, (run,) if run else change.runs):
         print(line, flush=True)
     own = f"python -m exercises hunt {number}"
     own += f" --student {student}" if student else ""

@@ -111,9 +111,11 @@ class Work:
         there = world.meetings.setdefault((which, group.key, index), new)
         if there.signature != new.signature:
             found = f"{new.signature} on rank {rank}, and {there.signature} on rank {there.first}"
-            remedy = "all ranks must start the same operations in the same order"
-            if role:
-                remedy = "both ends of a message must have the same shape and dtype"
+            remedies = (
+                "all ranks must start the same operations in the same order",
+                "both ends of a message must have the same shape and dtype",
+            )
+            remedy = remedies[bool(role)]
             raise RuntimeError(f"{which.format(index + 1)} is {found}: {remedy}")
         return there
 
