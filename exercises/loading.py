@@ -112,16 +112,16 @@ def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
 def _defined(name: str, tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> Any:
     """Run the student's imports and definition among the names of the module."""
     # A module that imports this one cannot be imported yet, nor can this one itself: later.
-    _add_imports(tree, path, names, exercise, but=ImportError)
+    _add_imports(tree, path, names, exercise, ignored=ImportError)
     found = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name]
     return _run(found[-1:], path, names)[name]
 
 
 def _add_imports(
-    tree: ast.Module, path: Path, names: dict, exercise: Exercise, but: type | tuple = ()
+    tree: ast.Module, path: Path, names: dict, exercise: Exercise, ignored: type | tuple = ()
 ) -> None:
     for node in (n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)):
-        with contextlib.suppress(but):
+        with contextlib.suppress(ignored):
             for key, value in _run([node], path, names).items():
                 if names.setdefault(key, value) is not value:  # the course calls another thing so
                     where = exercise.source_module

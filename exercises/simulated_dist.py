@@ -66,7 +66,10 @@ def _new_subgroups(rows, timeout=None, *_, **__) -> tuple[Group | None, list[Gro
 
 def _collective(what, group, async_op, brought, *how: Any) -> Work | None:
     work = Work(what, group, brought, *how)
-    return work if async_op else work.wait() and None
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
