@@ -12,7 +12,7 @@ import torch
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, is_yours, suspects
-from difference.taps import Key
+from difference.taps import Key, shown
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
@@ -66,6 +66,8 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = run_ranks(trial, text_of(trial), Path(folder))
     both = Comparison(trial, whole, [one.records for one in runs])
+    both.makers = {of: by for one in runs for of, by in one.makers.items()}
+    both.speakers = {name for one in runs for name in one.speakers}
     print(*lines_of(both, runs), sep="\n")
     return int(bool(both.first) or any(one.problem for one in runs))
 
@@ -84,7 +86,8 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
             yield f"             all {count} that were recorded before are right"
             stack = [name for name, _ in runs[rank].stack]
             queue = QUEUE * ("gradients are missing" in runs[rank].problem)
-            yield _look_at([*dict.fromkeys([*queue, *stack[:1], *runs[rank].ran, *stack[1:]])])
+            ran = map(shown, runs[rank].ran)
+            yield _look_at([*dict.fromkeys([*queue, *stack[:1], *ran, *stack[1:]])])
     elif not both.first:
         worst = max((one.error for one in both.all), default=0.0)
         what = f"all {count} of {len(runs)} ranks"
@@ -92,8 +95,8 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
 
 
 def _look_at(named: list[str]) -> str:
-    shown = named[: MOST + any(map(is_yours, named[:MOST]))]
-    return f"look at      {', '.join(shown) or 'no function of the project ran since'}"
+    few = named[: MOST + any(map(is_yours, named[:MOST]))]
+    return f"look at      {', '.join(few) or 'no function of the project ran since'}"
 
 
 def _first_wrong(both: Comparison) -> Iterator[str]:
@@ -122,8 +125,8 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
     if len(said) > MOST:
         yield f"(and {len(said) - MOST} more, which differ in numbers)"
     if names := [*dict.fromkeys(other.key.name for other in both.others)]:
-        shown = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
-        yield f"also in {len(names)} other{'s' * (len(names) > 1)} of this phase: {shown}"
+        first = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
+        yield f"also in {len(names)} other{'s' * (len(names) > 1)} of this phase: {first}"
     yield _look_at(suspects(both, " ".join(said)))
 
 

@@ -42,6 +42,7 @@ class Comparison:
 
     def __init__(self, trial: Trial, whole: Whole, runs: Sequence[Sequence[Record]] = ()) -> None:
         self.trial, self.whole = trial, whole
+        self.makers, self.speakers = {}, set()
         self.ranks = [here(rank, trial.layout) for rank in range(trial.layout.world_size)]
         self.all = [
             one for at in self.ranks[: len(runs)] for one in self._beside(at, runs[at.rank])

@@ -3,6 +3,7 @@
 an embedding, a row-parallel product    a part for each tp rank
 the gradient of a norm's output         for each linear that reads it
 the gradients of attention's q, k, v    for each cp rank, of its queries
+the gradient of the last norm's output  for each tp rank, of its part of the vocabulary
 a parameter's gradient, the loss        for each micro-batch and dp rank
 the square of the gradient's norm       for kinds of parameters, and ranks that cut them
 a weight                                before the update, and the update
@@ -18,6 +19,7 @@ from difference.algebra import same
 from difference.compare import Compared, Comparison
 from difference.places import IN, OUT, UNCUT, chunk, positions, take
 from difference.taps import Key
+from picotron_min.loss import IGNORE_INDEX
 
 Parts = dict[tuple, Tensor]  # by (axis, place on it), of each axis
 REST = (("", "what your extension adds"),)
@@ -53,6 +55,8 @@ def parts_of(one: Compared, both: Comparison) -> Parts:
             if gradient is not None:
                 weight = both.weight(f"{layer}.{linear}.weight", key.step)
                 parts[("linear", linear.split(".")[-1]),] = gradient @ weight
+        if key.name == "model.norm":
+            parts = of_logits(key, both)
         if ".core_attention." in key.name:
             parts = by_queries(one, both)
     elif key.phase in ("loss", "summed gradient"):
@@ -73,6 +77,20 @@ def parts_of(one: Compared, both: Comparison) -> Parts:
         rest = one.right - sum(parts.values())
         parts |= {} if same(one.right - rest, one.right) else {REST: rest}
     return parts
+
+
+def of_logits(key: Key, both: Comparison) -> Parts:
+    """What each tp rank's part of the vocabulary gives to the gradient of the last norm."""
+    of = key._replace(phase="forward")
+    x, targets = both.whole[of], both.whole[of._replace(name="targets")]
+    head = Key(0, "initial", "lm_head.weight")
+    of_head = head.name if head in both.whole else "model.embed_tokens.weight"  # tied
+    weight, tp = both.weight(of_head, key.step), both.trial.layout.tp
+    counts = targets != IGNORE_INDEX
+    gradient = (x @ weight.T).softmax(-1) - F.one_hot(targets * counts, len(weight))
+    ids = [[*chunk(range(len(weight)), t, tp)] for t in range(tp)]
+    gradient = gradient * counts[..., None]
+    return {(("tp", t),): gradient[..., i] @ weight[i] for t, i in enumerate(ids)}
 
 
 def by_queries(one: Compared, both: Comparison) -> Parts:

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 
 import train
 from difference.places import here
-from difference.taps import Key, Notes, Profile, Record, attach
+from difference.taps import Key, Notes, Profile, Record, attach, shown
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -44,6 +44,8 @@ class RankRun(NamedTuple):
     stack: Sequence[tuple[str, int]] = ()  # functions and lines, the innermost call first
     ran: Sequence[str] = ()  # the last functions that ran, the last call first
     lost: bool = False  # it only waited for a rank that had failed
+    makers: Mapping[str, str] = {}  # see Profile
+    speakers: Collection[str] = ()
 
 
 def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
@@ -105,11 +107,13 @@ def _on_rank(trial: Trial, text: Text, file: Path) -> None:
             sys.setprofile(None)
             said = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # without a place in gloo's source
             frames = reversed([*traceback.walk_tb(error.__traceback__)])
-            stack = [(name, line) for frame, line in frames for name in profile.names_of([frame])]
+            stack = [
+                (shown(name), line) for frame, line in frames for name in profile.names_of([frame])
+            ]
             end = {"problem": f"{type(error).__name__}: {said.partition(chr(10))[0][:150]}"}
             end |= {"stack": stack, "ran": [*reversed(profile.called)][:2]}
             end["lost"] = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
-        pickle.dump((None, end), stream)
+        pickle.dump((None, end | {"makers": profile.makers, "speakers": profile.speakers}), stream)
     os._exit(bool(end["problem"]))
 
 
@@ -169,13 +173,15 @@ class Rank(Notes):
             attach(chunk.model, self.tap)
         last = self.model.gradients[-1]
         last.wait = partial(self._wait, last.wait)
+        scaled = partial(self.note_gradients, "scaled gradient", self.model.parameters)
+        self.trained.optimizer.register_step_pre_hook(lambda *_: scaled())
         for step in range(self.trial.steps):
             self._step(step)
 
     def _wait(self, wait: Callable) -> None:
         wait()  # from here on all gradients are sums
         self.at = Key(self.at.step, "", "")
-        self.note("summed gradient", {n: p.grad for n, p in self.model.parameters.items()})
+        self.note_gradients("summed gradient", self.model.parameters)
 
     def _step(self, step: int) -> None:
         self.at = Key(step, "", "")

@@ -1,15 +1,17 @@
 """Suspects: the functions that a wrong tensor probably comes from.
 
 Of activations and their gradients: those that ran since the tensor before, the last call first, and
-later those that also ran before right tensors. Sums of gradients, norms and updates pass through
-queues and buckets, so time tells nothing there: a table names who computes what.
+later those that send no message and also run in one process, and those that ran before right
+tensors; behind them the functions that have made their objects. Sums of gradients, norms and
+updates pass through queues and buckets, so time tells nothing there: a table names who computes
+what.
 """
 
 import re
 from itertools import dropwhile, takewhile
 
 from difference.compare import Compared, Comparison
-from difference.taps import LAYER
+from difference.taps import LAYER, RAN, Key, shown
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
@@ -19,23 +21,31 @@ TABLE = {
     "initial": "initialise:initialise placement:part {place}",
     "tokens": "data:Batches._places pipeline_parallel:Pipeline._forward data:Batches._read",
     "positions": "{positions} data:Batches._read data:Batches._places",
-    "rotated": "data:Batches._read model:rotary_table {positions}",
+    "rotated": "{stage} data:Batches._read model:rotary_table {positions}",
     "summed gradient": "{place} {sums}",
+    "the step before": "{buckets}.begin {sums}",
+    "micro-batch": "{buckets}.arrived {sums} {place}",
+    ") times": "{builds} {place} {sums}",
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
     "square": "{place} optimizer:measure_gradient parallelize:ParallelModel.counted_once",
     "targets": "parallelize:ParallelModel.counted_once optimizer:measure_gradient train:train_step",
-    "scaled gradient": "train:train_step {scale} optimizer:measure_gradient",
+    "scaled gradient": "train:train_step {buckets}.scale optimizer:measure_gradient",
     "optimizer state": "optimizer:build_optimizer train:train_step",
     "weights": "optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
 }
+# Phases -> words of an explanation that have a row of their own.
+RELATIONS = {"gradient norm": ("square", "targets")}
+RELATIONS["summed gradient"] = "the step before", "micro-batch", ") times"
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {
     "are merged": ("merge_blocks", "_RingAttention.forward", "Shift.__init__"),
     "see the keys": ("_RingAttention.forward", ":ring", "visible_blocks"),
+    "the key heads": ("UlyssesAttention.forward",),
     "sum over cp": ("_RingAttention.backward",),
-    "micro-batch": ("Pipeline.",),
+    "the part of cp": ("_RingAttention.backward",),
+    "micro-batch": ("Pipeline.", ".arrived"),
 }
 # They run between any two tensors, or meanwhile, for gradients of parameters: named last.
 HELPERS = "Linear.operand Linear.product Linear.gradient Linear.add_ WeightGradients. Ledger "
@@ -55,55 +65,94 @@ def suspects(both: Comparison, said: str) -> list[str]:
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
     kind = "positions" if kind == "tokens" and "position" in said else kind
     kind = "rotated" if "rotated as" in said else kind
-    if kind == "gradient norm":
-        kind = next((k for k in ("square", "targets") if k in said), kind)
+    kind = next((k for k in RELATIONS.get(kind, ()) if k in said), kind)
     if kind in TABLE:
-        name = parameter_of(one.key.name, said, both.trial)
-        return [*dict.fromkeys([*of_yours(one, both.all), *from_table(kind, name, both.trial)])]
+        named = from_table(kind, one, said, both.trial)
+        yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
+        return with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
     place = {id(other): i for i, other in enumerate(both.all)}
     one = min(both.first, key=lambda wrong: place[id(wrong)])
     before = [other for other in both.all[: place[id(one)]] if other.at == one.at]
-    innocent = {name for other in before for name in other.ran}
+    innocent = {name: other.key.phase == kind for other in before for name in other.ran}
     # Who has read a tensor computes its gradient, and a call may be missing there.
     alike = [o for o in before if o.key[0] == one.key.step and o.key[3:] == one.key[3:]]
-    read = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:2]
+    later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
+    read = [o for o in later if o.key.name != "targets"][:1]
     words = ["Pipeline._arrived"] * bool(re.fullmatch(rf"{LAYER}\.input", one.key.name))
     words += [word for key, names in POINTS.items() if key in said for word in names]
-    yours = [*filter(is_yours, _before_it(one, alike, before))]
+    yours = [*filter(is_yours, _before_it(one, later, before))]
+
+    def is_helper(name: str) -> bool:
+        return any(helper in name for helper in HELPERS.split())
 
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        is_helper = any(helper in name for helper in HELPERS.split())
-        is_first = name.startswith("exercises/") or name in yours
-        return not is_first, is_helper, pointed, name in innocent
+        is_common = Key(0, RAN, name) in both.whole  # and so knows nothing of ranks
+        is_silent = is_common and shown(name) not in both.speakers
+        if name.startswith("exercises/") or is_yours(name):
+            return 0, pointed, is_silent
+        return 1 + is_helper(name), pointed, is_silent, innocent.get(name, -1)
 
-    ran = [*yours, *one.ran, *(name for reader in read for name in reader.ran)]
-    return [*dict.fromkeys([*sorted(ran, key=order), *one.running])]
+    # What ran before a function that is still running is not since the tensor before.
+    since = takewhile(lambda name: name not in one.running, one.ran)
+    ran = [*yours, *since, *(name for reader in read for name in reader.ran)]
+    ran += [name for name in one.running if any(word in name for word in words)]
+    ran = sorted(dict.fromkeys(ran), key=order)
+    names = [*dict.fromkeys(shown(name) for name in ran if not is_helper(name))]
+    helpers = map(shown, (*filter(is_helper, ran), *one.running))
+    return [*dict.fromkeys([*with_makers(names, both), *helpers])]
 
 
-def _before_it(one: Compared, alike: list[Compared], before: list[Compared]) -> list[str]:
+def with_makers(names: list[str], both: Comparison) -> list[str]:
+    """Behind them, or behind three of yours: who has prepared or made their objects, in a build."""
+    built = {name for o in both.all if o.key.phase == "initial" for name in o.ran}
+    later = {name for o in both.all if o.key.phase not in ("built", "initial") for name in o.ran}
+    most = 3 if any(map(is_yours, names[:3])) else len(names)
+    classes = dict.fromkeys(name.rpartition(".")[0] for name in names[:most][::-1])
+    methods = [name for name in sorted(built - later) if name.rpartition(".")[0] in classes]
+    makers = [name for name in methods if is_yours(name) and not name.endswith(".__init__")]
+    makers += [both.makers[of] for of in classes if of in both.makers]
+    new = [name for name in makers if name not in names[:most]]
+    return [*dict.fromkeys([*names[:most], *new, *names[most:]])]
+
+
+def _before_it(one: Compared, later: list[Compared], before: list[Compared]) -> list[str]:
     """What has run long before it, and can be why.
 
     Of a gradient: up to the end of the sublayer that reads the tensor. In a later step, where all
     of the steps before is right: what ran after an update.
     """
     if one.key.phase == "backward":
-        later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
         ends = [i for i, o in enumerate(later) if o.key.name.endswith((".self_attn", ".mlp"))]
         later = later[: ends[0] + 1 if ends else 1]
         return [name for o in later for name in reversed(o.ran)]  # the first has read it
-    ran = [name for o in before for name in o.ran] if one.key.step else []
-    of_updates = (".weights_changed", ".updated", ".begin")
-    return [name for end in of_updates for name in ran if name.endswith(end)]
+    updates = [o for o in before if o.key.phase == "loss" and one.key.step]
+    ran = [*filter(is_yours, (name for o in updates for name in o.ran))]  # the last call first
+    return ran[::-1]
 
 
-def of_yours(one: Compared, compared: list[Compared]) -> list[str]:
-    """Functions of your own extensions that ran after backward, or after weights were filled."""
-    phases = {one.key.phase, "loss"}
-    mine = [o for o in compared if (o.at, o.key.step) == (one.at, one.key.step)]
-    ran = next((o.ran for o in mine if o.key.phase in phases), [])
-    since = [*takewhile(lambda name: name != "initialise:initialise", ran)]
-    return [*filter(is_yours, reversed(since))]
+def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]:
+    """Functions of your own extensions that ran since the phase before, the last call first.
+
+    Of a parameter that your own rule places: those of the forward, in the order of their calls.
+    """
+    since = dict.fromkeys(("loss", "gradient norm", "scaled gradient"), ("scaled gradient",))
+    since |= dict.fromkeys(("optimizer state", "weights"), ("loss",))  # noted after the update
+    since["summed gradient"] = ("forward",) if rule else ("summed gradient", "backward")
+    phases = since.get(one.key.phase, (one.key.phase,))
+    mine = [o for o in both.all if (o.at, o.key.step) == (one.at, one.key.step)]
+    records = [o for phase in phases for o in reversed(mine) if o.key.phase == phase]
+    ran = [name for o in records for name in o.ran]
+    ran = [*takewhile(lambda name: name != "initialise:initialise", ran)]
+    folder = rule.partition(":")[0].rpartition("/")[0]
+    yours = [shown(n) for n in ran[:: -1 if rule else 1] if is_yours(n) and n.startswith(folder)]
+    yours = [name for name in yours if not (rule and name.endswith(".begin"))]
+    words = [word for key, names in POINTS.items() if key in said for word in names]
+
+    def order(name: str) -> tuple:
+        return not any(word in name for word in words), name not in both.speakers
+
+    return sorted(dict.fromkeys(yours), key=order)
 
 
 def is_yours(name: str) -> bool:
@@ -119,14 +168,18 @@ def parameter_of(name: str, said: str, trial: Trial) -> str:
     return next(named, name) if name == "gradient norm" else name
 
 
-def from_table(kind: str, name: str, trial: Trial) -> list[str]:
+def from_table(kind: str, one: Compared, said: str, trial: Trial) -> list[str]:
+    name = parameter_of(one.key.name, said, trial)
     is_sharded = trial.layout.sharding != "none" and "norm" not in name
     starts = f"{BUCKETS}._start_complete_buckets data_parallel:Bucket.__init__"
-    names = {"sums": f"{UNIT}.arrived {UNIT}._finish_reductions" if is_sharded else starts}
-    names["scale"] = f"{UNIT if is_sharded else BUCKETS}.scale"
+    names = {"sums": f"{UNIT}._finish_reductions {UNIT}.arrived" if is_sharded else starts}
+    names["buckets"] = UNIT if is_sharded else BUCKETS
+    builds = "extensions/sharding/extension:Sharding._unit"
+    names["builds"] = builds if is_sharded else "data_parallel:build_buckets"
     of_cp = "contiguous" if trial.layout.cp_engine == "ulysses" else "zigzag"
     names["positions"] = f"context_parallel:{of_cp}_positions"
     names["forward"] = "pipeline_parallel:Pipeline._forward"
+    names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
     return TABLE[kind].format(**names, place=places_it(name, trial, kind)).split()
 
 

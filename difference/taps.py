@@ -28,6 +28,7 @@ PARTS = "input_layernorm|self_attn|post_attention_layernorm|mlp"
 OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
 # A stage receives its input into a buffer that it uses again; the gradient of the loss is 1.
 NO_GRADIENT = re.compile(rf"{LAYER}\.input|loss")
+RAN = "ran"  # a phase without tensors: the names are functions that one process runs, too
 Tap = Callable[[str, Tensor], None]
 
 
@@ -69,8 +70,10 @@ class Notes:
         if out.requires_grad and not self.again and not NO_GRADIENT.fullmatch(name):
             out.register_hook(lambda gradient: self.note("backward", {name: gradient}, at))
 
+    def note_gradients(self, phase: str, parameters: dict[str, nn.Parameter]) -> None:
+        self.note(phase, {name: p.grad for name, p in parameters.items()})
+
     def note_update(self, parameters: dict[str, nn.Parameter], of: torch.optim.Optimizer) -> None:
-        self.note("scaled gradient", {name: p.grad for name, p in parameters.items()})
         states = {name: of.state.get(p, {}) for name, p in parameters.items()}
         for moment in ("exp_avg", "exp_avg_sq"):
             kept = {f"{moment} of {n}": s[moment] for n, s in states.items() if moment in s}
@@ -126,17 +129,32 @@ def attach(model: Llama, tap: Tap) -> None:
         call(model.lm_head, "loss", ["loss"], ["targets"])
 
 
+def shown(name: str) -> str:
+    """A function's name, without those of functions inside of it."""
+    return name.partition(".<")[0]
+
+
 class Profile:
     """The project's functions that ran since they were last asked for: see sys.setprofile."""
 
     def __init__(self) -> None:
         self.called: dict[str, None] = {}  # the last call last
         self.names: dict = {}  # by code object; None for code outside the project
+        self.makers: dict[str, str] = {}  # classes -> the function that has made an object of each
+        self.speakers: set[str] = set()  # functions that have sent messages
 
     def event(self, frame, event: str, _) -> None:
         if event == "call" and (name := self._name(frame.f_code)):
             self.called.pop(name, None)
             self.called[name] = None
+            if name.endswith(".__init__") or name.startswith("collectives:"):
+                stack = map(shown, self.names_of(f for f, _ in traceback.walk_stack(frame.f_back)))
+                left_out = (".__init__", "collectives:")
+                caller = next((n for n in stack if not any(x in n for x in left_out)), "")
+                if name.endswith(".__init__"):
+                    self.makers[name.removesuffix(".__init__")] = caller
+                else:
+                    self.speakers.add(caller)
 
     def _name(self, code) -> str | None:
         if code not in self.names:
@@ -144,7 +162,7 @@ class Profile:
             file = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "tests/"
             is_ours = not file.startswith(("difference/", "tests/")) and name[0] != "<"
             file = file.removeprefix("picotron_min/").removesuffix(".py")
-            self.names[code] = f"{file}:{name.partition('.<')[0]}" if is_ours else None
+            self.names[code] = f"{file}:{name}" if is_ours else None
         return self.names[code]
 
     def take(self) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ compared. Experts, norms of queries and keys, and extensions that you add, are t
 one process: what they do wrong there, too, is not seen.
 """
 
+import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from difference.taps import Key, Notes, attach
+from difference.taps import RAN, Key, Notes, Profile, attach
 from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
@@ -150,11 +151,11 @@ class RightRun(Notes):
             loss += out.sum().detach()
             num_targets += int((batch[2] != IGNORE_INDEX).sum())
             if numbers < MOST_SUMMANDS:
-                self.note("sum so far", {name: p.grad for name, p in self.parameters.items()})
+                self.note_gradients("sum so far", self.parameters)
         for gradients in self.gradients:
             gradients.wait()
         self.at = Key(step, "", "")
-        self.note("summed gradient", {name: p.grad for name, p in self.parameters.items()})
+        self.note_gradients("summed gradient", self.parameters)
         norm = sum(p.grad.square().sum() for p in self.parameters.values()).sqrt() / num_targets
         self.note("loss", {"loss": loss / num_targets})
         self.note("gradient norm", {"gradient norm": norm})
@@ -165,6 +166,7 @@ class RightRun(Notes):
         for gradients in self.gradients:
             gradients.scale(factor)
         totals = [extension.counts() for extension in self.extensions]  # of all ranks: of this one
+        self.note_gradients("scaled gradient", self.parameters)
         self.optimizer.step()
         for extension in self.extensions:
             extension.weights_changed()
@@ -176,8 +178,11 @@ class RightRun(Notes):
 
 def right_whole(trial: Trial) -> Whole:
     """ValueError, with its place, where one process cannot run it."""
+    profile = Profile()
+    sys.setprofile(profile.event)
     try:
-        return RightRun(trial).whole
+        whole = RightRun(trial).whole
+        return whole | {Key(0, RAN, name): torch.empty(0) for name in profile.called}
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = next((f for f in reversed(frames) if "picotron_min" in f.filename), frames[-1])
@@ -185,3 +190,5 @@ def right_whole(trial: Trial) -> Whole:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         where = f"{at.name} ({at.filename}:{at.lineno})"
         raise ValueError(f"{who} the one process, without parallelism: {what}, {where}") from error
+    finally:
+        sys.setprofile(None)

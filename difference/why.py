@@ -17,11 +17,11 @@ from itertools import chain, combinations, product
 import torch
 from torch import Tensor
 
-from difference.algebra import FITS, keys_of, ranges, same, weights_of
+from difference.algebra import FITS, ranges, same, weights_of
 from difference.compare import TOLERANCE, Compared, Comparison
 from difference.parts import REST, Parts, parts_of, products, squares
 from difference.places import indices_of, take
-from picotron_min.model import rotary_table, rotate
+from difference.reads import key_heads, keys_seen, rotation, rows_seen
 
 
 def explain(one: Compared, both: Comparison) -> str:
@@ -71,6 +71,11 @@ USUAL = {
     ("gradient norm", "1/"): ": usually the targets, which divide it, are counted several times",
     ("summed gradient", ""): ": usually what scales it, such as a norm, is a part of a sum, or "
     "counts something several times",
+    (
+        "scaled gradient",
+        "",
+    ): ": the sums before are right, and usually a norm that scales them lacks "
+    "a part, or counts one several times",
 }
 
 
@@ -82,49 +87,12 @@ def _factor(one: Compared, both: Comparison) -> str:
     # Initial weights do not depend on a size of the layout.
     times = f"{c[0]:.6g} times" if one.key.phase == "initial" else _times(c[0], both)
     usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
+    ranks = [weights_of(o.got, [o.right]) for o in both.first if o.key == one.key]
+    if one.key.phase == "scaled gradient" and any(
+        x and not math.isclose(x[0], c[0]) for x in ranks
+    ):
+        usual = ", and another number of times on other ranks"
     return f"it is {times} what it should be{usual}"
-
-
-def keys_seen(one: Compared, both: Comparison) -> str:
-    """Attention to a wrong choice of keys, in pieces of the sequence."""
-    trial, name = both.trial, one.key.name
-    is_output = name.endswith(".core_attention") and one.key.phase == "forward"
-    if not is_output or trial.workload.document_mask:
-        return ""
-    q, k, v = (both.whole[one.key._replace(name=f"{name}.{x}")] for x in "qkv")
-    repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
-    q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
-    piece = q.shape[2] // (2 * trial.layout.cp)
-    said = []
-    for start in range(0, len(own), piece):
-        rows, of_rows = own[start : start + piece], slice(start, start + piece)
-        if same(one.got[:, :, of_rows], one.right[:, :, of_rows]):
-            continue
-        seen = keys_of(q[:, :, rows], k, v, one.got[:, :, of_rows], rows[0])
-        if not seen:
-            why = "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
-            return why if trial.layout.cp > 1 and trial.layout.cp_engine == "ring" else ""
-        said.append(f"queries {ranges(rows)} see the keys {seen}, and should see 0-{rows[-1]}")
-    return "; ".join(said[:2])
-
-
-def rotation(one: Compared, both: Comparison) -> str:
-    """Queries or keys turned by the angles of other positions."""
-    base, _, letter = one.key.name.rpartition(".core_attention.")
-    if letter not in ("q", "k") or one.key.phase != "forward":
-        return ""
-    config, S = both.trial.model_config, 2 * both.trial.workload.seq_length
-    x = both.whole[one.key._replace(name=f"{base}.{letter}_proj")]
-    x = take(x.unflatten(-1, (-1, config.head_dim)), [one.indices[i] for i in (0, 2, 1)])
-    tables = [rotary_table(torch.tensor([at]), config) for at in range(S)]
-    error = torch.stack([rotate(x, *table).transpose(1, 2) - one.got for table in tables]).abs()
-    error = error.amax((1, 2, 4))  # [S, positions of this rank]
-    pairs = zip(one.indices[2], error.argmin(0).tolist(), strict=True)
-    pairs = [(a, b) for a, b in pairs if a != b]
-    if error.amin(0).max() > FITS * x.abs().max() or not pairs:
-        return ""
-    turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
-    return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
 
 
 def _parts(one: Compared, both: Comparison) -> str:
@@ -291,5 +259,5 @@ def _region(one: Compared, both: Comparison) -> str:
     return f"{how}, by up to {error.max():.2g} of its largest number"
 
 
-HYPOTHESES = [_unlike, _factor, keys_seen, rotation, _parts, _own_part]
+HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
 HYPOTHESES += [_another, _old_weights, _places, _region]

@@ -81,6 +81,7 @@ def test_right_extensions_are_right(kinds, options):
 
 # picotron's five known bugs, here: file, right line, wrong line, a layout that shows it, what is
 # said of it, and the function that is named.
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 KNOWN = [
     (
         "initialise.py",
@@ -123,8 +124,24 @@ KNOWN = [
         "data_parallel:GradientBuckets.scale",
     ),
 ]
-# And others: a gradient's part, a call, and the row of an extension's rule.
+# And others: a gradient's part, a call, the row of an extension's rule, what a build sets, heads.
 KNOWN += [
+    (
+        "tensor_parallel.py",
+        "first = ends.axis.rank * -(-V // ends.axis.size)",
+        "first = ends.axis.rank * (V // ends.axis.size)",
+        {"tp": 2},
+        "rank 0: tokens 15-27 have the rows of 16-28",
+        "tensor_parallel:cut_vocabulary",
+    ),
+    (
+        "context_parallel.py",
+        "x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v)",
+        "x.repeat(1, repeats, 1, 1) for x in (k, v)",
+        {"cp": 2, "cp_engine": "ulysses", "model": SIX_HEADS},
+        "see the key heads 0 1 2 0 1 2, and should see 0 0 1 1 2 2",
+        "look at      context_parallel:UlyssesAttention.forward",
+    ),
     (
         "extensions/overlap/boundary.py",
         "y, work = self.start_sum(add_products(xs, products))",

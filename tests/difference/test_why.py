@@ -110,6 +110,8 @@ FORMULAS = [
     (2 * ("gradient norm",), lambda one: norm(0, "(embed|head)", TP_1), "the embeddings of tp 1"),
     (("backward", f"{CORE}.v"), lambda one: part(one, ("cp", 0)), "own part of a sum over cp"),
     (("backward", f"{CORE}.k"), lambda one: part(one, ("cp", 1)), "is the part of cp 1 alone"),
+    (("backward", "model.norm"), lambda one: part(one, ("tp", 1)), "is the part of tp 1 alone"),
+    (("scaled gradient", Q), lambda one: 1.5 * one.got, "it is 1.5 times what it should be: the"),
     (
         ("weights", Q),
         lambda one: 0.75 * got("initial", Q) + one.got / 4,
@@ -151,6 +153,14 @@ def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
     monkeypatch.setattr(both(), "first", ones)
     over = f"a sum over {' and '.join(axes)}: the sum is missing"
     assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
+
+
+def test_ranks_that_scale_by_other_numbers_are_said(monkeypatch):
+    sums = [right("scaled gradient", Q, rank=rank) for rank in (0, 1)]
+    wrong = [one._replace(got=(rank + 2) * one.got) for rank, one in enumerate(sums)]
+    monkeypatch.setattr(both(), "first", wrong)
+    said = explain(wrong[0], both())
+    assert "times what it should be, and another number of times on other ranks" in said
 
 
 def test_what_your_extension_adds_is_a_part_of_its_own(monkeypatch):
@@ -226,7 +236,7 @@ def test_yours_that_ran_long_before_are_named_first(monkeypatch):
     read = [seen("forward", norm, 0), seen("forward", f"{mlp}.up_proj", 0)]
     read += [seen("forward", mlp, 0, "total"), seen("forward", "loss", 0, "late")]
     assert named("", *read, seen("backward", norm, 0)) == [f"{ADAPTER}.total"]
-    updated = seen("weights", Q, 0, "x", "begin", "weights_changed")
+    updated = seen("loss", "loss", 0, "x", "begin", "weights_changed")
     found = named("", updated, seen("forward", mlp, 1, "adapted"))
     assert found[:2] == [f"{ADAPTER}.weights_changed", f"{ADAPTER}.begin"]
     square = right(*2 * ("gradient norm",))

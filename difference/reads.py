@@ -1,0 +1,83 @@
+"""Reads: wrong keys, heads, positions or rows of a table, which a right formula was computed of."""
+
+import torch
+import torch.nn.functional as F
+
+from difference.algebra import FITS, keys_of, ranges, same
+from difference.compare import Compared, Comparison
+from difference.places import take
+from picotron_min.model import rotary_table, rotate
+
+
+def keys_seen(one: Compared, both: Comparison) -> str:
+    """Attention to a wrong choice of keys, in pieces of the sequence."""
+    trial, name = both.trial, one.key.name
+    is_output = name.endswith(".core_attention") and one.key.phase == "forward"
+    if not is_output or trial.workload.document_mask:
+        return ""
+    q, k, v = (both.whole[one.key._replace(name=f"{name}.{x}")] for x in "qkv")
+    repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
+    q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
+    piece = q.shape[2] // (2 * trial.layout.cp)
+    said = []
+    for start in range(0, len(own), piece):
+        rows, of_rows = own[start : start + piece], slice(start, start + piece)
+        if same(one.got[:, :, of_rows], one.right[:, :, of_rows]):
+            continue
+        seen = keys_of(q[:, :, rows], k, v, one.got[:, :, of_rows], rows[0])
+        if not seen:
+            why = "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
+            return why if trial.layout.cp > 1 and trial.layout.cp_engine == "ring" else ""
+        said.append(f"queries {ranges(rows)} see the keys {seen}, and should see 0-{rows[-1]}")
+    return "; ".join(said[:2])
+
+
+def rows_seen(one: Compared, both: Comparison) -> str:
+    """An embedding that takes the rows of other tokens."""
+    if one.key[1:3] != ("forward", "model.embed_tokens"):
+        return ""
+    weight = both.weight("model.embed_tokens.weight", one.key.step)
+    tokens = take(both.whole[one.key._replace(name="tokens")], one.indices[:2]).flatten().tolist()
+    near = torch.cdist(one.got.flatten(0, 1), weight, p=torch.inf) <= FITS * weight.abs().max()
+    rows = near.int().argmax(1).tolist()
+    found = {t: row for t, row, fits in zip(tokens, rows, near.any(1), strict=True) if fits}
+    wrong = sorted(t for t, row in found.items() if t != row)
+    pair = ranges(wrong), ranges(found[t] for t in wrong)
+    return f"tokens {pair[0]} have the rows of {pair[1]}" if wrong else ""
+
+
+def key_heads(one: Compared, both: Comparison) -> str:
+    """Attention of query heads to wrong key heads."""
+    is_output = one.key.name.endswith(".core_attention") and one.key.phase == "forward"
+    if not is_output or both.trial.workload.document_mask:
+        return ""
+    q, k, v = (both.whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv")
+    own, found = [*one.indices[1]], []
+    for head, got in zip(own, one.got.unbind(1), strict=True):
+        alike = q[:, [head]].expand(-1, k.shape[1], -1, -1)
+        outs = F.scaled_dot_product_attention(alike, k, v, is_causal=True)[:, :, one.indices[2]]
+        found += [str(j) for j, out in enumerate(outs.unbind(1)) if same(got, out)][:1]
+    right = [str(head * k.shape[1] // q.shape[1]) for head in own]
+    if len(found) < len(own) or found == right:
+        return ""
+    seen, should = " ".join(found), " ".join(right)
+    return f"query heads {ranges(own)} see the key heads {seen}, and should see {should}"
+
+
+def rotation(one: Compared, both: Comparison) -> str:
+    """Queries or keys turned by the angles of other positions."""
+    base, _, letter = one.key.name.rpartition(".core_attention.")
+    if letter not in ("q", "k") or one.key.phase != "forward":
+        return ""
+    config, S = both.trial.model_config, 2 * both.trial.workload.seq_length
+    x = both.whole[one.key._replace(name=f"{base}.{letter}_proj")]
+    x = take(x.unflatten(-1, (-1, config.head_dim)), [one.indices[i] for i in (0, 2, 1)])
+    tables = [rotary_table(torch.tensor([at]), config) for at in range(S)]
+    error = torch.stack([rotate(x, *table).transpose(1, 2) - one.got for table in tables]).abs()
+    error = error.amax((1, 2, 4))  # [S, positions of this rank]
+    pairs = zip(one.indices[2], error.argmin(0).tolist(), strict=True)
+    pairs = [(a, b) for a, b in pairs if a != b]
+    if error.amin(0).max() > FITS * x.abs().max() or not pairs:
+        return ""
+    turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
+    return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
