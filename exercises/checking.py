@@ -199,8 +199,10 @@ def verdict_on(
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
         return Verdict(False, gates, crash.failure.kind, crash.failure.text, "")
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
-    if known := _known(exercise, outcome, failed, seed, others or {}):
-        name, texts = known.name, [text, known.sentence]
+    known, is_all = _known(exercise, outcome, failed, seed, others or {})
+    if known:
+        where = "" if is_all else "Where it fails, it does the same as this mistake does. "
+        name, texts = known.name, [text, where + known.sentence]
     else:
         name, sentence = _unlisted(exercise, outcome, failed, seed)
         texts = [sentence, text]
@@ -209,11 +211,12 @@ def verdict_on(
 
 def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
-) -> Mistake | None:
-    """The known mistake that does the same in all cases.
+) -> tuple[Mistake | None, bool]:
+    """The known mistake that does the same in all cases; else one that does in all that fail.
 
-    Two mistakes can raise the same error. So if every failing case raises one, the line must be the
-    same, too.
+    Of these, one that breaks fewer other cases than fail: a student may, for example, have written
+    one rank as a case of its own. Two mistakes can raise the same error. So if every failing case
+    raises one, the line must be the same, too.
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
@@ -231,8 +234,14 @@ def _known(
         )
 
     rest = [result for result in outcome if result is not failed[0]]
-    known = (m for m in exercise.mistakes if agrees(m, failed[:1]) and agrees(m, rest))
-    return next(known, None)
+    close = [mistake for mistake in exercise.mistakes if agrees(mistake, failed[:1])]
+    if known := next((mistake for mistake in close if agrees(mistake, rest)), None):
+        return known, True
+    close = [mistake for mistake in close if agrees(mistake, failed)]
+    right = [result for result in rest if result not in failed]
+    broken = [sum(not agrees(mistake, [result]) for result in right) for mistake in close]
+    few = [mistake for mistake, n in zip(close, broken, strict=True) if n < len(failed)]
+    return next(iter(few), None), False
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:

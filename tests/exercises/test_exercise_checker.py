@@ -139,10 +139,15 @@ IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
             "unknown",
             r"^I do not know this mistake\. Only .*\nWith cp=1, length=7: zigzag",
         ),
-        (  # a known mistake in the cases that fail, and right in those where it would fail, too
+        (  # a known mistake in the case that fails, and right in more where it would fail, too
             (IN_ORDER, f"{LATE} if size == 1 else {IN_ORDER}"),
-            "unknown",
-            r"^I do not know this mistake\. Only .*\nWith cp=1, length=7: zigzag",
+            "pattern",
+            r"^`positions, by rank`: it is all there, but in another order\.$",
+        ),
+        (  # a known mistake in the cases that fail, and right in one where it would fail, too
+            (IN_ORDER, f"{LATE} if size > 1 else {IN_ORDER}"),
+            "late_first",
+            r"^Where it fails, it does the same as this mistake does\. The late piece comes before",
         ),
         (  # both results of the smallest case, and what the function was called with
             (IN_ORDER, "torch.cat((pieces[rank], pieces[1 - rank]))"),
