@@ -5,8 +5,9 @@ train: distributed.tp_size=2
 
 Return what this rank counts of the whole model's gradient, as two numbers in float64: the sum of
 squares, and how many elements are 0 (with `count_zeros`; else 0). train.py adds these up over all
-ranks and takes the root: send nothing here. `placements[name].copies` names the axes of the mesh
-along which ranks hold the same part of a parameter, and `ranks[axis]` is this rank's place on one.
+ranks and takes the root: send nothing here. And do not wait for a GPU: the numbers stay on the
+parameters' device, as a tensor. `placements[name].copies` names the axes of the mesh along which
+ranks hold the same part of a parameter, and `ranks[axis]` is this rank's place on one.
 Read: optimizer.py, placement.py.
 
 ? Of all ranks that hold the same part, exactly one may count it. Choose it without a message.
@@ -32,7 +33,7 @@ def cases(dice: Dice) -> list[Case]:
     some = [Case(n, layout=x, zeros=i != 1, **sizes, spike=0) for i, (n, x) in enumerate(layouts)]
     # The square of an odd number from 4097 to 5791 has 25 bits: one more than float32 has.
     spike = 4097 + 2 * dice.randint(0, 800)
-    return [*some, Case(2, layout={"tp": 2}, zeros=True, **sizes, spike=spike)]
+    return [*some, Case(4, layout=layouts[0][1], zeros=True, **sizes, spike=spike)]
 
 
 def shapes(case: Case, stage: int | None = None) -> dict[str, tuple[int, ...]]:
@@ -67,24 +68,47 @@ def on_rank(rank, case: Case) -> dict:
         parts[name] = gradient(case, name)[mine]
         parameters[name] = nn.Parameter(torch.empty_like(parts[name]))
         parameters[name].grad = parts[name].clone()
-    share = course.optimizer.measure_gradient(parameters, table, axes.ranks, case.zeros)
+    measure = course.optimizer.measure_gradient
+    share = measure(parameters, table, axes.ranks, case.zeros)
     total = course.collectives.all_reduce(share.clone(), axes.world)
     changed = [name for name, part in parts.items() if not parameters[name].grad.equal(part)]
-    results = {"[squares, zeros] of all ranks": total, "share": share.tolist()}
-    return results | {"gradients that it has changed": changed}
+    times = {}
+    for name in table:
+        alone = {name: parameters[name]} if name in parameters else {}
+        for parameter in alone.values():
+            parameter.grad = parts[name].clone()
+        square = measure(alone, table, axes.ranks)[0].double() if alone else total.new_zeros(())
+        right = gradient(case, name).double().square().sum()
+        times[name] = (course.collectives.all_reduce(square.clone(), axes.world) / right).item()
+    results = {"times counted": {k: n for k, n in times.items() if n == n}}  # not of 0 / 0
+    results |= {"[squares, zeros] of all ranks": total, "share": share.tolist()}
+    results |= {"gradients that it has changed": changed}
+    return results | {"device": device_of(measure, parameters, table, axes.ranks, case.zeros)}
+
+
+def device_of(measure, parameters: dict, *others) -> str:
+    """Where the numbers are, of gradients on a device whose numbers the host cannot read."""
+    parameters = {name: nn.Parameter(p.to("meta")) for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        return measure(parameters, *others).device.type
+    except RuntimeError:  # it has read one
+        return "cpu"
 
 
 def expected(case: Case) -> list[dict]:
     whole = torch.cat([gradient(case, name).flatten().double() for name in shapes(case)])
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()
-    right = {"[squares, zeros] of all ranks": total, "gradients that it has changed": []}
-    return [right] * case.ranks
+    counted = {name: 1.0 for name in shapes(case) if gradient(case, name).any()}
+    right = {"times counted": counted, "[squares, zeros] of all ranks": total}
+    return [right | {"gradients that it has changed": [], "device": "meta"}] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    n = case.ranks
-    return [{"all_reduce": Sent(1, 2 * (n - 1) / n * 2 * 8)}] * n  # two numbers
+    n, k = case.ranks, len(shapes(case))  # two numbers, and one of each
+    return [{"all_reduce": Sent(1 + k, 2 * (n - 1) / n * (2 + k) * 8)}] * n
 
 
 def picture(runs):
@@ -107,7 +131,8 @@ any_copy: A rank counts what it is the first for along any axis of the copies: i
 squared_in_place: The gradients are squared where they are: the update that follows needs them as
     they were. In float64 `double()` makes no copy.
 - squares = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
-+ squares = sum((g.double().mul_(g).sum() for g in counted), torch.zeros(1, dtype=torch.float64))[0]
++ squares = torch.zeros((), dtype=torch.float64, device=device)
++ squares = sum((g.double().mul_(g).sum() for g in counted), squares)
 rank_0_only: Only the first rank counts anything: the parts that other ranks hold are left out.
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if ranks["world"] == 0
 first_of_dp_only: Only the first data-parallel rank counts. Where the gradient is sharded over these
@@ -125,6 +150,8 @@ first_copy_only: Only the first axis of the copies is looked at: there may be se
     placements[name].copies => placements[name].copies[:1]
 zeros_of_all_copies: The squares are counted once, but zeros on every rank that holds them.
     in counted => in (p.grad for p in parameters.values())
+on_the_host: It reads the numbers: the host waits for a GPU, and the result is on the CPU.
+    return torch.stack([squares, zeros]) => return torch.tensor([squares, zeros]).double()
 always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass a step.
     if count_zeros: => if True:
 in_float32: The numbers are float32, which has seven digits: their sum over many ranks has fewer.
@@ -134,7 +161,8 @@ squared_in_float32: Where the gradient is float32, it is squared in float32, and
     to(device, torch.float64).square() => square().to(device, torch.float64)
 also_right:
 def measure_gradient(parameters, placements, ranks, count_zeros=False):
-    result = torch.zeros(2, dtype=torch.float64)
+    device = next(iter(parameters.values())).device
+    result = torch.zeros(2, dtype=torch.float64, device=device)
     for name, parameter in parameters.items():
         if not any(ranks[axis] for axis in placements[name].copies):
             result[0] += (parameter.grad.double() ** 2).sum()
