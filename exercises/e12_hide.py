@@ -46,7 +46,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 def order(case: Case, rank: int, record) -> str | None:
     if not case.plan_has_w:
         return overlap_problem(rank, record, message(case))
-    if record.count("mark", "weight gradients"):
+    if record.place("mark", "weight gradients") < record.place("mark", "W"):
         return f"rank {rank} computes weight gradients in B: the plan has W for them"
 
 
@@ -89,6 +89,25 @@ each_linear_summed: Each linear's part of the gradient is summed over the ranks 
 + dx = sum(boundary.multiply_scatter([dy], [p], run) for dy, p in zip(dys, products))
 one_left: Only the first linear is left in the queue: the others' weights get no gradient.
     zip(linears, dys, strict=True) => zip(linears[:1], dys)
+put_last: Weight gradients are put into the queue when the sum is there: those of the lowest
+    sublayer are never computed, and all others hide the message of another sublayer.
+    boundary.queue.put(linear, x, dy) => pass
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ for linear, dy in zip(linears, dys, strict=True):
++     boundary.queue.put(linear, x, dy)
+past_the_queue: Weight gradients are computed past the queue: what _Leave has put into it stays.
+    boundary.queue.put(linear, x, dy) => pass
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ def run():
++     for linear, dy in zip(linears, dys, strict=True):
++         linear.add_weight_gradient(x, dy)
++ dx = boundary.multiply_scatter(dys, products, meanwhile=run)
+weight_itself: It multiplies with `weight`: input_gradient knows its copy, in bfloat16 or 8 bits.
+    [linear.input_gradient for => [lambda dy, w=linear.weight: dy @ w for
+last_weight_for_all: Every product is with the last linear: a lambda looks up its variables when it
+    is called, and then the loop is over.
+    [linear.input_gradient for linear in => [lambda dy: linear.input_gradient(dy) for _ in
 swapped: x and dy are swapped in the queue: it takes (linear, x, dy).
     (linear, x, dy) => (linear, dy, x)
 also_right:

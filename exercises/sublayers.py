@@ -63,18 +63,13 @@ def norm(x: Tensor) -> Tensor:
 def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str, Any]:
     """What a rank has of the result and of all gradients; `kind` of boundary.
 
-    Marks "backward", and "weight gradients" where the queue computes these. With `split` they are
-    left for later, for the W of a pipeline's plan.
+    Marks "backward", and "weight gradients" where these are computed. With `split` they are left
+    for later, for the W of a pipeline's plan. All products are with copies of the weights, as in
+    bfloat16: a weight itself is another number.
     """
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
     queue = course.linear.WeightGradients()
     queue.hold, queue.split = True, split
-
-    def run() -> None:
-        rank.mark("weight gradients")
-        type(queue).run(queue)
-
-    queue.run = run
     boundary = getattr(course.boundary, kind)(axis, queue)
     ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
     largest = boundary.maximum(torch.tensor(2.0 + rank.number, dtype=torch.float64))
@@ -84,6 +79,10 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     for whole in weights:
         parts = [part(name, whole[name], rank.number, n).clone() for name in NAMES]
         linears = [course.linear.Linear(nn.Parameter(own)) for own in parts]
+        for linear in linears:
+            linear.make_copy(torch.float64)
+            linear.weight.data = 2 * linear.weight.data
+            linear.gradient_arrived = partial(rank.mark, "weight gradients")
         sublayers.append(Sublayer(*linears))
         enter = partial(course.boundary._Enter.apply, boundary)
         leave = partial(course.boundary._leave, boundary)
