@@ -53,10 +53,27 @@ def on_rank(rank, case: Case) -> dict:
     plans, stages, place = plans_of(case, rank.course.registry.SCHEDULES)
     complete = rank.course.pipeline_messages.insert_messages(plans, place)
     computed = [[a for a in plan if a.peer is None] for plan in complete]
-    results = {"what is computed": texts(computed), "plans": texts(complete)}
+    results = {"what is computed": texts(computed)}
+    if is_pictured(case):  # elsewhere the order of messages is seen by the time
+        results["plans"] = texts(complete)
     results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
+    early = [early_action(plan, number, stages) for number, plan in enumerate(complete)]
+    if any(early):  # all ranks see it, and none waits for the others
+        return results | {"numbers": next(filter(None, early)), "time": 0.0}
     numbers, time = run_messages(rank, complete[rank.number], stages)
     return results | {"numbers": numbers, "time": time}
+
+
+def early_action(plan: Plan, rank: int, stages: Stages) -> str:
+    """What comes before what it needs is there, if anything does."""
+    there = {None}
+    for action in plan:
+        item, kind = needed(action, rank, stages), action.kind.value
+        if not kind.startswith("receive") and item not in there:
+            return f"rank {rank}: '{action}' comes before what it needs is there"
+        is_computed = action.peer is None
+        there.add((kind, action.micro_batch, stages[rank, action.chunk]) if is_computed else item)
+    return ""
 
 
 def needed(action: Action, rank: int, stages: Stages) -> tuple[str, int, int] | None:
@@ -91,8 +108,6 @@ def run_messages(rank, plan: Plan, stages: Stages) -> tuple[dict[str, float], fl
             number, posted = message.tolist()
             values[item] = number, max(posted, clock) + SEND_TIME
             continue
-        if item and item not in values:
-            raise ValueError(f"'{action}' comes before what it needs is there")
         number, ready = values[item] if item else (1000.0 * action.micro_batch - 1, 0.0)
         if action.peer is not None:
             message = torch.tensor([number, clock], dtype=torch.float64)
@@ -142,8 +157,12 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"{what}; it takes {best:g} if every receive is posted in time"
 
 
+def is_pictured(case: Case) -> bool:
+    return (case.engine, case.ranks) == ("1f1b", 2)
+
+
 def picture(runs):
-    case, records = next((c, r) for c, r in runs if (c.engine, c.ranks) == ("1f1b", 2))
+    case, records = next((c, r) for c, r in runs if is_pictured(c))
     columns = records[0].values["plans"]
     height = max(map(len, columns))
     rows = [[*column, *[""] * (height - len(column))] for column in columns]
@@ -177,11 +196,18 @@ to_the_previous: Results are sent to the previous rank, whoever needs them.
     peer=peer => peer=(rank - 1) % len(plans)
 no_gradients: Gradients are not sent: only the last stage can run its backwards.
     if peer != rank: => if peer != rank and action.kind is Kind.FORWARD:
-to_itself: Where the next stage is another chunk of the same rank, the rank sends to itself.
+to_itself: What the same rank needs is sent, too: a rank sends to itself.
     if peer != rank: => if receiver:
 chunk_of_the_sender: A receive has the chunk of the action that made the message: it must have that
     of the one that needs it.
     receiver. => action.
+w_for_the_receiver: A W needs its B, too, and is taken for the receiver of the gradient: that is not
+    sent where there are W.
+- for event, sources in inputs.items()
++ for event, sources in reversed(inputs.items())
+    if event[1].kind is not Kind.WEIGHT =>
+neighbours: Messages go to the next or the previous rank in a ring: `place` says where a stage is.
+    in inputs.items() => in inputs_of(plans, loop).items()
 no_receives: Messages are sent, but not received.
     complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank)) => pass
 also_right:
