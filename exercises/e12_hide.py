@@ -19,9 +19,13 @@ Read: extensions/overlap/boundary.py, extensions/overlap/linear.py.
   `LinearWithGradAccumulationAndAsyncCommunication`.
 """
 
+from itertools import pairwise
+
 from exercises.exercise import Case, Dice, Sent
 from exercises.pictures import timeline
 from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
+
+DW = "weight gradients"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -46,7 +50,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 def order(case: Case, rank: int, record) -> str | None:
     if not case.plan_has_w:
         return overlap_problem(rank, record, message(case))
-    if record.place("mark", "weight gradients") < record.place("mark", "W"):
+    if record.place("mark", DW) < record.place("mark", "W"):
         return f"rank {rank} computes weight gradients in B: the plan has W for them"
 
 
@@ -58,9 +62,10 @@ def picture(runs):
     about = "backward: a message (begins, ends) and weight gradients dW; with W in the plan"
     yield f"{about}, after B"
     for case, records in runs:
-        names = {message(case): "sum", "weight gradients": "dW", "all_gather": "gather"}
-        for record in records:  # what follows the forward
-            record.events[:] = record.events[record.place("mark", "backward") + 1 :]
+        names = {message(case): "sum", DW: "dW", "all_gather": "gather"}
+        for record in records:  # what follows the forward, with one dW for several in a row
+            pairs = pairwise(record.events[record.place("mark", "backward") :])
+            record.events[:] = [e for before, e in pairs if (before.what, e.what) != (DW, DW)]
         yield from [str(case), timeline(records[:1], names)]
 
 
