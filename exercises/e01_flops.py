@@ -5,13 +5,14 @@ target: costs:model_flops_per_token
 Return the FLOPs of forward and backward of a model, per token. Forward: 2 for each parameter that
 a token is multiplied with, and attention's own, of which the causal half counts.
 `flops_of_layers` has these for each layer, by part. The embedding is a lookup, lm_head is a
-product, also where both are one matrix. Backward costs twice as much as forward.
+product, also where both are one matrix; `head_flops` has all its uses, since layers that predict
+further tokens share it. Backward costs twice as much as forward.
 Read: costs.py, model_config.py.
 
 ? Which products happen once a layer, which once a model? How many does backward add?
-? sum, flops_of_layers(model_config, seq_length), model_config.vocab_size, hidden_size.
-? Add up the values of all layers' dicts. Add 2 V E for lm_head. Multiply the sum by 3: forward
-  once, backward twice.
+? sum, flops_of_layers(model_config, seq_length), head_flops(model_config).
+? Add up the values of all layers' dicts. Add those of lm_head. Multiply the sum by 3: forward once,
+  backward twice.
 ! To count the embedding, too, would lift the MFU of SmolLM-1.7B by 5.6%. In production: the 6 N +
   12 L Q D S of most projects (docs/mfu.md).
 """
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from exercises.exercise import Case, Dice
 from exercises.pictures import bars
 from picotron_min.attention import SoftmaxAttention
+from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.model import MLP, Llama
 
@@ -35,24 +37,35 @@ def cases(dice: Dice) -> list[Case]:
     kinds = (5, False), (16, False), (9, True)
     some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
     sizes["layers"] = 3  # of a mixture: the first has no experts
-    return [*some, Case(1, **sizes, length=5, tied=False, experts=4)]
+    kinds = (5, {"experts": 4}), (16, {"ahead": 2})
+    return [*some, *(Case(1, **sizes, length=n, tied=False, **kind) for n, kind in kinds)]
 
 
 def model_config(case: Case):
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
     if hasattr(case, "experts"):
         config = config.override(num_local_experts=case.experts, mlp_only_layers=(0,))
+    if hasattr(case, "ahead"):
+        config = config.override(num_nextn_predict_layers=case.ahead, head_dim=case.hidden // 2)
     return config.override(tie_word_embeddings=case.tied)
 
 
 def on_rank(rank, case: Case) -> dict:
     flops, presets = rank.course.costs.model_flops_per_token, rank.course.public_models.PRESETS
-    pictured = {name: flops(presets[name], 2048) for name in PICTURED}
-    return {"FLOPs per token": flops(model_config(case), case.length), "presets": pictured}
+    config = model_config(case)
+    result = {"FLOPs per token": (whole := flops(config, case.length))}
+    result["attention's"] = whole - flops(config, 0)
+    result["lm_head's"] = flops(config.override(vocab_size=2 * case.vocab), case.length) - whole
+    return result | {"presets": {name: flops(presets[name], 2048) for name in PICTURED}}
 
 
 def expected(case: Case) -> list[dict]:
     model = Llama(model_config(case))
+    tokens = targets = torch.zeros(1, case.length, dtype=torch.int64)
+    if hasattr(case, "ahead"):
+        add_prediction_layers(model)
+        model.to_empty(device="cpu")
+        targets = tokens.expand(1 + case.ahead, 1, -1)
     for i, layer in model.model.layers.items():
         if hasattr(case, "experts") and i != "0":
             # As many products as those of a router, and of the two experts that a token uses.
@@ -62,13 +75,14 @@ def expected(case: Case) -> list[dict]:
                 lambda _, x, router=router: x[0] + router(x[0]).mean()
             )
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
-    tokens = torch.zeros(1, case.length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        model(tokens, torch.arange(case.length), tokens).backward()
+        model(tokens, torch.arange(case.length), targets).backward()
     counts = counter.get_flop_counts()["Global"]
     # The only products of more than two dimensions; by the convention of MFU, half of them count.
     attention = counts[torch.ops.aten.bmm]
-    return [{"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
+    right = {"attention's": attention // 2 // case.length}
+    right["lm_head's"] = 6 * case.vocab * case.hidden * len(targets)
+    return [right | {"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 
 def picture(runs):
@@ -85,10 +99,21 @@ tied_head_forgotten: A head that shares the embedding's matrix is left out: it c
     layers + head => layers + (not model_config.tie_word_embeddings) * head
 head_forgotten: The head is left out: each token is multiplied with all V rows of it.
     + head_flops(model_config) =>
-layers_alike: All layers are counted like the first: only some layers of a mixture have experts.
+layers_alike: All layers are counted like the first: those of a mixture differ, as do those that
+    predict further tokens.
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
 + first = sum(flops_of_layers(model_config, seq_length)[0].values())
-+ layers = model_config.num_hidden_layers * first
++ layers = model_config.num_layers * first
+further_heads_forgotten: lm_head is counted once: each layer that predicts a further token uses it,
+    too, as head_flops has it.
+    head_flops(model_config) => 2 * model_config.vocab_size * model_config.hidden_size
+further_layers_forgotten: Layers that predict further tokens are left out: there are num_layers.
+- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
++ parts_of = flops_of_layers(model_config, seq_length)[: model_config.num_hidden_layers]
++ layers = sum(sum(parts.values()) for parts in parts_of)
+last_layer_only: The dicts of all layers are merged into one: the last layer replaces all others.
+- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
++ layers = sum(flops_of_layers(model_config, seq_length)[-1].values())
 attention_not_halved: All pairs of attention are counted: a causal model needs half of them.
     sum(parts.values()) => sum(parts.values()) + parts["attention"]
 attention_forgotten: Attention's own products are left out: scores and weighted sums have no
@@ -105,5 +130,5 @@ def model_flops_per_token(model_config, seq_length):
     for parts in flops_of_layers(model_config, seq_length):
         for flops in parts.values():
             total += 3 * flops
-    return total + 6 * model_config.hidden_size * model_config.vocab_size
+    return total + 3 * head_flops(model_config)
 """
