@@ -4,7 +4,8 @@ target: collectives:Shift.__init__
 train: distributed.cp_size=2 distributed.tp_size=1
 
 Begin to send a tensor to the rank `distance` after this one, and to receive that of the rank as far
-before it; after the last rank comes the first. Return at once. `wait`, which you need not write,
+before it; after the last rank comes the first. Start both as one batch: else NCCL does one after
+the other, and all ranks wait for a receiver. Return at once. `wait`, which you need not write,
 waits for all of `self.works` and returns `self.arriving`. Keep the tensor that is sent alive in
 `self.sent`, and record the shift in the ledger of the axis.
 Read: collectives.py.
@@ -40,7 +41,8 @@ def on_rank(rank, case: Case) -> dict:
     shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
     rank.mark("Shift returns")
     kept = getattr(shift, "sent", None)
-    travels = rank.is_sending(kept)
+    events = {(event.kind, event.what) for event in rank.thread.events}
+    travels = ("wait", "send") in events or rank.is_sending(kept)  # or has travelled
     arrived = shift.wait()
     results = {"what wait() returns": arrived, "the tensor that was sent": tensor}
     return results | {"self.sent": kept, "what self.sent holds is sent": travels}
@@ -63,6 +65,8 @@ def order(case: Case, rank: int, record) -> str | None:
     waits = [i for i, event in enumerate(record.events) if event.kind == "wait"]
     if min(waits, default=len(record.events)) < record.place("mark", "Shift returns"):
         return f"rank {rank} waits inside of Shift(...): nothing can be computed meanwhile"
+    if not record.count("batch", "2 messages"):
+        return f"rank {rank} starts its send and its receive one by one, not as one batch"
 
 
 def picture(runs):
@@ -73,6 +77,10 @@ def picture(runs):
 
 
 VERSIONS = """
+beyond_the_end: All that is beyond the last rank goes to rank 0: count on from there.
+- to, source = ((axis.rank + d) % axis.size for d in (distance, -distance))
++ to, source = axis.rank + distance, axis.rank - distance
++ to, source = to if to < axis.size else 0, source if source >= 0 else axis.size - 1
 backwards: It sends to the previous rank and receives from the next: the ring turns the wrong way.
     to, source => source, to
 always_the_next: It ignores the distance: every tensor goes to the next rank.
@@ -81,6 +89,9 @@ send_awaited_first: It waits for its send before it posts its receive: all ranks
 - send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
 + dist.isend(tensor, group=axis.group, group_dst=to).wait()
     send, receive => receive
+one_by_one: The send and the receive are not one batch: NCCL does one after the other, and where all
+    ranks send first, none receives.
+    dist.batch_isend_irecv([send, receive]) => [send(), receive()]
 send_never_awaited: `self.works` has the receive alone, and nobody waits for the send: the tensor
     may be changed while it travels.
     [send, receive]) => [send, receive])[1:]
@@ -106,8 +117,8 @@ also_right:
 def __init__(self, tensor, axis, distance=1):
     to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
     self.sent, self.arriving = tensor, tensor.new_empty(tensor.shape)
-    receive = dist.irecv(self.arriving, group=axis.group, group_src=source)
-    send = dist.isend(tensor, group=axis.group, group_dst=to)
+    receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
+    send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
+    self.works = dist.batch_isend_irecv([receive, send])
     axis.ledger.record("shift", tensor)
-    self.works = send, receive
 """

@@ -150,6 +150,11 @@ def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
     return Work("receive", **end, brought=[], outputs=[tensor], combine=lambda x: x[0])
 
 
+def _batch(ends: list[partial]) -> list[Work]:
+    me().record("batch", f"{len(ends)} messages")
+    return [end() for end in ends]
+
+
 def _message(tensor: Tensor, rank: int | None, group: Group | None, place: int | None) -> dict:
     """One end of a message: the other end is a rank of the world, or a place in the group."""
     group = group or world_group()
@@ -177,7 +182,7 @@ FUNCTIONS = {
     "P2POp": lambda op, tensor, peer=None, group=None, tag=0, group_peer=None: partial(
         op, tensor, peer, group, tag, group_peer
     ),
-    "batch_isend_irecv": lambda ends: [end() for end in ends],
+    "batch_isend_irecv": _batch,
     "get_backend": lambda group=None: "simulated",
     "get_rank": lambda group=None: group.rank() if group else me().rank,
     "get_world_size": lambda group=None: group.size() if group else me().world.size,
