@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from exercises.calls import Call, Calls, wrong_call
 from exercises.compare import common_pattern, equal, first_difference
-from exercises.exercise import GATES, Case, Exercise, Mistake, Sent, order_of, together
+from exercises.exercise import GATES, ROOT, Case, Exercise, Mistake, Sent, order_of, together
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -163,10 +163,14 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
     lines = [f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine]
+    course = [f for f in frames if f.filename.startswith(str(ROOT / "picotron_min"))]
+    where = "    {}{}, line {}: {}".format
     if not mine:  # what the function returned, or did not do, was noticed later
         last = frames[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}: {last.line}"
-        lines = [f"    noticed later, in {where}"]
+        lines = [where("noticed later, in ", Path(last.filename).name, last.lineno, last.line)]
+    elif course and frames.index(course[-1]) > frames.index(mine[-1]):
+        last = course[-1]
+        lines += [where("", Path(last.filename).name, last.lineno, last.line)]
     text = "\n".join([f"Your version fails{rank}: {what}", *lines])
     return Failure("exception", what, text, mine[-1].line if mine else "")
 
