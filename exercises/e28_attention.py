@@ -13,7 +13,7 @@ the config has.
 Read: model.py.
 
 ? Project, view as heads, rotate two of three, attend, flatten the heads, project.
-? self.project, view(B, S, -1, self.head_dim), rotate(x, *rotary), transpose(1, 2), reshape,
+? self.project, view(B, S, -1, self.head_dim), rotate(x, cos, sin), transpose(1, 2), reshape,
   self.core_attention, self.o_proj.
 ? A position's numbers lie head by head, so the view is [B, S, heads, D]; the transpose comes after
   rotate. -1 lets view find the number of heads. What comes back is transposed before it is reshaped
@@ -28,7 +28,8 @@ from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 B = 2
-NAMES = "q_proj", "k_proj", "v_proj", "o_proj"
+NAMES, EXTRA = ("q_proj", "k_proj", "v_proj", "o_proj"), ["documents"]
+GOT = [f"{what} of core_attention" for what in ("q", "k", "v", "extra")]
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -61,24 +62,28 @@ def on_rank(rank, case: Case) -> dict:
     module = course.model.SelfAttention(config)
     for name in NAMES:  # as tensor parallelism narrows them
         getattr(module, name).weight = torch.nn.Parameter(tensors[name])
-    softmax, seen = course.attention.SoftmaxAttention(), []
+    softmax, results = course.attention.SoftmaxAttention(), {"calls of project": 0}
 
-    def core(q, k, v):
-        seen[:] = [list(x.shape) for x in (q, k, v)]
+    def core(q, k, v, *extra):
+        given = (*(x.detach() for x in (q, k, v)), list(extra))
+        results.update(zip(GOT, given, strict=True))
         return softmax(q, k, v)
 
     module._modules.pop("core_attention")
     module.core_attention = core
     cos, sin = angles(case).cos(), angles(case).sin()
-    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    x = tensors["x"]
-    if parts := getattr(case, "parts", 0):
-        project, whole = module.project, x
-        x, module.project = whole.chunk(parts, 1)[0], lambda x: project(whole)
-    out = module(x, rotary)
+    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), *EXTRA
+    own_project, whole, parts = module.project, tensors["x"], getattr(case, "parts", 1)
+
+    def project(x):
+        results["calls of project"] += 1
+        return own_project(whole if parts > 1 else x)
+
+    module.project = project
+    out = module(whole.chunk(parts, 1)[0], rotary)
     out.square().sum().backward()
     gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
-    return {"out": out.detach(), "shapes that core_attention gets": seen} | gradients
+    return results | {"out": out.detach()} | gradients
 
 
 def expected(case: Case) -> list[dict]:
@@ -90,26 +95,27 @@ def expected(case: Case) -> list[dict]:
         pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
         return torch.cat((pairs.real, pairs.imag), -1)
 
-    out, future = 0, torch.ones(S, S, dtype=torch.bool).triu(1)
-    for h in range(case.query):  # a head by itself, with its rows of each matrix
-        of, rows = h * case.key // case.query, slice(h * D, (h + 1) * D)
-        q = turned(tensors["x"] @ q_proj[rows].T)
-        k = turned(tensors["x"] @ k_proj[of * D : (of + 1) * D].T)
-        v = tensors["x"] @ v_proj[of * D : (of + 1) * D].T
-        p = (q @ k.mT / D**0.5).masked_fill(future, -torch.inf).softmax(-1)
-        out = out + p @ v @ o_proj[:, rows].T
+    x, future = tensors["x"], torch.ones(S, S, dtype=torch.bool).triu(1)
+    q, k, v = ([x @ rows.T for rows in weight.split(D)] for weight in (q_proj, k_proj, v_proj))
+    q, k = ([turned(head) for head in heads] for heads in (q, k))
+    out = 0
+    for h, rows in enumerate(o_proj.split(D, 1)):  # a head by itself
+        of = h * case.key // case.query
+        p = (q[h] @ k[of].mT / D**0.5).masked_fill(future, -torch.inf).softmax(-1)
+        out = out + p @ v[of] @ rows.T
     out.square().sum().backward()
-    shapes = [[B, heads, S, D] for heads in (case.query, case.key, case.key)]
-    results = {"out": out.detach(), "shapes that core_attention gets": shapes}
-    gradients = zip(NAMES, (weight.grad for weight in weights), strict=True)
-    return [results | {f"gradient of {name}.weight": gradient for name, gradient in gradients}]
+    given = [torch.stack(heads, 1).detach() for heads in (q, k, v)]
+    results = dict(zip(GOT, (*given, EXTRA), strict=True)) | {"calls of project": 1}
+    gradients = {f"gradient of {n}.weight": w.grad for n, w in zip(NAMES, weights, strict=True)}
+    return [results | {"out": out.detach()} | gradients]
 
 
 def picture(runs):
     rows = {}
     for case, records in runs[:4]:
-        _, k, v = records[0].values["shapes that core_attention gets"]
-        rows[f"{case.query} query heads, {case.key} of keys"] = (k[1] + v[1]) * k[3] * 2
+        k, v = (records[0].values[name] for name in GOT[1:3])
+        size = (k.shape[1] + v.shape[1]) * k.shape[3] * 2
+        rows[f"{case.query} query heads, {case.key} of keys"] = size
     return ["bytes of keys and values per token, in bfloat16", bars(rows, "{:3.0f}")]
 
 
@@ -143,6 +149,18 @@ heads_of_the_config: The number of heads is a whole layer's: with tp a rank has 
 length_of_x: The number of positions is read off x: with sequence parallelism x is a part, and
     `project` gathers the whole. Read it off q.
     B, S, _ = q.shape => B, S, _ = x.shape
+scaled_twice: Queries are scaled before the core, which divides scores by sqrt(D) itself.
+    out = self.core_attention(q => out = self.core_attention(self.head_dim**-0.5 * q
+numbers_before_heads: The view is [B, S, D, heads]: a head gets numbers of all heads.
+- q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
+- k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
+- v = v.view(B, S, -1, self.head_dim)
++ q, k, v = (x.view(B, S, self.head_dim, -1).mT for x in (q, k, v))
++ q, k = (rotate(x, cos, sin) for x in (q, k))
+extra_dropped: What comes after cos and sin is not passed on: the core needs it, too.
+    v.transpose(1, 2), *extra) => v.transpose(1, 2))
+projections_called: q_proj, k_proj and v_proj are called, not project: a parallelism replaces that.
+    self.project(x) => self.q_proj(x), self.k_proj(x), self.v_proj(x)
 no_output_projection: o_proj is not applied.
     self.o_proj(out.transpose(1, 2).reshape(B, S, -1)) => out.transpose(1, 2).reshape(B, S, -1)
 also_right:
