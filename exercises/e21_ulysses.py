@@ -25,7 +25,7 @@ import torch
 from exercises.attention import full_attention
 from exercises.exercise import Case, Dice, Sent, draw
 
-D = 2
+D, EXTRA = 2, ["documents"]
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -42,19 +42,20 @@ def whole_tensors(case: Case):
 def on_rank(rank, case: Case) -> dict:
     whole, softmax, held = whole_tensors(case), rank.course.attention.SoftmaxAttention(), []
 
-    def inner(q, k, v):
-        held.append(whose(whole[0], q))
+    def inner(q, k, v, *extra):
+        held.extend((whose(whole[0], q), list(extra)))
         return softmax(q, k, v)
 
     *qkv, d_out = (x.chunk(case.ranks, 2)[rank.number] for x in whole)
     for tensor in qkv:
         tensor.requires_grad_()
-    out = rank.course.context_parallel.UlyssesAttention(rank.axis("cp"), inner)(*qkv)
+    ulysses = rank.course.context_parallel.UlyssesAttention(rank.axis("cp"), inner)
+    out = ulysses(*qkv, *EXTRA)
     if out.shape == d_out.shape and out.requires_grad:
         out.backward(d_out)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in qkv]
     results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    return results | {"places": held[0]}
+    return results | {"places": held[0], "what inner gets after q, k and v": held[1]}
 
 
 def whose(whole, part) -> list[tuple[int, int]]:
@@ -71,7 +72,8 @@ def expected(case: Case) -> list[dict]:
     gradients = torch.autograd.grad(out, qkv, d_out)
     results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     parts = {name: x.chunk(case.ranks, 2) for name, x in results.items()}
-    return [{name: part[r] for name, part in parts.items()} for r in range(case.ranks)]
+    extra = {"what inner gets after q, k and v": EXTRA}
+    return [extra | {name: part[r] for name, part in parts.items()} for r in range(case.ranks)]
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
@@ -118,6 +120,13 @@ turned_the_same_way: The result is exchanged as on the way in, which does not un
 keys_not_differentiable: The all_to_all of collectives.py has no backward: the projections before it
     learn nothing. _all_to_all has one.
     _all_to_all(x, self.axis, 1, 2) => all_to_all(x, self.axis, 1, 2)
+concatenated: q, k and v are exchanged as one tensor that has their heads one after the other: a
+    rank gets a part of them all, not the same part of each.
+- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
++ heads = [x.shape[1] // self.axis.size for x in (q, k, v)]
++ q, k, v = _all_to_all(torch.cat((q, k, v), 1), self.axis, 1, 2).split(heads, 1)
+extra_dropped: What comes after q, k and v is not passed on: self.inner needs it, too.
+    self.inner(q, k, v, *extra) => self.inner(q, k, v)
 nothing_exchanged: Every rank attends to its own part alone: nothing is exchanged.
     q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v)) => pass
     _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
