@@ -50,7 +50,7 @@ def on_rank(rank, case: Case) -> dict:
     formula = 5 * (4 * short * short * long + 2 * short**3)
     finite = direction if direction.isfinite().all() else torch.zeros_like(direction)
     results = {"direction": direction, "the update afterwards": given}
-    results["dtype of a bfloat16 update"] = str(orthogonalise(update.bfloat16()).dtype)
+    results["dtype of a bfloat16 update"] = str(orthogonalise(given.bfloat16() * 0).dtype)
     results["FLOPs above 5 (4 k^2 l + 2 k^3)"] = max(0, counter.get_total_flops() - formula)
     return results | {"singular values": torch.linalg.svdvals(finite).tolist()}
 
@@ -81,11 +81,21 @@ not_normalised: The matrix is not divided by its norm: singular values above 1 g
     x = x / x.norm().clamp(min=1e-7) => pass
 zero_divided_by_zero: A matrix of zeros becomes NaN: its norm is 0. Divide by at least 1e-7.
     .clamp(min=1e-7) =>
-largest_element: It is divided by its largest element, not by its norm: singular values above 1
-    remain, and grow without bound.
-    x.norm() => x.abs().max()
+added_to_the_norm: 1e-7 is added to the norm, and should be its lower bound: a small update is
+    divided by too much.
+    x.norm().clamp(min=1e-7) => (x.norm() + 1e-7)
+largest_singular_value: It is divided by its largest singular value, which needs a decomposition,
+    not by its norm.
+    x.norm() => torch.linalg.matrix_norm(x.double(), 2)
+divided_in_place: The division is in place: it changes the caller's update.
+    x = x / x => x /= x
 rows_normalised: Each row is divided by its own norm: that changes the directions.
     x.norm() => x.norm(dim=1, keepdim=True)
+gram_computed_once: x x^T is computed once, and not of each new x.
+- for _ in range(5):
+-     gram = x @ x.T
++ gram = x @ x.T
++ for _ in range(5):
 normalised_each_time: It is divided by its norm in every iteration, not only before the first:
     singular values near 1 cannot stay there.
     gram = x @ x.T => x = x / x.norm().clamp(min=1e-7); gram = x @ x.T
@@ -99,6 +109,9 @@ six_times: There are six iterations, not five.
     range(5) => range(6)
 four_times: There are four iterations, not five: small singular values are still small.
     range(5) => range(4)
+powers_of_x: x is multiplied by x x^T twice: right, but (x x^T)^2 needs fewer FLOPs.
+- x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
++ x = a * x + gram @ (b * x + c * gram @ x)
 element_by_element: gram * gram multiplies elements; s^5 needs the product of matrices, gram @ gram.
 - x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
 + x = a * x + (b * gram + c * gram * gram) @ x
