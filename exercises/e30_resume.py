@@ -21,6 +21,8 @@ Read: checkpoint.py.
   production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 """
 
+import math
+
 import torch
 
 from exercises.exercise import Case, Dice, draw
@@ -44,7 +46,8 @@ class Training:
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         self.buffers = {BUFFER: draw(case, start, BUFFER, shape=(5,))}
         kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
-        groups = [{"params": [parameter]} for parameter in self.parameters.values()]
+        # In another order than the names: the norm first, as with weight decay for matrices alone.
+        groups = [{"params": [parameter]} for parameter in reversed(self.parameters.values())]
         self.optimizer = kind(groups, lr=0.1)
         if case.optimizer == "momentum":  # as Muon's, it is there from the beginning
             for group in self.optimizer.param_groups:
@@ -69,6 +72,10 @@ def on_rank(rank, case: Case) -> dict:
     run.train(0, case.steps)
     parts = ((one.parameters, one.buffers, one.optimizer) for one in (run, other))
     tensors, targets = (checkpoint.training_tensors(*three) for three in parts)
+    states = run.optimizer.state.values()
+    kept = [tensor for state in states for key, tensor in state.items() if key != "step"]
+    there = {t.data_ptr() for t in (*run.parameters.values(), *run.buffers.values(), *kept)}
+    copies = [name for name, tensor in tensors.items() if tensor.data_ptr() not in there]
     saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name in sorted(saved.keys() & targets.keys()):
         targets[name].copy_(saved[name])
@@ -76,37 +83,43 @@ def on_rank(rank, case: Case) -> dict:
     other.train(case.steps, case.steps + 2)
     run.train(case.steps, case.steps + 2)  # saving must not have changed it
     values = other.values("resuming") | run.values("saving")
-    results = {"names": sorted(saved), "devices of a new state": devices(checkpoint)} | values
-    return results | {"bytes": {name: tensor.nbytes for name, tensor in saved.items()}}
+    results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}
+    results |= {"copies among them": " ".join(copies) or "none"}
+    results |= {"buffers afterwards": " ".join(run.buffers)}
+    return results | {"a new AdamW's state": devices(checkpoint)} | values
 
 
 def devices(checkpoint) -> dict[str, dict]:
-    """Where a new AdamW's state is, of a parameter on no device at all."""
-    found = {}
-    for fused in (False, True):
-        parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
-        optimizer = torch.optim.AdamW([parameter])
-        optimizer.param_groups[0]["fused"] = fused
-        checkpoint.training_tensors({"p": parameter}, {}, optimizer)
-        state = optimizer.state[parameter]
-        found["fused" if fused else "plain"] = {key: str(t.device) for key, t in state.items()}
-    return found
+    """Where AdamW's state is, of parameters on no device at all, of which one had a state."""
+    names = "fused", "plain", "stepped"
+    parameters = {name: torch.nn.Parameter(torch.empty(2, device="meta")) for name in names}
+    optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters.values()])
+    optimizer.param_groups[0]["fused"] = True
+    optimizer.state[parameters["stepped"]]["step"] = torch.ones(())
+    checkpoint.training_tensors(parameters, {}, optimizer)
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    return {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
 
 
 def expected(case: Case) -> list[dict]:
     run = Training(case, "a run")
     run.train(0, case.steps + 2)  # without a break
     kept = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
-    states = [f"optimizer.{key}.{name}" for key in kept[case.optimizer] for name in SHAPES]
-    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta")
-    devices = {"plain": {"step": "cpu"} | moments, "fused": {"step": "meta"} | moments}
-    right = {"names": sorted([*SHAPES, BUFFER, *states]), "devices of a new state": devices}
+    shapes = {name: list(shape) for name, shape in SHAPES.items()}
+    keys = kept[case.optimizer]
+    states = {f"optimizer.{key}.{name}": shapes[name] for key in keys for name in shapes}
+    moments, step = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta"), {"step": "cpu"}
+    devices = {"fused": {"step": "meta"} | moments, "plain": step | moments, "stepped": step}
+    right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": "none"}
+    right |= {"buffers afterwards": BUFFER, "a new AdamW's state": devices}
     return [right | run.values("resuming") | run.values("saving")]
 
 
 def picture(runs):
     _, records = runs[1]
-    return ["bytes of a checkpoint with AdamW, in float64", bars(records[0].values["bytes"])]
+    shapes = records[0].values["shapes"].items()
+    rows = {name: 8 * math.prod(shape) for name, shape in shapes}
+    return ["bytes of a checkpoint with AdamW, in float64", bars(rows)]
 
 
 VERSIONS = """
@@ -118,10 +131,24 @@ steps_saved: The optimizer's "step" is among the tensors, once for each paramete
     if key != "step" => if True
 copies: The result has copies of the parameters: what is loaded into them changes no weight.
     parameter.data for => parameter.data.clone() for
+copies_of_states: The result has copies of what the optimizer keeps: what they load is lost.
+    {f"optimizer.{key}.{name}": state for => {f"optimizer.{key}.{name}": state.clone() for
 parameters_not_data: The result has parameters, not their data: autograd refuses to load into them.
     parameter.data for => parameter for
 buffers_forgotten: Buffers are missing: a router's bias changes in each step, too.
     } | dict(buffers) => }
+buffers_filled: The caller's buffers are filled with all tensors: the result must be a new dict.
+- tensors = {name: parameter.data for name, parameter in parameters.items()} | dict(buffers)
++ tensors = buffers
++ tensors |= {name: parameter.data for name, parameter in parameters.items()}
+moments_alone: Only AdamW's moments are saved: other optimizers keep something else.
+    if key != "step" => if key.startswith("exp_avg")
+moments_for_all: Every optimizer's parameters get moments: only a group with "betas" is AdamW's.
+    if "betas" in group else () =>
+paired_by_order: Names and states are paired by their order: the optimizer's groups have another.
+    name, parameter in parameters.items(): => name, parameter in zip(parameters, optimizer.state):
+one_state_for_all: A new state is made only if no parameter has one: some may have it before others.
+    in optimizer.param_groups => in (() if optimizer.state else optimizer.param_groups)
 one_moment: exp_avg_sq is missing: AdamW keeps two moments.
     moments = "exp_avg", "exp_avg_sq" => moments = ("exp_avg",)
     if key != "step" => if key not in ("step", "exp_avg_sq")
@@ -137,8 +164,6 @@ step_on_cpu: The step is always on the CPU: fused AdamW needs it on the paramete
 step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
     there would wait for a GPU in each step.
     device = parameter.device if group["fused"] else "cpu" => device = parameter.device
-moments_on_cpu: The moments are on the CPU, and not on the device of their parameter.
-    torch.zeros_like(parameter) => torch.zeros(parameter.shape, dtype=parameter.dtype)
 state_without_step: The new state has no "step": AdamW takes its state for complete, and fails.
     state["step"] = torch.zeros((), device=device) => pass
 names_without_prefix: The optimizer's tensors are not named "optimizer.KEY.NAME".
