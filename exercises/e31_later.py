@@ -26,7 +26,7 @@ import torch
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import timeline
 
-BATCHES = 2
+BATCHES, ALL = 2, ["da", "da", "db"]  # in each micro-batch: the first layer is used twice
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -43,12 +43,14 @@ def on_rank(rank, case: Case) -> dict:
     linear = rank.course.linear
     weights = [draw(case, name, shape=(case.width, case.width)) for name in "ab"]
     layers = [linear.Linear(torch.nn.Parameter(weight)) for weight in weights]
-    queue, taken, dxs = linear.WeightGradients(), [], []
+    queue, other, taken, dxs = linear.WeightGradients(), linear.WeightGradients(), [], []
     queue.hold, queue.split = case.hold, case.split
     for name, layer in zip("ab", layers, strict=True):
         layer.gradient_arrived = lambda name=name: rank.mark(f"d{name}")
-    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
+    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], layers[0])
     linear.apply_queue(model, queue)
+    other.hold = other.split = True  # of another model: it has a queue of its own
+    other.put(last := linear.Linear(torch.nn.Parameter(weights[0].clone())), *inputs(case, 0))
     for i in range(BATCHES):
         x, dy = inputs(case, i)
         rank.mark(f"B{i}")
@@ -64,7 +66,8 @@ def on_rank(rank, case: Case) -> dict:
         taken[i].run()
     gradients = [layer.weight.grad for layer in layers]
     graph = any(g is not None and g.requires_grad for g in gradients)
-    return {"gradients": gradients, "dx": dxs, "gradients have a graph": graph}
+    results = {"gradients": gradients, "dx": dxs, "gradients have a graph": graph}
+    return results | {"another queue has run": last.weight.grad is not None}
 
 
 def expected(case: Case) -> list[dict]:
@@ -72,9 +75,10 @@ def expected(case: Case) -> list[dict]:
     dxs = []
     for i in range(BATCHES):
         x, dy = inputs(case, i)
-        ((x.requires_grad_() @ a.T).tanh() @ b.T).backward(dy)
+        ((x.requires_grad_() @ a.T).tanh() @ b.T @ a.T).backward(dy)
         dxs.append(x.grad)
-    return [{"gradients": [a.grad, b.grad], "dx": dxs, "gradients have a graph": False}]
+    results = {"gradients": [a.grad, b.grad], "dx": dxs, "gradients have a graph": False}
+    return [results | {"another queue has run": False}]
 
 
 def order(case: Case, rank: int, record) -> str | None:
@@ -86,9 +90,9 @@ def order(case: Case, rank: int, record) -> str | None:
         else:
             part = event.what
     for part, names in computed.items():
-        if not part.startswith(waits_for) or sorted(names) != ["da", "db"]:
-            right = f"each {waits_for} should compute da and db"
-            return f"weight gradients in {part}: {', '.join(sorted(names))}; {right}, nothing else"
+        if not part.startswith(waits_for) or sorted(names) != ALL:
+            right = f"each {waits_for} should compute {', '.join(ALL)}, nothing else"
+            return f"weight gradients in {part}: {', '.join(sorted(names))}; {right}"
 
 
 def picture(runs):
@@ -125,6 +129,9 @@ cleared_what_was_detached: detach clears the very list that it returns: nothing 
 not_removed: run leaves what it has computed in the queue: the next run computes it again.
     while self: => for linear, x, dy in list(self):
     linear, x, dy = self.pop(0) => pass
+removed_in_a_loop: A loop over the queue takes entries out of it: it skips every other one.
+    while self: => for linear, x, dy in self:
+    linear, x, dy = self.pop(0) => self.pop(0)
 with_a_graph: Outside of backward, run gives gradients a graph, which keeps activations alive.
     @torch.no_grad() =>
 also_right:
