@@ -34,7 +34,7 @@ class Failure(NamedTuple):
     kind: str  # not_written, deadlock, exception, unusable_file
     what: str  # without lines of code: the same for the same mistake written differently
     text: str  # for the student
-    line: str = ""  # of the student's code
+    line: str = ""  # of the student's code, without a comment
 
 
 @dataclass(eq=False)
@@ -172,7 +172,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         last = course[-1]
         lines += [where("", Path(last.filename).name, last.lineno, last.line)]
     text = "\n".join([f"Your version fails{rank}: {what}", *lines])
-    return Failure("exception", what, text, mine[-1].line if mine else "")
+    return Failure("exception", what, text, mine[-1].line.partition("  #")[0] if mine else "")
 
 
 def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:

@@ -283,6 +283,8 @@ def test_a_crash_is_not_explained_by_a_mistake_that_crashes_in_other_cases_too()
     for edit in (f"1 / 0 if size > 1 else {IN_ORDER}", "rank * 0 + 2 / 0"):
         verdict = answer(exercise, IN_ORDER, edit)
         assert verdict.mistake == "exception" and divides.sentence not in verdict.message
+    divides.edits[:] = [(IN_ORDER, "1 / 0  # a comment")]  # is no other line
+    assert answer(exercise, IN_ORDER, "1 / 0").mistake == "divides"
 
 
 def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised():
