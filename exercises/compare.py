@@ -220,6 +220,17 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     elif is_constant and len(off) > 1 and (text := f"{ratio:.6g}") != "1":  # else only inexact
         what = "has the wrong sign" if text == "-1" else f"is {text} times the right one"
         yield f"times {text}", f"Every wrong number {what}."
+    # Of few numbers it could be chance; and a result of another dtype has a sentence of its own.
+    is_hidden = all(described(one.got) == described(one.value) for one in wrong)
+    for what in ("bfloat16", "float16", "float32") if len(off.frac().unique()) > 3 else ():
+        if is_hidden and _fits(off, what) and not _fits(right, what):
+            yield f"digits of {what}", f"Every wrong number has been rounded to {what}."
+            break
+
+
+def _fits(numbers: Tensor, dtype: str) -> bool:
+    """Whether another dtype can hold them exactly."""
+    return numbers.equal(numbers.to(getattr(torch, dtype)).to(numbers.dtype))
 
 
 def _numbers(value: Any) -> Tensor | None:
