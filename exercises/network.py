@@ -25,8 +25,11 @@ Parts = list[list[Tensor]]  # what each end has brought
 class Group:
     """A process group, as one of its ranks sees it; `copy` tells groups of equal ranks apart."""
 
-    def __init__(self, ranks: tuple[int, ...], me: int, copy: int, timeout: Any = None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], me: int, copy: int, timeout: Any = None, first: int = 0
+    ) -> None:
         self.ranks, self.me, self.key, self.timeout = ranks, me, (ranks, copy), timeout
+        self.numbers = [first + rank for rank in ranks]  # in the world that the course sees
 
     def rank(self) -> int:
         return self.ranks.index(self.me)

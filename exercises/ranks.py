@@ -9,7 +9,7 @@ import torch
 
 from exercises.exercise import Case, Sent, together
 from exercises.loading import Course
-from exercises.simulated_dist import world_group
+from exercises.simulated_dist import axis_group
 from exercises.world import Event, RankThread, World
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class Rank:
         self.used: list[Axis] = []  # whose ledgers are compared with what the network has seen
 
     def axis(self, name: str = "tp") -> "Axis":
-        """An axis of the mesh with all ranks."""
-        self.used.append(self.course.collectives.Axis(name, world_group(), torch.device("cpu")))
+        """An axis of the mesh with all simulated ranks, as one of several."""
+        self.used.append(self.course.collectives.Axis(name, axis_group(), torch.device("cpu")))
         return self.used[-1]
 
     def axes(self, layout: "Layout", *timeout_seconds: float) -> "Axes":

@@ -46,7 +46,17 @@ def simulated() -> Iterator[None]:
 
 
 def world_group() -> Group:
+    """Of all ranks; RuntimeError where they are only a part of the world: see `axis_group`."""
+    if me().is_part:
+        what = "without a group this is about the whole world, of which an axis is a part"
+        raise RuntimeError(f"{what}: use axis.group, axis.rank and axis.size")
     return Group(tuple(range(me().world.size)), me().rank, copy=0)
+
+
+def axis_group() -> Group:
+    """Of all ranks, too, but in a larger world, in which they have other numbers."""
+    size, me().is_part = me().world.size, True
+    return Group(tuple(range(size)), me().rank, copy=0, first=size)
 
 
 def _new_group(ranks=None, timeout=None, *_, use_local_synchronization=False, **__) -> Group:
@@ -121,7 +131,7 @@ def _all_to_all(
 
 def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     group = group or world_group()
-    first = group_src if src is None else group.ranks.index(src)
+    first = group_src if src is None else group.numbers.index(src)
     how = 1.0, [tensor], lambda parts: parts[first]
     return _collective("broadcast", group, async_op, [tensor], *how)
 
@@ -158,9 +168,9 @@ def _batch(ends: list[partial]) -> list[Work]:
 def _message(tensor: Tensor, rank: int | None, group: Group | None, place: int | None) -> dict:
     """One end of a message: the other end is a rank of the world, or a place in the group."""
     group = group or world_group()
-    if rank is not None and rank not in group.ranks:  # torch answers in the same way
-        raise ValueError(f"Global rank {rank} is not part of group {list(group.ranks)}")
-    peer = place if rank is None else group.ranks.index(rank)
+    if rank is not None and rank not in group.numbers:  # torch answers in the same way
+        raise ValueError(f"Global rank {rank} is not part of group {group.numbers}")
+    peer = place if rank is None else group.numbers.index(rank)
     return {"group": group, "peer": peer, "signature": described(tensor)}
 
 
@@ -184,9 +194,10 @@ FUNCTIONS = {
     ),
     "batch_isend_irecv": _batch,
     "get_backend": lambda group=None: "simulated",
-    "get_rank": lambda group=None: group.rank() if group else me().rank,
-    "get_world_size": lambda group=None: group.size() if group else me().world.size,
-    "get_process_group_ranks": lambda group: list(group.ranks),
+    "get_rank": lambda group=None: (group or world_group()).rank(),
+    "get_world_size": lambda group=None: (group or world_group()).size(),
+    "get_process_group_ranks": lambda group: list(group.numbers),
+    "get_global_rank": lambda group, place: group.numbers[place],
     "new_group": _new_group,
     "new_subgroups_by_enumeration": _new_subgroups,
     "is_initialized": lambda: True,

@@ -50,6 +50,7 @@ class RankThread(threading.Thread):
         self.turn, self.events, self.operations = threading.Semaphore(0), [], 0
         self.result, self.error, self.is_done, self.is_stopped = None, None, False, False
         self.wait: Work | None = None
+        self.is_part = False  # whether the world has other ranks, too, which are not simulated
 
     def run(self) -> None:
         self.turn.acquire()

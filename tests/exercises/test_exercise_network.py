@@ -155,12 +155,16 @@ def test_a_deadlock_is_reported_at_once_with_its_circle(function, ranks, circle)
             lambda r, c, axis: c.all_reduce(torch.zeros(2 + r), axis),
             r"all_reduce of a tensor \[3\] of float32",
         ),
-        (lambda r, c, axis: dist.all_reduce(torch.zeros(2, 2).T), "non-contiguous"),
+        (lambda r, c, axis: dist.all_reduce(torch.zeros(2, 2).T, group=axis.group), "-contiguous"),
+        # An axis is a part of the world, and its ranks have other numbers there.
+        (lambda r, c, axis: dist.all_reduce(torch.zeros(2)), "without a group"),
+        (lambda r, c, axis: dist.get_rank(), "use axis.group, axis.rank and axis.size"),
+        (lambda r, c, axis: dist.send(torch.zeros(2), axis.next, axis.group), "not part of group"),
         (lambda r, c, axis: c.Shift(torch.zeros(1 + r), axis).wait(), r"message 1 from rank .* is"),
     ],
 )
 def test_what_gloo_would_get_wrong_silently_is_an_error(call, message):
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         simulate(2, lambda rank: call(rank.number, rank.course.collectives, rank.axis()))
 
 
