@@ -77,6 +77,8 @@ same_on_all_ranks: All ranks save p - 1 W: the first one has p - 1 forwards more
 + letters += "FB" * (ranks - 1) + "FBW" * (m - ranks + 1) + "W" * (ranks - 1)
 one_more_saved: One W more is saved than needed: one more micro-batch is alive.
     rank + "FBW" * (m - rank) + "W" * rank => (rank + 1) + "FBW" * (m - rank - 1) + "W" * (rank + 1)
+one_fewer_saved: One W fewer is saved than needed: it delays a B that the rank before waits for.
+    rank + "FBW" * (m - rank) + "W" * rank => (rank - 1) + "FBW" * (m - rank + 1) + "W" * (rank - 1)
 last_w_missing: The W that were saved are missing: weights get no gradient of these micro-batches.
     (m - rank) + "W" * rank => (m - rank)
 no_warmup: There is no warm-up: a rank waits for its first gradient before its second forward.
