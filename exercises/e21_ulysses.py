@@ -104,12 +104,10 @@ VERSIONS = """
 repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
     bytes than needed. lcm(K, n) heads are enough.
     self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
-not_repeated: Keys and values are never repeated: n ranks cannot share K heads unless n divides K.
+not_repeated: Keys and values travel without being repeated: n must divide the number of heads.
     repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = 1
 repeated_as_a_whole: Key heads are 0 1 0 1, and query heads use 0 0 1 1: repeat each.
     x.repeat_interleave(repeats, dim=1) => x.repeat(1, repeats, 1, 1)
-dims_swapped: Positions are split and heads gathered: every rank has each head n times.
-    axis, 1, 2 => axis, 2, 1
 keys_not_exchanged: Queries are exchanged, but keys and values are not: a rank has the whole
     sequence of queries, and the keys of its own part.
     _all_to_all(x, self.axis, 1, 2) for x => _all_to_all(x, self.axis, 1, 2) if x is q else x for x
@@ -127,9 +125,6 @@ concatenated: q, k and v are exchanged as one tensor that has their heads one af
 + q, k, v = _all_to_all(torch.cat((q, k, v), 1), self.axis, 1, 2).split(heads, 1)
 extra_dropped: What comes after q, k and v is not passed on: self.inner needs it, too.
     self.inner(q, k, v, *extra) => self.inner(q, k, v)
-nothing_exchanged: Every rank attends to its own part alone: nothing is exchanged.
-    q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v)) => pass
-    _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
 also_right:
 - repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])
 + repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
