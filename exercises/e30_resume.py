@@ -131,6 +131,8 @@ steps_saved: The optimizer's "step" is among the tensors, once for each paramete
     if key != "step" => if True
 copies: The result has copies of the parameters: what is loaded into them changes no weight.
     parameter.data for => parameter.data.clone() for
+copies_of_all: The result has copies of all tensors: what is loaded into them is lost.
+    return tensors => return {name: tensor.clone() for name, tensor in tensors.items()}
 copies_of_states: The result has copies of what the optimizer keeps: what they load is lost.
     {f"optimizer.{key}.{name}": state for => {f"optimizer.{key}.{name}": state.clone() for
 parameters_not_data: The result has parameters, not their data: autograd refuses to load into them.
@@ -149,9 +151,6 @@ paired_by_order: Names and states are paired by their order: the optimizer's gro
     name, parameter in parameters.items(): => name, parameter in zip(parameters, optimizer.state):
 one_state_for_all: A new state is made only if no parameter has one: some may have it before others.
     in optimizer.param_groups => in (() if optimizer.state else optimizer.param_groups)
-one_moment: exp_avg_sq is missing: AdamW keeps two moments.
-    moments = "exp_avg", "exp_avg_sq" => moments = ("exp_avg",)
-    if key != "step" => if key not in ("step", "exp_avg_sq")
 moments_share_memory: Both moments of a new AdamW are one tensor: loading one changes both.
 - state.update((moment, torch.zeros_like(parameter)) for moment in moments)
 + state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))
@@ -166,8 +165,6 @@ step_on_device: The step is on the parameter's device where the group is not fus
     device = parameter.device if group["fused"] else "cpu" => device = parameter.device
 state_without_step: The new state has no "step": AdamW takes its state for complete, and fails.
     state["step"] = torch.zeros((), device=device) => pass
-names_without_prefix: The optimizer's tensors are not named "optimizer.KEY.NAME".
-    f"optimizer.{key}.{name}" => f"{key}.{name}"
 also_right:
     torch.zeros_like(parameter) => parameter.detach() * 0
 - kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
