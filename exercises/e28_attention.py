@@ -124,9 +124,6 @@ values_rotated: Values are rotated, too. Positions belong in scores, so only in 
     v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), cos, sin)
 keys_not_rotated: Keys are not rotated: scores depend on the query's position, not on the distance.
     k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
-nothing_rotated: Neither queries nor keys are rotated: attention does not know positions.
-    q = rotate(q.view(B, S, -1, self.head_dim), cos, sin) => q = q.view(B, S, -1, self.head_dim)
-    k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
 rotated_after_transpose: Queries and keys are rotated after the transpose: heads as positions.
 - q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
 - k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
