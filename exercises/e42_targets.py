@@ -3,12 +3,12 @@
 target: extensions.multi_token.targets:look_ahead
 train: model.num_nextn_predict_layers=2 distributed.cp_size=2
 
-Replace `batches.batch`, in place, by a function that returns a DepthBatch: its targets are those of
-the batch, [B, S/cp], and behind them, for each depth j from 1 to `depths`, the token j + 1 places
-behind each position, in one tensor [1 + depths, B, S/cp]. IGNORE_INDEX stands for a token at or
-behind the position's next one of `ends` (places in the stream, up to its last), or behind
-`batches.cut`, where held-out text begins. Rows of a micro-batch begin at
-`batches._starts(step, batches._places(micro_batch))`.
+Replace `batches.batch`, in place, by a function that returns a DepthBatch. It has what the batch
+has, but other targets, in one int64 tensor [1 + depths, B, S/cp]: those of the batch, [B, S/cp],
+and behind them, for each depth j from 1 to `depths`, the token j + 1 places behind each position.
+IGNORE_INDEX stands for a token at or behind the position's next one of `ends` (places in the
+stream, up to its last), or at or behind `batches.cut`, where held-out text begins, or the stream
+ends. Rows of a micro-batch begin at `batches._starts(step, batches._places(micro_batch))`.
 Read: targets.py of extensions/multi_token, data.py.
 
 ? The stream is on every rank. Which places of it does a rank need for its positions and a depth?
@@ -22,53 +22,62 @@ Read: targets.py of extensions/multi_token, data.py.
 from bisect import bisect_right
 
 import numpy as np
+import torch
 
+from exercises.compare import described
 from exercises.exercise import Case, Dice
 
 IGNORED = -100
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = [(2, 2, dice.randint(3, 5)), (3, 1, dice.randint(3, 5)), (1, 3, 4), (2, 1, 4)]
-    return [Case(n, size=n, depths=d, width=w, every=dice.randint(5, 9)) for n, d, w in sizes]
+    found = [Case(n, size=n, depths=d, held_out=h) for n, d, h in ((2, 2, 1), (3, 1, 1), (1, 3, 0))]
+    for case in found:
+        case.width, case.every = dice.randint(3, 5), dice.randint(5, 9)
+    return found
 
 
 def stream(case: Case) -> tuple[int, int, list[int]]:
-    """S, the number of tokens, and where documents end; each token is its own place."""
+    """S, where the text to train on ends, and where documents end; a token is its own place."""
     S = 2 * case.size * case.width
-    N = 4 * S + 2  # the last of three rows ends at the held-out text
-    return S, N, [*range(case.every, N, case.every), N]
+    cut = 4 * S + 1  # the last of four rows ends there; behind it, one row is held out
+    N = cut + case.held_out * (S + 1)
+    return S, cut, [*range(case.every, N, case.every), N]
 
 
 def on_rank(rank, case: Case) -> dict:
-    S, N, ends = stream(case)
+    S, _, ends = stream(case)
     positions = rank.course.context_parallel.zigzag_positions(rank.number, case.size, S)
-    options = {"seq_length": S, "seed": 0, "micro_batch_size": 3, "num_micro_batches": 1}
-    options |= {"dp_rank": 0, "dp_size": 1, "positions": positions, "eval_batches": 1}
-    batches = rank.course.data.Batches(np.arange(N), **options)
+    options = {"seq_length": S, "seed": 0, "micro_batch_size": 2, "num_micro_batches": 2}
+    options |= {"dp_rank": 0, "dp_size": 1, "positions": positions, "eval_batches": case.held_out}
+    batches = rank.course.data.Batches(np.arange(ends[-1]), **options)
+    plain = batches.batch
+    batches.batch = lambda *place: plain(*place)._replace(extra=("documents",))  # documents/ has it
     rank.course.targets.look_ahead(batches, case.depths, np.array(ends))
-    batch = batches.batch(0, 0)
-    order = batch.tokens[:, 0].argsort()
-    return {f"depth {j}": targets[order].tolist() for j, targets in enumerate(batch.targets)}
+    both = [batches.batch(1, micro_batch) for micro_batch in (0, 1)]
+    order = torch.cat([batch.tokens[:, 0] for batch in both]).argsort()
+    targets = torch.cat([batch.targets for batch in both], -2)[..., order, :]
+    rows = {f"depth {j}": of_depth.tolist() for j, of_depth in enumerate(targets)}
+    rows |= {"batch.targets": described(both[0].targets), "batch.extra": both[0].extra}
+    rows["batch.num_targets"] = both[0].num_targets.item()
+    return rows | {"batches.tokens": batches.tokens.tolist()}
 
 
 def expected(case: Case) -> list[dict]:
-    # Place by place. A tenth of the text is held out, or one row and a token if that is more.
-    (S, N, ends), results = stream(case), []
-    cut = N - max(N // 10, S + 1)
+    (S, cut, ends), results = stream(case), []
 
     def target(place: int, depth: int) -> int:
-        limit = min(cut, ends[bisect_right(ends, place)]) if depth else N
+        limit = min(cut, ends[bisect_right(ends, place)]) if depth else ends[-1]
         return place + 1 + depth if place + 1 + depth < limit else IGNORED
 
     for r in range(case.size):
         pieces = r * case.width, (2 * case.size - 1 - r) * case.width
         mine = [first + i for first in pieces for i in range(case.width)]
-        rows = {
-            j: [[target(start + p, j) for p in mine] for start in (0, S, 2 * S)]
-            for j in range(case.depths + 1)
-        }
-        results.append({f"depth {j}": of_depth for j, of_depth in rows.items()})
+        rows = {"batch.targets": described(torch.empty(case.depths + 1, 2, len(mine)).long())}
+        rows |= {"batch.num_targets": 2 * len(mine), "batch.extra": ("documents",)}
+        for j in range(case.depths + 1):
+            rows[f"depth {j}"] = [[target(i * S + p, j) for p in mine] for i in range(4)]
+        results.append(rows | {"batches.tokens": [*range(ends[-1])]})
     return results
 
 
@@ -77,20 +86,40 @@ def picture(runs):
     about = f"targets in the first row, whose documents end every {case.every} tokens; . is none"
     yield from [about, ""]
     for rank, record in enumerate(records):
-        for depth, rows in record.values.items():
-            row = (str(target) if target != IGNORED else "." for target in rows[0])
+        for depth in (f"depth {j}" for j in range(case.depths + 1)):
+            first = record.values[depth][0]
+            row = (str(target) if target != IGNORED else "." for target in first)
             yield f"rank {rank}  {depth}" + "".join(f"{target:>4}" for target in row)
 
 
 VERSIONS = """
 rolled: It shifts the targets within a rank's part: behind a piece comes another, not what follows.
     rows[:, batches.positions + ahead] => np.roll(next_token.targets, 1 - ahead, 1)
+rolled_and_ignored: It shifts the targets within a rank's part, and ignores a row's last ones: the
+    stream has them.
+- tokens = np.where(ahead < left, rows[:, batches.positions + ahead], IGNORE_INDEX)
++ tokens = np.roll(next_token.targets, 1 - ahead, 1)
++ tokens[:, 1 - ahead :] = IGNORE_INDEX
++ tokens = np.where((ahead < left) & (places + ahead < cut), tokens, IGNORE_INDEX)
+row_only: Tokens behind the end of a row are ignored, although the stream goes on there.
+    min(start + len(row), cut) => min(start + S + 1, cut)
 one_short: Depth 1 predicts what depth 0 does: each depth is one token short.
     range(2, depths + 2) => range(1, depths + 1)
 held_out: It trains on tokens behind the cut, on which the run is validated.
     min(start + len(row), cut) => start + len(row)
 across: It predicts tokens behind an end, as those of another document.
     ahead < left => left > 0
+at_it_only: The token at the next end is ignored, and those behind it are predicted.
+    ahead < left => ahead != left
+first_of_document: The first position of a document takes its own place for its next end.
+    side="right" => side="left"
+end_of_row: The next end is looked up for the start of a row: each position has its own.
+    places, side="right")] => starts, side="right")][:, None]
+next_token_too: Targets of depth 0 are ignored at the ends of documents, too: they are the batch's.
+    [next_token.targets] => []
+    range(2, => range(1,
+not_a_depth_batch: A plain Batch counts the targets of all depths: a loss is a mean over depth 0's.
+    DepthBatch(* => Batch(*
 at_the_end: The first token behind an end is at the distance `left`: it is predicted, too.
     ahead < left => ahead <= left
 also_right:
