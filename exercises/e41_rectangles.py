@@ -45,47 +45,59 @@ def places(case: Case, rank: int) -> list[int]:
     return [begin + i for begin in pieces(case, rank) for i in range(case.width)]
 
 
-def pairs(case: Case) -> dict[str, tuple[int, int]]:
-    """A rank, and the one whose keys it gets."""
-    return {f"rank {a} to {b}'s keys": (a, b) for a, b in product(range(case.size), repeat=2)}
+def by_place(case: Case, found: list[tuple]) -> dict[str, list]:
+    """Rectangles, each (rank, whose keys, queries, keys, is_causal), by where their keys lie."""
+    wheres = "in the same piece", "in an earlier piece", "in a later piece"
+    results = {"empty slices": [], "slices behind a rank's tokens": []}
+    results |= {f"{what} {where}": [] for where in wheres for what in ("slices", "is_causal")}
+    for mine, other, ours, theirs, is_causal in found:
+        ends = (ours, pieces(case, mine)), (theirs, pieces(case, other))
+        q, k = (starts[part.start >= case.width] for part, starts in ends)
+        where = wheres[(k < q) + 2 * (k > q)]
+        is_empty = any(part.start >= part.stop for part in (ours, theirs))
+        is_behind = max(ours.stop, theirs.stop) > 2 * case.width
+        kind = "empty slices" if is_empty else "slices behind a rank's tokens" if is_behind else ""
+        text = f"queries {ours.start}:{ours.stop} of rank {mine}, keys {theirs.start}:{theirs.stop}"
+        results[kind or f"slices {where}"].append(f"{text} of rank {other}")
+        results[f"is_causal {where}"] += [] if kind else [is_causal]
+    return {n: sorted(set(some) if "is_causal" in n else some) for n, some in results.items()}
 
 
 def on_rank(rank, case: Case) -> dict:
-    rectangles, results = rank.course.rectangles.rectangles, {}
-    for name, (mine, other) in pairs(case).items():
-        found = rectangles(case.lengths, pieces(case, mine), pieces(case, other), case.width)
-        results[name] = sorted((q.start, q.stop, k.start, k.stop, causal) for q, k, causal in found)
-    return results
+    found = []
+    for mine, other in product(range(case.size), repeat=2):
+        starts = pieces(case, mine), pieces(case, other)
+        each = rank.course.rectangles.rectangles(case.lengths, *starts, case.width)
+        found += [(mine, other, *rectangle) for rectangle in each]
+    return by_place(case, found) | {"all": found}
 
 
 def expected(case: Case) -> list[dict]:
     # Token by token: what each query sees of each piece and document, put together.
     document = [i for i, length in enumerate(case.lengths) for _ in range(length)]
-    results = {}
-    for name, (mine, other) in pairs(case).items():
+    found = []
+    for mine, other in product(range(case.size), repeat=2):
         seen, tokens = {}, (enumerate(places(case, rank)) for rank in (mine, other))
         for (a, q), (b, k) in product(*tokens):
             if document[q] == document[k] and k <= q:
                 here = a // case.width, b // case.width, document[q]
                 queries, keys = seen.setdefault(here, ([], []))
                 queries.append(a), keys.append(b)
-        results[name] = sorted(
-            (min(a), max(a) + 1, min(b), max(b) + 1, (mine, i) == (other, j))
-            for (i, j, _), (a, b) in seen.items()
-        )
-    return [results]
+        for (i, j, _), both in seen.items():
+            slices = (slice(min(part), max(part) + 1) for part in both)
+            found.append((mine, other, *slices, (mine, i) == (other, j)))
+    return [by_place(case, found)]
 
 
 def picture(runs):
     case, records = runs[2]
     S = 2 * case.size * case.width
     cells = [["." for _ in range(S)] for _ in range(S)]
-    for name, (mine, other) in pairs(case).items():
-        rows, columns = places(case, mine), places(case, other)
-        for top, bottom, left, right, causal in records[0].values[name]:
-            for a in range(top, bottom):
-                for b in range(left, min(right, a - top + left + 1) if causal else right):
-                    cells[rows[a]][columns[b]] = "AB"[mine]
+    for mine, other, q, k, causal in records[0].values["all"]:
+        rows, columns = places(case, mine)[q], places(case, other)[k]
+        for a, row in enumerate(rows):
+            for column in columns[: a + 1] if causal else columns:
+                cells[row][column] = "AB"[mine]
     yield from ["documents of 5, 2 and 9 tokens: row: query, column: key, letter: rank", ""]
     yield from (" ".join(row) for row in cells)
 
@@ -103,8 +115,22 @@ never_causal: The own piece is not causal: a query sees the tokens behind it in 
     q == k => False
 always_causal: All rectangles are causal. Between different pieces every query sees every key.
     q == k => True
-in_the_row: Slices of queries count from the start of the row, not within the rank's own tokens.
+causal_by_index: The first pieces of two ranks are taken for the same one, and so are the second.
+    q == k => i == j
+causal_by_rank: A rank's own keys are all causal: its late piece sees all of its early one.
+    q == k => query_starts == key_starts
+later_by_index: Pieces are compared by their index: a first piece of one rank can be behind the
+    first of another.
+    k <= q => j <= i
+one_document: Only the first document of a pair of pieces is yielded: a piece has several.
+- queries = slice(i * width + first, i * width + last)
+- yield queries, slice(j * width + left, j * width + right), q == k
++ queries = slice(i * width + first, i * width + last)
++ yield queries, slice(j * width + left, j * width + right), q == k
++ break
+in_the_row: Slices count from the start of the row, not within the rank's own tokens.
     slice(i * width + first, i * width + last) => slice(q + first, q + last)
+    slice(j * width + left, j * width + right) => slice(k + left, k + right)
 within_a_piece: Slices count within a piece: those of the late piece are taken for the early one's.
     slice(i * width + first, i * width + last) => slice(first, last)
     slice(j * width + left, j * width + right) => slice(left, right)
