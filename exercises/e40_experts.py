@@ -3,12 +3,13 @@
 target: extensions.experts.mixture:_placement
 train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
-Return the Placement of one parameter that only layers with experts have; of all others, None. An
-expert lies on one rank of ep, in the order of their numbers, and is cut over etp as other matrices
-are over tp, o and down by columns (dim 1), the others by rows: its copies are along edp. It is a
-hidden matrix. The router and the gate of shared experts are not cut, so all ranks of dp_cp and of
-tp have copies. All ranks of a stage (dp_cp_tp) have different tokens in a router, always; in the
-gate, with sequence parallelism.
+Return the Placement of one parameter that only layers with experts have; None of all others, also
+of the matrices of shared experts, which are placed as those of any MLP. An expert lies on one rank
+of ep, in the order of their numbers, and is cut over etp as other matrices are over tp, o and down
+by columns (dim 1), the others by rows: its copies are along edp. It is a hidden matrix. The router,
+its bias and the gate of shared experts are not cut, so all ranks of dp_cp and of tp have copies.
+All ranks of a stage (dp_cp_tp) have different tokens in a router, always; in the gate, with
+sequence parallelism.
 Read: extensions/experts/mixture.py, placement.py.
 
 ? Three kinds: experts; routers; the gate of shared experts. Whose tokens differ?
@@ -25,18 +26,22 @@ from exercises.cut_model import put_together
 from exercises.exercise import Case, Dice, draw
 
 LAYER, ROUTER, GATE = "model.layers.0.", "mlp.gate.weight", "mlp.shared_expert_gate.weight"
+BIAS = "mlp.gate.e_score_correction_bias"
 EXPERTS = 4
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((4, 6)), "inner": dice.choice((8, 10))}
-    layouts = {"dp": 2, "tp": 2, "ep": 4}, {"tp": 4, "ep": 2, "etp": 2, "sequence_parallel": True}
+    wide = {"tp": 4, "ep": 2, "etp": 2}
+    layouts = {"dp": 2, "tp": 2, "ep": 4}, wide, wide | {"sequence_parallel": True}
     return [Case(4, **sizes, layout=layout) for layout in layouts]
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
     E, F = case.hidden, case.inner
-    shapes = {LAYER + ROUTER: (EXPERTS, E), LAYER + GATE: (1, E)}
+    shapes = {LAYER + ROUTER: (EXPERTS, E), LAYER + BIAS: (EXPERTS,), LAYER + GATE: (1, E)}
+    for mlp in ("mlp", "mlp.shared_experts"):  # which the core places
+        shapes |= {f"{LAYER}{mlp}.{kind}_proj.weight": (F, E) for kind in ("gate", "up")}
     for i in range(EXPERTS):
         kind, shape = ("down", (E, F)) if i % 2 else ("up", (F, E))
         shapes[f"{LAYER}mlp.experts.{i}.{kind}_proj.weight"] = shape
@@ -55,16 +60,18 @@ def on_rank(rank, case: Case) -> dict:
     results = put_together(rank, axes, table, shapes, gradients)
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
     parts = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-    results["experts here"] = {n: s for n, s in parts.items() if "experts" in n and 0 not in s}
+    results["experts here"] = {n: s for n, s in parts.items() if ".experts." in n and 0 not in s}
     return results
 
 
 def seen(name: str, case: Case, ranks: dict[str, int]) -> int:
     """A number that ranks share if they see the same tokens, and so have the same gradient."""
-    if "experts" in name:
-        return ranks["edp"]
-    differ = name.endswith(ROUTER) or "sequence_parallel" in case.layout
-    return ranks["dp_cp_tp"] if differ else ranks["dp_cp"]
+    return ranks["edp" if ".experts." in name else "dp_cp_tp" if differs(name, case) else "dp_cp"]
+
+
+def differs(name: str, case: Case) -> bool:
+    """Whether a matrix that is not cut has other tokens on each tp rank."""
+    return name.endswith((ROUTER, BIAS) + (GATE,) * ("sequence_parallel" in case.layout))
 
 
 def expected(case: Case) -> list[dict]:
@@ -73,9 +80,8 @@ def expected(case: Case) -> list[dict]:
     ep, etp, each = sizes["ep"], sizes["etp"], EXPERTS // sizes["ep"]
     common, here = {}, [{} for _ in range(case.ranks)]
     for name, shape in shapes_of(case).items():
-        differ = name.endswith(ROUTER) or "sequence_parallel" in sizes
-        number = case.ranks if differ else sizes["dp"]  # of ranks with other tokens
-        if "experts" in name:
+        number = case.ranks if differs(name, case) else sizes["dp"]  # of ranks with other tokens
+        if ".experts." in name:
             number, cut = case.ranks // (ep * etp), 1 if "down" in name else 0
             part = tuple(n // etp if dim == cut else n for dim, n in enumerate(shape))
             for rank in range(case.ranks):
@@ -83,7 +89,7 @@ def expected(case: Case) -> list[dict]:
                     here[rank][name] = part
         made_up = (draw(case, name, other, shape=shape) for other in range(number))
         common[f"gradient of {name}"] = sum(made_up)
-    common["hidden matrices"] = [name for name in shapes_of(case) if "experts" in name]
+    common["hidden matrices"] = [name for name in shapes_of(case) if "_proj" in name]
     return [common | {"experts here": found} for found in here]
 
 
@@ -112,6 +118,17 @@ experts_over_tp: Experts are cut over tp: they lie on a grid of their own, and a
 experts_summed_over_dp: The gradients of experts are summed over dp_cp, whose ranks have different
     experts: those with the same ones are along edp.
     sums=("edp",) => sums=("dp_cp",)
+gate_summed_always: The gate of shared experts is summed like a router: but it has other tokens on
+    each tensor-parallel rank only with sequence parallelism.
+    if layout.sequence_parallel else ("dp_cp",) =>
+no_owner: Each expert is divided among the ranks of ep: it lies on one of them, its owner.
+    Cut("ep", 0, owner) => Cut("ep", 0)
+number_by_ep: An expert's number is divided by ep: it must be divided by the experts of a rank.
+    int(expert[1]) * layout.ep // num_experts => int(expert[1]) // layout.ep
+number_of_layer: The first number of a name is taken: it is the layer's, not the expert's.
+    int(expert[1]) => int(name.split(".")[2])
+rows_always: Names end in ".weight": none ends in ROW_PARALLEL, and down is cut by rows.
+    name.removesuffix(".weight").endswith => name.endswith
 also_right:
 def _placement(name, layout, num_experts):
     *path, module = name.removesuffix(".weight").split(".")
