@@ -162,7 +162,8 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     mine = _lines_of(path, error)
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
-    lines = [f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine]
+    places = (f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine)
+    lines = [*dict.fromkeys(places)]  # each once: a function may call itself without end
     course = [f for f in frames if f.filename.startswith(str(ROOT / "picotron_min"))]
     where = "    {}{}, line {}: {}".format
     if not mine:  # what the function returned, or did not do, was noticed later

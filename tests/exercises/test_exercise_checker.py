@@ -134,6 +134,11 @@ IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
             "exception",
             r"^With cp=1, length=7:\nYour version fails on rank 0: ZeroDivisionError",
         ),
+        (  # each line once
+            (IN_ORDER, "zigzag_positions(rank, size, seq_length)"),
+            "exception",
+            r"RecursionError.*\n    student\.py, line .*return zigzag_pos.*(\n    student.*)?\Z",
+        ),
         (  # a known mistake in the smallest case, and another one in the others
             (IN_ORDER, f"{LATE} if size < 3 else pieces[0]"),
             "unknown",
