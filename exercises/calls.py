@@ -1,6 +1,6 @@
 """What a version returns, beside what the course's own function returns in the same call.
 
-    joined_view returned None; it should return a tensor [3, 2, 4] of float64
+    part(shape=(5, 3), cuts=[], ...) returned None; it should return 2 values (a slice, a slice)
     part(shape=(5, 3), cuts=[], ...) returned (slice(0, 5), slice(3)), the course's own (...)
 
 The first such call is shown to a student. Calls are compared one by one, as long as both versions
@@ -150,7 +150,7 @@ def wrong_call(
             if call[:2] != other[:2] or not equal(call.given, other.given):
                 break  # from here on they do different things
             if not fits(call.got, other.got):
-                text = f"{call.name} {call.verb} {described(call.got)}; it should "
+                text = f"{call.text()} {call.verb} {described(call.got)}; it should "
                 return f"{text}{other.verb.removesuffix('ed')} {described(other.got)}.", True
             if not different and not equal(call.got, other.got):
                 different = _difference(call, other, rank, len(found)), False

@@ -203,7 +203,7 @@ def test_a_result_of_another_type_is_explained_in_one_sentence(number, other):
     _, verdict = answer_to(number, other)
     assert not verdict.passed and verdict.mistake == "wrong_type", verdict
     sentence = verdict.message.splitlines()[0]
-    assert re.search(f"{other.name} returned {other.sentence}", sentence), verdict.message
+    assert re.search(rf"{other.name}\(.*\) returned {other.sentence}", sentence), verdict.message
 
 
 def test_a_form_fits_where_a_result_can_be_used():
@@ -247,8 +247,9 @@ def noted(definition, *arguments) -> dict:
 def test_only_calls_with_arguments_of_the_same_form_are_compared():
     two, three = torch.zeros(2), torch.zeros(3)
     right = noted(lambda x: x, two, three)
-    problem = "<lambda> returned a tensor [3] of float32; it should return a tensor [2] of float32."
-    assert wrong_call(noted(lambda x: three, two), right)[0].endswith(problem)
+    found = wrong_call(noted(lambda x: three, two), right)[0]
+    problem = " returned a tensor [3] of float32; it should return a tensor [2] of float32."
+    assert found.endswith(f"<lambda>(x=[0, 0]){problem}")
     assert wrong_call(noted(lambda x: x, two, two), right) is None
     assert wrong_call(noted(lambda x: x, two), right) is None
     assert wrong_call(noted(lambda x: x + 1, two + 1), right) is None  # other arguments
