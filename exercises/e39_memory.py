@@ -24,11 +24,13 @@ Read: planner/activations.py, extensions/overlap/linear.py, model.py.
   `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """
 
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
-from exercises.exercise import Case, Dice
+from exercises.exercise import Case, Dice, sizes_of
 from exercises.memory import storage_bytes
 from exercises.pictures import bars
 from picotron_min.extensions.experts.moe import apply_moe
@@ -39,10 +41,14 @@ from picotron_min.model import Llama
 from picotron_min.planner.activations import BYTES
 
 TOKENS = 6
+# By how much a size is enlarged, to see what it counts for; the last three where there are experts.
+MORE = {"hidden": 8, "heads": 4, "key_heads": 2, "head_dim": 2, "inner": 4}
+MORE |= {"expert": 4, "k": 1, "shared": 2}
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = {"hidden": dice.choice((12, 20)), "inner": 2 * dice.randint(5, 9), "k": 2}
+    sizes = {"hidden": dice.choice((12, 20)), "inner": 2 * dice.randint(5, 9), "k": 3}
+    sizes |= {"expert": 2 * dice.randint(10, 14), "heads": 4, "key_heads": 2, "head_dim": 4}
     common = sizes | {"shared": 0, "dense": 0, "tp": 1, "etp": 1, "fp8": False, "experts": 0}
     return [
         Case(1, **common | {"dtype": "float64"}),
@@ -55,37 +61,49 @@ def cases(dice: Dice) -> list[Case]:
     ]
 
 
-def config_of(hidden, inner, k, experts, shared, dense, tp, etp, **_) -> ModelConfig:
+def config_of(case: dict, tp: int = 1, etp: int = 1) -> ModelConfig:
     """What a rank has of the model."""
-    options = {"head_dim": 4, "scoring_func": "sigmoid"}
-    if experts:
-        options |= {"num_local_experts": experts, "num_experts_per_tok": k}
-        options |= {"moe_intermediate_size": (inner + 2) // etp, "n_shared_experts": shared}
-        options |= {"mlp_only_layers": range(dense)}
-    return ModelConfig(7, hidden, inner // tp, 1 + dense, 4 // tp, 2 // tp, **options)
+    c = SimpleNamespace(**case)
+    options = {"head_dim": c.head_dim, "scoring_func": "sigmoid"}
+    if c.experts:
+        options |= {"num_local_experts": c.experts, "num_experts_per_tok": c.k}
+        options |= {"moe_intermediate_size": c.expert // etp, "mlp_only_layers": range(c.dense)}
+        options |= {"n_shared_experts": c.shared * etp // tp}  # of a size that is divided by etp
+    sizes = c.hidden, c.inner // tp, 1 + c.dense, c.heads // tp, c.key_heads // tp
+    return ModelConfig(7, *sizes, **options)
+
+
+def enlarged(case: Case, bytes_of: Callable[[dict], float]) -> dict[str, float]:
+    """Bytes of a case, and what they grow by with each of its sizes."""
+    sizes, names = sizes_of(case), list(MORE)[: None if case.experts else -3]
+    total = bytes_of(sizes)
+    more = {n: bytes_of(sizes | {n: sizes[n] + MORE[n]}) - total for n in names}
+    return {"bytes per token": total} | {f"bytes for {MORE[n]} more {n}": more[n] for n in names}
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout = rank.course.settings.Layout(tp=case.tp, etp=case.etp)
+    layout = rank.course.settings.Layout(tp=case.tp, etp=case.etp, sequence_parallel=case.tp > 1)
     bytes_of = rank.course.activations.factors_per_token
-    args = config_of(**vars(case) | {"tp": 1, "etp": 1}), case.dtype, layout, 0
+    found = enlarged(case, lambda s: float(bytes_of(config_of(s), case.dtype, layout, 0, case.fp8)))
     saved = rank.course.activations.saved_per_token
-    plain = saved(*args[:2], "none", layout, 0, case.fp8)
-    return {"bytes per token": float(bytes_of(*args, case.fp8)), "kept until B": plain}
+    config = config_of(sizes_of(case))
+    return found | {"until B": saved(config, case.dtype, "none", layout, 0, case.fp8)}
 
 
 def expected(case: Case) -> list[dict]:
-    experts, others = elements_per_token(**vars(case))
-    width = BYTES[case.dtype]
-    each_rank = case.etp / case.tp  # of the tokens whose rows a rank gets
-    size = experts * each_rank * width + others * (1 if case.fp8 else width)
-    return [{"bytes per token": size}]
+    def bytes_of(sizes: dict) -> float:
+        experts, others = elements_per_token(**sizes)
+        width = BYTES[case.dtype]
+        each_rank = case.etp / case.tp  # of the tokens whose rows a rank gets
+        return experts * each_rank * width + others * (1 if case.fp8 else width)
+
+    return [enlarged(case, bytes_of)]
 
 
 @cache  # a check compares each case with all known mistakes
 def elements_per_token(**sizes) -> tuple[float, float]:
     """The factors of experts, and of all other linears of the layer, as backward leaves them."""
-    config = config_of(**sizes)
+    config = config_of(sizes, sizes["tp"], sizes["etp"])
     model, queue = Llama(config), WeightGradients()
     apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
     take_apart(model.double())
@@ -108,14 +126,21 @@ def picture(runs):
     for case, records in runs[:4]:
         kind = f"{case.experts} experts" if case.experts else "an MLP"
         name = f"{case.dtype}{', fp8' * case.fp8}, tp {case.tp}, {kind}"
-        rows[f"{name}: until B"] = records[0].values["kept until B"]
+        rows[f"{name}: until B"] = records[0].values["until B"]
         rows[f"{name}: until W"] = records[0].values["bytes per token"]
     return ["bytes of a layer per token", bars(rows)]
 
 
 VERSIONS = """
-input_for_each: The input of q, k and v is counted three times: it is one tensor.
+input_for_each: The input of q, k and v, and of gate and up, is counted for each: it is one tensor.
     2 * E + heads => 4 * E + heads
+    2 * E + 3 * inner / tp if => 3 * E + 3 * inner / tp if
+around_divided: With sequence parallelism the E around linears are divided: messages have made them
+    whole.
+    2 * E + heads => 2 * E / (tp if layout.sequence_parallel else 1) + heads
+    2 * E + 3 * inner / tp if => 2 * E / (tp if layout.sequence_parallel else 1) + 3 * inner / tp if
+head_dim_ignored: The head dimension is hidden_size / heads: a config can have another, c.head_dim.
+    model_config.head_dim => model_config.hidden_size // model_config.num_attention_heads
 outputs_gradients_forgotten: dy of o and of down is left out: a linear needs x and dy.
     2 * E + 3 * inner / tp if => E + 3 * inner / tp if
     2 * E + heads => E + heads
@@ -142,6 +167,14 @@ none_shared: An MLP's x and dy are counted where a layer has experts, and none o
     2 * E + 3 * inner / tp if inner else 0 => 2 * E + 3 * inner / tp
 rows_whole: The rows of experts are not divided by tp: each tp rank has only some tokens.
     c.moe_intermediate_size) / tp => c.moe_intermediate_size)
+size_of_an_mlp: Routed experts have intermediate_size: theirs is moe_intermediate_size.
+    3 * c.moe_intermediate_size => 3 * c.intermediate_size
+divided_by_etp: F is divided by etp: with the rows of a rank it is divided by tp in all.
+    3 * c.moe_intermediate_size => 3 * c.moe_intermediate_size * tp / layout.etp
+shared_one_by_one: Each shared expert has an input and an output: together they are one MLP.
+    2 * E + 3 * inner / tp if => (c.n_shared_experts if experts else 1) * 2 * E + 3 * inner / tp if
+shared_not_in_8_bits: Shared experts are not counted in 8 bits: only routed ones do not use them.
+    / tp + mlp) => / tp) + (BYTES[dtype] if experts else _factor(dtype, fp8)) * mlp
 shared_forgotten: Shared experts are left out: they are an MLP beside the others.
     c.n_shared_experts * c.moe_intermediate_size => 0
 experts_in_8_bits: Factors of experts are counted in 8 bits: only other linears multiply in them.
