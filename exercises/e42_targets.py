@@ -60,7 +60,8 @@ def on_rank(rank, case: Case) -> dict:
     rows = {f"depth {j}": of_depth.tolist() for j, of_depth in enumerate(targets)}
     rows |= {"batch.targets": described(both[0].targets), "batch.extra": both[0].extra}
     rows["batch.num_targets"] = both[0].num_targets.item()
-    return rows | {"batches.tokens": batches.tokens.tolist()}
+    rows["batch.tokens"] = torch.cat([batch.tokens for batch in both])[order].tolist()
+    return rows | {"eval_batch": batches.eval_batch(0, 0).targets.tolist() if case.held_out else []}
 
 
 def expected(case: Case) -> list[dict]:
@@ -77,7 +78,9 @@ def expected(case: Case) -> list[dict]:
         rows |= {"batch.num_targets": 2 * len(mine), "batch.extra": ("documents",)}
         for j in range(case.depths + 1):
             rows[f"depth {j}"] = [[target(i * S + p, j) for p in mine] for i in range(4)]
-        results.append(rows | {"batches.tokens": [*range(ends[-1])]})
+        rows["batch.tokens"] = [[i * S + p for p in mine] for i in range(4)]
+        held_out = [cut + 1 + p for p in mine], [IGNORED] * len(mine)  # the second row only fills
+        results.append(rows | {"eval_batch": list(held_out) if case.held_out else []})
     return results
 
 
