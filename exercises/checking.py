@@ -265,7 +265,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
             (exercise.factors(r.case), [x.values for x in r.records], r.expected) for r in failed
         ]
         if sentence := common_pattern(runs, right):
-            return "pattern", sentence
+            return "pattern", sentence + _only_wrong(failed)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's type explains what fails in the same cases; or a crash where it was used later.

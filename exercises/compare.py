@@ -217,7 +217,8 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
         yield "nan", f"Every wrong number is NaN: {why}."
     elif not off.any():
         yield "zero", "Every wrong number is 0."
-    elif is_constant and len(off) > 1 and (text := f"{ratio:.6g}") != "1":  # else only inexact
+    # Of numbers that are all one number it says nothing.
+    elif is_constant and len(off.unique()) > 1 and (text := f"{ratio:.6g}") != "1":  # not inexact
         what = "has the wrong sign" if text == "-1" else f"is {text} times the right one"
         yield f"times {text}", f"Every wrong number {what}."
     # Of few numbers it could be chance; and a result of another dtype has a sentence of its own.
