@@ -162,8 +162,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     mine = _lines_of(path, error)
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
-    places = (f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine)
-    lines = [*dict.fromkeys(places)]  # each once: a function may call itself without end
+    lines = [f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine]
     course = [f for f in frames if f.filename.startswith(str(ROOT / "picotron_min"))]
     where = "    {}{}, line {}: {}".format
     if not mine:  # what the function returned, or did not do, was noticed later
@@ -177,7 +176,8 @@ def failure_of(error: BaseException, path: Path) -> Failure:
 
 
 def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:
-    return [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    frames = traceback.extract_tb(error.__traceback__)  # many, if a function calls itself
+    return [*{f.lineno: f for f in frames if f.filename == str(path)}.values()]
 
 
 def check(
