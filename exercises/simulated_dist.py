@@ -5,6 +5,7 @@ what bypasses the course's ledger is seen here.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from exercises.compare import described
 from exercises.network import Group, Work, me
+from exercises.world import RankThread
 
 OPERATIONS = {
     dist.ReduceOp.SUM: Tensor.sum,
@@ -39,7 +41,8 @@ def simulated() -> Iterator[None]:
     # torch.use_deterministic_algorithms, which imports a compiler: a second for each check.
     torch.set_deterministic_debug_mode("error")
     try:
-        with mock.patch.multiple(dist, **there):
+        world = mock.patch.object(type(dist.group), "WORLD", property(_default_group))
+        with mock.patch.multiple(dist, **there), world:
             yield
     finally:
         torch.set_deterministic_debug_mode(before)
@@ -57,6 +60,10 @@ def axis_group() -> Group:
     """Of all ranks, too, but in a larger world, in which they have other numbers."""
     size, me().is_part = me().world.size, True
     return Group(tuple(range(size)), me().rank, copy=0, first=size)
+
+
+def _default_group(_: type) -> Group | None:  # where there is none, as while torch is imported
+    return world_group() if isinstance(threading.current_thread(), RankThread) else None
 
 
 def _new_group(ranks=None, timeout=None, *_, use_local_synchronization=False, **__) -> Group:

@@ -44,8 +44,9 @@ def everything(axis: Axis) -> tuple[list, float]:
     start_all_gather_(rows, axis).wait()
     partial = x.view(n, -1).clone()
     start_reduce_scatter_(partial, axis).wait()
-    listed, mine = [torch.empty_like(x) for _ in range(n)], torch.empty_like(x[:2])
-    dist.all_gather(listed, x, group=axis.group)
+    world, mine = dist.group.WORLD, torch.empty_like(x[:2])
+    listed = [torch.empty_like(x) for _ in range(world.size())]
+    dist.all_gather(listed, x, group=world)
     dist.reduce_scatter(mine, list(x.chunk(n)), group=axis.group)
     axis.ledger.record("all_gather", x, n - 1)
     axis.ledger.record("reduce_scatter", x, axis.share)
