@@ -302,6 +302,7 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     turned = [{"x": a["x"].T} for a in square]
     assert next(patterns({}, turned, square))[0] == "transposed"
     assert [*dict(patterns({}, [{"x": matrix - 7}] * 2, right))] == ["same"]
+    assert [*dict(patterns({}, [{"x": matrix * 0}] * 2, right))] == ["zero"]
     assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7 % 5}], right))
     some, others = ([matrix + 1, matrix + 1 + more] for more in (1e-6, 2e-6))
     assert not dict(patterns({}, [{"x": some}], [{"x": others}]))
@@ -673,7 +674,8 @@ def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger
 @pytest.mark.parametrize(
     ("got", "right", "text"),
     [
-        ([1, 2], [1, 2, 3], "rank 0, `x` is 2 long, should be 3 long"),
+        ([1, 2], [1, 2, 3], "rank 0, `x` is [1, 2], should be [1, 2, 3]"),
+        ([1] * 9, [1] * 8, "rank 0, `x` is 9 long, should be 8 long"),
         ([1, 5], [1, 2], "rank 0, `x`[1] is 5, should be 2"),
         ({"a": 1}, {"b": 1}, "rank 0, `x` is [a], should be [b]"),
         (2.5, 2.25, "rank 0, `x` is 2.5, should be 2.25"),
