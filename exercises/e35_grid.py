@@ -25,6 +25,7 @@ Read: mesh.py, layout.py, extensions/settings.py (`grids`).
 """
 
 from datetime import timedelta
+from itertools import combinations
 
 from exercises.exercise import Case, Dice
 
@@ -46,15 +47,15 @@ def cases(dice: Dice) -> list[Case]:
 
 def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(rank.course.settings.Layout(**case.sizes), TIMEOUT)
-    groups = {id(axis.group) for axis in axes}
+    groups = [id(axis.group) for axis in axes]
     members = {axis.name: list(axis.group.ranks) for axis in axes}
     if rank.number not in (ends := ends_of(case, rank.number)):  # with whom it is does not matter
         members["ends"] = [other for other in members["ends"] if other in ends]
     names = {name: axis.name for name, axis in vars(axes).items()}
-    timeouts = {axis.group.timeout for axis in axes}
-    seconds = sorted(t.total_seconds() if isinstance(t, timedelta) else -1.0 for t in timeouts)
+    timeouts = {axis.name: axis.group.timeout for axis in axes}
+    seconds = {n: t.total_seconds() if isinstance(t, timedelta) else t for n, t in timeouts.items()}
     results = {"members": members, "names": names, "timeouts in seconds": seconds}
-    return results | {"groups": len(groups)}
+    return results | {"groups": dict(zip(members, map(groups.index, groups), strict=True))}
 
 
 def ends_of(case: Case, rank: int) -> list[int]:
@@ -84,7 +85,7 @@ def expected(case: Case) -> list[dict]:
             members[axis] = [rank for rank in range(case.ranks) if alike[rank]]
         members["ends"] = ends if me in (ends := ends_of(case, me)) else []
         results.append({"members": members, "names": {name: name for name in members}})
-        results[-1]["timeouts in seconds"] = [TIMEOUT]
+        results[-1]["timeouts in seconds"] = dict.fromkeys(members, TIMEOUT)
     return results
 
 
@@ -93,14 +94,13 @@ def memory(case: Case, rank: int, record) -> str | None:
     of_ranks = [right["members"] for right in expected(case)]
     if record.values["members"] != of_ranks[rank]:
         return None  # gate V says so
-    names = of_ranks[0].keys()
-    groups = {("dp" in n or n == "world", str([m[n] for m in of_ranks])) for n in names}
-    found, what = record.values["groups"], f"rank {rank} is in {record.values['groups']} groups"
-    if found > len(groups):
-        enough = f"{len(groups)} are enough for {len(names)} axes"
-        return f"{what}; {enough}, and each needs memory of its own with NCCL"
-    if found < len(groups):
-        return f"{what}; sums of gradients need others than activations, {len(groups)} in all"
+    groups = record.values["groups"]
+    needed = {n: ("dp" in n or n == "world", str([m[n] for m in of_ranks])) for n in groups}
+    for a, b in combinations(groups, 2):
+        if groups[a] == groups[b] and needed[a][0] != needed[b][0]:
+            return f"on rank {rank} {a} shares a group with {b}: sums of gradients need others"
+        if groups[a] != groups[b] and needed[a] == needed[b]:
+            return f"{a} and {b} have the same ranks and a group each: with NCCL it needs memory"
 
 
 def picture(runs):
@@ -109,7 +109,7 @@ def picture(runs):
     for name, members in records[5].values["members"].items():
         row = "".join(f"{r:3}" if r in members else "  ." for r in range(case.ranks))
         yield f"{name:9}{row}"
-    yield f"groups: {records[5].values['groups']}"
+    yield f"groups: {len({*records[5].values['groups'].values()})}"
 
 
 VERSIONS = """
@@ -144,6 +144,8 @@ shared_by_own_row: Groups are shared where this rank's own row is the same: on o
     str(members) => str([row for row in members if dist.get_rank() in row])
 no_timeout: The groups do not have the timeout: a rank that fails is noticed after half an hour.
     (members, timeout=timeout) => (members)
+days: timedelta counts days: seconds need their name.
+    timedelta(seconds=timeout_seconds) => timedelta(timeout_seconds)
 cp_left_out: dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.
     rows_of(grid, varying) => rows_of(grid, ("dp",) if name == "dp_cp" else varying)
 ep_and_etp_swapped: ep and etp are swapped in the grid of experts: etp must vary fastest.
