@@ -37,13 +37,16 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # of each format
 def cases(dice: Dice) -> list[Case]:
     e4, e5 = LARGEST
     kinds = [(1, e4, "small"), (1, e5, "large"), (1, e4, "zeros"), (2, e4, "small")]
-    kinds += [(2, e5, "infinite"), (1, e4, "edge")]
+    kinds += [(2, e5, "infinite"), (1, e4, "edge"), (2, e4, "empty")]
     rows, columns = dice.randint(3, 5), dice.randint(6, 9)
     return [Case(n, kind=k, range=r, rows=rows, columns=columns) for n, k, r in kinds]
 
 
 def part(case: Case, rank: int):
-    """x of a rank, transposed in memory. Its largest number is negative, and that of the last."""
+    """x of a rank, transposed in memory. Its largest number is negative, and that of the last.
+
+    As in training, what is rounded to E5M2 is bfloat16.
+    """
     x = draw(case, "x", rank, shape=(case.columns, case.rows)).float()
     x *= 100.0 ** -torch.arange(case.rows) / 4  # rows of smaller and smaller numbers
     x[0, 0] = -x.abs().max() * (1 + rank)
@@ -53,22 +56,26 @@ def part(case: Case, rank: int):
         x[0, 0] = -largest
     elif case.range == "zeros":
         x.zero_()
-    elif rank == 0:
+    elif case.range == "infinite" and rank == 0:
         x[1, 1] = float("inf")
-    return x.T
+    elif case.range == "empty" and rank == 1:
+        x = x[:, :0]
+    return x.T.to(torch.bfloat16 if "e5" in case.kind else torch.float32)
 
 
 def on_rank(rank, case: Case) -> dict:
     x, kind = part(case, rank.number), getattr(torch, case.kind)
     all_reduce = partial(rank.course.collectives.all_reduce, axis=rank.axis("tp"))
     shared = {"maximum": partial(all_reduce, op=dist.ReduceOp.MAX)} if case.ranks > 1 else {}
+    wide = x.double()
     result = rank.course.float8.quantise(x, kind, **shared)
-    numbers, wide = result.numbers.double(), x.double()
+    numbers = result.numbers.double()
     errors = ((numbers * result.inverse.double() - wide).abs() / wide.abs()).mean(1)
     results = {"numbers": numbers, "inverse": result.inverse, "kind": str(result.kind)}
     results["the product with 1"] = result.widened(torch.float64)
     results["bytes and inverse are"] = f"{result.bytes.dtype}, {result.inverse.dtype}"
     results["bytes are contiguous"] = result.bytes.is_contiguous()
+    results["x afterwards"] = x.double()
     return results | {"relative error of each row": errors}
 
 
@@ -76,7 +83,7 @@ def expected(case: Case) -> list[dict]:
     kind = getattr(torch, case.kind)
     table = torch.arange(256, dtype=torch.uint8).view(kind).double()  # all numbers of the format
     parts = [part(case, rank).double() for rank in range(case.ranks)]
-    amax = max(float(x.abs().max()) for x in parts)
+    amax = max(float(x.abs().max()) for x in parts if x.numel())
     # That of zeros is 2^108: 448 is between 2^8 and 2^9, SMALLEST_AMAX is 2^-100.
     scales = (2.0**exponent for exponent in range(108, -200, -1))
     scale = next((x for x in scales if amax * x <= LARGEST[case.kind]), 0.0)
@@ -90,7 +97,7 @@ def expected(case: Case) -> list[dict]:
         result = {"numbers": numbers, "inverse": inverse, "kind": str(kind)}
         result["the product with 1"] = numbers * inverse.double()
         result["bytes and inverse are"] = "torch.uint8, torch.float32"
-        results.append(result | {"bytes are contiguous": True})
+        results.append(result | {"bytes are contiguous": True, "x afterwards": x})
     return results
 
 
@@ -113,6 +120,16 @@ power_above: The power of two is the next one above: the largest numbers exceed 
     0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32) * 2
 by_log2: log2 rounds up just below a power of two: there the scale is twice as large.
     (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => torch.exp2(ratio.log2().floor())
+one_for_zeros: Zeros get the scale 1: their amax counts as SMALLEST_AMAX.
+    amax.clamp(min=SMALLEST_AMAX) => amax.where(amax > 0, torch.finfo(kind).max)
+maximum_of_scales: `maximum` gets the scale, not amax: the largest scale is of the smallest numbers.
+    maximum(largest(x)) => largest(x)
+    0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32); scale = maximum(scale)
+scaled_by_its_own: x is scaled by its own amax, and only inverse has the amax of all ranks.
+- bytes = (x * scale.to(x.dtype)).to(kind).contiguous().view(torch.uint8)
++ own = torch.finfo(kind).max / largest(x).clamp(min=SMALLEST_AMAX)
++ own = (own.view(torch.int32) & 0x7F800000).view(torch.float32)
++ bytes = (x * own.to(x.dtype)).to(kind).contiguous().view(torch.uint8)
 own_maximum: Each rank scales by its own largest number: parts of one tensor need one scale.
     maximum(largest(x)) => largest(x)
 one_format: Every format is scaled to 448, the largest number of E4M3: E5M2 goes to 57344.
@@ -130,6 +147,10 @@ converted_to_integers: Numbers are converted to integers: the bits of the 8-bit 
     to(kind).contiguous().view => contiguous().to
 inverse_with_a_dim: inverse has the shape [1]: one number is wanted, of shape [].
     return Float8(bytes, 1 / scale, kind) => return Float8(bytes, 1 / scale.view(1), kind)
+inverse_as_x: inverse has the dtype of x: it must be a float32.
+    return Float8(bytes, 1 / scale, kind) => return Float8(bytes, 1 / scale.to(x.dtype), kind)
+x_changed: x itself is scaled: its caller uses it again.
+    (x * scale.to(x.dtype)) => x.mul_(scale.to(x.dtype))
 scale_returned: The scale is returned: what undoes it is 1 / scale.
     1 / scale => scale
 not_scaled: x is rounded without the scale: numbers that are too small become 0.
