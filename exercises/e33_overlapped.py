@@ -21,6 +21,8 @@ Read: extensions/overlap/ring.py, collectives.py.
   production: `torch.ops.symm_mem.fused_matmul_reduce_scatter`.
 """
 
+from functools import partial
+
 import torch
 
 from exercises.exercise import Case, Dice, Sent, draw
@@ -49,14 +51,16 @@ def parts(case: Case, rank: int):
 def on_rank(rank, case: Case) -> dict:
     course, rows = rank.course, []
     xs, weights = parts(case, rank.number)
+    xs = [x.double() for x in xs]  # the dtype is of the products
 
-    def multiply(x):  # so small a product is the same for some rows as for all
-        rank.mark("multiply")
-        rows.append(x.shape[1])
-        return x * weights[0]
+    def multiply(x, weight=weights[0]):  # so small a product is the same for some rows as for all
+        if weight is weights[0]:
+            rank.mark("multiply")
+            rows.append(x.shape[1])
+        return x.to(weight.dtype) * weight
 
     boundary = course.ring.RingBoundary(rank.axis("tp"), course.linear.WeightGradients())
-    products = [multiply, *(lambda x, w=w: x * w for w in weights[1:])]
+    products = [partial(multiply, weight=weight) for weight in weights]
     y = boundary.multiply_scatter(xs, products, lambda: rank.mark("meanwhile"))
     return {"y": y, "dtype": str(y.dtype), "rows of each product": rows}
 
@@ -80,6 +84,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 def order(case: Case, rank: int, record) -> str | None:
     if record.count("mark", "meanwhile") != 1:
         return f"rank {rank} calls meanwhile() {record.count('mark', 'meanwhile')} times, not 1"
+    if (n := record.count("mark", "multiply")) != case.ranks:
+        return f"rank {rank} multiplies {n} times, not {case.ranks}"
     if case.ranks == 1:
         return None
     n, last = case.ranks - 1, record.place("mark", "multiply", case.ranks - 1)
@@ -145,6 +151,16 @@ all_rows_at_once: All rows are multiplied at once, and then cut: no product hide
 added_as_arrived: Contributions are added from the own one on, in the order of distances: each rank
     adds in another order, and rounds differently.
     (axis.rank - rank - 1) % n => rank - 1
+one_place_off: The order is one place off: the last rank's contribution comes first, not rank 0's.
+    (axis.rank - rank - 1) % n => (axis.rank - rank) % n
+dtype_of_xs: The result has the dtype of xs: callers, and backward, expect that of the products.
+    .to(own.dtype) => .to(xs[0].dtype)
+sums_in_a_ring: Sums go from neighbour to neighbour, and each rank adds to them: the order of
+    additions differs between ranks, and each message waits for the one before.
+- shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))
++ y = part((axis.rank - distance) % n)
++ shifts = [Shift(shifts[0].wait().add(y) if shifts else y, axis)]
+    (arrived[(axis.rank - rank - 1) % n] for rank in range(n)) => arrived
 sources_the_wrong_way: What arrives over a distance is taken to be of rank + distance. It is of rank
     - distance: so contributions are added in another order than that of ranks.
     (axis.rank - rank - 1) % n => (rank - axis.rank - 1) % n
