@@ -7,7 +7,7 @@ Make rows for experts from tokens, and sums for tokens from what experts return.
 has k experts of each of n tokens; num_experts, which is larger than all others, marks a dropped
 pair (token, expert). spread(x) returns num_rows rows of x [n, E]: those of expert 0, in the order
 of tokens, those of expert 1, and so on, and none for dropped pairs. sort(weights) brings [n, k]
-into the same order. collect(y) adds for each token the rows y of its pairs: [n, E].
+into the same order. collect(y) adds for each token the rows y of its pairs, in their order: [n, E].
 With rows_each every expert has so many rows, and num_rows is rows_each times num_experts: its pairs
 come first, and the others are zeros, also in sort. Gradients flow back through all three.
 Read: extensions/experts/moe.py.
@@ -30,10 +30,11 @@ import torch
 from exercises.exercise import Case, Dice, draw
 
 E, X = 3, 4
+TERMS = 2.0**60, -(2.0**60), 1.0  # in another order, the last one is lost
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = (2, 0, None), (1, 0, None), (2, 3, None), (2, 2, 6)
+    sizes = (2, 0, None), (1, 0, None), (2, 3, None), (2, 2, 6), (3, 0, None), (1, 9, None)
     return [Case(1, k=k, dropped=d, rows_each=r, tokens=dice.randint(5, 7)) for k, d, r in sizes]
 
 
@@ -65,24 +66,30 @@ def on_rank(rank, case: Case) -> dict:
     pairs = rank.course.moe.Pairs(experts, sum(sizes), case.rows_each)
     rows, sorted_weights = pairs.spread(x), pairs.sort(weights)
     y = torch.cat([run(e, part) for e, part in enumerate(rows.split(sizes))])
-    out = pairs.collect(y * sorted_weights[:, None])
+    out = pairs.collect(y * (sorted_weights + (sorted_weights == 0))[:, None])  # of empty rows: any
     if out.requires_grad and out.shape == gradient.shape:
         out.backward(gradient)
     grads = {f"gradient of {n}": t.grad for n, t in (("x", x), ("weights", weights))}
-    shown = {"rows": rows.detach(), "weights of rows": sorted_weights.detach()}
+    shown = {"dtype": str(out.dtype), "rows": rows.detach()}
+    shown |= {"weights of rows": sorted_weights.detach()}
+    terms = pairs.sort(torch.tensor(TERMS[: case.k]).double().expand(case.tokens, -1))
+    shown["sum in the order of pairs"] = pairs.collect(terms[:, None].repeat(1, E))[:, 0]
     return shown | {"out": out.detach()} | grads
 
 
 def expected(case: Case) -> list[dict]:
     (x, weights, experts, gradient), sizes = inputs(case), sizes_of(case)
-    out = torch.zeros_like(x)
+    out, in_order = 0 * x * weights.sum(), x.new_zeros(case.tokens)
     rows, sorted_weights = x.new_zeros(sum(sizes), E), x.new_zeros(sum(sizes))
     for e in range(X):
         for row, (t, j) in enumerate((experts == e).nonzero().tolist(), sum(sizes[:e])):
             rows[row], sorted_weights[row] = x[t].detach(), weights[t, j].detach()
             out[t] += weights[t, j] * run(e, x[t])
+    for t, chosen in enumerate(experts.tolist()):
+        in_order[t] = sum(term for term, e in zip(TERMS, chosen, strict=False) if e < X)
     out.backward(gradient)
     result = {"rows": rows, "out": out.detach(), "weights of rows": sorted_weights}
+    result |= {"sum in the order of pairs": in_order, "dtype": "torch.float64"}
     return [result | {"gradient of x": x.grad, "gradient of weights": weights.grad}]
 
 
@@ -118,6 +125,19 @@ dropped_get_a_row: Dropped pairs get the last row, which is of another pair: the
     y.new_zeros(self.shape.numel() + 1, y.shape[1]) => y[-1:].repeat(self.shape.numel() + 1, 1)
 no_gaps: With rows_each an expert's pairs begin at its number times rows_each: leave gaps.
     ranked * rows_each + places_in_groups(ranked, num_rows // rows_each) => torch.arange(len(flat))
+dropped_into_the_last: With rows_each dropped pairs overwrite the last row: it is the last expert's.
+- order = empty.scatter_(0, places.clamp(max=num_rows), order)
++ order = empty[1:].scatter_(0, places.clamp(max=num_rows - 1), order)
+empty_rows_added: collect adds what is in empty rows to a token: they are of no pair.
+    index_copy_(0, self.order, y) => index_add_(0, self.order % self.shape.numel(), y)
+weights_in_empty_rows: sort gives empty rows the weight of a pair: they must be zeros.
+    F.pad(weights.flatten(), (0, 1)) => torch.cat([weights.flatten(), weights[-1, -1:]])
+added_by_expert: A token's rows are added in the order of experts: that of its pairs is wanted. And
+    a GPU adds them atomically, in any order: results do not repeat.
+- pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
+- return pairs[:-1].unflatten(0, self.shape).sum(1)
++ sums = y.new_zeros(self.shape[0] + 1, y.shape[1])
++ return sums.index_add_(0, self.order // self.shape[1], y)[:-1]
 filled_with_a_token: Rows left over are the first token's, with its gradients: use zeros.
     order.new_full((num_rows + 1,), len(flat)) => order.new_zeros(num_rows + 1)
 also_right:
