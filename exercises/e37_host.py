@@ -22,6 +22,7 @@ Read: extensions/memory/offload.py.
 
 import weakref
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from exercises.exercise import Case, Dice, draw
@@ -86,8 +87,16 @@ def on_rank(rank, case: Case) -> dict:
     result |= {"saved tensors that leave": len(sizes), "storages that leave": len(moved)}
     result |= {"bytes of these tensors": sum(sizes), "bytes that leave": bytes_moved}
     is_alive = alive(lambda tensor: offload._pack({}, set(), tensor), case)
-    edge = offload._pack({}, set(), draw(case, "edge", shape=(LEAST_NUMBERS,)))
+    edge = offload._pack({}, set(), draw(case, "edge", shape=(LEAST_NUMBERS,)).requires_grad_())
     result["exactly LEAST_OFFLOAD bytes leave"] = not hasattr(edge, "detach")
+    whole, of_part, of_whole = draw(case, "whole", shape=(2 * LEAST_NUMBERS,)), {}, {}
+    part = offload._pack(of_part, {whole.data_ptr()}, whole[1:])
+    stays = hasattr(part, "detach") and part.data_ptr() == whole[1:].data_ptr()
+    result["a part of a weight stays, in its memory"] = stays
+    result["blocks of what stays"] = len(of_part)
+    for view in (whole, whole.view(torch.int64)):
+        offload._pack(of_whole, set(), view)
+    result["blocks of one storage, in two dtypes"] = len(of_whole)
     return result | {"bytes that stay": sum(kept), "alive without backward": is_alive}
 
 
@@ -107,7 +116,11 @@ def expected(case: Case) -> list[dict]:
     loss = layer(*leaves)
     loss.backward()
     right = {"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}
-    return [right | {"exactly LEAST_OFFLOAD bytes leave": True}]
+    right |= {
+        "a part of a weight stays, in its memory": True,
+        "exactly LEAST_OFFLOAD bytes leave": True,
+    }
+    return [right | {"blocks of what stays": 0, "blocks of one storage, in two dtypes": 1}]
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -135,6 +148,21 @@ each_tensor_by_itself: Each saved tensor gets a block: what is saved twice leave
 by_address_of_view: Blocks are found by where a tensor begins, not its storage: parts of one storage
     leave with the whole of it each.
     address, => tensor.data_ptr(),
+by_dtype: Blocks are found by dtype, too: a storage that is saved in two of them leaves twice.
+    address, => (address, tensor.dtype),
+by_addresses_of_views: All is found by where a tensor begins, not its storage: a part of a weight
+    leaves, and parts of one storage leave with the whole of it each.
+    address = storage.data_ptr() => address = tensor.data_ptr()
+part_leaves: A part of a weight leaves: where its storage begins is in `stays`.
+    address in stays => tensor.data_ptr() in stays
+what_stays_is_copied: What stays is copied: that takes memory, and frees none.
+    tensor.detach() => tensor.detach().clone()
+blocks_for_all: What stays also gets a block, and what is in blocks leaves.
+    address = storage.data_ptr() => blocks.setdefault(address := storage.data_ptr(), Block(tensor))
+block_of_a_copy: The block has a copy of the tensor: it must have the memory of its whole storage.
+    Block(tensor) => Block(tensor.detach().clone())
+numbers_counted: Numbers are counted, not bytes: large storages stay.
+    storage.nbytes() => storage.nbytes() // tensor.element_size()
 weights_leave: Weights leave, too: they are needed all the time, and that frees nothing.
     LEAST_OFFLOAD or address in stays => LEAST_OFFLOAD
 small_ones_leave: Small tensors leave, too: to start a copy of them takes longer than to make it.
