@@ -31,7 +31,15 @@ READERS = {
 
 
 def products(key: Key, both: Comparison, step: int) -> Parts:
-    """What each tp rank adds to an embedding or a row-parallel product, with a step's weights."""
+    """What each tp rank adds to an embedding or a row-parallel product, with a step's weights.
+
+    Of a column-parallel product, the whole: it is no sum.
+    """
+    layer, _, name = key.name.rpartition(".")
+    for norm, linears in READERS.items():
+        x = both.whole.get(key._replace(name=f"{layer.rpartition('.')[0]}.{norm}"))
+        if key.phase == "forward" and any(name in linear for linear in linears) and x is not None:
+            return {(("", "it"),): x @ both.weight(f"{key.name}.weight", step).T}
     linear = f"{key.name}.{'o_proj' if key.name.endswith('attn') else 'down_proj'}"
     is_embedding = key.name == "model.embed_tokens"
     of = key._replace(name="tokens" if is_embedding else f"{linear}.input")

@@ -19,13 +19,15 @@ from picotron_min.costs import layers_of_stages
 TABLE = {
     "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
     "initial": "initialise:initialise placement:part {place}",
-    "tokens": "data:Batches._places pipeline_parallel:Pipeline._forward data:Batches._read",
+    "tokens": "{steps} data:Batches._places data:Batches._read pipeline_parallel:Pipeline._forward",
     "positions": "{positions} data:Batches._read data:Batches._places",
-    "rotated": "{stage} data:Batches._read model:rotary_table {positions}",
+    "rotated": "{stage} {reads} model:rotary_table {positions}",
     "summed gradient": "{place} {sums}",
     "the step before": "{buckets}.begin {sums}",
     "micro-batch": "{buckets}.arrived {sums} {place}",
+    "(1/": "{buckets}.wait {sums}",
     ") times": "{builds} {place} {sums}",
+    "is missing": "{place} {builds} {sums}",
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
     "square": "{place} optimizer:measure_gradient parallelize:ParallelModel.counted_once",
@@ -36,7 +38,7 @@ TABLE = {
 }
 # Phases -> words of an explanation that have a row of their own.
 RELATIONS = {"gradient norm": ("square", "targets")}
-RELATIONS["summed gradient"] = "the step before", "micro-batch", ") times"
+RELATIONS["summed gradient"] = "the step before", "micro-batch", "(1/", ") times", "is missing"
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {
@@ -47,6 +49,9 @@ POINTS = {
     "the part of cp": ("_RingAttention.backward",),
     "micro-batch": ("Pipeline.", ".arrived"),
 }
+# And those that ran long before.
+ELSEWHERE = {"it is model.": "pipeline_parallel:my_stages"}
+ELSEWHERE["weights of the step before"] = "extensions/sharding/extension:Sharding.weights_changed"
 # They run between any two tensors, or meanwhile, for gradients of parameters: named last.
 HELPERS = "Linear.operand Linear.product Linear.gradient Linear.add_ WeightGradients. Ledger "
 HELPERS += "loss:wide data_parallel: ShardedUnit. Axes Axis. layout: model_config: "
@@ -64,7 +69,9 @@ def suspects(both: Comparison, said: str) -> list[str]:
     one = both.first[0]
     kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
     kind = "positions" if kind == "tokens" and "position" in said else kind
-    kind = "rotated" if "rotated as" in said else kind
+    # The projections before them are right.
+    is_rotated = one.key.name.endswith((".core_attention.q", ".core_attention.k"))
+    kind = "rotated" if is_rotated and kind == "forward" else kind
     kind = next((k for k in RELATIONS.get(kind, ()) if k in said), kind)
     if kind in TABLE:
         named = from_table(kind, one, said, both.trial)
@@ -78,9 +85,13 @@ def suspects(both: Comparison, said: str) -> list[str]:
     alike = [o for o in before if o.key[0] == one.key.step and o.key[3:] == one.key[3:]]
     later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
     read = [o for o in later if o.key.name != "targets"][:1]
-    words = ["Pipeline._arrived"] * bool(re.fullmatch(rf"{LAYER}\.input", one.key.name))
+    elsewhere = [name for key, names in ELSEWHERE.items() if key in said for name in names.split()]
+    is_input = bool(re.fullmatch(rf"{LAYER}\.input", one.key.name))
+    words = [*elsewhere, *["Pipeline._arrived"] * is_input]
+    is_of_attention = one.key.phase == "backward" and ".core_attention." in one.key.name
+    words += ["Attention.backward", "block_backward"] * is_of_attention
     words += [word for key, names in POINTS.items() if key in said for word in names]
-    yours = [*filter(is_yours, _before_it(one, later, before))]
+    yours = _before_it(one, later, both)
 
     def is_helper(name: str) -> bool:
         return any(helper in name for helper in HELPERS.split())
@@ -90,12 +101,15 @@ def suspects(both: Comparison, said: str) -> list[str]:
         is_common = Key(0, RAN, name) in both.whole  # and so knows nothing of ranks
         is_silent = is_common and shown(name) not in both.speakers
         if name.startswith("exercises/") or is_yours(name):
-            return 0, pointed, is_silent
+            return 0, pointed, 0, 0
         return 1 + is_helper(name), pointed, is_silent, innocent.get(name, -1)
 
     # What ran before a function that is still running is not since the tensor before.
-    since = takewhile(lambda name: name not in one.running, one.ran)
-    ran = [*yours, *since, *(name for reader in read for name in reader.ran)]
+    # And nothing ran between tensors that one function has computed together.
+    phase = (other.ran for other in (one, *reversed(before)) if other.key.phase == kind)
+    ran = next(filter(None, phase), [])
+    since = takewhile(lambda name: name not in one.running, ran)
+    ran = [*elsewhere, *yours, *since, *(name for reader in read for name in reader.ran)]
     ran += [name for name in one.running if any(word in name for word in words)]
     ran = sorted(dict.fromkeys(ran), key=order)
     names = [*dict.fromkeys(shown(name) for name in ran if not is_helper(name))]
@@ -116,19 +130,20 @@ def with_makers(names: list[str], both: Comparison) -> list[str]:
     return [*dict.fromkeys([*names[:most], *new, *names[most:]])]
 
 
-def _before_it(one: Compared, later: list[Compared], before: list[Compared]) -> list[str]:
-    """What has run long before it, and can be why.
+def _before_it(one: Compared, later: list[Compared], both: Comparison) -> list[str]:
+    """Functions of yours that have run long before it, and can be why.
 
-    Of a gradient: up to the end of the sublayer that reads the tensor. In a later step, where all
-    of the steps before is right: what ran after an update.
+    In a later step, where all of the steps before is right: those that ran after an update. Of a
+    gradient: up to the end of the sublayer that reads the tensor, those first that read it first.
     """
+    updates = [o for o in both.all if (o.at, *o.key[:2]) == (one.at, one.key.step - 1, "loss")]
+    ran = [name for o in updates for name in reversed(o.ran) if not name.endswith(".measures")]
     if one.key.phase == "backward":
         ends = [i for i, o in enumerate(later) if o.key.name.endswith((".self_attn", ".mlp"))]
-        later = later[: ends[0] + 1 if ends else 1]
-        return [name for o in later for name in reversed(o.ran)]  # the first has read it
-    updates = [o for o in before if o.key.phase == "loss" and one.key.step]
-    ran = [*filter(is_yours, (name for o in updates for name in o.ran))]  # the last call first
-    return ran[::-1]
+        for o in later[: ends[0] + 1 if ends else 1]:
+            called = [*reversed(o.ran)]
+            ran += sorted(called, key=lambda name: shown(name) not in both.speakers)
+    return [*filter(is_yours, ran)]
 
 
 def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]:
@@ -152,7 +167,8 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     def order(name: str) -> tuple:
         return not any(word in name for word in words), name not in both.speakers
 
-    return sorted(dict.fromkeys(yours), key=order)
+    updates = _before_it(one, [], both) if one.key.phase == "summed gradient" else []
+    return [*dict.fromkeys([*map(shown, updates), *sorted(yours, key=order)])]
 
 
 def is_yours(name: str) -> bool:
@@ -178,6 +194,9 @@ def from_table(kind: str, one: Compared, said: str, trial: Trial) -> list[str]:
     names["builds"] = builds if is_sharded else "data_parallel:build_buckets"
     of_cp = "contiguous" if trial.layout.cp_engine == "ulysses" else "zigzag"
     names["positions"] = f"context_parallel:{of_cp}_positions"
+    names["steps"] = "data:Batches.__post_init__" * bool(one.key.step)  # the first step is right
+    documents = "extensions/documents/batches:DocumentBatches._read"
+    names["reads"] = documents if trial.workload.document_mask else "data:Batches._read"
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
     return TABLE[kind].format(**names, place=places_it(name, trial, kind)).split()
