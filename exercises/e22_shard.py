@@ -5,9 +5,9 @@ train: distributed.dp_size=2 distributed.tp_size=1 distributed.sharding="gradien
 
 The gradient of a unit's weight has arrived, a whole matrix. Copy or add it to self.buffer [n, R],
 whose row r is rank r's, and set self.weights[name].grad to None: autograd would add the next one to
-it. When all matrices have one, a backward is complete: it may be time to sum the buffer over the
-ranks, by a reduce-scatter in place that is only begun here. Others end it, with what is put in
-self.travelling: a tuple of this unit, the buffer and the work.
+it. When all matrices have one, in any order, a backward is complete: it may be time to sum the
+buffer over the ranks, by a reduce-scatter in place that is only begun here. Others end it, with
+what is put in self.travelling: a tuple of this unit, the buffer and the work.
 With self.reduces_each, the buffer is summed after each backward, and each has a new one: allocate
 it when it is needed, and let go of it when it travels. Before it travels, end the reductions that
 travel already, of all units: so at most two buffers exist. Otherwise there is one buffer for ever,
@@ -78,13 +78,15 @@ def build(rank, case: Case) -> list:
 def on_rank(rank, case: Case) -> dict:
     units, results, peak = build(rank, case), {}, 0
     weights = [(unit, name) for unit in reversed(units) for name in reversed(list(unit.weights))]
+    if hasattr(case, "queue"):  # which calls without autograd, and in its own order
+        weights = weights[2:] + weights[:2]
     for step in range(STEPS):
         for unit in units:
             unit.begin(case.micro_batches)
         for micro_batch, (unit, name) in product(range(case.micro_batches), weights):
             weight = unit.weights[name]
             new = gradient_of(case, rank.number, step, micro_batch, name)
-            if not hasattr(case, "queue"):  # which calls without autograd
+            if not hasattr(case, "queue"):
                 new = weight.grad = new if weight.grad is None else weight.grad + new
             rank.mark(name)
             unit.arrived(name, new)
@@ -196,6 +198,9 @@ gradient_not_freed: weight.grad is not set to None: autograd adds the next gradi
     self.weights[name].grad = None => pass
 sent_too_early: The buffer is sent when the first of its matrices has a gradient, not the last.
     min(self.arrivals.values()) => max(self.arrivals.values())
+first_is_last: A backward ends when the first matrix of a unit has a gradient: those from a queue
+    come in another order. Wait for all.
+    min(self.arrivals.values()) => next(iter(self.arrivals.values()))
 buffer_kept: The buffer travels, and the next backward writes into it: it needs a new one.
     self.buffer = None => pass
 earlier_ones_not_ended: Reductions that travel are not ended before the next one: all buffers of a
