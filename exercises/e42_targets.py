@@ -8,7 +8,8 @@ has, but other targets, in one int64 tensor [1 + depths, B, S/cp]: those of the 
 and behind them, for each depth j from 1 to `depths`, the token j + 1 places behind each position.
 IGNORE_INDEX stands for a token at or behind the position's next one of `ends` (places in the
 stream, up to its last), or at or behind `batches.cut`, where held-out text begins, or the stream
-ends. Rows of a micro-batch begin at `batches._starts(step, batches._places(micro_batch))`.
+ends. Rows of a micro-batch begin at `batches._starts(step, batches._places(micro_batch))`; this
+rank's places in a row are `batches.positions`, while the batch's may begin anew in each document.
 Read: targets.py of extensions/multi_token, data.py.
 
 ? The stream is on every rank. Which places of it does a rank need for its positions and a depth?
@@ -52,7 +53,13 @@ def on_rank(rank, case: Case) -> dict:
     options |= {"dp_rank": 0, "dp_size": 1, "positions": positions, "eval_batches": case.held_out}
     batches = rank.course.data.Batches(np.arange(ends[-1]), **options)
     plain = batches.batch
-    batches.batch = lambda *place: plain(*place)._replace(extra=("documents",))  # documents/ has it
+
+    def in_documents(*place):  # as DocumentBatches: positions begin anew in documents and in rows
+        batch = plain(*place)
+        positions = torch.minimum(batch.tokens % case.every, batch.tokens % S)
+        return batch._replace(positions=positions, extra=("documents",))
+
+    batches.batch = in_documents
     rank.course.targets.look_ahead(batches, case.depths, np.array(ends))
     both = [batches.batch(1, micro_batch) for micro_batch in (0, 1)]
     order = torch.cat([batch.tokens[:, 0] for batch in both]).argsort()
@@ -60,7 +67,8 @@ def on_rank(rank, case: Case) -> dict:
     rows = {f"depth {j}": of_depth.tolist() for j, of_depth in enumerate(targets)}
     rows |= {"batch.targets": described(both[0].targets), "batch.extra": both[0].extra}
     rows["batch.num_targets"] = both[0].num_targets.item()
-    rows["batch.tokens"] = torch.cat([batch.tokens for batch in both])[order].tolist()
+    for key in ("tokens", "positions"):
+        rows[f"batch.{key}"] = torch.cat([getattr(batch, key) for batch in both])[order].tolist()
     return rows | {"eval_batch": batches.eval_batch(0, 0).targets.tolist() if case.held_out else []}
 
 
@@ -78,7 +86,8 @@ def expected(case: Case) -> list[dict]:
         rows |= {"batch.num_targets": 2 * len(mine), "batch.extra": ("documents",)}
         for j in range(case.depths + 1):
             rows[f"depth {j}"] = [[target(i * S + p, j) for p in mine] for i in range(4)]
-        rows["batch.tokens"] = [[i * S + p for p in mine] for i in range(4)]
+        rows["batch.tokens"] = tokens = [[i * S + p for p in mine] for i in range(4)]
+        rows["batch.positions"] = [[min(i % case.every, i % S) for i in row] for row in tokens]
         held_out = [cut + 1 + p for p in mine], [IGNORED] * len(mine)  # the second row only fills
         results.append(rows | {"eval_batch": list(held_out) if case.held_out else []})
     return results
@@ -104,6 +113,12 @@ rolled_and_ignored: It shifts the targets within a rank's part, and ignores a ro
 + tokens = np.roll(next_token.targets, 1 - ahead, 1)
 + tokens[:, 1 - ahead :] = IGNORE_INDEX
 + tokens = np.where((ahead < left) & (places + ahead < cut), tokens, IGNORE_INDEX)
+batch_positions: The batch's positions are taken for places in its rows: they begin anew in each
+    document, and tokens of other places are read.
+    batches.positions.numpy() => next_token.positions.numpy()
+    rows[:, batches.positions + ahead] => rows[[[0], [1]], next_token.positions + ahead]
+positions_of_rows: The batch gets positions in its rows: its own may begin anew in each document.
+    _replace(targets => _replace(positions=batches.positions, targets
 row_only: Tokens behind the end of a row are ignored, although the stream goes on there.
     min(start + len(row), cut) => min(start + S + 1, cut)
 one_short: Depth 1 predicts what depth 0 does: each depth is one token short.
