@@ -29,6 +29,7 @@ from exercises.compare import described
 from exercises.exercise import Case, Dice
 
 IGNORED = -100
+FIRST = 100  # token of the stream, in which they count up
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -39,7 +40,7 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def stream(case: Case) -> tuple[int, int, list[int]]:
-    """S, where the text to train on ends, and where documents end; a token is its own place."""
+    """S, where the text to train on ends, and where documents end."""
     S = 2 * case.size * case.width
     cut = 4 * S + 1  # the last of four rows ends there; behind it, one row is held out
     N = cut + case.held_out * (S + 1)
@@ -51,12 +52,14 @@ def on_rank(rank, case: Case) -> dict:
     positions = rank.course.context_parallel.zigzag_positions(rank.number, case.size, S)
     options = {"seq_length": S, "seed": 0, "micro_batch_size": 2, "num_micro_batches": 2}
     options |= {"dp_rank": 0, "dp_size": 1, "positions": positions, "eval_batches": case.held_out}
-    batches = rank.course.data.Batches(np.arange(ends[-1]), **options)
+    tokens = np.arange(FIRST, FIRST + ends[-1], dtype=np.uint16)  # as in files
+    batches = rank.course.data.Batches(tokens, **options)
     plain = batches.batch
 
     def in_documents(*place):  # as DocumentBatches: positions begin anew in documents and in rows
         batch = plain(*place)
-        positions = torch.minimum(batch.tokens % case.every, batch.tokens % S)
+        places = batch.tokens - FIRST
+        positions = torch.minimum(places % case.every, places % S)
         return batch._replace(positions=positions, extra=("documents",))
 
     batches.batch = in_documents
@@ -77,7 +80,7 @@ def expected(case: Case) -> list[dict]:
 
     def target(place: int, depth: int) -> int:
         limit = min(cut, ends[bisect_right(ends, place)]) if depth else ends[-1]
-        return place + 1 + depth if place + 1 + depth < limit else IGNORED
+        return FIRST + place + 1 + depth if place + 1 + depth < limit else IGNORED
 
     for r in range(case.size):
         pieces = r * case.width, (2 * case.size - 1 - r) * case.width
@@ -86,9 +89,12 @@ def expected(case: Case) -> list[dict]:
         rows |= {"batch.num_targets": 2 * len(mine), "batch.extra": ("documents",)}
         for j in range(case.depths + 1):
             rows[f"depth {j}"] = [[target(i * S + p, j) for p in mine] for i in range(4)]
-        rows["batch.tokens"] = tokens = [[i * S + p for p in mine] for i in range(4)]
-        rows["batch.positions"] = [[min(i % case.every, i % S) for i in row] for row in tokens]
-        held_out = [cut + 1 + p for p in mine], [IGNORED] * len(mine)  # the second row only fills
+        rows["batch.tokens"] = [[FIRST + i * S + p for p in mine] for i in range(4)]
+        rows["batch.positions"] = [
+            [min(p, (i * S + p) % case.every) for p in mine] for i in range(4)
+        ]
+        # Of held-out rows, the second only fills.
+        held_out = [FIRST + cut + 1 + p for p in mine], [IGNORED] * len(mine)
         results.append(rows | {"eval_batch": list(held_out) if case.held_out else []})
     return results
 
