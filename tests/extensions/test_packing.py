@@ -115,6 +115,13 @@ def test_validation_is_that_of_a_run_without_packing(lengths):
     assert max(x.max() for batch in trained for x in batch[:2]) < wrapped.cut
 
 
+def test_the_packed_stream_is_read_like_an_array():
+    stream = make_batches(LENGTHS["mixed"]).tokens
+    whole, places = stream[:], np.arange(12).reshape(3, 4)
+    assert len(stream) == len(whole) and np.array_equal(stream[places], whole[places])
+    assert np.array_equal(stream[7 : 10**9], whole[7:]) and int(stream[9]) == whole[9]
+
+
 def test_layouts_and_resumed_runs_read_the_same_rows():
     one = make_batches(LENGTHS["mixed"], micro_batch_size=4, num_micro_batches=1)
     for step in range(6):

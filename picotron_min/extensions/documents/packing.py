@@ -104,8 +104,12 @@ class _PackedStream:
     moves: np.ndarray
     ends: np.ndarray
 
-    def __getitem__(self, where: slice) -> np.ndarray:
-        """[tokens] int64; padding is IGNORE_INDEX, and so never a target."""
-        places = np.arange(where.start, where.stop)
-        places += self.moves[np.searchsorted(self.ends, places, "right")]
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, where: slice | int | np.ndarray) -> np.ndarray:
+        """Tokens in int64, at places from 0 on; padding is IGNORE_INDEX, and so never a target."""
+        if isinstance(where, slice):
+            where = np.arange(*where.indices(len(self)))
+        places = where + self.moves[np.searchsorted(self.ends, where, "right")]
         return np.where(places < 0, IGNORE_INDEX, self.tokens[places.clip(0)].astype(np.int64))
