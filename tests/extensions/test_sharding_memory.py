@@ -16,9 +16,9 @@ from tests.core.test_checkpoint import make_config, make_training
 from tests.extensions.test_sharding import sharded
 from tests.pool import Pool
 
-# 20M parameters, and almost no activations.
-LARGE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10}
-LARGE |= {"vocab_size": 4096, "num_attention_heads": 6, "num_key_value_heads": 6}
+# 10M parameters, and almost no activations.
+LARGE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5}
+LARGE |= {"vocab_size": 2048, "num_attention_heads": 6, "num_key_value_heads": 6}
 # Bytes a parameter, at least, and by the formula without buffers: a rank keeps a quarter of masters
 # and moments, then of gradients, then of weights.
 SAVED = {"optimizer": (4, 5), "gradients": (6, 8), "parameters": (9, 12)}
@@ -57,8 +57,8 @@ def new_pool():
 
 @pytest.mark.slow
 def test_a_process_has_less_memory_with_sharding(new_pool):
-    sizes = {"seq_length": 32, "gradient_accumulation_steps": 1, "model": LARGE}
-    config = make_config(dp=4, optimizer="adamw", **sizes)
+    sizes = {"seq_length": 8, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
+    config = make_config(dp=4, optimizer="adamw", model=LARGE, **sizes)
 
     def measure(sharding: str) -> float:
         of = sharded(config, sharding)
