@@ -50,7 +50,8 @@ GRACE = 1.0  # seconds after a failure in which the other ranks may report how i
 
 # torch._dynamo because the first optimizer of a process imports it, pytest because test modules do.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "train"]
-PRELOAD += ["picotron_min.runtime.inputs"]  # which train.py imports when a run begins
+# What a run imports when it begins.
+PRELOAD += ["picotron_min.runtime.inputs", "picotron_min.runtime.reporter"]
 
 
 class RankFailed(Exception):
