@@ -17,8 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exercises.calls import Call, Calls, wrong_call
-from exercises.compare import common_pattern, equal, first_difference
-from exercises.exercise import GATES, ROOT, Case, Exercise, Mistake, Sent, order_of, together
+from exercises.compare import common_pattern, equal, first_difference, only_wrong
+from exercises.exercise import (
+    GATES,
+    ROOT,
+    Case,
+    Exercise,
+    Mistake,
+    Sent,
+    in_common,
+    order_of,
+    together,
+)
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -265,7 +275,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
             (exercise.factors(r.case), [x.values for x in r.records], r.expected) for r in failed
         ]
         if sentence := common_pattern(runs, right):
-            return "pattern", sentence + _only_wrong(failed)
+            return "pattern", sentence + only_wrong(runs)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's type explains what fails in the same cases; or a crash where it was used later.
@@ -276,19 +286,8 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         return "wrong_type", f"With {outcome[place].case}: {wrong[place][0]}"
     if crash:
         return "exception", ""
-    text = f"I do not know this mistake.{_only_wrong(failed)}"
+    cases = in_common([r.case for r in failed], [r.case for r in outcome if r not in failed])
+    text = f"I do not know this mistake.{only_wrong(runs)}{cases}"
     if wrong[place]:
         text += f"\nWith {failed[0].case}: {wrong[place][0]}"
     return "unknown", text
-
-
-def _only_wrong(failed: Outcome) -> str:
-    """Which results are wrong, where others are right in all cases."""
-    right, wrong = {}, {}
-    for result in failed:
-        for record, expected in zip(result.records, result.expected, strict=True):
-            for name, value in expected.items():
-                is_right = first_difference([record.values], [{name: value}]) is None
-                (right if is_right else wrong)[name] = True
-    names = " and ".join(f"`{name}`" for name in wrong) + " differ" + "s" * (len(wrong) == 1)
-    return f" Only {names}; all other results are right." if right.keys() - wrong and wrong else ""

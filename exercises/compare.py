@@ -136,10 +136,23 @@ class Wrong(NamedTuple):
     value: Any
 
 
-def common_pattern(
-    runs: list[tuple[dict[str, float], list[dict], list[dict]]], right: list[dict[str, float]]
-) -> str:
-    """What is wrong in the same way in all runs: of each its factors, results, expected results.
+Runs = list[tuple[dict[str, float], list[dict], list[dict]]]  # factors, results, right results
+
+
+def only_wrong(runs: Runs) -> str:
+    """Which results are wrong, where others are right in all runs."""
+    right, wrong = {}, {}
+    for _, got, expected in runs:
+        for mine, of_rank in zip(got, expected, strict=True):
+            for name, value in of_rank.items():
+                is_right = first_difference([mine], [{name: value}]) is None
+                (right if is_right else wrong)[name] = True
+    names = " and ".join(f"`{name}`" for name in wrong) + " differ" + "s" * (len(wrong) == 1)
+    return f" Only {names}; all other results are right." if right.keys() - wrong and wrong else ""
+
+
+def common_pattern(runs: Runs, right: list[dict[str, float]]) -> str:
+    """What is wrong in the same way in all runs.
 
     Several factors can be as large. One that is not 1 in a case that is `right` is meant only if
     there is no other.

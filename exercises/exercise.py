@@ -54,6 +54,14 @@ def order_of(case: Case) -> tuple[int, float]:
     return case.ranks, sum(map(float, re.findall(r"(?<![\w.'])\d[\d.]*(?:e-\d+)?", text)))
 
 
+def in_common(failed: list[Case], right: list[Case]) -> str:
+    """The sizes that all cases have which fail, and none of the others."""
+    sizes = sizes_of(failed[0]).items() if len(failed) > 1 and right else ()
+    alike = [(key, v) for key, v in sizes if all(vars(case).get(key) == v for case in failed)]
+    only = [f"{key}={v}" for key, v in alike if all(vars(case).get(key) != v for case in right)]
+    return f" It fails in the cases with {' and '.join(only)} alone." if only else ""
+
+
 class Sent(NamedTuple):
     """What a rank sends by one kind of operation in a case."""
 

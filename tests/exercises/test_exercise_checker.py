@@ -25,7 +25,7 @@ from exercises.calls import Calls, content_of, fits, wrong_call
 from exercises.checking import _traffic_problem, check
 from exercises.child import Printed
 from exercises.compare import first_difference, patterns
-from exercises.exercise import Mistake, Sent, mistakes_in
+from exercises.exercise import Case, Mistake, Sent, in_common, mistakes_in
 from exercises.grade import Task, row_of
 from exercises.sandbox import Sandbox
 from exercises.source import find, solution, starter
@@ -167,6 +167,14 @@ def test_one_case_is_explained_the_one_that_crashes_or_the_smallest(edits, mista
     verdict = answer(ZIGZAG, *edits)
     assert not verdict.passed and verdict.mistake == mistake, verdict
     assert re.search(message, verdict.message), verdict.message
+
+
+def test_cases_that_alone_fail_are_told_by_what_they_have_in_common():
+    cases = [Case(n, bias=bias, k=n) for n, bias in ((1, False), (2, True), (3, True), (4, False))]
+    said = " It fails in the cases with bias=True alone."
+    assert in_common(cases[1:3], [cases[0], cases[3]]) == said
+    assert not in_common(cases[1:2], cases[2:]) and not in_common(cases, [])
+    assert not in_common(cases[2:], cases[:2])  # they have no size in common
 
 
 RESULTS = {
