@@ -27,6 +27,7 @@ TABLE = {
     "micro-batch": "{buckets}.arrived {sums} {place}",
     "(1/": "{buckets}.wait {sums}",
     ") times": "{builds} {place} {sums}",
+    "over pp": "{place} {builds} {buckets}.wait",
     "is missing": "{place} {builds} {sums}",
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
@@ -38,7 +39,8 @@ TABLE = {
 }
 # Phases -> words of an explanation that have a row of their own.
 RELATIONS = {"gradient norm": ("square", "targets")}
-RELATIONS["summed gradient"] = "the step before", "micro-batch", "(1/", ") times", "is missing"
+RELATIONS["summed gradient"] = "the step before", "micro-batch", "(1/", ") times", "over pp"
+RELATIONS["summed gradient"] += ("is missing",)
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {

@@ -186,9 +186,10 @@ def _another_name(one: Compared, both: Comparison) -> str:
     """Another tensor of the same micro-batch: something between them is left out, or run again."""
     if one.key.phase != "forward" or one.got.ndim != 3:
         return ""
+    right = both.whole[one.key]
     for key, tensor in both.whole.items():
-        is_alike = key._replace(name="") == one.key._replace(name="") and key.name != one.key.name
-        if is_alike and same(one.got, take(tensor, one.indices[: tensor.ndim])):
+        is_of_it = key._replace(name=one.key.name) == one.key and tensor is not right
+        if is_of_it and tensor.shape == right.shape and same(one.got, take(tensor, one.indices)):
             return f"it is {key.name}, another tensor"
     return ""
 

@@ -13,7 +13,7 @@ from difference.__main__ import run
 from difference.compare import Compared, Comparison
 from difference.places import here, indices_of, take
 from difference.suspects import is_yours, suspects
-from difference.taps import Key
+from difference.taps import RAN, Key
 from difference.tiny import tiny_model, trial_of
 from difference.whole import right_whole
 from difference.why import explain, parts_of
@@ -102,6 +102,7 @@ FORMULAS = [
     (OUT, lambda one: one.got + got(*OUT, micro_batch=1), "1 x micro-batch 0 + 1 x"),
     (OUT, lambda one: got(*OUT, micro_batch=1), "the tensor of micro-batch 1"),
     (OUT, lambda one: got(*OUT, rank=1), "are those of 12-15: they are the part of tp 1"),
+    (OUT, lambda one: got("forward", "model.layers.0.mlp"), "it is model.layers.0.mlp, another"),
     (OUT, lambda one: one.got.float().double(), "rounding of float32"),
     (OUT, lambda one: one.got * (torch.arange(4) < 2)[:, None], "positions 2-3 are zero, and"),
     (("forward", CORE), lambda one: attention(range(12, 16), [0, 1, 2, 3]), KEYS),
@@ -252,3 +253,15 @@ def test_an_extension_that_fails_in_one_process_is_said_in_one_line(monkeypatch)
         run(both().trial)
     said = str(failure.value)
     assert "IndexError: no neighbour, fail (" in said and "\n" not in said
+
+
+def test_every_tensor_that_is_wrong_gets_a_sentence(monkeypatch):
+    keys = [key for key in both().whole if key.step == key.micro_batch == 0 and key.dp != 1]
+    for key in keys:
+        if key.phase not in (RAN, "sum so far"):
+            one = right(*key[1:3], rank=3)
+            one = one._replace(got=one.got.flip(-1) + 1 if one.got.ndim else one.got + 1)
+            monkeypatch.setattr(both(), "first", [one])
+            monkeypatch.setattr(both(), "all", [one])
+            assert explain(one, both())
+            suspects(both(), "")
