@@ -124,7 +124,7 @@ def with_makers(names: list[str], both: Comparison) -> list[str]:
     built = {name for o in both.all if o.key.phase == "initial" for name in o.ran}
     later = {name for o in both.all if o.key.phase not in ("built", "initial") for name in o.ran}
     most = 3 if any(map(is_yours, names[:3])) else len(names)
-    classes = dict.fromkeys(name.rpartition(".")[0] for name in names[:most][::-1])
+    classes = dict.fromkeys(name.rpartition(".")[0] for name in names[:most][::-1] if "." in name)
     methods = [name for name in sorted(built - later) if name.rpartition(".")[0] in classes]
     makers = [name for name in methods if is_yours(name) and not name.endswith(".__init__")]
     makers += [both.makers[of] for of in classes if of in both.makers]
@@ -169,8 +169,10 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     def order(name: str) -> tuple:
         return not any(word in name for word in words), name not in both.speakers
 
-    updates = _before_it(one, [], both) if one.key.phase == "summed gradient" else []
-    return [*dict.fromkeys([*map(shown, updates), *sorted(yours, key=order)])]
+    before = _before_it(one, [], both) if one.key.phase == "summed gradient" else []
+    if one.key.phase == "weights":  # which these do not change
+        yours = [name for name in yours if not name.endswith((".counts", ".measures"))]
+    return [*dict.fromkeys([*map(shown, before), *sorted(yours, key=order)])]
 
 
 def is_yours(name: str) -> bool:
