@@ -24,17 +24,18 @@ Read: context_parallel.py, attention.py.
 
 import torch
 
-from exercises.attention import full_attention, merge_of_rounded
+from exercises.attention import full_attention
 from exercises.exercise import Case, Dice, Sent, draw
 
 B, D = 2, 4
+OFF = "numbers that are off by more than one rounding"
 
 
 def cases(dice: Dice) -> list[Case]:
     heads = dice.randint(1, 2)
     sizes = {"query_heads": 2 * heads, "key_heads": heads}
-    some = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4, 1)]
-    some += [Case(n, **sizes, half=2, dtype="float64", backward=True) for n in (2, 3)]
+    some = [Case(n, **sizes, half=dice.randint(1, 3), dtype="float64") for n in (2, 3, 4)]
+    some += [Case(n, **sizes, half=2, dtype="float64", backward=True) for n in (2, 3, 1)]
     some.append(Case(3, **sizes, half=4, dtype="bfloat16"))
     return [*some, Case(3, **sizes, half=2, dtype="float64", q_times=1000)]
 
@@ -50,8 +51,11 @@ def whole_tensors(case: Case):
     names = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
     names["d_out"] = case.query_heads
     tensors = (draw(case, name, shape=(B, heads, S, D)) for name, heads in names.items())
-    q, *others = (tensor.to(getattr(torch, case.dtype)).double() for tensor in tensors)
-    return [q * getattr(case, "q_times", 1), *others]
+    q, k, v, d_out = (tensor.to(getattr(torch, case.dtype)).double() for tensor in tensors)
+    if case.dtype == "bfloat16":  # the mean of a rank's values is one of them, and is not rounded
+        for mine in (positions(case, rank) for rank in range(case.ranks)):
+            v[:, :, mine] = v[:, :, mine[:1]]
+    return [q * getattr(case, "q_times", 1), k, v, d_out]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -61,7 +65,7 @@ def on_rank(rank, case: Case) -> dict:
     def attend(q, k, v, is_causal):
         rank.mark(f"{q.shape[2]} x {k.shape[2]}{' causal' if is_causal else ''}")
         out, lse = kernels.attend_block(q.double(), k.double(), v.double(), is_causal)
-        return out.to(dtype), lse.to(kernels.wide(q).dtype)  # rounded, as kernels on GPUs do
+        return out.to(q.dtype), lse.to(kernels.wide(q).dtype)  # rounded, as kernels on GPUs do
 
     kernel = kernels.Kernel(attend, kernels.attend_block_backward)
     *qkv, d_out = (x[:, :, positions(case, rank.number)].to(dtype) for x in whole_tensors(case))
@@ -69,13 +73,12 @@ def on_rank(rank, case: Case) -> dict:
         tensor.requires_grad_(hasattr(case, "backward") or case.dtype == "bfloat16")
     out = attention.RingAttention(rank.axis("cp"), kernel)(*qkv)
     if case.dtype == "bfloat16":  # between two numbers there are 2^-7 to 2^-8 of their size
-        blocks = [positions(case, other) for other in range(case.ranks)]
-        exact = merge_of_rounded(*whole_tensors(case)[:3], blocks)[:, :, blocks[rank.number]]
-        off = (out.double() - exact).abs() > 2**-8 * 1.001 * exact.abs()
+        exact = full_attention(*whole_tensors(case)[:3])[:, :, positions(case, rank.number)]
+        off = (out.double() - exact).abs() > 2**-8 * exact.abs() + 1e-6  # of float32
         *_, saved, lse = out.grad_fn.saved_tensors  # q, kv, out, lse
         dtypes = f"{out.dtype}, saved as {saved.dtype}"
         dtypes += ", lse rounded" * (lse.dtype.itemsize < 4)
-        return {"dtype": dtypes, "numbers that were rounded more than once": int(off.sum())}
+        return {"dtype": dtypes, OFF: int(off.sum())}
     if not hasattr(case, "backward"):
         return {"out": out}
     gradients = torch.autograd.grad(out, qkv, d_out)
@@ -86,7 +89,7 @@ def expected(case: Case) -> list[dict]:
     parts = [positions(case, rank) for rank in range(case.ranks)]
     if case.dtype == "bfloat16":
         dtype = "torch.bfloat16, saved as torch.bfloat16"
-        return [{"dtype": dtype, "numbers that were rounded more than once": 0}] * case.ranks
+        return [{"dtype": dtype, OFF: 0}] * case.ranks
     *qkv, d_out = whole_tensors(case)
     qkv = [tensor.requires_grad_() for tensor in qkv]
     out = full_attention(*qkv)
@@ -143,6 +146,10 @@ merged_without_lse: Blocks are merged as a plain mean: a block with more weight 
 blocks_added: The outs of blocks are added: each is a mean, and must count by its share.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])
+weights_swapped: The lse of each mean is given to the other one, so each has the other's weight.
+    lse[:, :, rows], *block) => block[1], block[0], lse[:, :, rows])
+overwritten: The new block replaces the mean so far, where the two must be merged.
+    rows] = merged => rows] = block[0], merged[1]
 lse_not_updated: out is updated at each merge, and lse is not: the next block is weighed against the
     first one alone, and backward gets the lse of one block.
     out[:, :, rows], lse[:, :, rows] = merged => out[:, :, rows] = merged[0]
@@ -172,6 +179,10 @@ all_keys_seen: All keys of other ranks are seen: those of later positions must n
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
 + for source, (k, v) in ring(kv, axis):
 +     is_own, rows = source == axis.rank, slice(0, None)
+all_rows_see: All queries attend to every block: only `rows` may see any of it.
+- block = kernel.attend(q[:, :, rows], k, v, is_own)
++ rows = slice(0, None)
++ block = kernel.attend(q, k, v, is_own)
 rounded_each_time: The running mean has the dtype of q: in bfloat16 it is rounded at every merge.
     wide(block[0]) => block[0]
 sent_too_late: Each message starts after the block before it is computed: the network is idle while
