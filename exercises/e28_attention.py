@@ -2,12 +2,13 @@
 
 target: model:SelfAttention.forward
 
-Write attention around its core. x is [B, S, E]; self.project(x) gives q [B, S, Q D], k and v [B, S,
-K D]. View them as heads of self.head_dim numbers, rotate queries and keys by `rotate`, which takes
-[B, S, heads, D] and cos, sin (`rotary` begins with these; what follows, if anything, is for the
-core after q, k and v), and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it
-shares key heads among query heads, so do not repeat them. Put its result [B, Q, S, D] back to [B,
-S, Q D], and return self.o_proj of it.
+Write attention around its core. x is [B, S, E], or with sequence parallelism a part of its
+positions; self.project(x) gives, of all of them, q [B, S, Q D], k and v [B, S, K D]. View them as
+heads of self.head_dim numbers, rotate queries and keys by `rotate`, which takes [B, S, heads, D]
+and cos, sin (`rotary` begins with these; what follows, if anything, is for the core after q, k and
+v), and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it shares key heads
+among query heads, so do not repeat them. Put its result [B, Q, S, D] back to [B, S, Q D], and
+return self.o_proj of it.
 How many heads there are must be read off the tensors: with tensor parallelism a rank has fewer than
 the config has.
 Read: model.py.
@@ -28,17 +29,20 @@ from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
 B = 2
-NAMES, EXTRA = ("q_proj", "k_proj", "v_proj", "o_proj"), ["documents"]
+NAMES, EXTRA = ("q_proj", "k_proj", "v_proj", "o_proj"), ["documents", "windows"]
 GOT = [f"{what} of core_attention" for what in ("q", "k", "v", "extra")]
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"head_dim": 4, "config_heads": 4}
     heads = [(4, 4), (4, 2), (4, 1), (2, 1)]  # the last is what a rank of two has
-    some = [Case(1, query=q, key=k, length=dice.randint(5, 7), **sizes) for q, k in heads]
-    some.append(Case(1, query=4, key=4, length=4, **sizes))  # as many positions as heads
+    some = [
+        Case(1, query=q, key=k, length=dice.randint(5, 7), extra=n % 3, **sizes)
+        for n, (q, k) in enumerate(heads)
+    ]
+    some.append(Case(1, query=4, key=4, length=4, extra=1, **sizes))  # as many positions as heads
     # With sequence parallelism x is a part of the sequence, and `project` gathers the whole.
-    return [*some, Case(1, query=4, key=2, length=6, parts=2, **sizes)]
+    return [*some, Case(1, query=4, key=2, length=6, parts=2, extra=1, **sizes)]
 
 
 def inputs(case: Case) -> dict:
@@ -65,14 +69,14 @@ def on_rank(rank, case: Case) -> dict:
     softmax, results = course.attention.SoftmaxAttention(), {"calls of project": 0}
 
     def core(q, k, v, *extra):
-        given = (*(x.detach() for x in (q, k, v)), list(extra))
+        given = (*(x.detach().double() for x in (q, k, v)), list(extra))
         results.update(zip(GOT, given, strict=True))
         return softmax(q, k, v)
 
     module._modules.pop("core_attention")
     module.core_attention = core
     cos, sin = angles(case).cos(), angles(case).sin()
-    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), *EXTRA
+    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), *EXTRA[: case.extra]
     own_project, whole, parts = module.project, tensors["x"], getattr(case, "parts", 1)
 
     def project(x):
@@ -105,7 +109,7 @@ def expected(case: Case) -> list[dict]:
         out = out + p @ v[of] @ rows.T
     out.square().sum().backward()
     given = [torch.stack(heads, 1).detach() for heads in (q, k, v)]
-    results = dict(zip(GOT, (*given, EXTRA), strict=True)) | {"calls of project": 1}
+    results = dict(zip(GOT, (*given, EXTRA[: case.extra]), strict=True)) | {"calls of project": 1}
     gradients = {f"gradient of {n}.weight": w.grad for n, w in zip(NAMES, weights, strict=True)}
     return [results | {"out": out.detach()} | gradients]
 
@@ -124,6 +128,8 @@ values_rotated: Values are rotated, too. Positions belong in scores, so only in 
     v = v.view(B, S, -1, self.head_dim) => v = rotate(v.view(B, S, -1, self.head_dim), cos, sin)
 keys_not_rotated: Keys are not rotated: scores depend on the query's position, not on the distance.
     k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
+cos_and_sin_swapped: cos and sin are swapped: `rotary` begins with cos.
+    cos, sin, *extra => sin, cos, *extra
 rotated_after_transpose: Queries and keys are rotated after the transpose: heads as positions.
 - q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
 - k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
@@ -136,6 +142,8 @@ viewed_without_transpose: Heads and positions are mixed: view(B, heads, S, D) ta
 + out = self.core_attention(q, k, v, *extra)
 not_transposed_back: The result is reshaped, but not transposed back: heads and positions are mixed.
     transpose(1, 2). =>
+heads_put_last: The result is put back as [B, S, D, Q]: the numbers of a head belong together.
+    out.transpose(1, 2).reshape => out.permute(0, 2, 3, 1).reshape
 keys_repeated: Keys and values are repeated for the query heads. The result is right, but a ring of
     ranks would send Q/K times the bytes.
 - v = v.view(B, S, -1, self.head_dim)
