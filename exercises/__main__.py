@@ -116,7 +116,7 @@ def check(number: int, seed: int, solution: bool) -> int:
     verdict = Sandbox().check(number, "solution" if solution else written(exercise), seed)
     print(show(exercise, verdict))
     if verdict["mistake"] == "unknown" and not exercise.no_training:
-        print(f"The first tensor that it makes wrong: python -m exercises train {number:02}")
+        print(f"Whether training differs, and where first: python -m exercises train {number:02}")
     if not solution:
         before = progress.read(number)
         passed, tries = verdict["passed"] or before["passed"], before["tries"] + 1

@@ -245,6 +245,10 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
         if is_hidden and _fits(off, what) and not _fits(right, what):
             yield f"digits of {what}", f"Every wrong number has been rounded to {what}."
             break
+    is_small = all((a - b).abs().max() <= 1e-6 * b.abs().max() for a, b in pairs)
+    if is_hidden and is_small and off.frac().any():
+        what = "something was rounded to float32, or a small term as `eps` is wrong"
+        yield "small", f"No error is above 1e-6 of the largest number: {what}."
 
 
 def _fits(numbers: Tensor, dtype: str) -> bool:

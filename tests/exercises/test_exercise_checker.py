@@ -332,6 +332,7 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
         (lambda a, b: (None, b), "nothing ['x']"),
         (lambda a, b: ([], b), "nothing ['x']"),
         (lambda a, b: (a.float().double(), b), "digits of float32"),
+        (lambda a, b: (a, b + 1e-8), "small"),
         (lambda a, b: (a.bfloat16().double(), b.bfloat16().double()), "digits of bfloat16"),
     ],
 )
@@ -425,7 +426,7 @@ def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monk
     assert "  solved  04 shift" in capsys.readouterr().out
     verdict |= {"passed": False, "mistake": "unknown"}
     assert commands.main(["check", "4"]) == 1
-    assert "wrong: python -m exercises train 04" in capsys.readouterr().out
+    assert "first: python -m exercises train 04" in capsys.readouterr().out
 
 
 FORKS = """
