@@ -54,8 +54,9 @@ def on_rank(rank, case: Case) -> dict:
     flops, presets = rank.course.costs.model_flops_per_token, rank.course.public_models.PRESETS
     config = model_config(case)
     result = {"FLOPs per token": (whole := flops(config, case.length))}
-    result["attention's"] = whole - flops(config, 0)
-    result["lm_head's"] = flops(config.override(vocab_size=2 * case.vocab), case.length) - whole
+    result["FLOPs more than with length=0"] = whole - flops(config, 0)
+    more = flops(config.override(vocab_size=2 * case.vocab), case.length)
+    result["FLOPs more with twice the vocab"] = more - whole
     return result | {"presets": {name: flops(presets[name], 2048) for name in PICTURED}}
 
 
@@ -80,8 +81,8 @@ def expected(case: Case) -> list[dict]:
     counts = counter.get_flop_counts()["Global"]
     # The only products of more than two dimensions; by the convention of MFU, half of them count.
     attention = counts[torch.ops.aten.bmm]
-    right = {"attention's": attention // 2 // case.length}
-    right["lm_head's"] = 6 * case.vocab * case.hidden * len(targets)
+    right = {"FLOPs more than with length=0": attention // 2 // case.length}
+    right["FLOPs more with twice the vocab"] = 6 * case.vocab * case.hidden * len(targets)
     return [right | {"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 
@@ -94,7 +95,9 @@ def picture(runs):
 
 VERSIONS = """
 embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
-    + head_flops => + 2 * head_flops
+- return 3 * (layers + head_flops(model_config))
++ lookup = 2 * model_config.vocab_size * model_config.hidden_size
++ return 3 * (lookup + layers + head_flops(model_config))
 tied_head_forgotten: A head that shares the embedding's matrix is left out: it costs the same.
     layers + head => layers + (not model_config.tie_word_embeddings) * head
 head_forgotten: The head is left out: each token is multiplied with all V rows of it.
@@ -119,11 +122,13 @@ attention_not_halved: All pairs of attention are counted: a causal model needs h
 attention_forgotten: Attention's own products are left out: scores and weighted sums have no
     parameters, but cost FLOPs.
     sum(parts.values()) => sum(parts.values()) - parts["attention"]
-backward_as_forward: Backward is counted as dear as forward. It has two products for each one of
-    forward: the gradient of the input and that of the weight.
+twice_forward: The sum is twice forward, and should be three times: backward alone has two products
+    for each one of forward, the gradient of the input and the gradient of the weight.
     return 3 * => return 2 *
 forward_only: Only the forward is counted.
     return 3 * => return 1 *
+of_a_sequence: The FLOPs of a whole sequence are returned: those of one token are asked for.
+    return 3 * => return 3 * seq_length *
 also_right:
 def model_flops_per_token(model_config, seq_length):
     total = 0
