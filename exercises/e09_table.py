@@ -23,7 +23,8 @@ Read: placement.py, tensor_parallel.py.
 import torch
 from torch import Tensor, nn
 
-from exercises.cut_model import put_together
+from exercises.compare import SumOf
+from exercises.cut_model import add_up, put_together
 from exercises.exercise import Case, Dice, draw
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
@@ -31,15 +32,19 @@ from picotron_min.model_config import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 UNKNOWN = "rotary.scale", "self_attn.q_norm.weight", "mlp.gate_up_proj.weight"
 RIGHT = dict.fromkeys((f"of {name}" for name in UNKNOWN), None)
-RIGHT |= {"copies and sums of a tied embedding in a V": ["dp_cp", "dp_cp"]}
+# A V has the first and the last stage on one rank.
+ONE_RANK = {"a tied embedding in a V": ({"pp": 2, "pp_engine": "zb_v", "pp_chunks": 2}, True)}
+ONE_RANK |= {"an embedding that is not tied": ({"pp": 2}, False)}
+RIGHT |= {f"copies and sums of {what}": ["dp_cp", "dp_cp"] for what in ONE_RANK}
+COUNTS = "how often the gradient norm counts {}".format
 PLAIN = ("embed_tokens", "lm_head", "norm")  # in a name: no hidden matrix
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(9, 15), "inner": dice.choice((12, 18))}
-    layouts = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
-    some = [Case(2, heads=4, **sizes, layout=layout) for layout in layouts]
-    return [*some, Case(2, layout={"pp": 2})]  # the last has a tied embedding
+    kinds = (2, {"tp": 2}), (4, {"dp": 2, "tp": 2, "sequence_parallel": True}), (2, {"cp": 2})
+    some = [Case(ranks, heads=4, **sizes, layout=layout) for ranks, layout in kinds]
+    return [*some, Case(4, layout={"pp": 2, "dp": 2})]  # the last has a tied embedding
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -52,17 +57,20 @@ def on_rank(rank, case: Case) -> dict:
         results["loss"], gradients = run_cut(rank, case, axes, parts)
     else:
         gradients = {EMBEDDING: made_up(case, axes.ends.rank)[parts[EMBEDDING]].clone()}
-    results |= put_together(rank, axes, table, shapes, gradients)
-    if EMBEDDING in gradients and not hasattr(case, "heads"):
-        results["sum on each end"] = gradients[EMBEDDING]
+    share = shares(case)[axes.dp_cp.rank]
+    gradients = {name: share * gradient for name, gradient in gradients.items()}
+    add_up(rank, axes, table, gradients)
+    results |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+    ones = {name: torch.ones_like(gradient) for name, gradient in gradients.items()}
+    counts = put_together(rank, axes, table, shapes, ones)
+    results |= {COUNTS(name): count for name, count in counts.items()}
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
     results["parts"] = {name: tuple(g.shape) for name, g in gradients.items() if g.numel()}
     for name in UNKNOWN:
         results[f"of {name}"] = course.placement._placement(name, layout, False)
-    # The first and the last stage of a V are on one rank.
-    layout = course.settings.Layout(pp=2, pp_engine="zb_v", pp_chunks=2)
-    in_v = course.placement._placement(EMBEDDING, layout, tied=True)
-    results["copies and sums of a tied embedding in a V"] = [*in_v.copies, *in_v.sums]
+    for what, (sizes, tied) in ONE_RANK.items():
+        row = course.placement._placement(EMBEDDING, course.settings.Layout(**sizes), tied)
+        results[f"copies and sums of {what}"] = [*row.copies, *row.sums]
     results["elements"] = sum(gradient.numel() for gradient in gradients.values())
     return results
 
@@ -103,26 +111,39 @@ def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
     return model_config(case).parameter_shapes() if hasattr(case, "heads") else {EMBEDDING: (10, 4)}
 
 
-def made_up(case: Case, end: int):
+def shares(case: Case) -> Tensor:
+    """What part of the gradient each rank of dp_cp computes, as if it had so many of the tokens."""
+    numbers = torch.arange(1.0, 1 + case.layout.get("dp", 1) * case.layout.get("cp", 1)).double()
+    return numbers / numbers.sum()
+
+
+def made_up(case: Case, end: int) -> Tensor:
     """The gradient of a tied embedding on one of the two stages that have it."""
     return draw(case, end, shape=(10, 4))
 
 
 def expected(case: Case) -> list[dict]:
-    if not hasattr(case, "heads"):
-        whole = made_up(case, 0) + made_up(case, 1)
-        right = RIGHT | {"hidden matrices": [], "sum on each end": whole}
-        return [right | {f"gradient of {EMBEDDING}": whole}] * case.ranks
-    loss, gradients = run_whole(case)
-    results = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-    results["hidden matrices"] = [n for n in gradients if not any(p in n for p in PLAIN)]
-    return [results | RIGHT | {"loss": loss}] * case.ranks
+    common, tp = dict(RIGHT), case.layout.get("tp", 1)
+    if hasattr(case, "heads"):
+        common["loss"], wholes = run_whole(case)
+    else:
+        wholes = {EMBEDDING: made_up(case, 0) + made_up(case, 1)}
+    common |= {COUNTS(name): torch.ones_like(whole) for name, whole in wholes.items()}
+    common["hidden matrices"] = [n for n in wholes if not any(p in n for p in PLAIN)]
+    results = [dict(common) for _ in range(case.ranks)]
+    for name, whole in wholes.items():
+        dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        parts = whole.chunk(tp, dim) if whole.ndim == 2 else [whole] * tp
+        sums = [SumOf(share * part for share in shares(case)) for part in parts]
+        for rank, result in enumerate(results):
+            result[f"gradient of {name}"] = sums[rank % tp]
+    return results
 
 
 def memory(case: Case, rank: int, record) -> str | None:
     if not hasattr(case, "heads"):
         return ""
-    tp, whole = case.layout["tp"], shapes_of(case)
+    tp, whole = case.layout.get("tp", 1), shapes_of(case)
     rows = -(-case.vocab // tp), case.vocab - (tp - 1) * -(-case.vocab // tp)
     vocabulary = 2 * rows[rank % tp == tp - 1] * 2 * case.heads
     matrices = sum(a[0] * a[1] for n, a in whole.items() if "_proj" in n) // tp
@@ -132,7 +153,7 @@ def memory(case: Case, rank: int, record) -> str | None:
 
 
 def picture(runs):
-    case, records = runs[1]
+    case, records = runs[0]
     yield "a layer over tp 2: what each rank has of every matrix"
     for name, shape in shapes_of(case).items():
         parts = [record.values["parts"][name] for record in records]
@@ -159,6 +180,15 @@ norms_not_summed: With sequence parallelism each rank has seen a part of the tok
 norms_always_summed: The gradients of norms are summed over tp without sequence parallelism, too:
     there all ranks have the whole gradient, and it becomes tp times too large.
     ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp_tp",)
+norms_over_tp_alone: With sequence parallelism the gradients of norms are summed over tp alone: the
+    other ranks of the stage have other tokens, too.
+    ("dp_cp_tp",) if => ("tp",) if
+cp_forgotten: The gradients of hidden matrices are summed over dp alone: ranks of cp have other
+    tokens, too.
+    ("dp_cp",), sums=("dp_cp",) => ("dp_cp",), sums=("dp",)
+ends_alone: A tied embedding is summed over the ends alone: the other ranks of dp_cp have other
+    tokens, too.
+    sums=axes => sums=axes[-1:]
 unknown_refused: An unknown name is an error: return None, since an extension may know it.
     return None => raise KeyError(name)
 tied_not_summed: A tied embedding has a copy on the first and on the last stage, and their gradients
@@ -180,7 +210,8 @@ ends_always_differ: With more than one stage a tied embedding is taken to be on 
 norms_counted_often: With sequence parallelism norms are taken to differ between tp ranks: only
     their gradients do, before the sum, and a norm counts once.
     copies=("dp_cp", "tp") => copies=("dp_cp",) if layout.sequence_parallel else ("dp_cp", "tp")
-head_summed_only: Only the head is summed over both ends: a tied weight is saved as embed_tokens.
+ends_forgotten: The row of embed_tokens has no `ends`, and a tied lm_head has no other row: the
+    copies on the first and the last stage drift apart, and the gradient norm counts both.
     tied and not => tied and module == "lm_head" and not
 all_else_is_a_norm: What is no matrix gets the row of a norm, and unknown names do: return None.
     if module in NORMS: => if True:

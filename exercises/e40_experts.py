@@ -22,7 +22,7 @@ Read: extensions/experts/mixture.py, placement.py.
   In production: `expert_model_parallel_size` of Megatron-LM.
 """
 
-from exercises.cut_model import put_together
+from exercises.cut_model import add_up, put_together
 from exercises.exercise import Case, Dice, draw
 
 LAYER, ROUTER, GATE = "model.layers.0.", "mlp.gate.weight", "mlp.shared_expert_gate.weight"
@@ -57,7 +57,9 @@ def on_rank(rank, case: Case) -> dict:
         mine = course.placement.part(shapes[name], placement.cuts, axes.ranks, axes.sizes)
         tokens = seen(name, case, axes.ranks)
         gradients[name] = draw(case, name, tokens, shape=shapes[name])[mine].clone()
-    results = put_together(rank, axes, table, shapes, gradients)
+    add_up(rank, axes, table, gradients)
+    wholes = put_together(rank, axes, table, shapes, gradients)
+    results = {f"gradient of {name}": whole for name, whole in wholes.items()}
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
     parts = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     results["experts here"] = {n: s for n, s in parts.items() if ".experts." in n and 0 not in s}
