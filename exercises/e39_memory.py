@@ -49,27 +49,31 @@ MORE |= {"expert": 4, "k": 1, "shared": 2}
 def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((12, 20)), "inner": 2 * dice.randint(5, 9), "k": 3}
     sizes |= {"expert": 2 * dice.randint(10, 14), "heads": 4, "key_heads": 2, "head_dim": 4}
-    common = sizes | {"shared": 0, "dense": 0, "tp": 1, "etp": 1, "fp8": False, "experts": 0}
+    common = sizes | {"shared": 0, "tp": 1, "ep": 1, "etp": 1, "fp8": False, "experts": 0}
+    common |= {"dense": (), "layer": 0}
+    odd = sizes["expert"] + 1  # with this size a rank's share is no whole number
     return [
         Case(1, **common | {"dtype": "float64"}),
         Case(1, **common | {"dtype": "bfloat16", "tp": 2}),
         Case(1, **common | {"dtype": "bfloat16", "fp8": True}),
-        Case(1, **common | {"dtype": "float32", "experts": 6, "tp": 2}),
+        Case(1, **common | {"dtype": "float32", "experts": 6, "tp": 2, "ep": 2, "expert": odd}),
         Case(1, **common | {"dtype": "bfloat16", "experts": 4, "tp": 2, "etp": 2, "shared": 2}),
         Case(1, **common | {"dtype": "bfloat16", "experts": 4, "shared": 2, "fp8": True}),
-        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "dense": 1}),  # an MLP after all
+        Case(1, **common | {"dtype": "bfloat16", "experts": 4, "dense": (1,), "layer": 1}),
     ]
 
 
 def config_of(case: dict, tp: int = 1, etp: int = 1) -> ModelConfig:
     """What a rank has of the model."""
     c = SimpleNamespace(**case)
-    options = {"head_dim": c.head_dim, "scoring_func": "sigmoid"}
+    options = {"head_dim": c.head_dim, "scoring_func": "sigmoid"}  # shared experts have no gate
+    if c.dense:  # with sigmoid it could only be the first layers
+        options |= {"scoring_func": "softmax", "moe_shared_expert_gate": c.shared > 0}
     if c.experts:
         options |= {"num_local_experts": c.experts, "num_experts_per_tok": c.k}
-        options |= {"moe_intermediate_size": c.expert // etp, "mlp_only_layers": range(c.dense)}
+        options |= {"moe_intermediate_size": c.expert // etp, "mlp_only_layers": c.dense}
         options |= {"n_shared_experts": c.shared * etp // tp}  # of a size that is divided by etp
-    sizes = c.hidden, c.inner // tp, 1 + c.dense, c.heads // tp, c.key_heads // tp
+    sizes = c.hidden, c.inner // tp, 1 + len(c.dense), c.heads // tp, c.key_heads // tp
     return ModelConfig(7, *sizes, **options)
 
 
@@ -82,12 +86,12 @@ def enlarged(case: Case, bytes_of: Callable[[dict], float]) -> dict[str, float]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout = rank.course.settings.Layout(tp=case.tp, etp=case.etp, sequence_parallel=case.tp > 1)
+    sizes = {"tp": case.tp, "ep": case.ep, "etp": case.etp, "sequence_parallel": case.tp > 1}
+    rest = rank.course.settings.Layout(**sizes), case.layer, case.fp8
     bytes_of = rank.course.activations.factors_per_token
-    found = enlarged(case, lambda s: float(bytes_of(config_of(s), case.dtype, layout, 0, case.fp8)))
+    found = enlarged(case, lambda sizes: float(bytes_of(config_of(sizes), case.dtype, *rest)))
     saved = rank.course.activations.saved_per_token
-    config = config_of(sizes_of(case))
-    return found | {"until B": saved(config, case.dtype, "none", layout, 0, case.fp8)}
+    return found | {"until B": saved(config_of(sizes_of(case)), case.dtype, "none", *rest)}
 
 
 def expected(case: Case) -> list[dict]:
@@ -113,7 +117,7 @@ def elements_per_token(**sizes) -> tuple[float, float]:
         torch.nn.init.normal_(tensor)
     tokens = torch.arange(TOKENS)[None] % 7
     model(tokens, torch.arange(TOKENS), tokens).backward()
-    layer = model.model.layers["0"]
+    layer = model.model.layers[str(sizes["layer"])]
     is_expert = set(getattr(layer.mlp, "experts", torch.nn.Module()).modules()).__contains__
     queue = [(linear, factors) for linear, *factors in queue if linear in set(layer.modules())]
     experts = [x for linear, factors in queue if is_expert(linear) for x in factors]
@@ -135,10 +139,9 @@ VERSIONS = """
 input_for_each: The input of q, k and v, and of gate and up, is counted for each: it is one tensor.
     2 * E + heads => 4 * E + heads
     2 * E + 3 * inner / tp if => 3 * E + 3 * inner / tp if
-around_divided: With sequence parallelism the E around linears are divided: messages have made them
-    whole.
-    2 * E + heads => 2 * E / (tp if layout.sequence_parallel else 1) + heads
-    2 * E + 3 * inner / tp if => 2 * E / (tp if layout.sequence_parallel else 1) + 3 * inner / tp if
+around_divided: The E around linears are divided by tp: messages have made them whole.
+    2 * E + heads => 2 * E / tp + heads
+    2 * E + 3 * inner / tp if => 2 * E / tp + 3 * inner / tp if
 head_dim_ignored: The head dimension is hidden_size / heads: a config can have another, c.head_dim.
     model_config.head_dim => model_config.hidden_size // model_config.num_attention_heads
 outputs_gradients_forgotten: dy of o and of down is left out: a linear needs x and dy.
@@ -155,7 +158,7 @@ all_divided: All of an MLP is divided by tp: its input and the gradient of its o
 as_forward: Four tensors of M are counted, as forward keeps them: W needs the gradients of gate and
     up, and the input of down.
     3 * inner / tp => 4 * inner / tp
-layer_ignored: A model with experts is taken to have them in all layers: c.has_experts(layer) tells.
+layer_ignored: A layer without experts is counted as if it had them: c.has_experts(layer) tells.
     c.has_experts(layer) => c.num_local_experts
 one_row: One row is counted for a token: it has one for each of its k experts.
     c.num_experts_per_tok * ( => (
@@ -167,6 +170,10 @@ none_shared: An MLP's x and dy are counted where a layer has experts, and none o
     2 * E + 3 * inner / tp if inner else 0 => 2 * E + 3 * inner / tp
 rows_whole: The rows of experts are not divided by tp: each tp rank has only some tokens.
     c.moe_intermediate_size) / tp => c.moe_intermediate_size)
+divided_by_ep: The rows of experts are divided by ep: a rank gets as many from others as it sends.
+    c.moe_intermediate_size) / tp => c.moe_intermediate_size) / tp / layout.ep
+rounded_down: A rank's share of rows is rounded down: it is an average, and need not be whole.
+    c.moe_intermediate_size) / tp => c.moe_intermediate_size) // tp
 size_of_an_mlp: Routed experts have intermediate_size: theirs is moe_intermediate_size.
     3 * c.moe_intermediate_size => 3 * c.intermediate_size
 divided_by_etp: F is divided by etp: with the rows of a rank it is divided by tp in all.
