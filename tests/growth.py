@@ -86,13 +86,13 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def run_curves(name: str, rows: dict[float, Row]) -> list[Curve]:
-    """Seconds and bytes of training."""
+    """Seconds and bytes of training, of the median rank."""
     x, measured, formulas = [], [], []
     for size, of_size in rows.items():
         config = parse_config(of_size.sections(WORK))
         c, S = resolve_model(config), config.training.seq_length
         x.append(parameter_count(c) if name == "parameters" else size)
-        measured.append(np.max(run_ranks(of_size, WORK, measure_run), axis=0))
+        measured.append(np.median(run_ranks(of_size, WORK, measure_run), axis=0))
         flops = model_flops_per_token(c, S) * config.tokens_per_step / config.world_size
         needed = memory_per_rank(c, config.layout, config.workload, "cpu").total
         formulas.append((flops, needed, parameter_count(c)))
