@@ -172,16 +172,17 @@ def failure_of(error: BaseException, path: Path) -> Failure:
     mine = _lines_of(path, error)
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
-    lines = [f"    {Path(f.filename).name}, line {f.lineno}: {f.line}" for f in mine]
     course = [f for f in frames if f.filename.startswith(str(ROOT / "picotron_min"))]
-    where = "    {}{}, line {}: {}".format
+
+    def shown(frame: traceback.FrameSummary) -> str:
+        return f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
+
+    lines = [*map(shown, mine)]
     if not mine:  # what the function returned, or did not do, was noticed later
-        last = frames[-1]
-        lines = [where("noticed later, in ", Path(last.filename).name, last.lineno, last.line)]
+        lines = [f"noticed later, in {shown(frames[-1])}"]
     elif course and frames.index(course[-1]) > frames.index(mine[-1]):
-        last = course[-1]
-        lines += [where("", Path(last.filename).name, last.lineno, last.line)]
-    text = "\n".join([f"Your version fails{rank}: {what}", *lines])
+        lines.append(shown(course[-1]))
+    text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])
     return Failure("exception", what, text, mine[-1].line.partition("  #")[0] if mine else "")
 
 
@@ -216,7 +217,7 @@ def verdict_on(
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
     known, is_all = _known(exercise, outcome, failed, seed, others or {})
     if known:
-        where = "" if is_all else "Where it fails, it does the same as this mistake does. "
+        where = "" if is_all else "In the cases that fail, it does the same as this mistake: "
         name, texts = known.name, [text, where + known.sentence]
     else:
         name, sentence = _unlisted(exercise, outcome, failed, seed)
@@ -229,9 +230,9 @@ def _known(
 ) -> tuple[Mistake | None, bool]:
     """The known mistake that does the same in all cases; else one that does in all that fail.
 
-    Of these, one that breaks fewer other cases than fail: a student may, for example, have written
-    one rank as a case of its own. Two mistakes can raise the same error. So if every failing case
-    raises one, the line must be the same, too.
+    The latter must fail in fewer other cases than the version does: a student may, for example,
+    have written one rank as a case of its own. Two mistakes can raise the same error. So if every
+    failing case raises one, the line must be the same, too.
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
@@ -252,11 +253,12 @@ def _known(
     close = [mistake for mistake in exercise.mistakes if agrees(mistake, failed[:1])]
     if known := next((mistake for mistake in close if agrees(mistake, rest)), None):
         return known, True
-    close = [mistake for mistake in close if agrees(mistake, failed)]
     right = [result for result in rest if result not in failed]
-    broken = [sum(not agrees(mistake, [result]) for result in right) for mistake in close]
-    few = [mistake for mistake, n in zip(close, broken, strict=True) if n < len(failed)]
-    return next(iter(few), None), False
+    for mistake in [mistake for mistake in close if agrees(mistake, failed)]:
+        broken = sum(not agrees(mistake, [result]) for result in right)
+        if broken < len(failed):
+            return mistake, False
+    return None, False
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:

@@ -199,7 +199,7 @@ def _of_ranks(
         return
     if {one.rank for one in wrong} == set(range(1, n)):
         yield "rank 0", "It is right on rank 0 only."
-    # What is lost, and 0 or NaN instead, equals another rank's by chance.
+    # Zeros or NaN in place of what is lost equal another rank's by chance.
     if all(x is not None and not x.nan_to_num(0).any() for x in (_numbers(w.got) for w in wrong)):
         return
     is_same = all(equal(one.get(name), got[0].get(name)) for one in got for name in names)
@@ -235,7 +235,7 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
         yield "nan", f"Every wrong number is NaN: {why}."
     elif not off.any():
         yield "zero", "Every wrong number is 0."
-    # Of numbers that are all one number it says nothing.
+    # Of equal numbers, a constant factor says nothing.
     elif is_constant and len(off.unique()) > 1 and (text := f"{ratio:.6g}") != "1":  # not inexact
         what = "has the wrong sign" if text == "-1" else f"is {text} times the right one"
         yield f"times {text}", f"Every wrong number {what}."
@@ -243,11 +243,11 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     is_hidden = all(described(one.got) == described(one.value) for one in wrong)
     for what in ("bfloat16", "float16", "float32") if len(off.frac().unique()) > 3 else ():
         if is_hidden and _fits(off, what) and not _fits(right, what):
-            yield f"digits of {what}", f"Every wrong number has been rounded to {what}."
+            yield f"digits of {what}", f"Every wrong number fits in {what}: something was rounded."
             break
     is_small = all((a - b).abs().max() <= 1e-6 * b.abs().max() for a, b in pairs)
     if is_hidden and is_small and off.frac().any():
-        what = "something was rounded to float32, or a small term as `eps` is wrong"
+        what = "something was rounded to float32, or a small term such as `eps` is wrong"
         yield "small", f"No error is above 1e-6 of the largest number: {what}."
 
 

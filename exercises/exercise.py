@@ -59,7 +59,7 @@ def in_common(failed: list[Case], right: list[Case]) -> str:
     sizes = sizes_of(failed[0]).items() if len(failed) > 1 and right else ()
     alike = [(key, v) for key, v in sizes if all(vars(case).get(key) == v for case in failed)]
     only = [f"{key}={v}" for key, v in alike if all(vars(case).get(key) != v for case in right)]
-    return f" It fails in the cases with {' and '.join(only)} alone." if only else ""
+    return f" It fails only in the cases with {' and '.join(only)}." if only else ""
 
 
 class Sent(NamedTuple):

@@ -44,7 +44,8 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
             command = f"difference --right {folder}/right"  # which the first of them writes
             _succeeds(exercise, "solution", own, command, quiet=True)
             if _succeeds(exercise, str(file), own, command, quiet=False):
-                print("The mistake needs what this model is compared without, or other sizes.")
+                print("No tensor is wrong there: the mistake shows only with other sizes, or with")
+                print("something that this comparison switches off (docs/difference.md).")
     if not mine:
         return False
     print("\nstep  the course's loss     yours")

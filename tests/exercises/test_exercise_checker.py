@@ -152,7 +152,7 @@ IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
         (  # a known mistake in the cases that fail, and right in one where it would fail, too
             (IN_ORDER, f"{LATE} if size > 1 else {IN_ORDER}"),
             "late_first",
-            r"^Where it fails, it does the same as this mistake does\. The late piece comes before",
+            r"^In the cases that fail, it does the same as this mistake: The late piece comes",
         ),
         (  # both results of the smallest case, and what the function was called with
             (IN_ORDER, "torch.cat((pieces[rank], pieces[1 - rank]))"),
@@ -171,7 +171,7 @@ def test_one_case_is_explained_the_one_that_crashes_or_the_smallest(edits, mista
 
 def test_cases_that_alone_fail_are_told_by_what_they_have_in_common():
     cases = [Case(n, bias=bias, k=n) for n, bias in ((1, False), (2, True), (3, True), (4, False))]
-    said = " It fails in the cases with bias=True alone."
+    said = " It fails only in the cases with bias=True."
     assert in_common(cases[1:3], [cases[0], cases[3]]) == said
     assert not in_common(cases[1:2], cases[2:]) and not in_common(cases, [])
     assert not in_common(cases[2:], cases[:2])  # they have no size in common

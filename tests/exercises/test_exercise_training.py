@@ -138,7 +138,7 @@ def test_a_mistake_that_the_tiny_model_does_not_use_is_not_called_right(monkeypa
     monkeypatch.setattr(training, "_losses", lambda *args, **options: next(losses))
     monkeypatch.setattr(training, "_succeeds", lambda *args, **options: True)
     assert not training.compare(catalogue.load(36), Path("mine.py"), {"training": {}}, 2)
-    assert "The mistake needs what this model is compared without" in capsys.readouterr().out
+    assert "No tensor is wrong there" in capsys.readouterr().out
 
 
 def test_a_run_that_loads_a_checkpoint_is_stopped_and_resumed(monkeypatch, capsys):
