@@ -5,13 +5,13 @@ target: costs:model_flops_per_token
 Return the FLOPs of forward and backward of a model, per token. Forward: 2 for each parameter that
 a token is multiplied with, and attention's own, of which the causal half counts.
 `flops_of_layers` has these for each layer, by part. The embedding is a lookup, lm_head is a
-product, also where both are one matrix; `head_flops` has all its uses, since layers that predict
-further tokens share it. Backward costs twice as much as forward.
+product, also where both are one matrix. Layers that predict further tokens use lm_head again;
+`head_flops` has all its uses. Backward costs twice as much as forward.
 Read: costs.py, model_config.py.
 
 ? Which products happen once a layer, which once a model? How many does backward add?
 ? sum, flops_of_layers(model_config, seq_length), head_flops(model_config).
-? Add up the values of all layers' dicts. Add those of lm_head. Multiply the sum by 3: forward once,
+? Add up the values of all layers' dicts. Add head_flops. Multiply the sum by 3: forward once,
   backward twice.
 ! To count the embedding, too, would lift the MFU of SmolLM-1.7B by 5.6%. In production: the 6 N +
   12 L Q D S of most projects (docs/mfu.md).
@@ -54,9 +54,9 @@ def on_rank(rank, case: Case) -> dict:
     flops, presets = rank.course.costs.model_flops_per_token, rank.course.public_models.PRESETS
     config = model_config(case)
     result = {"FLOPs per token": (whole := flops(config, case.length))}
-    result["FLOPs more than with length=0"] = whole - flops(config, 0)
+    result["FLOPs that depend on the length"] = whole - flops(config, 0)
     more = flops(config.override(vocab_size=2 * case.vocab), case.length)
-    result["FLOPs more with twice the vocab"] = more - whole
+    result["FLOPs that doubling the vocabulary adds"] = more - whole
     return result | {"presets": {name: flops(presets[name], 2048) for name in PICTURED}}
 
 
@@ -81,8 +81,8 @@ def expected(case: Case) -> list[dict]:
     counts = counter.get_flop_counts()["Global"]
     # The only products of more than two dimensions; by the convention of MFU, half of them count.
     attention = counts[torch.ops.aten.bmm]
-    right = {"FLOPs more than with length=0": attention // 2 // case.length}
-    right["FLOPs more with twice the vocab"] = 6 * case.vocab * case.hidden * len(targets)
+    right = {"FLOPs that depend on the length": attention // 2 // case.length}
+    right["FLOPs that doubling the vocabulary adds"] = 6 * case.vocab * case.hidden * len(targets)
     return [right | {"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 
@@ -107,14 +107,14 @@ layers_alike: All layers are counted like the first: those of a mixture differ, 
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
 + first = sum(flops_of_layers(model_config, seq_length)[0].values())
 + layers = model_config.num_layers * first
-further_heads_forgotten: lm_head is counted once: each layer that predicts a further token uses it,
-    too, as head_flops has it.
+further_heads_forgotten: lm_head is counted once: each layer that predicts a further token uses it
+    again, and head_flops counts all uses.
     head_flops(model_config) => 2 * model_config.vocab_size * model_config.hidden_size
-further_layers_forgotten: Layers that predict further tokens are left out: there are num_layers.
+further_layers_forgotten: Layers that predict further tokens are left out: num_layers counts them.
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
 + parts_of = flops_of_layers(model_config, seq_length)[: model_config.num_hidden_layers]
 + layers = sum(sum(parts.values()) for parts in parts_of)
-last_layer_only: The dicts of all layers are merged into one: the last layer replaces all others.
+last_layer_only: Only the last layer is counted: in dicts merged into one, it replaces all others.
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
 + layers = sum(flops_of_layers(model_config, seq_length)[-1].values())
 attention_not_halved: All pairs of attention are counted: a causal model needs half of them.

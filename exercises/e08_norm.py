@@ -5,7 +5,7 @@ train: distributed.tp_size=2
 
 Return what this rank counts of the whole model's gradient, as two numbers in float64: the sum of
 squares, and how many elements are 0 (with `count_zeros`; else 0). train.py adds these up over all
-ranks and takes the root: send nothing here. And do not wait for a GPU: the numbers stay on the
+ranks and takes the root: send nothing here, and do not wait for a GPU: the numbers stay on the
 parameters' device, as a tensor. `placements[name].copies` names the axes of the mesh along which
 ranks hold the same part of a parameter, and `ranks[axis]` is this rank's place on one.
 Read: optimizer.py, placement.py.
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
+
+RATIO, DEVICE = "square of each gradient / the right one", "device, for gradients on meta"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -80,10 +82,10 @@ def on_rank(rank, case: Case) -> dict:
         square = measure(alone, table, axes.ranks)[0].double() if alone else total.new_zeros(())
         right = gradient(case, name).double().square().sum()
         times[name] = (course.collectives.all_reduce(square.clone(), axes.world) / right).item()
-    results = {"times counted": {k: n for k, n in times.items() if n == n}}  # not of 0 / 0
+    results = {RATIO: {k: n for k, n in times.items() if n == n}}  # not of 0 / 0
     results |= {"[squares, zeros] of all ranks": total, "share": share.tolist()}
     results |= {"gradients that it has changed": changed}
-    return results | {"device": device_of(measure, parameters, table, axes.ranks, case.zeros)}
+    return results | {DEVICE: device_of(measure, parameters, table, axes.ranks, case.zeros)}
 
 
 def device_of(measure, parameters: dict, *others) -> str:
@@ -102,8 +104,8 @@ def expected(case: Case) -> list[dict]:
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()
     counted = {name: 1.0 for name in shapes(case) if gradient(case, name).any()}
-    right = {"times counted": counted, "[squares, zeros] of all ranks": total}
-    return [right | {"gradients that it has changed": [], "device": "meta"}] * case.ranks
+    right = {RATIO: counted, "[squares, zeros] of all ranks": total}
+    return [right | {"gradients that it has changed": [], DEVICE: "meta"}] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:

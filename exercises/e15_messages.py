@@ -58,19 +58,20 @@ def on_rank(rank, case: Case) -> dict:
         results["plans"] = texts(complete)
     results["messages"] = [sorted(str(a) for a in plan if a.peer is not None) for plan in complete]
     early = [early_action(plan, number, stages) for number, plan in enumerate(complete)]
+    results["what comes before its input"] = next(filter(None, early), "nothing")
     if any(early):  # all ranks see it, and none waits for the others
-        return results | {"numbers": next(filter(None, early)), "time": 0.0}
+        return results | {"time": 0.0}
     numbers, time = run_messages(rank, complete[rank.number], stages)
     return results | {"numbers": numbers, "time": time}
 
 
 def early_action(plan: Plan, rank: int, stages: Stages) -> str:
-    """What comes before what it needs is there, if anything does."""
+    """The first action that comes before its input, if any."""
     there = {None}
     for action in plan:
         item, kind = needed(action, rank, stages), action.kind.value
         if not kind.startswith("receive") and item not in there:
-            return f"rank {rank}: '{action}' comes before what it needs is there"
+            return f"'{action}' of rank {rank}"
         is_computed = action.peer is None
         there.add((kind, action.micro_batch, stages[rank, action.chunk]) if is_computed else item)
     return ""
@@ -135,7 +136,7 @@ def expected(case: Case) -> list[dict]:
                 names = [f"{letter}{i}" + (f".{c}" if c else "") for c in (chunk, to_chunk)]
                 messages[rank].append(f"send {names[0]} to rank {to}")
                 messages[to].append(f"receive {names[1]} from rank {rank}")
-    common = {"what is computed": texts(plans)}
+    common = {"what is computed": texts(plans), "what comes before its input": "nothing"}
     common["messages"] = [sorted(names) for names in messages]
     results, last = [], len(stages) - 1
     for rank, plan in enumerate(plans):
@@ -201,8 +202,8 @@ to_itself: What the same rank needs is sent, too: a rank sends to itself.
 chunk_of_the_sender: A receive has the chunk of the action that made the message: it must have that
     of the one that needs it.
     receiver. => action.
-w_for_the_receiver: A W needs its B, too, and is taken for the receiver of the gradient: that is not
-    sent where there are W.
+w_for_the_receiver: A W, which needs its B, is taken for the receiver of this B's gradient: where
+    there are W, gradients are not sent.
 - for event, sources in inputs.items()
 + for event, sources in reversed(inputs.items())
     if event[1].kind is not Kind.WEIGHT =>

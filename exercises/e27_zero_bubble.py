@@ -42,10 +42,10 @@ def on_rank(rank, case: Case) -> dict:
 def plan_of(r: int, p: int, m: int) -> list[str]:
     plan, started = [], 0
     for i in range(m):
-        behind = min(m, i + p - r)  # forwards before B of i
-        plan += [f"F{k}" for k in range(started, behind)] + [f"B{i}"]
+        before = min(m, i + p - r)  # forwards before B of i
+        plan += [f"F{k}" for k in range(started, before)] + [f"B{i}"]
         plan += [f"W{i - r}"] * (i >= r)
-        started = behind
+        started = before
     return plan + [f"W{i}" for i in range(max(0, m - r), m)]
 
 

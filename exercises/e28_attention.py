@@ -2,13 +2,13 @@
 
 target: model:SelfAttention.forward
 
-Write attention around its core. x is [B, S, E], or with sequence parallelism a part of its
-positions; self.project(x) gives, of all of them, q [B, S, Q D], k and v [B, S, K D]. View them as
-heads of self.head_dim numbers, rotate queries and keys by `rotate`, which takes [B, S, heads, D]
-and cos, sin (`rotary` begins with these; what follows, if anything, is for the core after q, k and
-v), and call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it shares key heads
-among query heads, so do not repeat them. Put its result [B, Q, S, D] back to [B, S, Q D], and
-return self.o_proj of it.
+Write attention around its core. x is [B, S, E]; with sequence parallelism a rank has only a part of
+the positions. self.project(x) gives q [B, S, Q D], k and v [B, S, K D] of all S. View them as heads
+of self.head_dim numbers, rotate queries and keys by `rotate`, which takes [B, S, heads, D] and cos,
+sin (`rotary` begins with these; what follows, if anything, is for the core after q, k and v), and
+call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it shares key heads among query
+heads, so do not repeat them. Put its result [B, Q, S, D] back to [B, S, Q D], and return
+self.o_proj of it.
 How many heads there are must be read off the tensors: with tensor parallelism a rank has fewer than
 the config has.
 Read: model.py.
@@ -30,7 +30,8 @@ from exercises.pictures import bars
 
 B = 2
 NAMES, EXTRA = ("q_proj", "k_proj", "v_proj", "o_proj"), ["documents", "windows"]
-GOT = [f"{what} of core_attention" for what in ("q", "k", "v", "extra")]
+GOT = [f"{what} of core_attention" for what in "qkv"]
+GOT.append("what core_attention gets after q, k and v")
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -164,7 +165,8 @@ numbers_before_heads: The view is [B, S, D, heads]: a head gets numbers of all h
 + q, k = (rotate(x, cos, sin) for x in (q, k))
 extra_dropped: What comes after cos and sin is not passed on: the core needs it, too.
     v.transpose(1, 2), *extra) => v.transpose(1, 2))
-projections_called: q_proj, k_proj and v_proj are called, not project: a parallelism replaces that.
+projections_called: q_proj, k_proj and v_proj are called, not self.project, which tensor parallelism
+    and other extensions replace.
     self.project(x) => self.q_proj(x), self.k_proj(x), self.v_proj(x)
 no_output_projection: o_proj is not applied.
     self.o_proj(out.transpose(1, 2).reshape(B, S, -1)) => out.transpose(1, 2).reshape(B, S, -1)

@@ -85,8 +85,8 @@ def on_rank(rank, case: Case) -> dict:
     values = other.values("resuming") | run.values("saving")
     results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}
     results |= {"copies among them": " ".join(copies) or "none"}
-    results |= {"buffers afterwards": " ".join(run.buffers)}
-    return results | {"a new AdamW's state": devices(checkpoint)} | values
+    results |= {"the caller's buffers afterwards": " ".join(run.buffers)}
+    return results | {"devices of AdamW's state": devices(checkpoint)} | values
 
 
 def devices(checkpoint) -> dict[str, dict]:
@@ -111,7 +111,7 @@ def expected(case: Case) -> list[dict]:
     moments, step = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta"), {"step": "cpu"}
     devices = {"fused": {"step": "meta"} | moments, "plain": step | moments, "stepped": step}
     right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": "none"}
-    right |= {"buffers afterwards": BUFFER, "a new AdamW's state": devices}
+    right |= {"the caller's buffers afterwards": BUFFER, "devices of AdamW's state": devices}
     return [right | run.values("resuming") | run.values("saving")]
 
 
@@ -133,7 +133,7 @@ copies: The result has copies of the parameters: what is loaded into them change
     parameter.data for => parameter.data.clone() for
 copies_of_all: The result has copies of all tensors: what is loaded into them is lost.
     return tensors => return {name: tensor.clone() for name, tensor in tensors.items()}
-copies_of_states: The result has copies of what the optimizer keeps: what they load is lost.
+copies_of_states: The result has copies of what the optimizer keeps: what is loaded is lost.
     {f"optimizer.{key}.{name}": state for => {f"optimizer.{key}.{name}": state.clone() for
 parameters_not_data: The result has parameters, not their data: autograd refuses to load into them.
     parameter.data for => parameter for

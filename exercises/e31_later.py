@@ -89,7 +89,8 @@ def order(case: Case, rank: int, record) -> str | None:
             computed.setdefault(part, []).append(event.what)
         else:
             part = event.what
-            computed |= {part: []} if part.startswith(waits_for) else {}
+            if part.startswith(waits_for):
+                computed[part] = []
     for part, names in computed.items():
         if not part.startswith(waits_for) or sorted(names) != ALL:
             right = f"each {waits_for} should compute {', '.join(ALL)}, nothing else"
@@ -130,8 +131,8 @@ cleared_what_was_detached: detach clears the very list that it returns: nothing 
 not_removed: run leaves what it has computed in the queue: the next run computes it again.
     while self: => for linear, x, dy in list(self):
     linear, x, dy = self.pop(0) => pass
-added_by_hand: run adds to weight.grad itself: add_weight_gradient also says that it has grown, and
-    a subclass computes it in another way.
+added_by_hand: run adds to weight.grad itself: add_weight_gradient also reports that the gradient
+    has arrived, and subclasses compute it in another way.
 - linear.add_weight_gradient(x, dy)
 + total = linear.gradient
 + linear.weight.grad = dy.T @ x if total is None else total + dy.T @ x

@@ -98,9 +98,9 @@ def memory(case: Case, rank: int, record) -> str | None:
     needed = {n: ("dp" in n or n == "world", str([m[n] for m in of_ranks])) for n in groups}
     for a, b in combinations(groups, 2):
         if groups[a] == groups[b] and needed[a][0] != needed[b][0]:
-            return f"on rank {rank} {a} shares a group with {b}: sums of gradients need others"
+            return f"on rank {rank} {a} shares a group with {b}: sums of gradients need their own"
         if groups[a] != groups[b] and needed[a] == needed[b]:
-            return f"{a} and {b} have the same ranks and a group each: with NCCL it needs memory"
+            return f"{a} and {b} have the same ranks, but a group each: NCCL needs memory for both"
 
 
 def picture(runs):
@@ -144,7 +144,7 @@ shared_by_own_row: Groups are shared where this rank's own row is the same: on o
     str(members) => str([row for row in members if dist.get_rank() in row])
 no_timeout: The groups do not have the timeout: a rank that fails is noticed after half an hour.
     (members, timeout=timeout) => (members)
-days: timedelta counts days: seconds need their name.
+days: timedelta(n) is n days: name the argument, seconds=n.
     timedelta(seconds=timeout_seconds) => timedelta(timeout_seconds)
 cp_left_out: dp_cp varies dp only: with cp, gradients are summed over a part of the tokens.
     rows_of(grid, varying) => rows_of(grid, ("dp",) if name == "dp_cp" else varying)

@@ -82,7 +82,7 @@ def enlarged(case: Case, bytes_of: Callable[[dict], float]) -> dict[str, float]:
     sizes, names = sizes_of(case), list(MORE)[: None if case.experts else -3]
     total = bytes_of(sizes)
     more = {n: bytes_of(sizes | {n: sizes[n] + MORE[n]}) - total for n in names}
-    return {"bytes per token": total} | {f"bytes for {MORE[n]} more {n}": more[n] for n in names}
+    return {"bytes per token": total} | {f"bytes more with {n} + {MORE[n]}": more[n] for n in names}
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -142,7 +142,7 @@ input_for_each: The input of q, k and v, and of gate and up, is counted for each
 around_divided: The E around linears are divided by tp: messages have made them whole.
     2 * E + heads => 2 * E / tp + heads
     2 * E + 3 * inner / tp if => 2 * E / tp + 3 * inner / tp if
-head_dim_ignored: The head dimension is hidden_size / heads: a config can have another, c.head_dim.
+head_dim_ignored: hidden_size / heads is used as the head dimension: c.head_dim can be another.
     model_config.head_dim => model_config.hidden_size // model_config.num_attention_heads
 outputs_gradients_forgotten: dy of o and of down is left out: a linear needs x and dy.
     2 * E + 3 * inner / tp if => E + 3 * inner / tp if
@@ -174,13 +174,14 @@ divided_by_ep: The rows of experts are divided by ep: a rank gets as many from o
     c.moe_intermediate_size) / tp => c.moe_intermediate_size) / tp / layout.ep
 rounded_down: A rank's share of rows is rounded down: it is an average, and need not be whole.
     c.moe_intermediate_size) / tp => c.moe_intermediate_size) // tp
-size_of_an_mlp: Routed experts have intermediate_size: theirs is moe_intermediate_size.
+size_of_an_mlp: Routed experts are counted with intermediate_size: use moe_intermediate_size.
     3 * c.moe_intermediate_size => 3 * c.intermediate_size
-divided_by_etp: F is divided by etp: with the rows of a rank it is divided by tp in all.
+divided_by_etp: F is divided by etp alone: a rank has etp / tp of the rows, too, so F / tp in all.
     3 * c.moe_intermediate_size => 3 * c.moe_intermediate_size * tp / layout.etp
-shared_one_by_one: Each shared expert has an input and an output: together they are one MLP.
+shared_one_by_one: Each shared expert is counted with an input and an output of its own: together
+    they are one MLP.
     2 * E + 3 * inner / tp if => (c.n_shared_experts if experts else 1) * 2 * E + 3 * inner / tp if
-shared_not_in_8_bits: Shared experts are not counted in 8 bits: only routed ones do not use them.
+shared_not_in_8_bits: Shared experts are not counted in 8 bits: only routed ones never are.
     / tp + mlp) => / tp) + (BYTES[dtype] if experts else _factor(dtype, fp8)) * mlp
 shared_forgotten: Shared experts are left out: they are an MLP beside the others.
     c.n_shared_experts * c.moe_intermediate_size => 0
