@@ -4,10 +4,10 @@ target: collectives:Shift.__init__
 train: distributed.cp_size=2 distributed.tp_size=1
 
 Begin to send a tensor to the rank `distance` after this one, and to receive that of the rank as far
-before it; after the last rank comes the first. Start both as one batch: else NCCL does one after
-the other, and all ranks wait for a receiver. Return at once. `wait`, which you need not write,
-waits for all of `self.works` and returns `self.arriving`. Keep the tensor that is sent alive in
-`self.sent`, and record the shift in the ledger of the axis.
+before it; after the last rank comes the first. Start both in one batch: otherwise NCCL runs one
+after the other, and where all ranks send first, none receives. Return at once. `wait`, which you
+need not write, waits for all of `self.works` and returns `self.arriving`. Keep the tensor that is
+sent alive in `self.sent`, and record the shift in the ledger of the axis.
 Read: collectives.py.
 
 ? A send to one rank and a receive from another, begun together, and neither of them awaited.
@@ -77,7 +77,7 @@ def picture(runs):
 
 
 VERSIONS = """
-beyond_the_end: All that is beyond the last rank goes to rank 0: count on from there.
+beyond_the_end: All that is beyond the last rank goes to rank 0: count on from rank 0.
 - to, source = ((axis.rank + d) % axis.size for d in (distance, -distance))
 + to, source = axis.rank + distance, axis.rank - distance
 + to, source = to if to < axis.size else 0, source if source >= 0 else axis.size - 1

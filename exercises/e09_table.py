@@ -210,8 +210,8 @@ ends_always_differ: With more than one stage a tied embedding is taken to be on 
 norms_counted_often: With sequence parallelism norms are taken to differ between tp ranks: only
     their gradients do, before the sum, and a norm counts once.
     copies=("dp_cp", "tp") => copies=("dp_cp",) if layout.sequence_parallel else ("dp_cp", "tp")
-ends_forgotten: The row of embed_tokens has no `ends`, and a tied lm_head has no other row: the
-    copies on the first and the last stage drift apart, and the gradient norm counts both.
+ends_forgotten: The row of embed_tokens has no `ends`: a tied weight has this row only, none as
+    lm_head. Its copies on both ends drift apart, and the gradient norm counts both.
     tied and not => tied and module == "lm_head" and not
 all_else_is_a_norm: What is no matrix gets the row of a norm, and unknown names do: return None.
     if module in NORMS: => if True:

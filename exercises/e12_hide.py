@@ -94,8 +94,8 @@ each_linear_summed: Each linear's part of the gradient is summed over the ranks 
 + dx = sum(boundary.multiply_scatter([dy], [p], run) for dy, p in zip(dys, products))
 one_left: Only the first linear is left in the queue: the others' weights get no gradient.
     zip(linears, dys, strict=True) => zip(linears[:1], dys)
-put_last: Weight gradients are put into the queue when the sum is there: those of the lowest
-    sublayer are never computed, and all others hide the message of another sublayer.
+put_last: Weight gradients are put into the queue when the sum is there: they run during another
+    sublayer's message, and those of the lowest sublayer never.
     boundary.queue.put(linear, x, dy) => pass
 - dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
 + dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)

@@ -198,8 +198,8 @@ gradient_not_freed: weight.grad is not set to None: autograd adds the next gradi
     self.weights[name].grad = None => pass
 sent_too_early: The buffer is sent when the first of its matrices has a gradient, not the last.
     min(self.arrivals.values()) => max(self.arrivals.values())
-first_is_last: A backward ends when the first matrix of a unit has a gradient: those from a queue
-    come in another order. Wait for all.
+first_is_last: A backward is taken to end with the unit's first matrix: autograd brings it last, but
+    a queue brings them in another order. Wait for all.
     min(self.arrivals.values()) => next(iter(self.arrivals.values()))
 buffer_kept: The buffer travels, and the next backward writes into it: it needs a new one.
     self.buffer = None => pass

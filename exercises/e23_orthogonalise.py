@@ -84,14 +84,14 @@ zero_divided_by_zero: A matrix of zeros becomes NaN: its norm is 0. Divide by at
 added_to_the_norm: 1e-7 is added to the norm, and should be its lower bound: a small update is
     divided by too much.
     x.norm().clamp(min=1e-7) => (x.norm() + 1e-7)
-largest_singular_value: It is divided by its largest singular value, which needs a decomposition,
-    not by its norm.
+largest_singular_value: It is divided by its largest singular value, not by its norm: that needs a
+    decomposition.
     x.norm() => torch.linalg.matrix_norm(x.double(), 2)
 divided_in_place: The division is in place: it changes the caller's update.
     x = x / x => x /= x
 rows_normalised: Each row is divided by its own norm: that changes the directions.
     x.norm() => x.norm(dim=1, keepdim=True)
-gram_computed_once: x x^T is computed once, and not of each new x.
+gram_computed_once: x x^T is computed only once, not for each new x.
 - for _ in range(5):
 -     gram = x @ x.T
 + gram = x @ x.T

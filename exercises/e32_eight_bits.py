@@ -122,7 +122,8 @@ by_log2: log2 rounds up just below a power of two: there the scale is twice as l
     (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => torch.exp2(ratio.log2().floor())
 one_for_zeros: Zeros get the scale 1: their amax counts as SMALLEST_AMAX.
     amax.clamp(min=SMALLEST_AMAX) => amax.where(amax > 0, torch.finfo(kind).max)
-maximum_of_scales: `maximum` gets the scale, not amax: the largest scale is of the smallest numbers.
+maximum_of_scales: `maximum` gets the scale, not amax: the largest scale is that of the rank whose
+    numbers are smallest.
     maximum(largest(x)) => largest(x)
     0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32); scale = maximum(scale)
 scaled_by_its_own: x is scaled by its own amax, and only inverse has the amax of all ranks.

@@ -7,9 +7,10 @@ Make rows for experts from tokens, and sums for tokens from what experts return.
 has k experts of each of n tokens; num_experts, which is larger than all others, marks a dropped
 pair (token, expert). spread(x) returns num_rows rows of x [n, E]: those of expert 0, in the order
 of tokens, those of expert 1, and so on, and none for dropped pairs. sort(weights) brings [n, k]
-into the same order. collect(y) adds for each token the rows y of its pairs, in their order: [n, E].
-With rows_each every expert has so many rows, and num_rows is rows_each times num_experts: its pairs
-come first, and the others are zeros, also in sort. Gradients flow back through all three.
+into the same order. collect(y) adds for each token the rows y of its pairs, in the order of its
+pairs: [n, E]. With rows_each every expert has so many rows, and num_rows is rows_each times
+num_experts: its pairs come first, and the others are zeros, also in sort. Gradients flow back
+through all three.
 Read: extensions/experts/moe.py.
 
 ? A stable sort by expert: gather rows by it, and put what comes back where it says.

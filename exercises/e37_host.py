@@ -153,7 +153,7 @@ by_dtype: Blocks are found by dtype, too: a storage that is saved in two of them
 by_addresses_of_views: All is found by where a tensor begins, not its storage: a part of a weight
     leaves, and parts of one storage leave with the whole of it each.
     address = storage.data_ptr() => address = tensor.data_ptr()
-part_leaves: A part of a weight leaves: where its storage begins is in `stays`.
+part_leaves: A part of a weight leaves: `stays` has addresses of storages, not of tensors.
     address in stays => tensor.data_ptr() in stays
 what_stays_is_copied: What stays is copied: that takes memory, and frees none.
     tensor.detach() => tensor.detach().clone()

@@ -3,8 +3,8 @@
 target: extensions.experts.mixture:_placement
 train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
-Return the Placement of one parameter that only layers with experts have; None of all others, also
-of the matrices of shared experts, which are placed as those of any MLP. An expert lies on one rank
+Return the Placement of one parameter that only layers with experts have; for all others None, also
+for the matrices of shared experts, which are placed as those of any MLP. An expert lies on one rank
 of ep, in the order of their numbers, and is cut over etp as other matrices are over tp, o and down
 by columns (dim 1), the others by rows: its copies are along edp. It is a hidden matrix. The router,
 its bias and the gate of shared experts are not cut, so all ranks of dp_cp and of tp have copies.
@@ -125,11 +125,11 @@ gate_summed_always: The gate of shared experts is summed like a router: but it h
     if layout.sequence_parallel else ("dp_cp",) =>
 no_owner: Each expert is divided among the ranks of ep: it lies on one of them, its owner.
     Cut("ep", 0, owner) => Cut("ep", 0)
-number_by_ep: An expert's number is divided by ep: it must be divided by the experts of a rank.
+number_by_ep: An expert's number is divided by ep: divide by the number of experts of a rank.
     int(expert[1]) * layout.ep // num_experts => int(expert[1]) // layout.ep
 number_of_layer: The first number of a name is taken: it is the layer's, not the expert's.
     int(expert[1]) => int(name.split(".")[2])
-rows_always: Names end in ".weight": none ends in ROW_PARALLEL, and down is cut by rows.
+rows_always: Names end in ".weight", so none ends in ROW_PARALLEL: down is cut by rows, too.
     name.removesuffix(".weight").endswith => name.endswith
 also_right:
 def _placement(name, layout, num_experts):

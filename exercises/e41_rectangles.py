@@ -115,14 +115,14 @@ never_causal: The own piece is not causal: a query sees the tokens behind it in 
     q == k => False
 always_causal: All rectangles are causal. Between different pieces every query sees every key.
     q == k => True
-causal_by_index: The first pieces of two ranks are taken for the same piece, and so on.
+causal_by_index: The first pieces of two ranks are taken for the same piece, and so are the second.
     q == k => i == j
 causal_by_rank: A rank's own keys are all causal: its late piece sees all of its early one.
     q == k => query_starts == key_starts
 later_by_index: Pieces are compared by their index: a first piece of one rank can be behind the
     first of another.
     k <= q => j <= i
-one_document: Only the first document of a pair of pieces is yielded: it can have several.
+one_document: Only the first document of a piece is yielded: a piece can have several.
 - queries = slice(i * width + first, i * width + last)
 - yield queries, slice(j * width + left, j * width + right), q == k
 + queries = slice(i * width + first, i * width + last)

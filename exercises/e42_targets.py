@@ -3,13 +3,14 @@
 target: extensions.multi_token.targets:look_ahead
 train: model.num_nextn_predict_layers=2 distributed.cp_size=2
 
-Replace `batches.batch`, in place, by a function that returns a DepthBatch. It has what the batch
-has, but other targets, in one int64 tensor [1 + depths, B, S/cp]: those of the batch, [B, S/cp],
-and behind them, for each depth j from 1 to `depths`, the token j + 1 places behind each position.
-IGNORE_INDEX stands for a token at or behind the position's next one of `ends` (places in the
-stream, up to its last), or at or behind `batches.cut`, where held-out text begins, or the stream
-ends. Rows of a micro-batch begin at `batches._starts(step, batches._places(micro_batch))`; this
-rank's places in a row are `batches.positions`, while the batch's may begin anew in each document.
+Replace `batches.batch`, in place, by a function that returns a DepthBatch. It has all that the
+batch has except for its targets, one int64 tensor [1 + depths, B, S/cp]: those of the batch,
+[B, S/cp], and behind them, for each depth j from 1 to `depths`, the token j + 1 places behind each
+position. In these, IGNORE_INDEX replaces every token at or behind the first of `ends` that is
+behind the position, or at or behind `batches.cut`, where held-out text begins. Both are places in
+the stream; without held-out text the cut is the stream's end, as is the last of `ends`. Rows of a
+micro-batch begin at `batches._starts(step, batches._places(micro_batch))`; this rank's places in a
+row are `batches.positions`, while `batch.positions` may begin anew in each document.
 Read: targets.py of extensions/multi_token, data.py.
 
 ? The stream is on every rank. Which places of it does a rank need for its positions and a depth?
@@ -113,8 +114,8 @@ def picture(runs):
 VERSIONS = """
 rolled: It shifts the targets within a rank's part: behind a piece comes another, not what follows.
     rows[:, batches.positions + ahead] => np.roll(next_token.targets, 1 - ahead, 1)
-rolled_and_ignored: It shifts the targets within a rank's part, and ignores a row's last ones: the
-    stream has them.
+rolled_and_ignored: It shifts the targets within a rank's part, and ignores the last of each row:
+    the stream has these tokens.
 - tokens = np.where(ahead < left, rows[:, batches.positions + ahead], IGNORE_INDEX)
 + tokens = np.roll(next_token.targets, 1 - ahead, 1)
 + tokens[:, 1 - ahead :] = IGNORE_INDEX
@@ -144,7 +145,8 @@ next_token_too: Targets of depth 0 are ignored at the ends of documents, too: th
     range(2, => range(1,
 not_a_depth_batch: A plain Batch counts the targets of all depths: a loss is a mean over depth 0's.
     DepthBatch(* => Batch(*
-at_the_end: The first token behind an end is at the distance `left`: it is predicted, too.
+at_the_end: The token at the next end, at the distance `left`, is predicted, too: it begins another
+    document.
     ahead < left => ahead <= left
 also_right:
 - left = ends[np.searchsorted(ends, places, side="right")] - places
