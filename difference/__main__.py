@@ -12,7 +12,7 @@ import torch
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, is_yours, suspects
-from difference.taps import Key, shown
+from difference.taps import Key, outer
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
@@ -67,7 +67,7 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
         runs = run_ranks(trial, text_of(trial), Path(folder))
     both = Comparison(trial, whole, [one.records for one in runs])
     both.makers = {of: by for one in runs for of, by in one.makers.items()}
-    both.speakers = {name for one in runs for name in one.speakers}
+    both.senders = {name for one in runs for name in one.senders}
     print(*lines_of(both, runs), sep="\n")
     return int(bool(both.first) or any(one.problem for one in runs))
 
@@ -86,7 +86,7 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
             yield f"             all {count} that were recorded before are right"
             stack = [name for name, _ in runs[rank].stack]
             queue = QUEUE * ("gradients are missing" in runs[rank].problem)
-            ran = map(shown, runs[rank].ran)
+            ran = map(outer, runs[rank].ran)
             yield _look_at([*dict.fromkeys([*queue, *stack[:1], *ran, *stack[1:]])])
     elif not both.first:
         worst = max((one.error for one in both.all), default=0.0)

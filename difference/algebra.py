@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-FITS = 1e-10  # of the largest number: a residual below this is no accident, nor what is wrong
+FITS = 1e-10  # of the largest number; less than what counts as wrong, see compare.TOLERANCE
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -24,7 +24,7 @@ def weights_of(got: Tensor, tensors: list[Tensor]) -> list[float] | None:
     largest = columns.abs().max(0).values
     scale, q = largest.clamp(min=1e-300), got.flatten().double()
     ranks = torch.linalg.svdvals(columns / scale)
-    if len(q) > len(tensors) - (len(q) == 1) and ranks[-1] > 1e-8 * ranks[0]:
+    if (len(q) > len(tensors) or len(q) == len(tensors) == 1) and ranks[-1] > 1e-8 * ranks[0]:
         c = torch.linalg.lstsq(columns / scale, q[:, None]).solution[:, 0] / scale
     elif len(tensors) <= 10:
         counts = range(9 if len(tensors) <= 3 else 3)

@@ -1,4 +1,4 @@
-"""Compare: all that the ranks have noted, beside the right run, and the first of it that is wrong.
+"""Compare: all that the ranks have noted, beside the right run, and the first that is wrong.
 
 The order is that of the right run: phases, then tensors as it computed them, step after step. One
 tolerance serves all: in float64 right layouts differ by 1e-12 of a tensor's largest number at most
@@ -42,12 +42,12 @@ class Comparison:
 
     def __init__(self, trial: Trial, whole: Whole, runs: Sequence[Sequence[Record]] = ()) -> None:
         self.trial, self.whole = trial, whole
-        self.makers, self.speakers = {}, set()
+        self.makers, self.senders = {}, set()  # see Profile; filled in by the command
         self.ranks = [here(rank, trial.layout) for rank in range(trial.layout.world_size)]
         self.all = [
             one for at in self.ranks[: len(runs)] for one in self._beside(at, runs[at.rank])
         ]
-        order = {key[1:3]: i for i, key in reversed([*enumerate(whole)])}  # of all micro-batches
+        order = {name: i for i, name in enumerate(dict.fromkeys(key[1:3] for key in whole))}
 
         def place(one: Compared) -> tuple:
             return one.key.step, PHASES.index(one.key.phase), order.get(one.key[1:3], 0)
@@ -83,7 +83,7 @@ class Comparison:
         return sum(int((t != IGNORE_INDEX).sum()) for t in targets)
 
     def weight(self, name: str, step: int) -> Tensor:
-        """At the beginning of a step."""
+        """A parameter at the beginning of a step."""
         step, phase = (step - 1, "weights") if step else (0, "initial")
         return self.whole[Key(step, phase, name)]
 

@@ -35,11 +35,13 @@ def products(key: Key, both: Comparison, step: int) -> Parts:
 
     Of a column-parallel product, the whole: it is no sum.
     """
-    layer, _, name = key.name.rpartition(".")
-    for norm, linears in READERS.items():
-        x = both.whole.get(key._replace(name=f"{layer.rpartition('.')[0]}.{norm}"))
-        if key.phase == "forward" and any(name in linear for linear in linears) and x is not None:
-            return {(("", "it"),): x @ both.weight(f"{key.name}.weight", step).T}
+    layer, *linear = key.name.rsplit(".", 2)
+    norm = next((norm for norm, linears in READERS.items() if ".".join(linear) in linears), None)
+    x = both.whole.get(key._replace(name=f"{layer}.{norm}"))
+    if key.phase == "forward" and x is not None:
+        return {
+            (("", "the product with its weight"),): x @ both.weight(f"{key.name}.weight", step).T
+        }
     linear = f"{key.name}.{'o_proj' if key.name.endswith('attn') else 'down_proj'}"
     is_embedding = key.name == "model.embed_tokens"
     of = key._replace(name="tokens" if is_embedding else f"{linear}.input")
@@ -91,8 +93,8 @@ def of_logits(key: Key, both: Comparison) -> Parts:
     """What each tp rank's part of the vocabulary gives to the gradient of the last norm."""
     of = key._replace(phase="forward")
     x, targets = both.whole[of], both.whole[of._replace(name="targets")]
-    head = Key(0, "initial", "lm_head.weight")
-    of_head = head.name if head in both.whole else "model.embed_tokens.weight"  # tied
+    is_tied = both.trial.model_config.tie_word_embeddings
+    of_head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
     weight, tp = both.weight(of_head, key.step), both.trial.layout.tp
     counts = targets != IGNORE_INDEX
     gradient = (x @ weight.T).softmax(-1) - F.one_hot(targets * counts, len(weight))

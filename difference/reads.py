@@ -1,4 +1,4 @@
-"""Reads: wrong keys, heads, positions or rows of a table, which a right formula was computed of."""
+"""Reads: a right formula, computed from wrong keys, heads, positions or rows of a table."""
 
 import torch
 import torch.nn.functional as F

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import train
 from difference.places import here
-from difference.taps import Key, Notes, Profile, Record, attach, shown
+from difference.taps import Key, Notes, Profile, Record, attach, outer
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -42,10 +42,10 @@ class RankRun(NamedTuple):
     failed_at: float
     problem: str = ""  # how it ended, if not well
     stack: Sequence[tuple[str, int]] = ()  # functions and lines, the innermost call first
-    ran: Sequence[str] = ()  # the last functions that ran, the last call first
+    ran: Sequence[str] = ()  # the last functions, the last call first; if killed, those running
     lost: bool = False  # it only waited for a rank that had failed
     makers: Mapping[str, str] = {}  # see Profile
-    speakers: Collection[str] = ()
+    senders: Collection[str] = ()  # see Profile
 
 
 def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
@@ -107,13 +107,11 @@ def _on_rank(trial: Trial, text: Text, file: Path) -> None:
             sys.setprofile(None)
             said = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # without a place in gloo's source
             frames = reversed([*traceback.walk_tb(error.__traceback__)])
-            stack = [
-                (shown(name), line) for frame, line in frames for name in profile.names_of([frame])
-            ]
+            stack = [(outer(n), line) for f, line in frames for n in profile.names_of([f])]
             end = {"problem": f"{type(error).__name__}: {said.partition(chr(10))[0][:150]}"}
             end |= {"stack": stack, "ran": [*reversed(profile.called)][:2]}
             end["lost"] = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
-        pickle.dump((None, end | {"makers": profile.makers, "speakers": profile.speakers}), stream)
+        pickle.dump((None, end | {"makers": profile.makers, "senders": profile.senders}), stream)
     os._exit(bool(end["problem"]))
 
 

@@ -11,11 +11,12 @@ import re
 from itertools import dropwhile, takewhile
 
 from difference.compare import Compared, Comparison
-from difference.taps import LAYER, RAN, Key, shown
+from difference.taps import LAYER, RAN, Key, outer
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
 
+# A phase, a kind of tensor, or words of an explanation -> who computes it; see from_table.
 TABLE = {
     "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
     "initial": "initialise:initialise placement:part {place}",
@@ -24,11 +25,11 @@ TABLE = {
     "rotated": "{stage} {reads} model:rotary_table {positions}",
     "summed gradient": "{place} {sums}",
     "the step before": "{buckets}.begin {sums}",
-    "micro-batch": "{buckets}.arrived {sums} {place}",
+    "micro-batch ": "{buckets}.arrived {sums} {place}",
     "(1/": "{buckets}.wait {sums}",
     ") times": "{builds} {place} {sums}",
     "over pp": "{place} {builds} {buckets}.wait",
-    "is missing": "{place} {builds} {sums}",
+    "missing": "{place} {builds} {sums}",
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
     "square": "{place} optimizer:measure_gradient parallelize:ParallelModel.counted_once",
@@ -38,9 +39,10 @@ TABLE = {
     "weights": "optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
 }
 # Phases -> words of an explanation that have a row of their own.
-RELATIONS = {"gradient norm": ("square", "targets")}
-RELATIONS["summed gradient"] = "the step before", "micro-batch", "(1/", ") times", "over pp"
-RELATIONS["summed gradient"] += ("is missing",)
+RELATIONS = {
+    "gradient norm": ("square", "targets"),
+    "summed gradient": ("the step before", "micro-batch ", "(1/", ") times", "over pp", "missing"),
+}
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 # Words of an explanation -> of the functions that ran, those that it points at.
 POINTS = {
@@ -51,7 +53,7 @@ POINTS = {
     "the part of cp": ("_RingAttention.backward",),
     "micro-batch": ("Pipeline.", ".arrived"),
 }
-# And those that ran long before.
+# Words of an explanation -> a function that ran long before.
 ELSEWHERE = {"it is model.": "pipeline_parallel:my_stages"}
 ELSEWHERE["weights of the step before"] = "extensions/sharding/extension:Sharding.weights_changed"
 # They run between any two tensors, or meanwhile, for gradients of parameters: named last.
@@ -79,15 +81,14 @@ def suspects(both: Comparison, said: str) -> list[str]:
         named = from_table(kind, one, said, both.trial)
         yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
         return with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
-    place = {id(other): i for i, other in enumerate(both.all)}
-    one = min(both.first, key=lambda wrong: place[id(wrong)])
-    before = [other for other in both.all[: place[id(one)]] if other.at == one.at]
-    innocent = {name: other.key.phase == kind for other in before for name in other.ran}
+    before = [o for o in takewhile(lambda o: o is not one, both.all) if o.at == one.at]
+    # By name: 0 for another phase, 1 for this one.
+    ran_before = {name: other.key.phase == kind for other in before for name in other.ran}
     # Who has read a tensor computes its gradient, and a call may be missing there.
     alike = [o for o in before if o.key[0] == one.key.step and o.key[3:] == one.key[3:]]
     later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
     read = [o for o in later if o.key.name != "targets"][:1]
-    elsewhere = [name for key, names in ELSEWHERE.items() if key in said for name in names.split()]
+    elsewhere = [name for key, name in ELSEWHERE.items() if key in said]
     is_input = bool(re.fullmatch(rf"{LAYER}\.input", one.key.name))
     words = [*elsewhere, *["Pipeline._arrived"] * is_input]
     is_of_attention = one.key.phase == "backward" and ".core_attention." in one.key.name
@@ -100,27 +101,29 @@ def suspects(both: Comparison, said: str) -> list[str]:
 
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        is_common = Key(0, RAN, name) in both.whole  # and so knows nothing of ranks
-        is_silent = is_common and shown(name) not in both.speakers
         if name.startswith("exercises/") or is_yours(name):
-            return 0, pointed, 0, 0
-        return 1 + is_helper(name), pointed, is_silent, innocent.get(name, -1)
+            return 0, pointed
+        # It runs in one process, too, and sends nothing: so it knows nothing of ranks.
+        is_plain = Key(0, RAN, name) in both.whole and outer(name) not in both.senders
+        runs = name in one.running
+        return 1 + is_helper(name), pointed, is_plain, runs, ran_before.get(name, -1)
 
-    # What ran before a function that is still running is not since the tensor before.
-    # And nothing ran between tensors that one function has computed together.
+    # What was called before a function that is still running has made no part of this tensor.
+    # And what has computed several tensors at once is noted with the first of them.
     phase = (other.ran for other in (one, *reversed(before)) if other.key.phase == kind)
     ran = next(filter(None, phase), [])
-    since = takewhile(lambda name: name not in one.running, ran)
+    began = [i for i, name in enumerate(ran) if name in one.running]
+    since = ran[: began[-1]] if began else ran
     ran = [*elsewhere, *yours, *since, *(name for reader in read for name in reader.ran)]
     ran += [name for name in one.running if any(word in name for word in words)]
     ran = sorted(dict.fromkeys(ran), key=order)
-    names = [*dict.fromkeys(shown(name) for name in ran if not is_helper(name))]
-    helpers = map(shown, (*filter(is_helper, ran), *one.running))
+    names = [*dict.fromkeys(outer(name) for name in ran if not is_helper(name))]
+    helpers = map(outer, (*filter(is_helper, ran), *one.running))
     return [*dict.fromkeys([*with_makers(names, both), *helpers])]
 
 
 def with_makers(names: list[str], both: Comparison) -> list[str]:
-    """Behind them, or behind three of yours: who has prepared or made their objects, in a build."""
+    """Behind them, or three of yours: what made their objects, and yours that prepared them."""
     built = {name for o in both.all if o.key.phase == "initial" for name in o.ran}
     later = {name for o in both.all if o.key.phase not in ("built", "initial") for name in o.ran}
     most = 3 if any(map(is_yours, names[:3])) else len(names)
@@ -128,8 +131,7 @@ def with_makers(names: list[str], both: Comparison) -> list[str]:
     methods = [name for name in sorted(built - later) if name.rpartition(".")[0] in classes]
     makers = [name for name in methods if is_yours(name) and not name.endswith(".__init__")]
     makers += [both.makers[of] for of in classes if of in both.makers]
-    new = [name for name in makers if name not in names[:most]]
-    return [*dict.fromkeys([*names[:most], *new, *names[most:]])]
+    return [*dict.fromkeys([*names[:most], *makers, *names[most:]])]
 
 
 def _before_it(one: Compared, later: list[Compared], both: Comparison) -> list[str]:
@@ -144,17 +146,18 @@ def _before_it(one: Compared, later: list[Compared], both: Comparison) -> list[s
         ends = [i for i, o in enumerate(later) if o.key.name.endswith((".self_attn", ".mlp"))]
         for o in later[: ends[0] + 1 if ends else 1]:
             called = [*reversed(o.ran)]
-            ran += sorted(called, key=lambda name: shown(name) not in both.speakers)
+            ran += sorted(called, key=lambda name: outer(name) not in both.senders)
     return [*filter(is_yours, ran)]
 
 
 def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]:
-    """Functions of your own extensions that ran since the phase before, the last call first.
+    """Functions of your own extensions that ran since the phase before: first those that send.
 
-    Of a parameter that your own rule places: those of the forward, in the order of their calls.
+    Of the summed gradient of a parameter that your own rule places: those of the forward.
     """
-    since = dict.fromkeys(("loss", "gradient norm", "scaled gradient"), ("scaled gradient",))
-    since |= dict.fromkeys(("optimizer state", "weights"), ("loss",))  # noted after the update
+    since = dict.fromkeys(("loss", "gradient norm"), ("scaled gradient",))
+    # The loss is the first that is noted after an update.
+    since |= dict.fromkeys(("optimizer state", "weights"), ("loss",))
     since["summed gradient"] = ("forward",) if rule else ("summed gradient", "backward")
     phases = since.get(one.key.phase, (one.key.phase,))
     mine = [o for o in both.all if (o.at, o.key.step) == (one.at, one.key.step)]
@@ -162,17 +165,16 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     ran = [name for o in records for name in o.ran]
     ran = [*takewhile(lambda name: name != "initialise:initialise", ran)]
     folder = rule.partition(":")[0].rpartition("/")[0]
-    yours = [shown(n) for n in ran[:: -1 if rule else 1] if is_yours(n) and n.startswith(folder)]
-    yours = [name for name in yours if not (rule and name.endswith(".begin"))]
+    yours = [outer(n) for n in ran[:: -1 if rule else 1] if is_yours(n) and n.startswith(folder)]
+    idle = (".begin",) * bool(rule) + (".counts", ".measures") * (one.key.phase == "weights")
+    yours = [name for name in yours if not name.endswith(idle)]
     words = [word for key, names in POINTS.items() if key in said for word in names]
 
     def order(name: str) -> tuple:
-        return not any(word in name for word in words), name not in both.speakers
+        return not any(word in name for word in words), name not in both.senders
 
     before = _before_it(one, [], both) if one.key.phase == "summed gradient" else []
-    if one.key.phase == "weights":  # which these do not change
-        yours = [name for name in yours if not name.endswith((".counts", ".measures"))]
-    return [*dict.fromkeys([*map(shown, before), *sorted(yours, key=order)])]
+    return [*dict.fromkeys([*map(outer, before), *sorted(yours, key=order)])]
 
 
 def is_yours(name: str) -> bool:

@@ -37,7 +37,7 @@ class Key(NamedTuple):
     phase: str
     name: str
     micro_batch: int = 0
-    dp: int = 0  # of a whole batch's tensors; 0 where all dp ranks have the same
+    dp: int = 0  # of activations and their gradients; 0 for all that dp ranks have alike
 
 
 class Record(NamedTuple):
@@ -129,8 +129,8 @@ def attach(model: Llama, tap: Tap) -> None:
         call(model.lm_head, "loss", ["loss"], ["targets"])
 
 
-def shown(name: str) -> str:
-    """A function's name, without those of functions inside of it."""
+def outer(name: str) -> str:
+    """A function's name; of one that is defined inside another, the outer one's."""
     return name.partition(".<")[0]
 
 
@@ -140,27 +140,31 @@ class Profile:
     def __init__(self) -> None:
         self.called: dict[str, None] = {}  # the last call last
         self.names: dict = {}  # by code object; None for code outside the project
-        self.makers: dict[str, str] = {}  # classes -> the function that has made an object of each
-        self.speakers: set[str] = set()  # functions that have sent messages
+        self.makers: dict[
+            str, str
+        ] = {}  # classes, but for dataclasses -> what made the last object
+        self.senders: set[str] = set()  # functions that called collectives.py
 
     def event(self, frame, event: str, _) -> None:
         if event == "call" and (name := self._name(frame.f_code)):
             self.called.pop(name, None)
             self.called[name] = None
-            if name.endswith(".__init__") or name.startswith("collectives:"):
-                stack = map(shown, self.names_of(f for f, _ in traceback.walk_stack(frame.f_back)))
-                left_out = (".__init__", "collectives:")
-                caller = next((n for n in stack if not any(x in n for x in left_out)), "")
-                if name.endswith(".__init__"):
+            is_init = name.endswith(".__init__")
+            if is_init or name.startswith("collectives:"):
+                stack = map(outer, self.names_of(f for f, _ in traceback.walk_stack(frame.f_back)))
+                callers = (n for n in stack if ".__init__" not in n and "collectives:" not in n)
+                caller = next(callers, None)
+                if caller and is_init:
                     self.makers[name.removesuffix(".__init__")] = caller
-                else:
-                    self.speakers.add(caller)
+                elif caller:
+                    self.senders.add(caller)
 
     def _name(self, code) -> str | None:
         if code not in self.names:
             path, name = Path(code.co_filename), getattr(code, "co_qualname", code.co_name)
             file = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "tests/"
-            is_ours = not file.startswith(("difference/", "tests/")) and name[0] != "<"
+            is_function = "<locals>" in name or "<" not in name  # no lambda of a module or class
+            is_ours = is_function and not file.startswith(("difference/", "tests/"))
             file = file.removeprefix("picotron_min/").removesuffix(".py")
             self.names[code] = f"{file}:{name}" if is_ours else None
         return self.names[code]

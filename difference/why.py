@@ -5,7 +5,8 @@
     T = c R                         a factor, which is named where it is a ratio of sizes
     T = sum c_k P_k, R = sum P_k    the weights of parts: a sum is missing, a part counts twice
     T = sum c_k R_k, R is one R_k   of other micro-batches, or of the step before
-    T = softmax(q K) V              of other keys
+    T = S, another tensor           a step between them is left out, or run twice
+    T = softmax(q K) V              of other keys, or other key heads
     each slice of T is one of R     other places
 
 Hypotheses are tried in the order of HYPOTHESES; the first that fits gives the sentence.
@@ -71,11 +72,8 @@ USUAL = {
     ("gradient norm", "1/"): ": usually the targets, which divide it, are counted several times",
     ("summed gradient", ""): ": usually what scales it, such as a norm, is a part of a sum, or "
     "counts something several times",
-    (
-        "scaled gradient",
-        "",
-    ): ": the sums before are right, and usually a norm that scales them lacks "
-    "a part, or counts one several times",
+    ("scaled gradient", ""): ": the sums before are right, and usually a norm that scales them "
+    "lacks a part, or counts one several times",
 }
 
 
@@ -87,11 +85,10 @@ def _factor(one: Compared, both: Comparison) -> str:
     # Initial weights do not depend on a size of the layout.
     times = f"{c[0]:.6g} times" if one.key.phase == "initial" else _times(c[0], both)
     usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
-    ranks = [weights_of(o.got, [o.right]) for o in both.first if o.key == one.key]
-    if one.key.phase == "scaled gradient" and any(
-        x and not math.isclose(x[0], c[0]) for x in ranks
-    ):
-        usual = ", and another number of times on other ranks"
+    if one.key.phase == "scaled gradient":
+        factors = [weights_of(o.got, [o.right]) for o in both.first if o.key == one.key]
+        if any(x and not math.isclose(x[0], c[0]) for x in factors):
+            usual = ", and another number of times on other ranks"
     return f"it is {times} what it should be{usual}"
 
 
@@ -162,7 +159,7 @@ def _own_part(one: Compared, both: Comparison) -> str:
 
 
 def _another(one: Compared, both: Comparison) -> str:
-    """Of another micro-batch or step, or a sum: a buffer is used again, or was not emptied."""
+    """Of another micro-batch or step, or a sum with it: a buffer was used again, or not emptied."""
     key, names = one.key, {}
     if not one.indices or key.phase in ("initial", "weights"):
         return ""
@@ -188,8 +185,8 @@ def _another_name(one: Compared, both: Comparison) -> str:
         return ""
     right = both.whole[one.key]
     for key, tensor in both.whole.items():
-        is_of_it = key._replace(name=one.key.name) == one.key and tensor is not right
-        if is_of_it and tensor.shape == right.shape and same(one.got, take(tensor, one.indices)):
+        is_beside = key._replace(name=one.key.name) == one.key and tensor is not right
+        if is_beside and tensor.shape == right.shape and same(one.got, take(tensor, one.indices)):
             return f"it is {key.name}, another tensor"
     return ""
 

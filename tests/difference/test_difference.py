@@ -79,9 +79,9 @@ def test_right_extensions_are_right(kinds, options):
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 # picotron's five known bugs, here: file, right line, wrong line, a layout that shows it, what is
 # said of it, and the function that is named.
-SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 KNOWN = [
     (
         "initialise.py",
