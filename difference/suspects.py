@@ -96,9 +96,6 @@ def suspects(both: Comparison, said: str) -> list[str]:
     words += [word for key, names in POINTS.items() if key in said for word in names]
     yours = _before_it(one, later, both)
 
-    def is_helper(name: str) -> bool:
-        return any(helper in name for helper in HELPERS.split())
-
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
         if name.startswith("exercises/") or is_yours(name):
@@ -120,6 +117,10 @@ def suspects(both: Comparison, said: str) -> list[str]:
     names = [*dict.fromkeys(outer(name) for name in ran if not is_helper(name))]
     helpers = map(outer, (*filter(is_helper, ran), *one.running))
     return [*dict.fromkeys([*with_makers(names, both), *helpers])]
+
+
+def is_helper(name: str) -> bool:
+    return any(helper in name for helper in HELPERS.split())
 
 
 def with_makers(names: list[str], both: Comparison) -> list[str]:
