@@ -63,7 +63,7 @@ def expected(case: Case) -> list[dict]:
 def memory(case: Case, rank: int, record) -> str | None:
     needed = 8 * sum(math.prod(shape) for shape in case.shapes)
     if (found := record.values["bytes"]) != needed:
-        return f"buffer and gradients take {found} bytes, and not {needed}: they must share memory"
+        return f"buffer and gradients take {found} bytes; in one memory, {needed} are enough"
 
 
 def picture(runs):

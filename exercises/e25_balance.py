@@ -42,11 +42,11 @@ MICRO_BATCHES = 2
 
 def cases(dice: Dice) -> list[Case]:
     some = [(1, 1, "seq"), (1, 1, "batch"), (1, 1, "global"), (1, 2, "seq batch")]
-    some += [(2, 1, "batch global"), (2, 2, "seq batch global")]
-    sizes = {"experts": dice.randint(4, 6), "k": 2, "sequences": 2}
+    some += [(2, 1, "batch"), (2, 1, "batch global"), (2, 2, "seq batch global")]
+    sizes = {"experts": dice.randint(4, 6), "sequences": 2}
     return [
-        Case(dp * cp, dp=dp, cp=cp, losses=losses, length=dice.randint(3, 5), **sizes)
-        for dp, cp, losses in some
+        Case(dp * cp, dp=dp, cp=cp, losses=losses, k=i % 3 + 1, length=dice.randint(3, 5), **sizes)
+        for i, (dp, cp, losses) in enumerate(some)
     ]
 
 

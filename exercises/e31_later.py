@@ -118,7 +118,7 @@ one_is_not_enough: They wait only where hold and split are both set: one of them
     self.hold or self.split => self.hold and self.split
 run_in_split: run_during_message runs the queue also with split: nothing is left for W.
     if not self.split: => if True:
-never_run: run_during_message does not run the queue: with hold, no weight gradient is computed.
+never_run: During a message the queue does not run: with hold, no weight gradient is computed.
     if not self.split: => if False:
 detached_and_kept: detach leaves in the queue what it returns: the next micro-batch detaches it
     again, and it counts twice.
