@@ -10,9 +10,9 @@ train: distributed.tp_size=2
 Return the cross entropy of each of N tokens, and its gradient with respect to this rank's logits,
 [N, V/tp]: softmax - 1 at the target, softmax elsewhere. x is [N, E], weight [V/tp, E], this rank's
 slice of the vocabulary, from id vocabulary.first on. vocabulary.maximum and vocabulary.total reduce
-a tensor over the slices of all ranks: do not gather logits; two messages are enough. A target
-IGNORE_INDEX has loss 0 and gradient 0. Compute in float32 or better (`wide`), whatever the dtype of
-x is; only the gradient is in the dtype of x.
+a tensor over the slices of all ranks, in place: do not gather logits; two messages are enough. A
+target IGNORE_INDEX has loss 0 and gradient 0. Compute in float32 or better (`wide`), whatever the
+dtype of x is; only the gradient is in the dtype of x.
 Read: loss.py, tensor_parallel.py (the head).
 
 ? Over all slices a token needs three numbers: the largest logit, the sum of exponentials, and its

@@ -55,11 +55,11 @@ def order_of(case: Case) -> tuple[int, float]:
 
 
 def in_common(failed: list[Case], right: list[Case]) -> str:
-    """The sizes that all cases have which fail, and none of the others."""
+    """The one size that all cases have which fail, and none of the others."""
     sizes = sizes_of(failed[0]).items() if len(failed) > 1 and right else ()
     alike = [(key, v) for key, v in sizes if all(vars(case).get(key) == v for case in failed)]
     only = [f"{key}={v}" for key, v in alike if all(vars(case).get(key) != v for case in right)]
-    return f" It fails only in the cases with {' and '.join(only)}." if only else ""
+    return f" It fails only in the cases with {only[0]}." if len(only) == 1 else ""
 
 
 class Sent(NamedTuple):
