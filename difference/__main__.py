@@ -65,9 +65,9 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
     whole = whole or right_whole(trial)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = run_ranks(trial, text_of(trial), Path(folder))
-    both = Comparison(trial, whole, [one.records for one in runs])
-    both.makers = {of: by for one in runs for of, by in one.makers.items()}
-    both.senders = {name for one in runs for name in one.senders}
+    makers = {of: by for one in runs for of, by in one.makers.items()}
+    senders = {name for one in runs for name in one.senders}
+    both = Comparison(trial, whole, [one.records for one in runs], makers, senders)
     print(*lines_of(both, runs), sep="\n")
     return int(bool(both.first) or any(one.problem for one in runs))
 

@@ -5,7 +5,7 @@ tolerance serves all: in float64 right layouts differ by 1e-12 of a tensor's lar
 (AdamW's weights), and the rounding of float32 is 3e-8.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,9 +40,15 @@ class Compared(NamedTuple):
 class Comparison:
     """Both runs, and what comes first among all that is wrong."""
 
-    def __init__(self, trial: Trial, whole: Whole, runs: Sequence[Sequence[Record]] = ()) -> None:
-        self.trial, self.whole = trial, whole
-        self.makers, self.senders = {}, set()  # see Profile; filled in by the command
+    def __init__(
+        self,
+        trial: Trial,
+        whole: Whole,
+        runs: Sequence[Sequence[Record]] = (),
+        makers: Mapping[str, str] = {},  # see Profile
+        senders: Collection[str] = (),
+    ) -> None:
+        self.trial, self.whole, self.makers, self.senders = trial, whole, makers, senders
         self.ranks = [here(rank, trial.layout) for rank in range(trial.layout.world_size)]
         self.all = [
             one for at in self.ranks[: len(runs)] for one in self._beside(at, runs[at.rank])

@@ -93,7 +93,7 @@ def suspects(both: Comparison, said: str) -> list[str]:
     words = [*elsewhere, *["Pipeline._arrived"] * is_input]
     is_of_attention = one.key.phase == "backward" and ".core_attention." in one.key.name
     words += ["Attention.backward", "block_backward"] * is_of_attention
-    words += [word for key, names in POINTS.items() if key in said for word in names]
+    words += pointed_at(said)
     yours = _before_it(one, later, both)
 
     def order(name: str) -> tuple:
@@ -117,6 +117,10 @@ def suspects(both: Comparison, said: str) -> list[str]:
     names = [*dict.fromkeys(outer(name) for name in ran if not is_helper(name))]
     helpers = map(outer, (*filter(is_helper, ran), *one.running))
     return [*dict.fromkeys([*with_makers(names, both), *helpers])]
+
+
+def pointed_at(said: str) -> list[str]:
+    return [word for key, words in POINTS.items() if key in said for word in words]
 
 
 def is_helper(name: str) -> bool:
@@ -169,7 +173,7 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     yours = [outer(n) for n in ran[:: -1 if rule else 1] if is_yours(n) and n.startswith(folder)]
     idle = (".begin",) * bool(rule) + (".counts", ".measures") * (one.key.phase == "weights")
     yours = [name for name in yours if not name.endswith(idle)]
-    words = [word for key, names in POINTS.items() if key in said for word in names]
+    words = pointed_at(said)
 
     def order(name: str) -> tuple:
         return not any(word in name for word in words), name not in both.senders
