@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from difference.algebra import FITS, keys_of, ranges, same
 from difference.compare import Compared, Comparison
@@ -9,13 +10,19 @@ from difference.places import take
 from picotron_min.model import rotary_table, rotate
 
 
+def _inputs_of_attention(one: Compared, both: Comparison) -> list[Tensor]:
+    """The whole q, k and v of an output of attention without a document mask; else nothing."""
+    is_output = one.key.name.endswith(".core_attention") and one.key.phase == "forward"
+    if not is_output or both.trial.workload.document_mask:
+        return []
+    return [both.whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv"]
+
+
 def keys_seen(one: Compared, both: Comparison) -> str:
     """Attention to a wrong choice of keys, in pieces of the sequence."""
-    trial, name = both.trial, one.key.name
-    is_output = name.endswith(".core_attention") and one.key.phase == "forward"
-    if not is_output or trial.workload.document_mask:
+    if not (inputs := _inputs_of_attention(one, both)):
         return ""
-    q, k, v = (both.whole[one.key._replace(name=f"{name}.{x}")] for x in "qkv")
+    trial, (q, k, v) = both.trial, inputs
     repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
     q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
     piece = q.shape[2] // (2 * trial.layout.cp)
@@ -48,10 +55,9 @@ def rows_seen(one: Compared, both: Comparison) -> str:
 
 def key_heads(one: Compared, both: Comparison) -> str:
     """Attention of query heads to wrong key heads."""
-    is_output = one.key.name.endswith(".core_attention") and one.key.phase == "forward"
-    if not is_output or both.trial.workload.document_mask:
+    if not (inputs := _inputs_of_attention(one, both)):
         return ""
-    q, k, v = (both.whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv")
+    q, k, v = inputs
     own, found = [*one.indices[1]], []
     for head, got in zip(own, one.got.unbind(1), strict=True):
         alike = q[:, [head]].expand(-1, k.shape[1], -1, -1)
