@@ -125,8 +125,6 @@ attention_forgotten: Attention's own products are left out: scores and weighted 
 twice_forward: The sum is twice forward, and should be three times: backward alone has two products
     for each one of forward, the gradient of the input and the gradient of the weight.
     return 3 * => return 2 *
-forward_only: Only the forward is counted.
-    return 3 * => return 1 *
 of_a_sequence: The FLOPs of a whole sequence are returned: those of one token are asked for.
     return 3 * => return 3 * seq_length *
 also_right:

@@ -84,8 +84,6 @@ dealt_like_cards: Places are dealt one by one, but a rank has micro_batch_size o
 + return first + self.dp_size * np.arange(self.micro_batch_size)
 micro_batches_for_ranks: The number of micro-batches stands where that of ranks belongs.
     micro_batch * self.dp_size => micro_batch * self.num_micro_batches
-one_too_few: The last place of each rank is missing: np.arange excludes its end.
-    first + self.micro_batch_size) => first + self.micro_batch_size - 1)
 also_right:
 def _places(self, micro_batch):
     shape = self.num_micro_batches, self.dp_size, self.micro_batch_size

@@ -116,10 +116,6 @@ one_generator: All names share one generator: what is drawn for a layer depends 
 + whole = torch.ones(shapes[name])
 + if whole.ndim == 2:
 +     whole.normal_(std=std, generator=generator)
-other_dim: Matrices are cut along the other dim.
-- mine = part(whole.shape, placements[name].owned, axes.ranks, axes.sizes)
-+ cuts = [cut._replace(dim=whole.ndim - 1 - cut.dim) for cut in placements[name].owned]
-+ mine = part(whole.shape, cuts, axes.ranks, axes.sizes)
 same_std: All matrices have the same std: those that write to the residual stream, o_proj and
     down_proj, start smaller, since two of them a layer add up.
     std = initial_std(name, model_config.num_hidden_layers) => std = 0.02
@@ -135,9 +131,6 @@ layers_of_stage: The std depends on how many layers this stage has, not on those
 cuts_for_owned: Each rank fills what it computes with: where the optimizer is sharded, it must fill
     what it owns, which is less.
     .owned => .cuts
-vectors_left_out: Norms are left as they are found: parameters come from to_empty, without values.
-- for name, parameter in parameters.items():
-+ for name, parameter in [pair for pair in parameters.items() if pair[1].ndim > 1]:
 also_right:
 def initialise(parameters, model_config, seed, placements, axes):
     shapes, layers = model_config.parameter_shapes(), model_config.num_hidden_layers

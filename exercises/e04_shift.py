@@ -92,25 +92,15 @@ send_awaited_first: It waits for its send before it posts its receive: all ranks
 one_by_one: The send and the receive are not one batch: NCCL does one after the other, and where all
     ranks send first, none receives.
     dist.batch_isend_irecv([send, receive]) => [send(), receive()]
-send_never_awaited: `self.works` has the receive alone, and nobody waits for the send: the tensor
-    may be changed while it travels.
-    [send, receive]) => [send, receive])[1:]
 awaited_at_once: It waits until the tensor has arrived: nothing can be computed meanwhile.
     [send, receive]) => [send, receive]); self.wait()
 into_what_is_sent: It receives into the tensor that it sends: what arrives overwrites what leaves.
     torch.empty_like(tensor) => tensor
-not_in_the_ledger: The bytes are sent, but the ledger does not count them.
-    axis.ledger.record("shift", tensor) => pass
-another_operation: The ledger counts it as a send: record it as a shift.
-    "shift", => "send",
 share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: count all of it.
     axis.ledger.record("shift", tensor) => axis.ledger.record("shift", tensor, axis.share)
 ranks_of_the_world: These are ranks of the world: in an axis use group_dst, group_src, group_peer.
     group_peer=to => peer=to
     group_peer=source => peer=source
-not_kept: The tensor that is sent is not kept in self.sent: if its owner drops it, its memory can be
-    used again while it travels.
-    self.sent = tensor => pass
 copy_kept: self.sent has a copy: the tensor that is sent may be freed while it travels.
     self.sent = tensor => self.sent = tensor.clone()
 also_right:

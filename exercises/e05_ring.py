@@ -91,11 +91,6 @@ sent_after_use: A hop begins after the tensor was used: nothing travels while th
 n_hops: There are n hops, one more than needed: the last one brings your own tensor back.
     range(axis.size - 1) => range(axis.size)
     yield axis.next, tensor  # after n-1 hops the tensor is the next rank's => return
-all_kept: Every tensor that has arrived is kept: n exist on each rank, where 2 are enough.
-    shift = Shift( => kept = [tensor] if hop == 0 else [*kept, tensor]; shift = Shift(
-sources_the_wrong_way: The sources are counted the wrong way: the second tensor is that of rank - 1.
-    (axis.rank - hop) => (axis.rank + hop)
-    yield axis.next, => yield axis.previous,
 sources_below_0: Before rank 0 comes the last one, not rank -1: take sources modulo axis.size.
     (axis.rank - hop) % axis.size => axis.rank - hop
     yield axis.next, => yield axis.rank - axis.size + 1,
@@ -121,8 +116,6 @@ straight_from_its_owner: Each tensor is sent straight from its owner: between ra
     shift = Shift(tensor, axis => mine = mine if hop else tensor; shift = Shift(mine, axis, hop + 1
 written_into_the_callers: What arrives is copied into the caller's tensor, which is still needed.
     tensor = shift.wait() => tensor.copy_(shift.wait())
-awaited_at_once: Each hop is awaited before the yield: nothing travels while the rank computes.
-    shift = Shift(tensor, axis) => shift = Shift(tensor, axis); shift.wait()
 also_right:
 def ring(tensor, axis):
     source = axis.rank

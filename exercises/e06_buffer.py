@@ -78,19 +78,10 @@ VERSIONS = """
 copies: grad is a copy of its part of the buffer: gradients are there twice, and the sum over the
     ranks, which is in the buffer, never reaches them.
     view.view_as(parameter) => view.view_as(parameter).clone()
-other_order: The parts lie in another order than the parameters. Sums are right, but what expects
-    parameters side by side, as grouped experts do, finds others.
-    split(sizes) => split(sizes[::-1])[::-1]
-flat_views: grad is flat: it must have the shape of its parameter.
-    view.view_as(parameter) => view
 overlap: All parts begin at the start of the buffer: gradients of all parameters are added up there.
     views = self.gradients.split(sizes) => views = [self.gradients[:size] for size in sizes]
-other_dtype: The buffer has torch's default dtype, and not that of the parameters.
-    next(iter(parameters.values())).new_zeros(sum(sizes)) => torch.zeros(sum(sizes))
 other_device: The buffer is on the CPU, and not on the device of the parameters.
     new_zeros(sum(sizes)) => new_zeros(sum(sizes), device="cpu")
-not_zeroed: The buffer is memory as it is found: backward adds to what happens to be there.
-    new_zeros => new_empty
 ones: The buffer does not begin at zero: backward adds to what is there.
     new_zeros => new_ones
 float32_buffer: The buffer is in float32, and what each parameter gets is a copy of its part in

@@ -111,11 +111,6 @@ all_at_the_end: All buckets are sent after the last gradient: nothing travels wh
     [len(self.works) :]: => [len(self.works) :] if not any(self.missing.values()) else []:
 one_each_call: A call begins at most one bucket: where it could begin two, the last is never sent.
     self.axis)) => self.axis)); break
-as_each_completes: Each bucket is sent as it completes, which is in another order on other ranks.
-    [len(self.works) :] =>
-    if any( => if getattr(bucket, "sent", False) or any(
-    break => continue
-    self.works.append( => bucket.sent = True; self.works.append(
 sent_again: Every call sends all complete buckets again, also those that are on their way.
     [len(self.works) :] =>
 averaged: Gradients are averaged, and not summed: they are too small by a factor of dp, since the

@@ -170,8 +170,6 @@ keys_whole: k_proj and v_proj are whole on every rank: its query heads meet the 
     cuts = (Cut( => cuts = () if module in ("k_proj", "v_proj") else (Cut(
 embedding_by_columns: embed_tokens is cut along the hidden size: cut its vocabulary.
     in ROW_PARALLEL => in (*ROW_PARALLEL, "embed_tokens")
-norms_cut: Norms are cut: but between sublayers each rank has all of the hidden size.
-    (), copies=("dp_cp", "tp") => cuts, copies=("dp_cp",)
 nothing_cut: Nothing is cut over tp: all ranks compute everything, and sums are tp times too large.
     (Cut("tp", 1 if module in ROW_PARALLEL else 0),) => ()
 norms_not_summed: With sequence parallelism each rank has seen a part of the tokens, and its
@@ -180,23 +178,12 @@ norms_not_summed: With sequence parallelism each rank has seen a part of the tok
 norms_always_summed: The gradients of norms are summed over tp without sequence parallelism, too:
     there all ranks have the whole gradient, and it becomes tp times too large.
     ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp_tp",)
-norms_over_tp_alone: With sequence parallelism the gradients of norms are summed over tp alone: the
-    other ranks of the stage have other tokens, too.
-    ("dp_cp_tp",) if => ("tp",) if
 cp_forgotten: The gradients of hidden matrices are summed over dp alone: ranks of cp have other
     tokens, too.
     ("dp_cp",), sums=("dp_cp",) => ("dp_cp",), sums=("dp",)
-ends_alone: A tied embedding is summed over the ends alone: the other ranks of dp_cp have other
-    tokens, too.
-    sums=axes => sums=axes[-1:]
-unknown_refused: An unknown name is an error: return None, since an extension may know it.
-    return None => raise KeyError(name)
 tied_not_summed: A tied embedding has a copy on the first and on the last stage, and their gradients
     are not added: the copies drift apart.
     sums=axes => sums=("dp_cp",)
-tied_counted_twice: The copies of a tied embedding on both ends are not named as copies: the
-    gradient norm counts both.
-    axes, sums => ("dp_cp",), sums
 names_taken_literally: Column-parallel is taken to mean columns, and row-parallel rows: these are
     columns and rows of W^T, and a weight here is W, [out, in].
     1 if module in ROW_PARALLEL else 0 => int(module in COLUMN_PARALLEL)
@@ -213,8 +200,6 @@ norms_counted_often: With sequence parallelism norms are taken to differ between
 ends_forgotten: The row of embed_tokens has no `ends`: a tied weight has this row only, none as
     lm_head. Its copies on both ends drift apart, and the gradient norm counts both.
     tied and not => tied and module == "lm_head" and not
-all_else_is_a_norm: What is no matrix gets the row of a norm, and unknown names do: return None.
-    if module in NORMS: => if True:
 also_right:
 def _placement(name, layout, tied):
     module = name.split(".")[-2]

@@ -76,8 +76,6 @@ whole_summed: What all ranks have already is summed once more, forward and backw
 maximum_over_ranks: maximum asks all ranks: they have the same x, and so its largest number.
 - return amax
 + return collectives.all_reduce(amax.clone(), self.axis, dist.ReduceOp.MAX)
-no_maximum: maximum is left out, or raises an error: float8 calls it.
-    return amax => raise ValueError("maximum")
 contiguous_copy: Of a y that is not contiguous a copy is summed, and y itself is returned.
     y = y.contiguous() => pass
     start_all_reduce(y, => start_all_reduce(y.contiguous(),
@@ -85,14 +83,9 @@ own_messages: `start_sum` and `whole` are not called: SequenceBoundary, which re
     the wrong messages.
 - x = self.whole(x)
     self.start_sum( => Boundary.start_sum(self,
-meanwhile_last: The sum is awaited before `meanwhile` is called: nothing is computed as it travels.
-- meanwhile()
-    work.wait() => work.wait(); meanwhile()
 meanwhile_first: `meanwhile` is called before the sum is started: the ranks below wait for both.
 - meanwhile()
     y, work = self => meanwhile(); y, work = self
-no_meanwhile: `meanwhile` is not called: weight gradients stay in their queue.
-- meanwhile()
 never_awaited: The result is used without a wait: the sum may not have arrived.
     work.wait() =>
 one_product_only: Only the first of the products is summed: all linears that share an input count.

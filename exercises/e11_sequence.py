@@ -67,17 +67,6 @@ def picture(runs):
 
 
 VERSIONS = """
-along_the_batch: Tensors are gathered and scattered along the batch: the sequence is dim 1.
-    x, self.axis, dim=1 => x, self.axis, dim=0
-    axis, dim=1 => axis, dim=0
-not_gathered: `whole` returns the rank's own part: the sublayer needs all of the sequence.
-    return collectives.all_gather(x, self.axis, dim=1) => return x
-gathered_by_sum: `whole` sums tensors that are zero but for a rank's own part: right, but an
-    all-reduce sends twice the bytes of an all-gather.
-- return collectives.all_gather(x, self.axis, dim=1)
-+ zeros = x.new_zeros(x.shape[0], self.axis.size, *x.shape[1:])
-+ zeros[:, self.axis.rank] = x
-+ return collectives.all_reduce(zeros, self.axis).flatten(1, 2)
 all_reduced: `start_sum` computes the whole sum on every rank, which then keeps its part: right, but
     an all-reduce sends twice the bytes, and the part keeps all of the sum alive.
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)

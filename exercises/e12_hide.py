@@ -72,11 +72,6 @@ def picture(runs):
 VERSIONS = """
 run_last: The sum is awaited, and only then are weight gradients computed: nothing hides it.
     , meanwhile=boundary.queue.run_during_message) => ); boundary.queue.run_during_message()
-run_first: Weight gradients are computed before the sum is started: the layer below waits for both.
-    , meanwhile=boundary.queue.run_during_message =>
-    dx = boundary => boundary.queue.run_during_message(); dx = boundary
-never_run: The queue is never run: weight gradients are not computed.
-    , meanwhile=boundary.queue.run_during_message =>
 run_at_once: The queue is run by `run`, not by run_during_message: in a pipeline whose plan has W,
     weight gradients must wait for that.
     run_during_message => run
@@ -92,8 +87,6 @@ each_linear_summed: Each linear's part of the gradient is summed over the ranks 
 - dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
 + run = boundary.queue.run_during_message
 + dx = sum(boundary.multiply_scatter([dy], [p], run) for dy, p in zip(dys, products))
-one_left: Only the first linear is left in the queue: the others' weights get no gradient.
-    zip(linears, dys, strict=True) => zip(linears[:1], dys)
 put_last: Weight gradients are put into the queue when the sum is there: they run during another
     sublayer's message, and those of the lowest sublayer never.
     boundary.queue.put(linear, x, dy) => pass
@@ -113,8 +106,6 @@ weight_itself: It multiplies with `weight`: input_gradient knows its copy, in bf
 last_weight_for_all: Every product is with the last linear: a lambda looks up its variables when it
     is called, and then the loop is over.
     [linear.input_gradient for linear in => [lambda dy: linear.input_gradient(dy) for _ in
-swapped: x and dy are swapped in the queue: it takes (linear, x, dy).
-    (linear, x, dy) => (linear, dy, x)
 also_right:
 - dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
 + dx, work = boundary.start_sum(add_products(dys, products))

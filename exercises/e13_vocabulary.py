@@ -144,8 +144,6 @@ target_not_summed: The target's logit is not summed: the ranks that do not have 
 + sums, target_logits = vocabulary.total(exponentials.sum(-1)), at_target * is_here
 one_subtracted_everywhere: Every rank subtracts 1 somewhere: only the target's rank must.
     is_here.to => counts.to
-one_too_many: A slice ends before the id first + V/tp: a target with that id is in the next one.
-    (ids < logits.shape[1]) => (ids <= logits.shape[1])
 here_everywhere: A target of another slice is taken for id 0 of this one: it counts here, too.
     ids.where(is_here, 0)[:, None] => ids.where(is_here, 0)[:, None]; is_here = counts
 nearest_id: A target of another slice is taken for the nearest id of this one: it counts here, too.
@@ -160,29 +158,13 @@ ignored_in_loss: A target that is to be ignored has a loss.
     (sums.log() - target_logits) * counts => (sums.log() - target_logits)
 ignored_in_gradient: A target that is to be ignored has a gradient.
     scale = counts / sums => scale = 1 / sums
-losses_summed: The losses are summed: one for each token is wanted, [N].
-    return losses, => return losses.sum(),
 not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.
     logits = wide(x @ weight.T) => logits = x @ weight.T
-wide_gradient: The gradient stays wide: it is multiplied by x and weight, in the dtype of x.
-    (scale[:, None]).to(x.dtype) => (scale[:, None])
-    .to(x.dtype) =>
 rounded_twice: In bfloat16 the probability of a target is rounded, and then 1 is subtracted: near 1
     no digit is left. Subtract first.
     scatter_(1, ids, gradient_at_target => scatter_add_(1, ids, -is_here
 wrong_sign: The gradient has the wrong sign: it is softmax, minus 1 at the target.
     return losses, gradient => return losses, -gradient
-logits_gathered: All logits are sent to all ranks: right, but three numbers a token are enough.
-- logits = wide(x @ weight.T)
-+ logits = wide(x @ weight.T)
-+ end = torch.full_like(logits[0, :1], vocabulary.first + len(weight))
-+ whole = logits.new_zeros(len(x), int(vocabulary.maximum(end)))
-+ whole[:, vocabulary.first : vocabulary.first + len(weight)] = logits
-+ vocabulary.total(whole)
-    vocabulary.maximum(logits.amax(-1)) => whole.amax(-1)
-- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
-+ sums = (whole - whole.amax(-1)[:, None]).exp().sum(-1)
-+ target_logits = whole.gather(1, targets.clamp(0)[:, None])[:, 0] - whole.amax(-1)
 three_messages: The sum and the target's logit are sent one by one: stacked, they are one message.
     vocabulary.total(torch.stack([ => map(vocabulary.total, ([
 also_right:

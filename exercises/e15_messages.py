@@ -193,12 +193,8 @@ when_needed: A message is posted only when its receiver needs it: right, but it 
 +         complete[rank].append(action._replace(kind=RECEIVES[made.kind], peer=source))
 + complete[rank].append(action)
     if peer != rank: => if False:
-to_the_previous: Results are sent to the previous rank, whoever needs them.
-    peer=peer => peer=(rank - 1) % len(plans)
 no_gradients: Gradients are not sent: only the last stage can run its backwards.
     if peer != rank: => if peer != rank and action.kind is Kind.FORWARD:
-to_itself: What the same rank needs is sent, too: a rank sends to itself.
-    if peer != rank: => if receiver:
 chunk_of_the_sender: A receive has the chunk of the action that made the message: it must have that
     of the one that needs it.
     receiver. => action.

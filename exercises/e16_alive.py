@@ -221,18 +221,12 @@ loss_with_graph: The loss is added with its graph: the totals keep the graphs of
     self.totals[0] += out.detach() => self.totals[0] += out
 no_leaf: The input in self.live has no gradient to send back: it must be a leaf that requires one.
     x.requires_grad_(torch.is_grad_enabled()) => pass
-not_to_leave: Nothing is in self.leaving where the send looks for it: (Kind.SEND_ACTIVATION, i, c).
-    leaving[Kind.SEND_ACTIVATION => leaving[action.kind
 every_stage_counts: Every stage adds its output to the loss: only the last one has a loss.
     c] = out.detach() => c] = out.detach(); self.totals[0] += out.detach().sum()
 micro_batches_counted: Micro-batches are counted, and not targets: each has another number of them.
     batch.num_targets => 1
-not_moved: The batch is not moved to self.device: on a GPU the model would get tokens on the CPU.
-    .to(self.device) =>
 read_again: The micro-batch is read, and moved to the device, once more for its targets.
     batch.targets if => self.read(i).to(self.device).targets if
-one_place: All micro-batches are kept in one place: each overwrites the one before.
-    self.live[i, c] => self.live[0, c]
 last_loss: The loss replaces what is in the totals: of all micro-batches only the last one counts.
     self.totals[0] += out => self.totals[0] = out
 no_positions: The model gets the same position for every token, not batch.positions.
@@ -244,8 +238,6 @@ extra_left_out: The model does not get batch.extra, which some kinds of attentio
 kept_in_evaluation: Inputs are kept in self.live in evaluation, too: no backward takes them out.
     if torch.is_grad_enabled(): => if True:
     get_gradient_edge(out) => get_gradient_edge(out) if out.requires_grad else None
-not_watched: The model does not run within self.watch(action): nothing can be timed.
-    with self.watch(action): => if True:
 also_right:
     x.requires_grad_(torch.is_grad_enabled()) => x.requires_grad = torch.is_grad_enabled()
 - self.totals[0] += out.detach()

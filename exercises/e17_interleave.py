@@ -85,8 +85,6 @@ short_last_group: The last group has what is left: one of fewer micro-batches th
     ranks wait. Deal the rest to other groups.
 - sizes = group_sizes(ranks, num_micro_batches)
 + sizes = [min(ranks, num_micro_batches - i) for i in range(0, num_micro_batches, ranks)]
-largest_group_last: The largest group comes last: the warm-up of the first is too short for it.
-    group_sizes(ranks, num_micro_batches) => group_sizes(ranks, num_micro_batches)[::-1]
 warmup_of_1f1b: With one forward for each rank behind, as in 1F1B, nothing hides messages: with
     those of a fifth of a forward the bubble is 23.8%, not 19.7%.
     warmup = 2 * (ranks - rank - 1) => warmup = ranks - rank - 1

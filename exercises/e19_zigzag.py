@@ -76,13 +76,9 @@ late_off_by_one: The late piece is off by one: -rank is 0 on rank 0, which gets 
 late_same_direction: The late pieces are dealt in the same direction as the early ones: rank 0 has
     the earlier of both, and less work than the last rank.
     pieces[-1 - rank] => pieces[size + rank]
-late_backwards: The late piece is in falling order: its first token would not see the others.
-    pieces[-1 - rank] => pieces[-1 - rank].flip(0)
 late_first: The late piece comes before the early one: the ring takes the first half of a rank's
     tokens for the early ones.
     [rank], pieces[-1 - rank] => [-1 - rank], pieces[rank]
-one_rank_cut: One rank needs no cut: if 2 does not divide S, two pieces of S // 2 lack a position.
-    torch.arange(seq_length) => torch.arange(seq_length // (2 * size) * 2 * size)
 one_rank_refused: With one rank an odd length is refused: nothing is cut, so any length is right.
     or size == 1 => or False
 within_own_part: Each rank counts from 0: these are places in its own part, not in the sequence.

@@ -185,21 +185,8 @@ all_rows_see: All queries attend to every block: only `rows` may see any of it.
 + block = kernel.attend(q, k, v, is_own)
 rounded_each_time: The running mean has the dtype of q: in bfloat16 it is rounded at every merge.
     wide(block[0]) => block[0]
-sent_too_late: Each message starts after the block before it is computed: the network is idle while
-    the rank computes, and the rank while the network sends.
-- for is_own, rows, _, k, v in visible_blocks(kv, axis):
-+ traveller, half = kv, kv.shape[3] // 2
-+ for hop in range(axis.size):
-+     source = (axis.rank - hop) % axis.size
-+     traveller = Shift(traveller, axis).wait() if hop else kv
-+     rows = slice(half if source > axis.rank else 0, None)
-+     columns = slice(half if source < axis.rank else None)
-+     is_own, (k, v) = hop == 0, traveller[:, :, :, columns]
 own_block_only: A rank attends to its own keys alone, and nothing travels.
     _, k, v in visible_blocks(kv, axis) => k, v in [(True, slice(None), k, v)]
-wrong_rows: What the late queries see is merged into the rows of all queries, or fails: merge a
-    block into the rows that have seen it.
-    [:, :, rows], lse[:, :, rows], => , lse,
 lse_overflows: lse is updated as log(exp(a) + exp(b)), which overflows for large scores: take
     logaddexp, or what merge_blocks returns.
 - out[:, :, rows], lse[:, :, rows] = merged
@@ -209,8 +196,6 @@ lse_rounded: lse is saved in the dtype of q: backward takes the exponential of t
     out := out.to(q.dtype), lse => out := out.to(q.dtype), lse.to(q.dtype)
 all_arrive_first: All blocks have arrived before the first is computed: nothing travels meanwhile.
     in visible_blocks(kv, axis): => in list(visible_blocks(kv, axis)):
-result_not_in_dtype_of_q: The result stays float32, where the next linear expects the dtype of q.
-    out := out.to(q.dtype) => out
 also_right:
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
 + half = kv.shape[3] // 2

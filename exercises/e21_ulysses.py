@@ -104,20 +104,11 @@ VERSIONS = """
 repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
     bytes than needed. lcm(K, n) heads are enough.
     self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
-not_repeated: Keys and values travel without being repeated: n must divide the number of heads.
-    repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1]) => repeats = 1
 repeated_as_a_whole: Key heads are 0 1 0 1, and query heads use 0 0 1 1: repeat each.
     x.repeat_interleave(repeats, dim=1) => x.repeat(1, repeats, 1, 1)
 keys_not_exchanged: Queries are exchanged, but keys and values are not: a rank has the whole
     sequence of queries, and the keys of its own part.
     _all_to_all(x, self.axis, 1, 2) for x => _all_to_all(x, self.axis, 1, 2) if x is q else x for x
-not_turned_back: The result has some heads of all positions: the layer needs all heads of some.
-    _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1) => self.inner(q, k, v, *extra)
-turned_the_same_way: The result is exchanged as on the way in, which does not undo it.
-    axis, 2, 1 => axis, 1, 2
-keys_not_differentiable: The all_to_all of collectives.py has no backward: the projections before it
-    learn nothing. _all_to_all has one.
-    _all_to_all(x, self.axis, 1, 2) => all_to_all(x, self.axis, 1, 2)
 concatenated: q, k and v are exchanged as one tensor that has their heads one after the other: a
     rank gets a part of them all, not the same part of each.
 - q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
