@@ -23,8 +23,8 @@ from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = [(1, 3), (2, 1), (2, 3), (3, 2), (4, 2)]
-    return [Case(1, dp=dp, micro_batches=m, rows=dice.randint(2, 4)) for dp, m in sizes]
+    sizes, rows = [(1, 3), (2, 1), (2, 3), (3, 2), (4, 2)], dice.randint(3, 5)
+    return [Case(1, dp=dp, micro_batches=m, rows=rows) for dp, m in sizes]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -32,25 +32,26 @@ def on_rank(rank, case: Case) -> dict:
     sizes |= {"micro_batch_size": case.rows, "num_micro_batches": case.micro_batches}
     sizes["seen_before"] = 40  # tokens: places do not depend on them
 
-    def places(dp_rank: int) -> list[list[int]]:
+    def places(dp_rank: int) -> torch.Tensor:
         batches = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=dp_rank, **sizes)
-        return [batches._places(i).tolist() for i in range(case.micro_batches)]
+        found = [batches._places(i).tolist() for i in range(case.micro_batches)]
+        return torch.tensor([place for places in found for place in places])
 
-    return {f"places of dp rank {r} by micro-batch": places(r) for r in range(case.dp)}
+    return {"places, by dp rank": [places(r) for r in range(case.dp)]}
 
 
 def expected(case: Case) -> list[dict]:
     dealt = torch.arange(case.micro_batches * case.dp * case.rows)  # as cards, `rows` at a time
     parts = dealt.view(case.micro_batches, case.dp, case.rows).unbind(1)
-    return [{f"places of dp rank {r} by micro-batch": p.tolist() for r, p in enumerate(parts)}]
+    return [{"places, by dp rank": [part.flatten() for part in parts]}]
 
 
 def picture(runs):
     yield "the global batch, a letter a sequence: A is trained on by dp rank 0, B by 1, ..."
     for case, records in runs:
         strip = ["?"] * (case.dp * case.micro_batches * case.rows)
-        for letter, of_rank in zip("ABCD", records[0].values.values(), strict=False):
-            for place in (place for places in of_rank for place in places):
+        for letter, of_rank in zip("ABCD", records[0].values["places, by dp rank"], strict=False):
+            for place in of_rank.tolist():
                 strip[place] = letter
         each = case.dp * case.rows
         parts = ["".join(strip[i : i + each]) for i in range(0, len(strip), each)]

@@ -18,6 +18,7 @@ Read: data_parallel.py.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -47,13 +48,16 @@ def on_rank(rank, case: Case) -> dict:
     rank.course.collectives.all_reduce(bucket.gradients, rank.axis("dp"))
     gradients = {f"{name}.grad": p.grad for name, p in parameters.items()}
     found = {"self.names": list(bucket.names), "self.gradients": bucket.gradients}
+    places = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in gradients.values())
+    found["gradients overlap"] = any(end > begin for (_, end), (begin, _) in pairwise(places))
     found["device of the gradients of parameters on `meta`"] = str(device)
     return {**gradients, **found, "bytes": storage_bytes([bucket.gradients, *gradients.values()])}
 
 
 def expected(case: Case) -> list[dict]:
     parts = [[gradient(case, r, i) for r in range(case.ranks)] for i in range(len(case.shapes))]
-    right = {f"p{i}.grad": SumOf(part) for i, part in enumerate(parts)}
+    right = {"gradients overlap": False}
+    right |= {f"p{i}.grad": SumOf(part) for i, part in enumerate(parts)}
     right["self.names"] = [f"p{i}" for i in range(len(case.shapes))]
     right["self.gradients"] = torch.cat([torch.stack(part).sum(0).flatten() for part in parts])
     right["device of the gradients of parameters on `meta`"] = "meta"

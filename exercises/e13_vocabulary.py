@@ -34,6 +34,8 @@ from torch.distributed import ReduceOp
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
+INEXACT = "what is inexact in bfloat16"
+
 
 def cases(dice: Dice) -> list[Case]:
     rest = dice.randint(1, 3)  # of the last slice, the others have more
@@ -49,13 +51,15 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     # All logits are around this number.
     x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores_around
     x[:, 1] *= case.scores_around  # of a token some are far from others
+    x[3, :2] = torch.tensor([-1, 0])  # all of this token are far below those of others
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
     each = -(-case.vocab // case.ranks)
     targets[0], targets[2] = each % case.vocab, each - 1  # on both sides of a cut
     targets[1::3] = -100  # these do not count
+    x[2, 1], weight[targets[2], 1] = case.scores_around, -1  # its target is far below
     if hasattr(case, "dtype"):  # so few digits that products are exact in bfloat16
         x, weight = ((2 * numbers).round() / 2 for numbers in (x, weight))
-        x[0, 1:], weight[targets[0], 0] = 0, 7  # of which the model is nearly sure
+        x[0, 1:], weight[targets[0], 0] = 0, 11  # of which the model is nearly sure
     dtype = getattr(torch, getattr(case, "dtype", "float64"))
     return x.to(dtype), weight.to(dtype), targets
 
@@ -77,7 +81,7 @@ def on_rank(rank, case: Case) -> dict:
     found = zip(right.items(), (losses, gradient), (1e-5, 2**-8), strict=True)
     off = [name for (name, wanted), mine, most in found if not _is_exact(mine, wanted, most)]
     dtypes = f"{losses.dtype}, {gradient.dtype}"
-    return {"dtype of losses and gradient": dtypes, "what is inexact": ", ".join(off) or "nothing"}
+    return {"dtype of losses and gradient": dtypes, INEXACT: ", ".join(off) or "nothing"}
 
 
 def _is_exact(found: Tensor, right: Tensor, most: float) -> bool:
@@ -87,7 +91,7 @@ def _is_exact(found: Tensor, right: Tensor, most: float) -> bool:
 def expected(case: Case) -> list[dict]:
     if hasattr(case, "dtype"):
         right = {"dtype of losses and gradient": "torch.float32, torch.bfloat16"}
-        return [right | {"what is inexact": "nothing"}] * case.ranks
+        return [right | {INEXACT: "nothing"}] * case.ranks
     return exact(case)
 
 

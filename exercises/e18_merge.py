@@ -27,7 +27,8 @@ B, Q, S, D = 1, 2, 3, 4
 def cases(dice: Dice) -> list[Case]:
     lengths = [[dice.randint(1, 6) for _ in range(n)] for n in (1, 2, 3, 5)]
     some = [Case(1, keys=keys, scores_around=0) for keys in lengths]
-    return [*some, Case(1, keys=lengths[2], scores_around=1000)]
+    apart = Case(1, keys=lengths[1], scores_around=0, last_above=1000)
+    return [*some, apart, Case(1, keys=lengths[2], scores_around=1000)]
 
 
 def scores_and_values(case: Case):
@@ -35,29 +36,34 @@ def scores_and_values(case: Case):
     if case.scores_around:
         signs = torch.tensor([1.0, -1.0, 0.0]).double()  # each query has scores of its own size
         scores = 10 * scores + case.scores_around * signs[:, None]
+    scores[..., -case.keys[-1] :] += getattr(case, "last_above", 0)  # the last block's
     return scores, draw(case, "values", shape=(B, Q, sum(case.keys), D))
 
 
 def on_rank(rank, case: Case) -> dict:
     scores, values = scores_and_values(case)
     parts = zip(scores.split(case.keys, -1), values.split(case.keys, -2), strict=True)
-    blocks = [(s.softmax(-1) @ v, s.logsumexp(-1)) for s, v in parts]
-    out, lse = blocks[0]
-    for block in blocks[1:]:
-        out, lse = rank.course.attention.merge_blocks(out, lse, *block)
-    shares = [(one - lse)[0, 0, 0].exp().item() for _, one in blocks]
-    return {"out": out, "lse": lse, "shares": shares}
+    merged, *blocks = [(s.softmax(-1) @ v, s.logsumexp(-1)) for s, v in parts]
+    for block in blocks:
+        merged = rank.course.attention.merge_blocks(*merged, *block)
+    return named(case, *merged)
+
+
+def named(case: Case, out, lse) -> dict:
+    return {f"out of {len(case.keys)} blocks": out, f"lse of {len(case.keys)} blocks": lse}
 
 
 def expected(case: Case) -> list[dict]:
     scores, values = scores_and_values(case)  # all keys at once
-    return [{"out": scores.softmax(-1) @ values, "lse": scores.logsumexp(-1)}]
+    return [named(case, scores.softmax(-1) @ values, scores.logsumexp(-1))]
 
 
 def picture(runs):
     case, records = runs[3]
-    shares = enumerate(zip(case.keys, records[0].values["shares"], strict=True))
-    rows = {f"block {i}, {n} keys": 100 * share for i, (n, share) in shares}
+    lse = records[0].values["lse of 5 blocks"]
+    parts = (part.logsumexp(-1) for part in scores_and_values(case)[0].split(case.keys, -1))
+    shares = enumerate((part - lse)[0, 0, 0].exp().item() for part in parts)
+    rows = {f"block {i}, {case.keys[i]} keys": 100 * share for i, share in shares}
     about = "how much of the first query's result comes from each block, in %"
     return [about, bars(rows, "{:5.1f}")]
 
