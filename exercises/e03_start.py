@@ -103,9 +103,7 @@ seed_plus_rank: The seed depends on the tp rank: parts are not of one matrix, an
     shapes[name], seed => shapes[name], seed + axes.tp.rank
 seed_plus_index: The seed depends on the place among this rank's parameters: a pipeline stage counts
     others before a parameter, and starts with other weights. The name is enough.
-- for name, parameter in parameters.items():
-+ for i, (name, parameter) in enumerate(parameters.items()):
-    shapes[name], seed, std) => shapes[name], seed + i, std)
+    shapes[name], seed, std) => shapes[name], seed + list(parameters).index(name), std)
 new_memory: Parameters get new tensors, and are not filled in place: whatever holds the old ones,
     such as a buffer or an optimizer, keeps what was there.
     parameter.data.copy_(whole[mine]) => parameter.data = whole[mine].clone()
@@ -124,10 +122,7 @@ own_part_own_seed: Each rank draws its own part, with a seed of its tp rank: the
     shapes[name], seed => tuple(parameter.shape), seed + axes.tp.rank
     whole[mine] => whole
 layers_of_stage: The std depends on how many layers this stage has, not on those of the model.
-- for name, parameter in parameters.items():
-+ here = {name.split(".")[2] for name in parameters if "layers" in name}
-+ for name, parameter in parameters.items():
-    model_config.num_hidden_layers => max(1, len(here))
+    model_config.num_hidden_layers => sum("input_layernorm" in name for name in parameters)
 cuts_for_owned: Each rank fills what it computes with: where the optimizer is sharded, it must fill
     what it owns, which is less.
     .owned => .cuts

@@ -38,6 +38,9 @@ def names_of(bucket: int) -> list[str]:
     return [f"b{bucket}.{i}" for i in range(OF_BUCKET)]
 
 
+NAMES = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]  # in forward order
+
+
 def arrivals(rank: int) -> list[str]:
     """The order in which gradients arrive: the first three buckets take turns by rank.
 
@@ -54,8 +57,7 @@ def gradient(case: Case, rank: int, micro_batch: int, name: str):
 
 
 def on_rank(rank, case: Case) -> dict:
-    names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]  # in forward order
-    parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in names}
+    parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in NAMES}
     kind = rank.course.data_parallel.GradientBuckets
     buckets = kind(parameters, rank.axis("dp"), bucket_bytes=8 * OF_BUCKET * max(case.sizes))
     assert [len(bucket.names) for bucket in buckets.buckets] == [OF_BUCKET] * BUCKETS
@@ -73,8 +75,7 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     parts = [(rank, i) for rank in range(case.ranks) for i in range(MICRO_BATCHES)]
-    names = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]
-    right = {f"{n}.grad": SumOf(gradient(case, *part, n) for part in parts) for n in names}
+    right = {f"{n}.grad": SumOf(gradient(case, *part, n) for part in parts) for n in NAMES}
     return [right] * case.ranks
 
 

@@ -42,17 +42,15 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case, case.kind == "SequenceBoundary")
+    return run_whole(case, case.kind)
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:  # of the input; of 2 sublayers, there and back
-    calls = {"all_reduce": 5} if case.kind == "Boundary" else {"all_gather": 5, "reduce_scatter": 5}
-    return traffic_of(case, **calls)
+def traffic(case: Case) -> list[dict[str, Sent]]:
+    return traffic_of(case, case.kind)
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    message = "all_reduce" if case.kind == "Boundary" else "reduce_scatter"
-    return overlap_problem(rank, record, message)
+    return overlap_problem(rank, record, case.kind)
 
 
 def picture(runs):

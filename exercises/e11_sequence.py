@@ -23,6 +23,8 @@ from exercises.memory import SavedTensors
 from exercises.pictures import bars
 from exercises.sublayers import data, norm, overlap_problem, run_cut, run_whole, traffic_of
 
+KIND = "SequenceBoundary"
+
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"batch": dice.randint(2, 3), "hidden": dice.randint(3, 6), "inner": 12}
@@ -30,15 +32,15 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    return run_cut(rank, case, "SequenceBoundary")
+    return run_cut(rank, case, KIND)
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case, cuts_sequence=True)
+    return run_whole(case, KIND)
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    return traffic_of(case, all_gather=5, reduce_scatter=5)  # instead of 5 all-reduces
+    return traffic_of(case, KIND)
 
 
 def bytes_of_norms(case: Case) -> int:
@@ -57,7 +59,7 @@ def memory(case: Case, rank: int, record) -> str | None:
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    return overlap_problem(rank, record, "reduce_scatter")
+    return overlap_problem(rank, record, KIND)
 
 
 def picture(runs):

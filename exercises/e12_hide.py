@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from exercises.exercise import Case, Dice, Sent
 from exercises.pictures import timeline
-from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
+from exercises.sublayers import MESSAGE, overlap_problem, run_cut, run_whole, traffic_of
 
 DW = "weight gradients"
 
@@ -39,30 +39,25 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case, case.kind == "SequenceBoundary")
+    return run_whole(case, case.kind)
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    calls = {"all_reduce": 5} if case.kind == "Boundary" else {"all_gather": 5, "reduce_scatter": 5}
-    return traffic_of(case, **calls)
+    return traffic_of(case, case.kind)
 
 
 def order(case: Case, rank: int, record) -> str | None:
     if not case.plan_has_w:
-        return overlap_problem(rank, record, message(case))
+        return overlap_problem(rank, record, case.kind)
     if record.place("mark", DW) < record.place("mark", "W"):
         return f"rank {rank} computes weight gradients in B: the plan has W for them"
-
-
-def message(case: Case) -> str:
-    return "all_reduce" if case.kind == "Boundary" else "reduce_scatter"
 
 
 def picture(runs):
     about = "backward: a message (begins, ends) and weight gradients dW; with W in the plan"
     yield f"{about}, after B"
     for case, records in runs:
-        names = {message(case): "sum", DW: "dW", "all_gather": "gather"}
+        names = {MESSAGE[case.kind]: "sum", DW: "dW", "all_gather": "gather"}
         for record in records:  # what follows the forward, with one dW for several in a row
             pairs = pairwise(record.events[record.place("mark", "backward") :])
             record.events[:] = [e for before, e in pairs if (before.what, e.what) != (DW, DW)]

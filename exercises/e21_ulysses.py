@@ -87,17 +87,15 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 
 def picture(runs):
     case, records = runs[1]
-    S, n = case.length, case.ranks
+    S, n, width = case.length, case.ranks, max(8, 2 * case.length)
     before = {(h, s): "ABCD"[s * n // S] for h in range(case.query_heads) for s in range(S)}
     after = {}
     for rank, record in enumerate(records):
         after |= dict.fromkeys(record.values["places"], "ABCD"[rank])
-    yield from [
-        f"{'before':{max(8, 2 * S)}}      in attention    (a row a head, a column a position)"
-    ]
+    yield f"{'before':{width}}      in attention    (a row a head, a column a position)"
     for h in range(case.query_heads):
         rows = [" ".join(owner[h, s] for s in range(S)) for owner in (before, after)]
-        yield f"{rows[0]:{max(8, 2 * S)}}      {rows[1]}"
+        yield f"{rows[0]:{width}}      {rows[1]}"
 
 
 VERSIONS = """

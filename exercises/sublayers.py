@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from picotron_min.extensions.overlap.linear import Linear
 
 NAMES = "gate", "up", "down"
+MESSAGE = {"Boundary": "all_reduce", "SequenceBoundary": "reduce_scatter"}  # of a sum, by kind
 
 
 class Sublayer(nn.Module):
@@ -107,7 +108,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     return results | {"kept by norms": kept}
 
 
-def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
+def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
     """What every rank must have: by autograd, in one process."""
     x, upstream, weights = data(case)
     leaf = x.sum(0).requires_grad_()
@@ -117,7 +118,7 @@ def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
         x = norm(out)
         out = out + F.linear(mixed(F.linear(x, w["gate"]), F.linear(x, w["up"])), w["down"])
     out.backward(upstream)
-    results = []
+    results, cuts_sequence = [], kind == "SequenceBoundary"
     for rank in range(case.ranks):
         y = out.detach().chunk(case.ranks, 1)[rank] if cuts_sequence else out.detach()
         results.append({"output": y, "gradient of the input": leaf.grad})
@@ -129,19 +130,19 @@ def run_whole(case: Case, cuts_sequence: bool = False) -> list[dict[str, Any]]:
     return results
 
 
-def traffic_of(case: Case, **calls: int) -> list[dict[str, Sent]]:
-    """So many calls of each collective, each of [B, S, E] in float64."""
-    n, b = case.ranks, 8 * case.batch * case.length * case.hidden
-    share = dict.fromkeys(("all_gather", "reduce_scatter"), (n - 1) / n * b)
-    share["all_reduce"] = 2 * (n - 1) / n * b
-    sent = {what: Sent(k, k * share[what]) for what, k in calls.items()}
-    if "reduce_scatter" in calls:
-        sent["all_reduce"] = Sent(1, 2 * (n - 1) / n * 8)  # of the largest value
-    return [sent] * n
+def traffic_of(case: Case, kind: str) -> list[dict[str, Sent]]:
+    """Sums of [B, S, E] in float64: of the input, and of 2 sublayers, there and back."""
+    n, each = case.ranks, (case.ranks - 1) / case.ranks * 8
+    size = 5 * each * case.batch * case.length * case.hidden
+    if kind == "Boundary":
+        return [{"all_reduce": Sent(5, 2 * size)}] * n
+    sent = {"all_gather": Sent(5, size), "reduce_scatter": Sent(5, size)}
+    return [sent | {"all_reduce": Sent(1, 2 * each)}] * n  # of the largest value
 
 
-def overlap_problem(rank: int, record: Record, operation: str) -> str | None:
+def overlap_problem(rank: int, record: Record, kind: str) -> str | None:
     """What is wrong with the order in backward: start of a message, weight gradients, its end."""
+    operation = MESSAGE[kind]
     events = record.events[record.place("mark", "backward") :]
     words = [e.kind for e in events if e.what in (operation, "weight gradients")]
     if "wait" not in words:
