@@ -159,18 +159,11 @@ def picture(runs):
 
 
 VERSIONS = """
-sent_each_time: The buffer is summed after every backward, also where it keeps whole gradients: what
-    has been summed is summed again.
-    if self.reduces_each or self.num_complete == self.num_backwards: => if True:
 added_to_new_memory: Where each backward has a new buffer, gradients are added to memory that
     nothing has set: the first ones must replace it.
     self.reduces_each or not => not
 always_added: The first gradients, too, are added to what a new buffer or the last step has there.
     copy_(part) if is_first else inside. =>
-own_one_ended: The buffer's own reduction is ended in the call that begins it: backward stands still
-    while the buffer travels. End those of others, before.
-    self._finish_reductions() => pass
-    self.buffer = None => self.buffer = None; self._finish_reductions()
 others_ended: Reductions are ended also where that frees no buffer: they may travel until the end.
 - if self.reduces_each:
 -     self._finish_reductions()
@@ -206,8 +199,6 @@ buffer_kept: The buffer travels, and the next backward writes into it: it needs 
 earlier_ones_not_ended: Reductions that travel are not ended before the next one: all buffers of a
     step are alive at the same time.
     self._finish_reductions() => pass
-awaited_at_once: It waits for the reduction at once: backward stands still while the buffer travels.
-    self.travelling.append( => reduction.wait(); self.travelling.append(
 not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
     self.travelling.append((self, self.buffer, reduction)) => pass
 new_each_time: Where each backward has a new buffer, each gradient gets one: what other matrices of

@@ -103,8 +103,6 @@ larger_product: Of a tall matrix the larger of both products is taken: right, bu
     update.shape[0] > update.shape[1] => False
 wide_turned: Wide matrices are transposed, and tall ones are not: right, but with more FLOPs.
     > update => < update
-not_turned_back: A tall matrix is not transposed back: the result does not have the update's shape.
-    return x.T if is_tall else x => return x
 six_times: There are six iterations, not five.
     range(5) => range(6)
 four_times: There are four iterations, not five: small singular values are still small.

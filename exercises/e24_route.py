@@ -159,16 +159,10 @@ always_normalised: The weights are divided by their sum, also where norm_topk_pr
 scaled_before: The weights are scaled before they are divided by their sum, which undoes it.
     gather(-1, experts), => gather(-1, experts) * config.routed_scaling_factor,
     weights * config.routed_scaling_factor, experts => weights, experts
-not_scaled: The weights are not multiplied by routed_scaling_factor.
-    weights * config.routed_scaling_factor, experts => weights, experts
-weights_not_learned: No gradient flows through the weights: the router would never learn.
-    scores.gather => scores.detach().gather
 sum_not_learned: No gradient flows through the sum that divides the weights.
     (weights.sum(-1, keepdim=True) => (weights.sum(-1, keepdim=True).detach()
 shares_not_normalised: The shares of sigmoid scores do not add up to 1: divide them by their sum.
     shares = scores / (scores.sum(-1, keepdim=True) + TINY) => pass
-one_expert_fewer: One expert is missing: k are chosen for each token.
-    config.num_experts_per_tok => config.num_experts_per_tok - 1
 shares_without_tiny: TINY is added to the sum of the weights, not to that of the shares.
     scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
 weights_without_tiny: TINY is added to the sum of the scores, not to that of the weights.

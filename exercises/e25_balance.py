@@ -130,16 +130,12 @@ part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a seque
     self.sum_over_sequences(counts) => counts
 step_forgotten: The global loss counts this micro-batch alone, not what the step has seen before.
     of_step += => of_step =
-of_another_layer: The step's counts are those of layer 0, not of self.layer: all layers add to them.
-    tally.counts_of_step[self.layer] => tally.counts_of_step[0]
 own_batch_only: The global loss counts this rank's sequences alone, not those of other ranks.
     of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
 sequence_for_batch: The loss over the batch takes each sequence by itself.
     , counts.sum(0) => , counts
 batch_for_sequence: The loss over sequences takes all sequences together.
     (routing.moe_seq_aux_loss_coeff, counts) => (routing.moe_seq_aux_loss_coeff, counts.sum(0))
-without_X: The factor X is missing: the loss depends on how many experts there are.
-    X * scope => scope
 counts_for_parts: Counts are not divided by their sum: the loss grows with the number of tokens.
     (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
 one_expert_counted: Only the best expert of a token is counted: it uses k.

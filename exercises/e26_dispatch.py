@@ -159,8 +159,6 @@ def picture(runs):
 
 
 VERSIONS = """
-counts_not_exchanged: What leaves is taken for what arrives: other ranks send other numbers of rows.
-    all_to_all(counts, self.axis, 0, 0).view_as(counts) => counts
 sizes_of_what_leaves: The rows of each expert are counted from what leaves, not from what arrives.
     *arriving => *leaving
 not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from, and run needs the
@@ -174,14 +172,9 @@ sorted_twice: On the way back the order of experts is applied once more: undo it
     by_expert.collect => by_expert.spread
 weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.
     by_expert.sort(weights) => weights
-back_as_there: On the way back the numbers of rows are those of the way there: swap them.
-    from_each, to_each => to_each, from_each
 awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it hides nothing.
     shared = meanwhile() => pass
     there_too.wait(weights) => there_too.wait(weights); shared = meanwhile()
-meanwhile_first: meanwhile() is called before the rows are sent: it hides nothing.
-    shared = meanwhile() => pass
-    lengths = to_each => shared = meanwhile(); lengths = to_each
 copies_one_after_the_other: Rows are repeated as a whole, a b a b: copies lie side by side, a a b b.
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
 padded_for_ep: With padding the rows are those of ep ranks: with etp more ranks get as many.
@@ -189,9 +182,6 @@ padded_for_ep: With padding the rows are those of ep ranks: with etp more ranks 
 padded_counts_exchanged: Counts are exchanged, and rows not padded, also where every expert gets as
     many rows: the host waits for numbers that it could know.
     self.limit.rows_each(len(x)) => None
-rows_not_checked: Arriving rows are not given to self.limit.check_rows: where there are far too
-    many, the GPU runs out of memory, and no message says why.
-    self.limit.check_rows(sizes, len(x) * self.axis.size) => pass
 weighted_twice: Results are weighted on return: run has weighted them already.
     rows_each) => rows_each); own = pairs.sort(weights)[:, None]
     add_chunks(out, lengths, self.etp) => own * add_chunks(out, lengths, self.etp)

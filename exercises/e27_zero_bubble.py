@@ -85,8 +85,6 @@ no_warmup: There is no warm-up: a rank waits for its first gradient before its s
     "F" * (ranks - rank - 1) => ""
 warmup_too_long: The warm-up is one forward too long: one more micro-batch is alive on each rank.
     rank - 1 => rank
-w_before_b: W comes before its own B: B makes what W needs.
-    rank + "FBW => rank + "FWB
 also_right:
 def zb_h1(rank, ranks, num_micro_batches, chunks=1):
     m, plan, warmup = num_micro_batches, [], ranks - rank - 1

@@ -131,11 +131,6 @@ keys_not_rotated: Keys are not rotated: scores depend on the query's position, n
     k = rotate(k.view(B, S, -1, self.head_dim), cos, sin) => k = k.view(B, S, -1, self.head_dim)
 cos_and_sin_swapped: cos and sin are swapped: `rotary` begins with cos.
     cos, sin, *extra => sin, cos, *extra
-rotated_after_transpose: Queries and keys are rotated after the transpose: heads as positions.
-- q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)
-- k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)
-+ q = rotate(q.view(B, S, -1, self.head_dim).transpose(1, 2), cos, sin).transpose(1, 2)
-+ k = rotate(k.view(B, S, -1, self.head_dim).transpose(1, 2), cos, sin).transpose(1, 2)
 viewed_without_transpose: Heads and positions are mixed: view(B, heads, S, D) takes numbers in their
     order in memory, where the positions come first.
 - out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extra)
@@ -163,8 +158,6 @@ numbers_before_heads: The view is [B, S, D, heads]: a head gets numbers of all h
 - v = v.view(B, S, -1, self.head_dim)
 + q, k, v = (x.view(B, S, self.head_dim, -1).mT for x in (q, k, v))
 + q, k = (rotate(x, cos, sin) for x in (q, k))
-extra_dropped: What comes after cos and sin is not passed on: the core needs it, too.
-    v.transpose(1, 2), *extra) => v.transpose(1, 2))
 projections_called: q_proj, k_proj and v_proj are called, not self.project, which tensor parallelism
     and other extensions replace.
     self.project(x) => self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -163,8 +163,6 @@ step_on_cpu: The step is always on the CPU: fused AdamW needs it on the paramete
 step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
     there would wait for a GPU in each step.
     device = parameter.device if group["fused"] else "cpu" => device = parameter.device
-state_without_step: The new state has no "step": AdamW takes its state for complete, and fails.
-    state["step"] = torch.zeros((), device=device) => pass
 also_right:
     torch.zeros_like(parameter) => parameter.detach() * 0
 - kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}

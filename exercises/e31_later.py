@@ -109,15 +109,6 @@ never_waits: Weight gradients are computed at once, also where they should wait:
     if not self.waits: => if True:
 always_waits: They wait also where neither hold nor split is set: nothing runs the queue there.
     if not self.waits: => if False:
-split_does_not_wait: Only hold makes them wait: with split alone they are computed in B, not in W.
-    self.hold or self.split => self.hold
-hold_does_not_wait: Only split makes them wait: with hold alone they are computed before the message
-    of their backward begins.
-    self.hold or self.split => self.split
-one_is_not_enough: They wait only where hold and split are both set: one of them is enough.
-    self.hold or self.split => self.hold and self.split
-run_in_split: run_during_message runs the queue also with split: nothing is left for W.
-    if not self.split: => if True:
 never_run: During a message the queue does not run: with hold, no weight gradient is computed.
     if not self.split: => if False:
 detached_and_kept: detach leaves in the queue what it returns: the next micro-batch detaches it

@@ -117,34 +117,14 @@ VERSIONS = """
 own_first: This rank's own rows are multiplied first: then nothing hides the last message.
     shifts = [] => shifts, own = [], part(axis.rank)
     own = part(axis.rank) =>
-sent_at_the_end: All rows are multiplied before the first is sent: nothing hides any message.
-    Shift(part => (part
-    meanwhile() => shifts = [Shift(*one) for one in shifts]; meanwhile()
-awaited_at_once: Each message is awaited before the next rows are multiplied: nothing hides it.
-    axis, distance)) => axis, distance)); shifts[-1].wait()
-meanwhile_last: meanwhile() is called when all has arrived: it could hide the last message.
-    meanwhile() => pass
-    for shift in shifts), own] => for shift in shifts), own]; meanwhile()
-meanwhile_first: meanwhile() is called before any message has begun: it hides none.
-    meanwhile() => pass
-    shifts = [] => shifts = []; meanwhile()
-never_meanwhile: meanwhile() is never called: weight gradients are not computed there.
-    meanwhile() => pass
 rows_of_another: The rows are not those of the rank that gets them, but of one on the other side.
     (axis.rank + distance) % n => (axis.rank - distance) % n
 one_hop: Every message goes to the next rank: rows must go straight to the rank they are of.
     axis, distance => axis
 own_left_out: This rank's own contribution is left out of the sum.
     for shift in shifts), own] => for shift in shifts), own * 0]
-along_the_batch: The inputs are cut along the batch: rows are positions of the sequence, dim 1.
-    dim=1 => dim=0
 added_in_bfloat16: What has arrived is added in the dtype of the products: each addition is rounded.
     map(wide, in_order) => in_order
-wide_result: The result stays in float32: callers, and backward, expect the dtype of the products.
-    .to(own.dtype) =>
-all_rows_each_time: All rows are multiplied each time, and then cut: n times the work.
-- return add_products([x.chunk(n, dim=1)[rank] for x in xs], products)
-+ return add_products(xs, products).chunk(n, dim=1)[rank].contiguous()
 all_rows_at_once: All rows are multiplied at once, and then cut: no product hides a message.
     shifts = [] => shifts, whole = [], add_products(xs, products).chunk(n, dim=1)
     add_products([x.chunk(n, dim=1)[rank] for x in xs], products) => whole[rank].contiguous()
@@ -153,8 +133,6 @@ added_as_arrived: Contributions are added from the own one on, in the order of d
     (axis.rank - rank - 1) % n => rank - 1
 one_place_off: The order is one place off: the last rank's contribution comes first, not rank 0's.
     (axis.rank - rank - 1) % n => (axis.rank - rank) % n
-dtype_of_xs: The result has the dtype of xs: callers, and backward, expect that of the products.
-    .to(own.dtype) => .to(xs[0].dtype)
 sums_in_a_ring: Sums go from neighbour to neighbour, and each rank adds to them: the order of
     additions differs between ranks, and each message waits for the one before.
 - shifts.append(Shift(part((axis.rank + distance) % n), axis, distance))

@@ -116,8 +116,6 @@ token_of_pair: The number of a pair is taken modulo n for that of its token: a t
 - return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
 + is_pair = self.order < self.shape.numel()
 + return F.pad(x, (0, 0, 0, 1))[(self.order % len(x)).where(is_pair, len(x))]
-mean_of_pairs: A token gets the mean of its rows: they are weighted already, and must be added.
-    sum(1) => mean(1)
 one_pair_only: A token gets the row of its first expert only.
     sum(1) => select(1, 0)
 weights_not_sorted: The weights are in the order of tokens: rows get the weights of others.

@@ -121,8 +121,6 @@ pp_fastest: The first coordinate varies fastest: tp ranks, which communicate mos
 neighbours_always: Every axis gets ranks that are neighbours: those of an outer axis are as far
     apart as the inner sizes multiply to.
     rows_of(grid, varying) => torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()
-a_group_each: Every axis makes a group of its own, also where another axis has the same ranks.
-    if key not in groups: => if True:
 shared_with_activations: Sums of gradients share groups with messages of activations: with NCCL all
     that uses a group is done in turn, and a layer's message waits for a sum of gradients.
     key = "dp" in name or name == "world", str(members) => key = str(members)
@@ -134,11 +132,6 @@ all_stages: ends has all stages: those between have no embedding.
     ranks[1:-1] => []
 between_left_out: The ranks of the stages between are in no group of ends: all ranks must be in one.
     ends + between => ends
-own_groups_only: Each rank makes the groups that it is in, and no others: all ranks must make all
-    groups, or they wait for each other for ever.
-- groups[key], _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
-+ mine = next(row for row in members if dist.get_rank() in row)
-+ groups[key] = dist.new_group(mine, timeout=timeout)
 shared_by_own_row: Groups are shared where this rank's own row is the same: on other ranks it is
     not, and ranks make different numbers of groups.
     str(members) => str([row for row in members if dist.get_rank() in row])

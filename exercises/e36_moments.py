@@ -99,8 +99,6 @@ square_not_corrected: v is not divided by 1 - b2^t: the first updates are too la
 nothing_corrected: Moments are not divided by 1 - b^t: they begin at 0, and are too small at first.
     math.sqrt(1 - beta2**steps) => 1.0
     -lr / (1 - beta1**steps) => -lr
-steps_from_zero: The step is read before it is counted: the first correction divides by 1 - b^0 = 0.
-    counts[0].item() => counts[0].item() - 1
 first_counts_only: Only the first parameter of a group counts its step: after a resume in other
     groups, the others begin at 0.
     torch._foreach_add_(counts, 1) => counts[0] += 1

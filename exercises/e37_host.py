@@ -180,8 +180,6 @@ offset_forgotten: The tensor comes back from the beginning of its storage: a par
 stride_forgotten: The tensor comes back as if it were contiguous: a transposed one, or a part of
     wider rows, has other strides.
     tensor.stride => torch.empty(tensor.shape).stride
-one_dtype: The tensor comes back in float64: others are saved, too.
-    tensor.dtype => torch.float64
 also_right:
 def _pack(blocks, stays, tensor):
     where = tensor.untyped_storage().data_ptr()

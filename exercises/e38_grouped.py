@@ -104,8 +104,6 @@ missing_not_refused: That all are missing is not noticed: None has no offset.
     1 or None in buffers => 1
 one_alone: A single tensor is not refused: it has no distance to a next one.
     (tensors) < 2 or len(buffers) => (buffers)
-never_joined: There never is a joined view: every expert's gradient is added by itself.
-    if len(tensors) < 2 or len(buffers) > 1 or None in buffers: => if True:
 also_right:
 def joined_view(tensors):
     if len(tensors) < 2 or any(t is None for t in tensors):

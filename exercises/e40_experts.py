@@ -120,9 +120,6 @@ experts_over_tp: Experts are cut over tp: they lie on a grid of their own, and a
 experts_summed_over_dp: The gradients of experts are summed over dp_cp, whose ranks have different
     experts: those with the same ones are along edp.
     sums=("edp",) => sums=("dp_cp",)
-gate_summed_always: The gate of shared experts is summed like a router: but it has other tokens on
-    each tensor-parallel rank only with sequence parallelism.
-    if layout.sequence_parallel else ("dp_cp",) =>
 no_owner: Each expert is divided among the ranks of ep: it lies on one of them, its owner.
     Cut("ep", 0, owner) => Cut("ep", 0)
 number_by_ep: An expert's number is divided by ep: divide by the number of experts of a rank.

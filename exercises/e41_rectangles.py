@@ -109,8 +109,6 @@ first_left_out: The borders begin with the end of the first document, which is l
     accumulate(lengths, initial=0) => accumulate(lengths)
 later_keys: Keys of later pieces are seen: the first token of a document sees its end.
     documents if k <= q else () => documents
-own_piece_only: Keys of earlier pieces are not seen, although a document reaches across the border.
-    documents if k <= q else () => documents if k == q else ()
 never_causal: The own piece is not causal: a query sees the tokens behind it in its document.
     q == k => False
 always_causal: All rectangles are causal. Between different pieces every query sees every key.
