@@ -45,13 +45,21 @@ def cases(dice: Dice) -> list[Case]:
     some += [(2, 1, "batch"), (2, 1, "batch global"), (2, 2, "seq batch global")]
     sizes = {"experts": dice.randint(4, 6), "sequences": 2}
     return [
-        Case(dp * cp, dp=dp, cp=cp, losses=losses, k=i % 3 + 1, length=dice.randint(3, 5), **sizes)
+        Case(
+            dp * cp,
+            dp=dp,
+            cp=cp,
+            losses=losses,
+            k=i % 3 + 1,
+            tokens=2 * dice.randint(3, 5),
+            **sizes,
+        )
         for i, (dp, cp, losses) in enumerate(some)
     ]
 
 
 def shares_of(case: Case, dp: int, cp: int, micro_batch: int):
-    shape = case.sequences, case.length, case.experts
+    shape = case.sequences, case.tokens // case.sequences, case.experts
     return draw(case, "shares", dp, cp, micro_batch, shape=shape).softmax(-1)
 
 

@@ -42,7 +42,7 @@ CHECKS = "what self.limit.check_rows gets"
 def cases(dice: Dice) -> list[Case]:
     tokens = {ranks: [dice.randint(3, 6) for _ in range(ranks)] for ranks in (2, 3, 4)}
     sizes = [(2, 2, 1, 4, 3, None), (3, 3, 1, 6, 2, None), (4, 2, 2, 6, 1, None)]
-    sizes += [(2, 2, 1, 4, 3, 6.0), (4, 2, 2, 6, 1, 6.0)]  # every expert takes all tokens
+    sizes += [(2, 2, 1, 4, 3, 6.0), (4, 2, 2, 6, 2, 6.0)]  # every expert takes all tokens
     return [
         Case(n, ep=ep, etp=etp, experts=X, k=k, tokens=[4] * n if c else tokens[n], capacity=c)
         for n, ep, etp, X, k, c in sizes

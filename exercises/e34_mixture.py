@@ -113,9 +113,7 @@ order_for_places: What tells which pair is in a row is used as what tells in whi
     (0, self.order, y) => (0, self.order.argsort(), y)
 token_of_pair: The number of a pair is taken modulo n for that of its token: a token's k pairs lie
     side by side, so it is the number // k.
-- return F.pad(x, (0, 0, 0, 1))[self.order // self.shape[1]]
-+ is_pair = self.order < self.shape.numel()
-+ return F.pad(x, (0, 0, 0, 1))[(self.order % len(x)).where(is_pair, len(x))]
+    1))[self.order // self.shape[1]] => 1))[self.order % len(x)]
 one_pair_only: A token gets the row of its first expert only.
     sum(1) => select(1, 0)
 weights_not_sorted: The weights are in the order of tokens: rows get the weights of others.

@@ -99,9 +99,6 @@ square_not_corrected: v is not divided by 1 - b2^t: the first updates are too la
 nothing_corrected: Moments are not divided by 1 - b^t: they begin at 0, and are too small at first.
     math.sqrt(1 - beta2**steps) => 1.0
     -lr / (1 - beta1**steps) => -lr
-first_counts_only: Only the first parameter of a group counts its step: after a resume in other
-    groups, the others begin at 0.
-    torch._foreach_add_(counts, 1) => counts[0] += 1
 step_not_stored: state["step"] does not grow: all corrections are those of the first step.
     torch._foreach_add_(counts, 1) => counts = torch._foreach_add(counts, 1)
 decay_in_gradient: The decay is added to the gradient, as in Adam with L2: AdamW takes it off the
