@@ -44,18 +44,10 @@ def cases(dice: Dice) -> list[Case]:
     some = [(1, 1, "seq"), (1, 1, "batch"), (1, 1, "global"), (1, 2, "seq batch")]
     some += [(2, 1, "batch"), (2, 1, "batch global"), (2, 2, "seq batch global")]
     sizes = {"experts": dice.randint(4, 6), "sequences": 2}
-    return [
-        Case(
-            dp * cp,
-            dp=dp,
-            cp=cp,
-            losses=losses,
-            k=i % 3 + 1,
-            tokens=2 * dice.randint(3, 5),
-            **sizes,
-        )
-        for i, (dp, cp, losses) in enumerate(some)
-    ]
+    found = [Case(dp * cp, dp=dp, cp=cp, losses=losses, **sizes) for dp, cp, losses in some]
+    for i, case in enumerate(found):
+        case.k, case.tokens = i % 3 + 1, 2 * dice.randint(3, 5)
+    return found
 
 
 def shares_of(case: Case, dp: int, cp: int, micro_batch: int):
@@ -159,16 +151,12 @@ coefficient_reported: The reported losses are multiplied by their coefficients: 
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
 all_ranks_in_both: The loss over the batch counts the sequences of all ranks, as the global one:
     it is of this rank's micro-batch.
-- if routing.moe_global_aux_loss_coeff:
--     of_step += self.sum_over_batch(counts.sum(0))
-+ batch = self.sum_over_batch(counts.sum(0))
-+ of_step += batch
+    if routing.moe_global_aux_loss_coeff: => if True:
+    self.sum_over_batch(counts.sum(0)) => (batch := self.sum_over_batch(counts.sum(0)))
     moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, batch)
 summed_again: The step's counts are summed over the ranks with each micro-batch: what has been
     summed is summed again.
-- of_step += self.sum_over_batch(counts.sum(0))
-+ of_step += counts.sum(0)
-+ self.sum_over_batch(of_step)
+    self.sum_over_batch(counts.sum(0)) => counts.sum(0); self.sum_over_batch(of_step)
 losses_that_are_off: Losses with a coefficient of 0 are computed and reported, too.
     if routing.moe_global_aux_loss_coeff: => if True:
     if coefficient: => if True:

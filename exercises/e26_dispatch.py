@@ -70,12 +70,12 @@ def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
     routing = course.settings.Routing(**(pads if case.capacity else {}))
-    limit, checks, ran = course.moe.Limit(case.experts, case.k, routing), [], []
+    limit, checks, calls = course.moe.Limit(case.experts, case.k, routing), [], []
     each, width = case.experts // case.ep, INNER // case.etp
     part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
 
     def run(rows, sizes, weights):
-        ran.append(sum(sizes))
+        calls.append(sizes)
         parts = zip(rows.split(sizes), weights.split(sizes), strict=True)
         first = axes.ep.rank * each  # of this rank's experts
         outs = [w[:, None] * expert(case, first + i, r, part) for i, (r, w) in enumerate(parts)]
@@ -92,7 +92,7 @@ def on_rank(rank, case: Case) -> dict:
     if out.requires_grad and out.shape == d_out.shape:
         out.backward(d_out)
     dx, dw = (torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weights))
-    results = {"out": out.detach(), "shared": shared, "calls of run": len(ran), "rows": ran[0]}
+    results = {"out": out.detach(), "shared": shared, "calls of run": len(calls)}
     return results | {"gradient of x": dx, "gradient of weights": dw, CHECKS: checks}
 
 
@@ -154,7 +154,7 @@ def picture(runs):
     for rank, row in enumerate(chosen):
         squares = ("■" * sum(n // each == other for n in row) for other in ranks)
         yield f"rank {rank}  " + "".join(f"{text:11}" for text in squares).rstrip()
-    rows = ", ".join(f"{record.values['rows']} rows" for record in records)
+    rows = ", ".join(f"{sum(record.values[CHECKS][0][0])} rows" for record in records)
     yield f"\nrows that experts get: {rows}"
 
 
@@ -166,8 +166,7 @@ not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from
 - out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
 + out = run(x, sizes, weights)
 order_not_undone: Results are sent back in the order of experts, not in that of arrival.
-- out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
-+ out = run(by_expert.spread(x), sizes, by_expert.sort(weights))
+    by_expert.collect =>
 sorted_twice: On the way back the order of experts is applied once more: undo it, by its inverse.
     by_expert.collect => by_expert.spread
 weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.

@@ -118,9 +118,7 @@ all_are_owners: Every rank has all of a matrix with an owner: the others must ha
 first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by columns.
     for cut in cuts: => for cut in (cut._replace(dim=0) for cut in cuts):
 begins_at_0: A second cut of a dim forgets where the first one begins: its slice counts from 0.
-- each = -(-(stop - start) // size[cut.axis])
-+ start, stop = 0, stop - start
-+ each = -(-stop // size[cut.axis])
+    each = -( => start, stop = 0, stop - start; each = -(
 into_the_next_part: Pieces are clipped at the end of the tensor, not at that of what the cut before
     has left: they reach into the next rank's part.
     * each, stop) => * each, shape[cut.dim])

@@ -140,9 +140,7 @@ parameters_not_data: The result has parameters, not their data: autograd refuses
 buffers_forgotten: Buffers are missing: a router's bias changes in each step, too.
     } | dict(buffers) => }
 buffers_filled: The caller's buffers are filled with all tensors: the result must be a new dict.
-- tensors = {name: parameter.data for name, parameter in parameters.items()} | dict(buffers)
-+ tensors = buffers
-+ tensors |= {name: parameter.data for name, parameter in parameters.items()}
+    tensors = {name => tensors = buffers; tensors |= {name
 moments_alone: Only AdamW's moments are saved: other optimizers keep something else.
     if key != "step" => if key.startswith("exp_avg")
 moments_for_all: Every optimizer's parameters get moments: only a group with "betas" is AdamW's.

@@ -145,9 +145,7 @@ uphill: The update is added: the loss grows.
     square, -lr / => square, lr /
 counted_in_chunks: The step is counted once a chunk: in a group of several, one step counts often.
     torch._foreach_add_(counts, 1) => pass
-- steps = counts[0].item()
-+ torch._foreach_add_(counts, 1)
-+ steps = counts[0].item()
+    steps = counts[0].item() => torch._foreach_add_(counts, 1); steps = counts[0].item()
 eps_not_corrected: 1e-8 is added to the root of v before v is corrected, as in the paper's short
     form: it counts 1 / sqrt(1 - b2^t) times as much.
     torch._foreach_div_(square, math.sqrt(1 - beta2**steps)) => pass

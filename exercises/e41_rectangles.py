@@ -121,11 +121,7 @@ later_by_index: Pieces are compared by their index: a first piece of one rank ca
     first of another.
     k <= q => j <= i
 one_document: Only the first document of a piece is yielded: a piece can have several.
-- queries = slice(i * width + first, i * width + last)
-- yield queries, slice(j * width + left, j * width + right), q == k
-+ queries = slice(i * width + first, i * width + last)
-+ yield queries, slice(j * width + left, j * width + right), q == k
-+ break
+    q == k => q == k; break
 in_the_row: Slices count from the start of the row, not within the rank's own tokens.
     slice(i * width + first, i * width + last) => slice(q + first, q + last)
     slice(j * width + left, j * width + right) => slice(k + left, k + right)
