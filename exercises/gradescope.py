@@ -2,7 +2,8 @@
 
 https://gradescope-autograders.readthedocs.io, "Specifications". The zip is unpacked into
 /autograder/source. setup.sh runs once, and run_autograder for each submission, which lies in
-/autograder/submission and is answered in /autograder/results/results.json.
+/autograder/submission and is answered in /autograder/results/results.json. From the unzipped folder
+Dockerfile builds the same image: for "Manual Docker Configuration" there, or for `grade --wrap`.
 """
 
 import shlex
@@ -22,6 +23,11 @@ python3 -m venv /autograder/venv
 /autograder/venv/bin/pip install "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu
 /autograder/venv/bin/pip install /autograder/source
 """
+DOCKERFILE = """\
+FROM gradescope/autograder-base:ubuntu-22.04
+COPY . /autograder/source/
+RUN bash /autograder/source/setup.sh && cp /autograder/source/run_autograder /autograder/
+"""
 RUN = """\
 #!/usr/bin/env bash
 cd /autograder/source
@@ -31,11 +37,12 @@ PYTHONPATH=. /autograder/venv/bin/python -m exercises grade --one /autograder/su
 
 
 def autograder(zip: Path, seed: int, exercises: list[str]) -> None:
-    """Write the zip for Gradescope: the whole course, with its answers, and the two scripts."""
+    """Write the zip for Gradescope: the whole course, with its answers, and how to run it."""
     if "hunt 5" in [task.name for task in tasks_of(exercises, [])]:
         raise ValueError("hunt 5 is a student's own, and Gradescope names none: use grade for it")
     words = shlex.join(["--exercises", *exercises]) if exercises else ""
     scripts = {"setup.sh": SETUP, "run_autograder": RUN.format(seed=seed, exercises=words)}
+    scripts["Dockerfile"] = DOCKERFILE
     with zipfile.ZipFile(zip, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in scripts.items():
             info = zipfile.ZipInfo(name)

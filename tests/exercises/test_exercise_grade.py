@@ -1,6 +1,7 @@
 """Marks for a class: points, hunts and designs, equal submissions, and Gradescope."""
 
 import json
+import re
 import zipfile
 from types import SimpleNamespace
 
@@ -137,8 +138,13 @@ def test_the_zip_has_the_scripts_and_the_course(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         names = archive.namelist()
         run = archive.read("run_autograder").decode()
+        image = archive.read("Dockerfile").decode()
         assert archive.getinfo("run_autograder").external_attr >> 16 == 0o755
     assert "--seed 7 --exercises 4=20 hunt4" in run and "setup.sh" in names
+    assert image.startswith("FROM gradescope/autograder-base:")
+    copied = re.findall(r"/autograder/source/(\w+\S*)", image)
+    assert copied == ["setup.sh", "run_autograder"] and {*copied} <= {*names}
+    assert "COPY . /autograder/source/\n" in image
     assert {"exercises/__main__.py", "exercises/e04_shift.py"} <= {*names}
     assert "picotron_min/collectives.py" in names
     assert not [name for name in names if name.endswith(".pyc") or "tests/" in name]
