@@ -69,6 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(f"{error}: run  pip install -e .  in {FOLDER.parent}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # what ran has ended: see Sandbox and training.py
         print("\nstopped", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from exercises.exercise import GATES, ROOT
@@ -73,6 +74,8 @@ class Sandbox:
     def __init__(self, wrap: str = "") -> None:
         """`wrap`: a command that the servers' command is put behind, for example a container's."""
         self.wrap, self.idle, self.busy = shlex.split(wrap), [], set()
+        if not wrap and not find_spec("torch"):  # in a container it may be there
+            raise ModuleNotFoundError("No module named 'torch'")
 
     def check(self, number: int | str, file: Path | str, seed: int = 0) -> dict:
         """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`."""

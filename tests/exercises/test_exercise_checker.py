@@ -429,6 +429,17 @@ def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monk
     assert "first: python -m exercises train 04" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["check", "4", "--solution"], ["grade", "tests"]])
+def test_without_torch_one_line_names_the_remedy(words, tmp_path):
+    hidden = "import sys; sys.modules['torch'] = None; from exercises.__main__ import main; "
+    command = [sys.executable, "-c", f"{hidden} sys.exit(main(sys.argv[1:]))", *words]
+    command += ["--csv", str(tmp_path / "a.csv")] * (words[0] == "grade")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    remedy = f"No module named 'torch': run  pip install -e .  in {ROOT}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", remedy)
+    assert not [*tmp_path.iterdir()]
+
+
 FORKS = """
     system = getattr(torch, "os")
     if system.fork() == 0:
