@@ -56,16 +56,23 @@ class CaseResult:
     expected: list[dict] = field(default_factory=list)
     calls: dict[int | None, list[Call]] = field(default_factory=dict)  # by rank
 
-    def same_as(self, other: "CaseResult") -> bool:
-        """Whether both did the same, as far as gates can see."""
-        if self.failure or other.failure:
-            mine, theirs = self.failure, other.failure
-            return bool(mine and theirs) and mine[:2] == theirs[:2]
-        problems = [{g: p for g, p in r.problems.items() if g != "V"} for r in (self, other)]
-        if problems[0] != problems[1]:
-            return False
-        pairs = zip(self.records, other.records, strict=True)
-        return all(equal(a.values, b.values) and a.sent == b.sent for a, b in pairs)
+    @property
+    def values(self) -> list[dict]:
+        return [record.values for record in self.records]
+
+    def same_as(self, other: "CaseResult", in_line: bool = False) -> bool:
+        """Whether both did the same, as far as gates can see; `in_line`: or failed in one line."""
+        mine, theirs = self.failure, other.failure
+        if mine and theirs:
+            return mine[:2] == theirs[:2] and (not in_line or mine.line == theirs.line)
+        is_alike = not mine and not theirs and self._seen == other._seen
+        return is_alike and equal(self.values, other.values)
+
+    @property
+    def _seen(self) -> tuple[dict, list]:
+        """What gates other than V have seen."""
+        problems = {gate: problem for gate, problem in self.problems.items() if gate != "V"}
+        return problems, [record.sent for record in self.records]
 
 
 Outcome = list[CaseResult]
@@ -87,8 +94,6 @@ def outcome_of(
     """Run all cases, or those at some places, with the definition in a student's text."""
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
     cases = cases if places is None else [cases[i] for i in places]
-    if not cases:
-        return []
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
@@ -113,8 +118,7 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
         result.failure = failure_of(error, path)
         return result
     result.expected = exercise.expected(case)
-    got = [record.values for record in result.records]
-    problems = {"V": first_difference(got, result.expected)}
+    problems = {"V": first_difference(result.values, result.expected)}
     if exercise.traffic:
         problems["B"] = _traffic_problem(exercise, case, result.records)
     for gate, problem_of in (("M", exercise.memory), ("O", exercise.order)):
@@ -236,47 +240,38 @@ def _known(
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
-    def agrees(mistake: Mistake, results: Outcome) -> bool:
-        places = [outcome.index(result) for result in results]
+    def agrees(mistake: Mistake, places: list[int]) -> list[bool]:
         if mistake.name in others:
             its = [others[mistake.name][i] for i in places]
         else:
             text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
             its = outcome_of(exercise, text, path, seed, places)
-        return all(
-            mine.same_as(other)
-            and (not crashes_only or not mine.failure or mine.failure.line == other.failure.line)
-            for mine, other in zip(results, its, strict=True)
-        )
+        return [outcome[i].same_as(its[k], crashes_only) for k, i in enumerate(places)]
 
-    rest = [result for result in outcome if result is not failed[0]]
-    close = [mistake for mistake in exercise.mistakes if agrees(mistake, failed[:1])]
-    if known := next((mistake for mistake in close if agrees(mistake, rest)), None):
-        return known, True
-    right = [result for result in rest if result not in failed]
-    for mistake in [mistake for mistake in close if agrees(mistake, failed)]:
-        broken = sum(not agrees(mistake, [result]) for result in right)
-        if broken < len(failed):
-            return mistake, False
-    return None, False
+    places, partly = [outcome.index(result) for result in failed], None
+    for mistake in exercise.mistakes:
+        if all(agrees(mistake, places[:1])):
+            same = agrees(mistake, [*range(len(outcome))])
+            if all(same):
+                return mistake, True
+            if all(same[i] for i in places) and same.count(False) < len(failed):
+                partly = partly or mistake
+    return partly, False
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
     """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
+    right = [result for result in outcome if result not in failed]
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind != "exception":
         return crash.failure.kind, ""
     if not crash:
-        gates = set.union(*(set(result.problems) for result in failed))
-        if "V" not in gates and len(gates) == 1:
-            (gate,) = gates  # whose sentence has the reason
-            text = f"Results are right. With {failed[0].case}: {failed[0].problems[gate]}."
-            return GATES[gate], text
-        right = [exercise.factors(r.case) for r in outcome if r not in failed]
-        runs = [
-            (exercise.factors(r.case), [x.values for x in r.records], r.expected) for r in failed
-        ]
-        if sentence := common_pattern(runs, right):
+        gates = {gate for result in failed for gate in result.problems}
+        if len(gates) == 1 and "V" not in gates:  # the sentence of this gate has the reason
+            ((gate, problem),) = failed[0].problems.items()
+            return GATES[gate], f"Results are right. With {failed[0].case}: {problem}."
+        runs = [(exercise.factors(r.case), r.values, r.expected) for r in failed]
+        if sentence := common_pattern(runs, [exercise.factors(r.case) for r in right]):
             return "pattern", sentence + only_wrong(runs)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
@@ -288,7 +283,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         return "wrong_type", f"With {outcome[place].case}: {wrong[place][0]}"
     if crash:
         return "exception", ""
-    cases = in_common([r.case for r in failed], [r.case for r in outcome if r not in failed])
+    cases = in_common([r.case for r in failed], [r.case for r in right])
     text = f"I do not know this mistake.{only_wrong(runs)}{cases}"
     if wrong[place]:
         text += f"\nWith {failed[0].case}: {wrong[place][0]}"

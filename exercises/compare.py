@@ -30,14 +30,32 @@ class SumOf(Tensor):
         return any(equal(sum_of_some, torch.stack(parts).sum(0)) for parts in some)
 
 
+class Wrong(NamedTuple):
+    """A wrong result of a rank, with what it should be."""
+
+    rank: int
+    name: str
+    got: Any
+    value: Any
+
+
+def wrong_results(got: list[dict], expected: list[dict]) -> list[Wrong]:
+    """All that is off by more than 1e-10, of what all ranks returned."""
+    return [
+        Wrong(rank, name, mine.get(name), value)
+        for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
+        for name, value in right.items()
+        if not equal(mine.get(name), value)
+    ]
+
+
 def first_difference(got: list[dict], expected: list[dict]) -> str | None:
-    """The first place where what all ranks returned is off by more than 1e-10; None if none is."""
-    for rank, (mine, right) in enumerate(zip(got, expected, strict=True)):
-        for name, value in right.items():
-            for index, *pair in differences(mine.get(name), value):
-                place = f"`{name}`" + (f"{list(index)}" if index else "")
-                found, wanted = shown(*pair)
-                return f"rank {rank}, {place} is {found}, should be {wanted}"
+    """The first wrong number that a rank returned, and what it should be; None if all are right."""
+    for rank, name, mine, right in wrong_results(got, expected):
+        index, *pair = next(differences(mine, right))
+        place = f"`{name}`" + (f"{list(index)}" if index else "")
+        found, wanted = shown(*pair)
+        return f"rank {rank}, {place} is {found}, should be {wanted}"
     return None
 
 
@@ -77,8 +95,8 @@ def differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tuple
         for key in (key for key in expected if key in got):
             yield from differences(got[key], expected[key], (*at, key))
     elif isinstance(expected, float) and isinstance(got, float | int):
-        both_nan = got != got and expected != expected
-        if not (both_nan or abs(got - expected) <= TOLERANCE * max(1.0, abs(expected))):
+        both_nan = math.isnan(got) and math.isnan(expected)
+        if not (both_nan or math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)):
             yield at, got, expected
     elif isinstance(got, Tensor) or np.any(got != expected):
         yield at, got, expected
@@ -127,28 +145,17 @@ def _text(value: Any, digits: int, most: float = MANY) -> str:
     return str(value)
 
 
-class Wrong(NamedTuple):
-    """A wrong result of a rank, with what it should be."""
-
-    rank: int
-    name: str
-    got: Any
-    value: Any
-
-
 Runs = list[tuple[dict[str, float], list[dict], list[dict]]]  # factors, results, right results
 
 
 def only_wrong(runs: Runs) -> str:
     """Which results are wrong, where others are right in all runs."""
-    right, wrong = {}, {}
-    for _, got, expected in runs:
-        for mine, of_rank in zip(got, expected, strict=True):
-            for name, value in of_rank.items():
-                is_right = first_difference([mine], [{name: value}]) is None
-                (right if is_right else wrong)[name] = True
-    names = " and ".join(f"`{name}`" for name in wrong) + " differ" + "s" * (len(wrong) == 1)
-    return f" Only {names}; all other results are right." if right.keys() - wrong and wrong else ""
+    names = {name for *_, expected in runs for right in expected for name in right}
+    wrong = dict.fromkeys(one.name for _, *results in runs for one in wrong_results(*results))
+    if not wrong or not names - wrong.keys():
+        return ""
+    listed = " and ".join(f"`{name}`" for name in wrong)
+    return f" Only {listed} differ{'s' * (len(wrong) == 1)}; all other results are right."
 
 
 def common_pattern(runs: Runs, right: list[dict[str, float]]) -> str:
@@ -161,24 +168,17 @@ def common_pattern(runs: Runs, right: list[dict[str, float]]) -> str:
     common = [kind for kind in found if all(kind in others for others in more)]
     if not common:
         return ""
-    sentence, (how, colon, name) = found[common[0]], common[0].partition(": ")
-    if not colon:
-        return sentence
-    names = [kind.removeprefix(how + colon) for kind in common if kind.startswith(how + colon)]
+    (how, name), *others = (kind.partition(": ")[::2] for kind in common)  # large: cp
+    names = [name, *(other for kind, other in others if kind == how)]
     likely = [name for name in names if all(factors.get(name, 1) == 1 for factors in right)]
-    return sentence.replace(f": {name}.", f": {' or '.join(likely or names)}.")
+    return found[common[0]].replace(f": {name}.", f": {' or '.join(likely or names)}.")
 
 
 def patterns(
     factors: dict[str, float], got: list[dict], expected: list[dict]
 ) -> Iterator[tuple[str, str]]:
     """What all wrong values of a case have in common: its kind, and a sentence with numbers."""
-    wrong = [
-        Wrong(rank, name, mine.get(name), value)
-        for rank, (mine, right) in enumerate(zip(got, expected, strict=True))
-        for name, value in right.items()
-        if not isinstance(value, bool) and not equal(mine.get(name), value)
-    ]
+    wrong = [one for one in wrong_results(got, expected) if not isinstance(one.value, bool)]
     if not wrong:
         return
     names = sorted({one.name for one in wrong})
@@ -195,8 +195,6 @@ def _of_ranks(
     wrong: list[Wrong], names: list[str], got: list[dict], expected: list[dict]
 ) -> Iterator[tuple[str, str]]:
     n = len(got)
-    if n == 1:
-        return
     if {one.rank for one in wrong} == set(range(1, n)):
         yield "rank 0", "It is right on rank 0 only."
     # Zeros or NaN in place of what is lost equal another rank's by chance.
@@ -206,8 +204,7 @@ def _of_ranks(
     if is_same and not any(equal(expected[0].get(x), expected[-1].get(x)) for x in names):
         yield "same", "It is the same on all ranks, and should differ."
     for how, step in (("next", 1), ("previous", -1)):
-        others = [(one, expected[(one.rank + step) % n].get(one.name)) for one in wrong]
-        if all(equal(one.got, other) for one, other in others):
+        if all(equal(one.got, expected[(one.rank + step) % n].get(one.name)) for one in wrong):
             yield how, f"Each rank has what the {how} one should have."
 
 
@@ -215,8 +212,8 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     pairs = [(_numbers(one.got), _numbers(one.value)) for one in wrong]
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return
-    is_off = [_is_off(a, b) for a, b in pairs]
-    off, right = (torch.cat([p[k][i] for p, i in zip(pairs, is_off, strict=True)]) for k in (0, 1))
+    off = torch.cat([a[_is_off(a, b)] for a, b in pairs])
+    right = torch.cat([b[_is_off(a, b)] for a, b in pairs])
     if not len(off):  # right numbers in another form
         return
     ratio = (off[0] / right[0]).item() if right.all() else math.nan
