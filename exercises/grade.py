@@ -14,12 +14,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
 from exercises.copies import flag_copies
-from exercises.exercise import GATES, ROOT, files, load
+from exercises.exercise import GATES, files, load
 from exercises.hunts import ANSWER, HUNTS, hunt_of, judge
 from exercises.marks import constant, student_of
 from exercises.sandbox import WARNING, Sandbox, is_plain
@@ -188,7 +190,7 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
         there = ", ".join(sorted(path.name for path in student.iterdir())[:50]) or "nothing"
         return row | {"mistake": "missing", "message": f"no {task.files}: there is {there}"}
     if not is_plain(found[0]):
-        return row | {"mistake": "no_plain_file"}
+        return row | {"mistake": "no_plain_file", "message": "no plain file"}
     try:
         share, more = MEASURES[task.kind](sandbox, found[0].resolve(), task, seed)
         whose = student_of(found[0]) if task.kind != "exercise" else None
@@ -222,8 +224,7 @@ def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, R
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
     with MEASURING:
         hunt = hunt_of(task.number, student_of(path))
-    line = (ROOT / hunt.file).read_text().partition(hunt.old)[0].count("\n") + 1
-    more = {"place": f"{hunt.file}:{line}", "sentence": hunt.found}
+    more = {"place": f"{hunt.file}:{hunt.line}", "sentence": hunt.found}
     if answer == ANSWER:  # as the sheet has it
         return 0.0, more | {"mistake": "not_answered", "message": "not answered"}
     near = judge(hunt, str(answer)).replace("file", "right file alone")
@@ -247,26 +248,21 @@ def write_results(path: Path, rows: list[Row]) -> None:
     """results.json of Gradescope: a test for each task of one student."""
     tests = [
         {"name": row["exercise"], "score": row["points"], "max_score": row["of"]}
-        | {"status": "passed" if row["passed"] else "failed", "output": text_of(row)}
+        | {"status": "passed" if row["passed"] else "failed", "output": row["message"]}
         for row in rows
     ]
     path.write_text(json.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
 
 
-def text_of(row: Row) -> str:
-    return row["message"] or row["mistake"].replace("_", " ")
-
-
 def by_student(rows: list[Row]) -> dict[str, list[Row]]:
-    names = dict.fromkeys(row["student"] for row in rows)
-    return {name: [row for row in rows if row["student"] == name] for name in names}
+    return {name: [*own] for name, own in groupby(rows, itemgetter("student"))}
 
 
 def page(student: str, rows: list[Row]) -> str:
     """What a student gets back: points, and each task's gates and sentence, as plain text."""
     lines = [f"# {student}: {points_of(rows)} points", ""]
     for row in rows:
-        text = indent(text_of(row), "    ")
+        text = indent(row["message"], "    ")
         lines += [f"## {row['exercise']}: {points_of([row])}", "", text, ""]
     return "\n".join(lines)
 

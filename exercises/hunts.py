@@ -36,6 +36,10 @@ class Hunt(NamedTuple):
     old: str  # once in the file; the function that it is in, or that it is, is the answer
     new: str
 
+    @property
+    def line(self) -> int:
+        return (ROOT / self.file).read_text().partition(self.old)[0].count("\n") + 1
+
 
 def _hunt_of(sheet: str) -> Hunt:
     file, story, runs, *marked = re.sub(r"\n  (?=\S)", " ", sheet.strip("\n")).splitlines()
@@ -92,6 +96,7 @@ def parse_run(text: str) -> dict[str, Any]:
         if key not in run or not value:
             raise ValueError(f"{word!r} is not a setting: use some of {', '.join(RUN)}, as dp=2")
         run[key] = type(RUN[key])(value)
+    run["sequence_parallel"] = bool(run["sequence_parallel"])
     if (size := math.prod(run[axis] for axis in AXES)) > 4:
         raise ValueError(f"{text} needs {size} ranks: use at most 4")
     if run["tp"] > 2 or run["pp"] > 2:
@@ -134,11 +139,10 @@ def _train(rank, case: Case) -> dict[str, Any]:
     from exercises.tiny import tiny_run
 
     given = case.run
-    sizes = {axis: given[axis] for axis in AXES}
-    sizes["sequence_parallel"] = bool(given["sequence_parallel"])
+    layout = {key: given[key] for key in (*AXES, "sequence_parallel")}
     recipe = {"optimizer": given["optimizer"], "learning_rate": given["lr"]}
     recipe |= {"num_micro_batches": given["micro_batches"], "grad_clip": given["grad_clip"]}
-    run = tiny_run(rank, rank.course.settings.Layout(**sizes), **recipe)
+    run = tiny_run(rank, rank.course.settings.Layout(**layout), **recipe)
     model, ranks, step = run.model, run.model.axes.ranks, rank.course.train.train_step
     for axis in model.axes:
         axis.ledger.take_bytes()
@@ -183,7 +187,7 @@ def first_wrong(hunt: Hunt, text: str) -> int:
     """What `python -m difference` says of a layout with a hunt's change; its exit code."""
     run = parse_run(text)
     sizes = {f"{axis}_size": run[axis] for axis in AXES}
-    sizes |= {"sequence_parallel": bool(run["sequence_parallel"]), "use_cpu": True}
+    sizes |= {"sequence_parallel": run["sequence_parallel"], "use_cpu": True}
     recipe = {"optimizer": run["optimizer"], "grad_clip": run["grad_clip"] or None}
     recipe["gradient_accumulation_steps"] = run["micro_batches"]
     with _changed(hunt):
@@ -231,8 +235,7 @@ def judge(hunt: Hunt, answer: str) -> str:
         place = _definition_at(shown, int(place))
     if Path(file) != Path(hunt.file):
         return "wrong"
-    before, _, _ = (ROOT / file).read_text().partition(hunt.old)
-    right = _definition_at((ROOT / file).read_text(), before.count("\n") + 1)
+    right = _definition_at((ROOT / file).read_text(), hunt.line)
     is_right = f".{right}".endswith(f".{place}") or f"{place}.".startswith(f"{right}.")
     return "right" if is_right else "file"
 

@@ -103,9 +103,8 @@ class Work:
             if tensor.untyped_storage().data_ptr() not in places:  # unusable until `wait`
                 is_float = tensor.is_floating_point()
                 tensor.data.fill_(float("nan") if is_float else torch.iinfo(tensor.dtype).min)
-        event = {"peer": peer, "alone": len(ends) == 1}
-        event["bytes"] = share * sum(tensor.nbytes for tensor in brought)
-        self.thread.record("start", what, number=self.number, **event)
+        size, is_alone = share * sum(tensor.nbytes for tensor in brought), len(ends) == 1
+        self.thread.record("start", what, self.number, size, peer, is_alone)
 
     def _joined(self, which: str, role: str, group: Group, new: Meeting) -> Meeting:
         """The one that another end has begun, if any; RuntimeError if it is of another kind."""
@@ -114,11 +113,9 @@ class Work:
         there = world.meetings.setdefault((which, group.key, index), new)
         if there.signature != new.signature:
             found = f"{new.signature} on rank {rank}, and {there.signature} on rank {there.first}"
-            remedies = (
-                "all ranks must start the same operations in the same order",
-                "both ends of a message must have the same shape and dtype",
-            )
-            remedy = remedies[bool(role)]
+            remedy = "all ranks must start the same operations in the same order"
+            if role:
+                remedy = "both ends of a message must have the same shape and dtype"
             raise RuntimeError(f"{which.format(index + 1)} is {found}: {remedy}")
         return there
 
@@ -128,7 +125,7 @@ class Work:
 
     def wait(self, timeout: object = None) -> bool:
         if not self.is_done:
-            self.thread.record("wait", self.what, number=self.number)
+            self.thread.record("wait", self.what, self.number)
             self.thread.pause(self)
             content = self.meeting.content()
             for output, value in zip(self.outputs, self.combine(content), strict=True):

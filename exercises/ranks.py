@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Rank:
     """What `on_rank` of an exercise gets: which rank it is, and the course to call."""
 
-    def __init__(self, number: int, size: int, course: Course, thread: RankThread) -> None:
-        self.number, self.size, self.course, self.thread = number, size, course, thread
+    def __init__(self, course: Course, thread: RankThread) -> None:
+        self.number, self.course, self.thread = thread.rank, course, thread
         self.used: list[Axis] = []  # whose ledgers are compared with what the network has seen
 
     def axis(self, name: str = "tp") -> "Axis":
@@ -82,27 +82,14 @@ def run_case(
     course: Course, case: Case, on_rank: Callable[[Rank, Case], dict[str, Any]], student: Path
 ) -> list[Record]:
     """Run a case; raises what the first failing rank raises, or Deadlock."""
-    used: dict[int, list] = {}
 
-    def run(number: int) -> dict[str, Any]:
-        thread = world.threads[number]
-        rank = Rank(number, case.ranks, course, thread)
+    def run(thread: RankThread) -> Record:
+        rank = Rank(course, thread)
         values = on_rank(rank, case)
-        used[number] = list({id(axis.ledger): axis for axis in rank.used}.values())
-        return values
-
-    world = World(case.ranks, student)
-    records = []
-    for thread in world.run(run):
         events = [event for event in thread.events if event.what != "new_group"]
-        records.append(Record(thread.result, events, _in_ledgers(used[thread.rank])))
-    return records
+        # Axes can share a ledger. Of one rank alone it may count 0 bytes.
+        ledgers = {id(axis.ledger): axis.ledger for axis in rank.used if axis.size > 1}.values()
+        sends = ((what, Sent(n, x.bytes[what])) for x in ledgers for what, n in x.calls.items())
+        return Record(values, events, together(sends))
 
-
-def _in_ledgers(axes: list["Axis"]) -> dict[str, Sent]:
-    """Of several axes together, by the course's names: a shift, an exchange, ..."""
-    ledgers = [axis.ledger for axis in axes if axis.size > 1]  # one rank may count 0 bytes
-    sends = (
-        (what, Sent(n, each.bytes[what])) for each in ledgers for what, n in each.calls.items()
-    )
-    return together(sends)
+    return World(case.ranks, student).run(run)

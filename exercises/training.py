@@ -4,7 +4,6 @@ Both are runs of train.py, in real processes: gloo, not the simulated network. W
 numbers are computed in the same order, losses are the same to the last digit.
 """
 
-import ast
 import contextlib
 import json
 import os
@@ -138,9 +137,8 @@ def main(number: str, file: str, config: str, command: str, *options: str) -> No
     """Run train.py, or `difference`, with a definition from a file."""
     exercise = load(int(number))
     text = solution(exercise) if file == "solution" else Path(file).read_text()
-    tree = ast.parse(text) if file == "solution" else parse(exercise, text)
     sys.argv = ["train.py", "--config", config]
-    import_with(exercise, tree, Path(file))
+    import_with(exercise, parse(exercise, text), Path(file))
     if command == "difference":
         from difference.__main__ import main as find
 

@@ -44,7 +44,7 @@ class Event(NamedTuple):
 class RankThread(threading.Thread):
     """One rank. It runs only between `resume` and the next `pause`."""
 
-    def __init__(self, world: "World", rank: int, function: Callable[[int], Any]) -> None:
+    def __init__(self, world: "World", rank: int, function: Callable[["RankThread"], Any]) -> None:
         super().__init__(daemon=True)
         self.world, self.rank, self.function = world, rank, function
         self.turn, self.events, self.operations = threading.Semaphore(0), [], 0
@@ -55,7 +55,7 @@ class RankThread(threading.Thread):
     def run(self) -> None:
         self.turn.acquire()
         try:
-            self.result = None if self.is_stopped else self.function(self.rank)
+            self.result = None if self.is_stopped else self.function(self)
         except BaseException as error:  # SystemExit, too, and whatever a student raises
             self.error = error
         self.is_done = True
@@ -75,8 +75,8 @@ class RankThread(threading.Thread):
         self.turn.release()
         self.world.turn.acquire()
 
-    def record(self, kind: str, what: str, **more: Any) -> None:
-        self.events.append(Event(kind, what, **more))
+    def record(self, *event: Any) -> None:
+        self.events.append(Event(*event))
 
 
 class World:
@@ -92,16 +92,17 @@ class World:
         self.counts[key] += 1
         return self.counts[key] - 1
 
-    def run(self, function: Callable[[int], Any]) -> list[RankThread]:
-        """Call `function(rank)` on every rank; the first error of a rank, or Deadlock, is raised.
+    def run(self, function: Callable[[RankThread], Any]) -> list[Any]:
+        """The result of each rank; the first error of one, or Deadlock, is raised.
 
         The error has the attribute `rank`.
         """
         self.threads = [RankThread(self, rank, function) for rank in range(self.size)]
         for thread in self.threads:
             thread.start()
-        while any(not thread.is_done for thread in self.threads):
-            thread = next(filter(self._can_run, self.threads), None)
+        while running := [thread for thread in self.threads if not thread.is_done]:
+            ready = (thread for thread in running if not (thread.wait and thread.wait.missing()))
+            thread = next(ready, None)
             if not thread:
                 error = self._deadlock()
                 self._stop()
@@ -111,10 +112,7 @@ class World:
                 self._stop()
                 error.rank = thread.rank
                 raise error
-        return self.threads
-
-    def _can_run(self, thread: RankThread) -> bool:
-        return not thread.is_done and not (thread.wait and thread.wait.missing())
+        return [thread.result for thread in self.threads]
 
     def _stop(self) -> None:
         for thread in self.threads:
