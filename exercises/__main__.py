@@ -16,7 +16,7 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import progress
 from exercises.designs import design
-from exercises.exercise import FOLDER, GATES, Exercise
+from exercises.exercise import FOLDER, GATES, Exercise, Verdict
 from exercises.grade import grade
 from exercises.gradescope import autograder
 from exercises.handout import handout
@@ -118,33 +118,33 @@ def check(number: int, seed: int, solution: bool) -> int:
     exercise = catalogue.load(number)
     verdict = Sandbox().check(number, "solution" if solution else written(exercise), seed)
     print(show(exercise, verdict))
-    if verdict["mistake"] == "unknown" and not exercise.no_training:
+    if verdict.mistake == "unknown" and not exercise.no_training:
         print(f"Whether training differs, and where first: python -m exercises train {number:02}")
     if not solution:
         before = progress.read(number)
-        passed, tries = verdict["passed"] or before["passed"], before["tries"] + 1
+        passed, tries = verdict.passed or before["passed"], before["tries"] + 1
         progress.update(number, passed=passed, tries=tries)
-    return int(not verdict["passed"])
+    return int(not verdict.passed)
 
 
-def show(exercise: Exercise, verdict: dict) -> str:
+def show(exercise: Exercise, verdict: Verdict) -> str:
     """What the checker answers."""
     where = f"{exercise.qualified_name} in {exercise.source_module.rpartition('.')[2]}.py"
-    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict['seconds']} s"]
-    lines += [""] if verdict["gates"] else []  # a check that was stopped has none
-    for gate, problem in verdict["gates"].items():
+    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict.seconds} s"]
+    lines += [""] if verdict.gates else []  # a check that was stopped has none
+    for gate, problem in verdict.gates.items():
         result = "passed" if not problem else problem if problem == "not checked" else "failed"
         lines.append(f"  {gate} {GATES[gate]:8}{result}")
         if result == "failed":
             lines += [" " * 6 + line for line in textwrap.wrap(problem, WIDTH - 6)]
-    if verdict["printed"]:
-        lines += ["", "printed:", verdict["printed"].rstrip()]
-    lines += ["", verdict["picture"], ""] if verdict["picture"] else [""]
-    message = ("Passed. Remember: " if verdict["passed"] else "") + verdict["message"]
+    if verdict.printed:
+        lines += ["", "printed:", verdict.printed.rstrip()]
+    lines += ["", verdict.picture, ""] if verdict.picture else [""]
+    message = ("Passed. Remember: " if verdict.passed else "") + verdict.message
     for line in message.splitlines():
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * 8 * line.startswith(" "))
     following = [number for number in catalogue.files() if number > exercise.number]
-    if verdict["passed"] and following:
+    if verdict.passed and following:
         lines.append(f"Next: python -m exercises start {following[0]:02}")
     return "\n".join(lines)
 

@@ -25,6 +25,7 @@ from exercises.exercise import (
     Exercise,
     Mistake,
     Sent,
+    Verdict,
     in_common,
     order_of,
     together,
@@ -76,16 +77,6 @@ class CaseResult:
 
 
 Outcome = list[CaseResult]
-
-
-class Verdict(NamedTuple):
-    """The result of a check; only text and numbers, since it is written to a file."""
-
-    passed: bool
-    gates: dict[str, str]  # gate -> "" if passed, what is wrong, or "not checked"
-    mistake: str  # the name of a known mistake, or of a kind: unknown, pattern, exception, ...
-    message: str
-    picture: str
 
 
 def outcome_of(
@@ -217,7 +208,7 @@ def verdict_on(
         return Verdict(True, gates, "", exercise.remember, "\n".join(exercise.picture(runs)))
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
-        return Verdict(False, gates, crash.failure.kind, crash.failure.text, "")
+        return Verdict(False, gates, crash.failure.kind, crash.failure.text)
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
     known, is_all = _known(exercise, outcome, failed, seed, others or {})
     if known:
@@ -226,7 +217,7 @@ def verdict_on(
     else:
         name, sentence = _unlisted(exercise, outcome, failed, seed)
         texts = [sentence, text]
-    return Verdict(False, gates, name, "\n".join(filter(None, texts)), "")
+    return Verdict(False, gates, name, "\n".join(filter(None, texts)))
 
 
 def _known(

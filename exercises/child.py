@@ -28,7 +28,7 @@ import torch
 
 from exercises.checking import check, failure_of, outcome_of, verdict_on
 from exercises.design_schedule import measure_schedule
-from exercises.exercise import load
+from exercises.exercise import Verdict, load
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 from exercises.source import parse_checked, solution
 from exercises.world import line_in
@@ -94,40 +94,35 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
     path, printed, has_ended, once = Path(file), Printed(), threading.Event(), threading.Lock()
     sys.stdout = sys.stderr = printed
 
-    def finish(verdict: dict) -> None:
+    def finish(verdict: Verdict) -> None:
         once.acquire()  # never released: the first verdict is the only one
-        Path(verdict_path).write_text(json.dumps(verdict | {"printed": printed.shown()}))
+        whole = verdict._replace(printed=printed.shown())
+        Path(verdict_path).write_text(json.dumps(whole._asdict()))
         os._exit(0)  # threads of a student may still run
 
     threading.Thread(target=_watch, args=(path, finish, has_ended), daemon=True).start()
     finish(_design(path) if number == "design" else _exercise(number, path, int(seed), has_ended))
 
 
-def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) -> dict:
+def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) -> Verdict:
     """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
     exercise = load(int(number))
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
     outcome = outcome_of(exercise, text, path, seed)
     has_ended.set()  # what follows may run all known mistakes
-    return verdict_on(exercise, outcome, seed)._asdict()
+    return verdict_on(exercise, outcome, seed)
 
 
-def _design(path: Path) -> dict:
+def _design(path: Path) -> Verdict:
     """Design 1, the only one with code to run."""
     names = {"__name__": "design"}
     try:
         code = compile(parse_checked(path.read_text(errors="replace")), str(path), "exec")
         exec(code, names)
-        found = measure_schedule(names["schedule"], names["CHUNKS"])
+        marks, text, picture = measure_schedule(names["schedule"], names["CHUNKS"])
     except BaseException as error:  # whatever a student's code raises
-        found = 0, failure_of(error, path).text, ""
-    marks, text, picture = found
-    return _verdict(f"marks_{marks}", text, picture, passed=marks > 0)
-
-
-def _verdict(mistake: str, message: str, picture: str = "", passed: bool = False) -> dict:
-    texts = {"mistake": mistake, "message": message, "picture": picture}
-    return {"passed": passed, "gates": {}} | texts
+        marks, text, picture = 0, failure_of(error, path).text, ""
+    return Verdict(marks > 0, {}, f"marks_{marks}", text, picture)
 
 
 class Printed(io.TextIOBase):
@@ -144,7 +139,7 @@ class Printed(io.TextIOBase):
         return text if text == self.text else f"{text.rstrip()}\n... cut\n"
 
 
-def _watch(student: Path, finish: Callable[[dict], None], has_ended: threading.Event) -> None:
+def _watch(student: Path, finish: Callable[[Verdict], None], has_ended: threading.Event) -> None:
     """End a check that computes or sleeps for too long, with the student's line."""
     first = last = time.process_time()
     idle = 0.0
@@ -161,7 +156,7 @@ def _watch(student: Path, finish: Callable[[dict], None], has_ended: threading.E
             stacks = (stack for stack in stacks if "pause" not in (f.name for f in stack))
             if where := next(filter(None, (line_in(student, stack) for stack in stacks)), ""):
                 message += f"\n    it was at {where}"
-            finish(_verdict("timeout", message))
+            finish(Verdict(False, {}, "timeout", message))
 
 
 if __name__ == "__main__":

@@ -236,14 +236,15 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     elif is_constant and len(off.unique()) > 1 and (text := f"{ratio:.6g}") != "1":  # not inexact
         what = "has the wrong sign" if text == "-1" else f"is {text} times the right one"
         yield f"times {text}", f"Every wrong number {what}."
-    # Of few numbers it could be chance; and a result of another dtype has a sentence of its own.
-    is_hidden = all(described(one.got) == described(one.value) for one in wrong)
-    for what in ("bfloat16", "float16", "float32") if len(off.frac().unique()) > 3 else ():
-        if is_hidden and _fits(off, what) and not _fits(right, what):
+    if any(described(one.got) != described(one.value) for one in wrong):
+        return  # a result of another dtype has a sentence of its own
+    is_chance = len(off.frac().unique()) <= 3
+    for what in () if is_chance else ("bfloat16", "float16", "float32"):
+        if _fits(off, what) and not _fits(right, what):
             yield f"digits of {what}", f"Every wrong number fits in {what}: something was rounded."
             break
     is_small = all((a - b).abs().max() <= 1e-6 * b.abs().max() for a, b in pairs)
-    if is_hidden and is_small and off.frac().any():
+    if is_small and off.frac().any():
         what = "something was rounded to float32, or a small term such as `eps` is wrong"
         yield "small", f"No error is above 1e-6 of the largest number: {what}."
 

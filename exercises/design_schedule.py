@@ -37,8 +37,8 @@ def task_of(student: str | None) -> str:
 
 def measure(path: Path, sandbox: Sandbox) -> Marks:
     verdict = sandbox.check("design", path)
-    marks = {f"marks_{n}": n for n in range(4)}.get(verdict["mistake"], 0)
-    return Marks(marks, verdict["message"], verdict["picture"])
+    marks = {f"marks_{n}": n for n in range(4)}.get(verdict.mistake, 0)
+    return Marks(marks, verdict.message, verdict.picture)
 
 
 def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from exercises.marks import constant
+
 if TYPE_CHECKING:  # torch takes seconds to import, and the list of exercises does not need it
     from torch import Tensor
 
@@ -76,6 +78,18 @@ def together(sends: Iterable[tuple[str, Sent]]) -> dict[str, Sent]:
         before = found.get(what, Sent(0, 0.0))
         found[what] = Sent(None if calls is None else before.calls + calls, before.bytes + size)
     return found
+
+
+class Verdict(NamedTuple):
+    """The result of a check; only text and numbers, since it is written to a file."""
+
+    passed: bool
+    gates: dict[str, str]  # gate -> "" if passed, what is wrong, or "not checked"
+    mistake: str  # the name of a known mistake, or of a kind: unknown, pattern, exception, ...
+    message: str
+    picture: str = ""
+    printed: str = ""  # by the student's code
+    seconds: float = 0.0  # until it was there
 
 
 class Mistake(NamedTuple):
@@ -143,10 +157,9 @@ class Exercise:
         *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]
         defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
         self.gates = [gate for name, gate in GATE_OF.items() if name in defined]
-        texts = [n for n in tree.body if isinstance(n, ast.Assign)]
-        texts = {n.targets[0].id: n.value for n in texts if isinstance(n.targets[0], ast.Name)}
         # Known mistakes, and last a right version: a definition, or edits (source.also_right).
-        self.text_of_mistakes, _, self.also_right = texts["VERSIONS"].value.partition(ALSO_RIGHT)
+        versions = constant(path, "VERSIONS")
+        self.text_of_mistakes, _, self.also_right = versions.partition(ALSO_RIGHT)
         self.mistakes = mistakes_in(self.text_of_mistakes)
 
     def __getattr__(self, name: str) -> Any:

@@ -21,6 +21,7 @@ from textwrap import indent
 from typing import Any, NamedTuple
 
 from exercises.copies import flag_copies
+from exercises.designs import measure
 from exercises.exercise import GATES, files, load
 from exercises.hunts import ANSWER, HUNTS, hunt_of, judge
 from exercises.marks import constant, student_of
@@ -153,9 +154,9 @@ def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
 def sandbox_of(wrap: str) -> Sandbox:
     """ValueError if checks behind this command cannot run."""
     sandbox = Sandbox(wrap)
-    if wrap and not (found := sandbox.check(1, "solution"))["passed"]:
+    if wrap and not (found := sandbox.check(1, "solution")).passed:
         problem = "with it even the course's own function does not pass"
-        raise ValueError(f"--wrap {wrap}: {problem}:\n{found['message']}")
+        raise ValueError(f"--wrap {wrap}: {problem}:\n{found.message}")
     return sandbox
 
 
@@ -204,12 +205,12 @@ def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
 
 def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
     verdict = sandbox.check(task.number, path, seed)
-    gates, passed = verdict["gates"], verdict["passed"]
+    gates, passed = verdict.gates, verdict.passed
     marks = {gate: str(int(not text)) for gate, text in gates.items() if text != "not checked"}
     lines = [f"{gate} {GATES[gate]}: {text or 'passed'}" for gate, text in gates.items()]
-    text = "\n".join(["passed"] if passed else [verdict["message"], *lines])
-    more = {key: verdict[key] for key in ("mistake", "seconds")}
-    return share_of(passed, marks), marks | more | {"message": text}
+    text = "\n".join(["passed"] if passed else [verdict.message, *lines])
+    more = {"mistake": verdict.mistake, "seconds": verdict.seconds, "message": text}
+    return share_of(passed, marks), marks | more
 
 
 def share_of(passed: bool, marks: dict[str, str]) -> float:
@@ -234,8 +235,6 @@ def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, R
 
 
 def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
-    from exercises.designs import measure
-
     with MEASURING:
         found = measure(task.number, path, sandbox)
     return found.marks / 3, {"message": f"{found.text}\n{found.marks} of 3 marks"}

@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from exercises.exercise import GATES, ROOT
+from exercises.exercise import GATES, ROOT, Verdict
 
 # A check that has computed, or slept, for so long ends itself and reports the line.
 STUCK_CPU_SECONDS, STUCK_SECONDS = 5, 8
@@ -77,8 +77,8 @@ class Sandbox:
         if not wrap and not find_spec("torch"):  # in a container it may be there
             raise ModuleNotFoundError("No module named 'torch'")
 
-    def check(self, number: int | str, file: Path | str, seed: int = 0) -> dict:
-        """The verdict on a file, or on "solution": checking.Verdict, `printed`, and `seconds`."""
+    def check(self, number: int | str, file: Path | str, seed: int = 0) -> Verdict:
+        """The verdict on a file, or on "solution"."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             verdict, errors, work = (Path(folder, x) for x in ("verdict.json", "errors", "work"))
@@ -90,7 +90,7 @@ class Sandbox:
             self.idle += [server] if code is not None else []
             seconds = round(time.monotonic() - began, 1)
             found = _read(verdict) or _no_verdict(code, errors, seconds)
-        return found | {"seconds": seconds}
+        return found._replace(seconds=seconds)
 
     def end(self) -> None:
         """End the checks that run: whoever waits for them continues."""
@@ -100,20 +100,20 @@ class Sandbox:
     __del__ = end
 
 
-def _read(path: Path) -> dict | None:
+def _read(path: Path) -> Verdict | None:
     """The verdict, if it is of the right form: a process with strangers' code has written it."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         if not is_plain(path) or path.stat().st_size > LARGEST_VERDICT:
             return None
-        found = json.loads(path.read_text())
-        texts = [found[key] for key in ("mistake", "message", "picture", "printed")]
-        texts += [text for pair in found["gates"].items() for text in pair]
-        if all(isinstance(text, str) for text in texts) and isinstance(found["passed"], bool):
-            return {**found, "gates": {g: t for g, t in found["gates"].items() if g in GATES}}
+        found = Verdict(**json.loads(path.read_text()))
+        gates = {gate: text for gate, text in found.gates.items() if gate in GATES}
+        texts = found.mistake, found.message, found.picture, found.printed, *gates.values()
+        if all(isinstance(text, str) for text in texts) and isinstance(found.passed, bool):
+            return found._replace(gates=gates)
     return None
 
 
-def _no_verdict(code: int | None, errors: Path, seconds: float) -> dict:
+def _no_verdict(code: int | None, errors: Path, seconds: float) -> Verdict:
     how = f"exited with code {code}"
     if code is None:
         how = f"was killed after {seconds} s"
@@ -122,5 +122,4 @@ def _no_verdict(code: int | None, errors: Path, seconds: float) -> dict:
     # A student's code may have deleted or replaced it.
     lines = errors.read_text(errors="replace").splitlines()[-5:] if is_plain(errors) else []
     message = "\n    ".join([f"The check's process {how} and left no verdict.", *lines])
-    parts = {"passed": False, "gates": {}, "picture": "", "printed": ""}
-    return parts | {"mistake": "lost", "message": message}
+    return Verdict(False, {}, "lost", message)

@@ -25,7 +25,7 @@ from exercises.calls import Calls, content_of, fits, wrong_call
 from exercises.checking import _traffic_problem, check
 from exercises.child import Printed
 from exercises.compare import first_difference, patterns
-from exercises.exercise import Case, Mistake, Sent, in_common, mistakes_in
+from exercises.exercise import Case, Mistake, Sent, Verdict, in_common, mistakes_in
 from exercises.grade import Task, row_of
 from exercises.sandbox import Sandbox
 from exercises.source import find, solution, starter
@@ -414,8 +414,7 @@ def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monk
     out = capsys.readouterr().out
     assert "printed:\nhere" in out and "noticed later" in out
     (own_folder / "04_shift.py").write_text(solution(SHIFT))
-    verdict = check(SHIFT, solution(SHIFT), Path("student.py"))._asdict()
-    verdict |= {"printed": "", "seconds": 1.0}
+    verdict = check(SHIFT, solution(SHIFT), Path("student.py"))
     in_this_process = SimpleNamespace(check=lambda *args: verdict)
     monkeypatch.setattr(commands, "Sandbox", lambda: in_this_process)  # saves an import of torch
     assert commands.main(["check", "4"]) == 0
@@ -424,7 +423,7 @@ def test_check_counts_tries_and_shows_gates_and_picture(own_folder, capsys, monk
     assert progress.read(4) == {"passed": True, "tries": 2, "hints": 0}
     assert commands.main([]) == 0
     assert "  solved  04 shift" in capsys.readouterr().out
-    verdict |= {"passed": False, "mistake": "unknown"}
+    verdict = verdict._replace(passed=False, mistake="unknown")
     assert commands.main(["check", "4"]) == 1
     assert "first: python -m exercises train 04" in capsys.readouterr().out
 
@@ -505,8 +504,8 @@ def test_a_class_is_graded_and_nothing_is_left_running(tmp_path):
 def test_a_check_that_takes_too_long_is_killed_and_the_message_has_the_time(monkeypatch):
     monkeypatch.setattr("exercises.sandbox.KILL_SECONDS", 0.5)
     verdict = Sandbox(wrap='python3 -c "import time; time.sleep(60)"').check(4, "solution")
-    assert verdict["mistake"] == "lost"
-    assert re.search(r"was killed after \S+ s and left no verdict", verdict["message"])
+    assert verdict.mistake == "lost"
+    assert re.search(r"was killed after \S+ s and left no verdict", verdict.message)
 
 
 def test_ctrl_c_leaves_no_timer_behind():
@@ -558,12 +557,12 @@ def test_what_is_printed_is_cut_after_some_lines_and_characters():
 def test_a_process_without_a_verdict_is_described_with_its_last_lines(tmp_path):
     errors = tmp_path / "errors"
     errors.write_text("".join(f"line {i}\n" for i in range(7)))
-    found = sandbox._no_verdict(3, errors, 1.5)["message"]
+    found = sandbox._no_verdict(3, errors, 1.5).message
     how = "The check's process exited with code 3 and left no verdict."
     assert found.startswith(how) and found.count("\n    line ") == 5 and "line 2" in found
-    assert "was killed by SIGKILL and" in sandbox._no_verdict(-9, errors, 1.5)["message"]
+    assert "was killed by SIGKILL and" in sandbox._no_verdict(-9, errors, 1.5).message
     errors.unlink()  # as a student's code can
-    assert sandbox._no_verdict(3, errors, 1.5)["message"] == how
+    assert sandbox._no_verdict(3, errors, 1.5).message == how
 
 
 def test_a_verdict_is_read_only_if_it_is_of_the_right_form_and_size(tmp_path, monkeypatch):
@@ -580,7 +579,7 @@ def test_a_verdict_is_read_only_if_it_is_of_the_right_form_and_size(tmp_path, mo
         path.write_text(json.dumps(right | change))
         assert bool(sandbox._read(path)) == is_read, change
     path.write_text(json.dumps(right))
-    assert sandbox._read(path)["gates"] == {"V": ""}
+    assert sandbox._read(path).gates == {"V": ""}
     monkeypatch.setattr(sandbox, "LARGEST_VERDICT", 10)
     assert sandbox._read(path) is None
 
@@ -596,7 +595,7 @@ def test_a_verdict_that_is_no_plain_file_is_none_and_blocks_nobody(tmp_path):
     threading.Thread(target=lambda: fifo.write_text(text), daemon=True).start()
     assert sandbox._read(tmp_path / "forged")
     assert sandbox._read(fifo) is None and sandbox._read(link) is None
-    assert sandbox._no_verdict(1, fifo, 1.5)["message"].endswith("left no verdict.")
+    assert sandbox._no_verdict(1, fifo, 1.5).message.endswith("left no verdict.")
 
 
 @pytest.mark.parametrize(
@@ -623,16 +622,15 @@ def test_a_check_that_does_not_end_is_stopped_with_its_line(
     child._watch(path, write, has_ended)
     ends.set()
     (verdict,) = verdicts
-    assert verdict["mistake"] == "timeout"
-    assert verdict["message"].startswith(f"{message}it has not ended.")
-    assert verdict["message"].endswith("    it was at line 6: ends.wait()")
+    assert verdict.mistake == "timeout"
+    assert verdict.message.startswith(f"{message}it has not ended.")
+    assert verdict.message.endswith("    it was at line 6: ends.wait()")
 
 
 def test_a_line_of_the_table_says_which_files_there_are_and_trusts_no_text(tmp_path):
-    verdict = {"gates": {"V": "wrong", "B": "", "O": "not checked"}, "passed": False}
-    verdict |= {"mistake": "=1,\n" + "x" * 50, "seconds": 1.5}
+    gates = {"V": "wrong", "B": "", "O": "not checked"}
+    verdict = Verdict(False, gates, "=1,\n" + "x" * 50, "text", seconds=1.5)
     checks = SimpleNamespace(check=lambda *args: verdict)
-    verdict |= {"message": "text"}
     shift = Task("exercise", 4)
     assert row_of(checks, tmp_path, shift, 0)["mistake"] == "missing"
     (tmp_path / "04_shift.py").touch()
@@ -745,4 +743,4 @@ def test_without_fork_and_resource_checks_work_and_train_refuses(tmp_path):
         assert done.returncode == code and text in done.stdout + done.stderr, done
         assert "Traceback" not in done.stderr
     verdict = Sandbox(wrap=f"{sys.executable} {hide}").check(4, "solution")
-    assert verdict["passed"], verdict
+    assert verdict.passed, verdict

@@ -9,6 +9,7 @@ from exercises.design_layers import measure_layers, pipeline_of, splits_to_beat
 from exercises.design_layouts import JOBS, jobs_of, measure_layouts
 from exercises.design_schedule import TASK, measure_schedule
 from exercises.designs import measure, module_of
+from exercises.exercise import Verdict
 from exercises.marks import constant
 from picotron_min import pipeline_schedule
 from picotron_min.extensions.schedules import interleaved
@@ -116,7 +117,7 @@ def test_numbers_are_read_and_never_run(tmp_path):
     ("mistake", "marks"), [("marks_3", 3), ("timeout", 0), ("marks_12", 0), ("marks_", 0)]
 )
 def test_marks_are_read_from_a_verdict(tmp_path, monkeypatch, mistake, marks):
-    verdict = {"mistake": mistake, "message": "text", "picture": ""}
+    verdict = Verdict(False, {}, mistake, "text")
     answers = SimpleNamespace(check=lambda *args: verdict)
     monkeypatch.setattr(designs, "Sandbox", lambda: answers)
     assert measure(1, tmp_path).marks == marks

@@ -12,6 +12,7 @@ from exercises import exercise as catalogue
 from exercises import grade
 from exercises.copies import shape_of
 from exercises.design_layers import TASK
+from exercises.exercise import Verdict
 from exercises.grade import Task, parse_task, share_of, tasks_of
 from exercises.gradescope import autograder
 from exercises.hunts import SHEET
@@ -43,7 +44,7 @@ def test_a_lone_file_is_graded_as_gradescope_wants_it(tmp_path, capsys):
 
 
 def test_what_cannot_be_graded_is_refused_before_the_first_check(tmp_path, monkeypatch, capsys):
-    failed = {"passed": False, "message": "no such image"}
+    failed = Verdict(False, {}, "lost", "no such image")
     monkeypatch.setattr(grade, "Sandbox", lambda wrap: SimpleNamespace(check=lambda *_: failed))
     (folder := tmp_path / "class").joinpath("alice").mkdir(parents=True)
     (folder / "_old").mkdir()
@@ -76,8 +77,7 @@ def test_a_class_gets_points_pages_and_flags(tmp_path, monkeypatch):
     (tmp_path / "class/carol/design_2.py").write_text(
         TASK.replace("[4, 4, 4, 4]", "[6, 4, 5, 1]") + "STUDENT = 'dave'\n"
     )
-    verdict = {"gates": {"V": "", "B": "wrong", "O": ""}, "passed": False, "mistake": "a_name"}
-    verdict |= {"message": "# no title", "seconds": 1.0}
+    verdict = Verdict(False, {"V": "", "B": "wrong", "O": ""}, "a_name", "# no title")
     answers = SimpleNamespace(check=lambda *args: verdict)
     monkeypatch.setattr(grade, "Sandbox", lambda wrap: answers)
     table, words = tmp_path / "marks.csv", ["4=20", "design2"]
