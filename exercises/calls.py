@@ -95,8 +95,8 @@ class Calls:
 
     def take(self) -> dict[int | None, list[Call]]:
         """All calls since it was last asked."""
-        taken, self.noted, self.within = self.noted, defaultdict(list), set()
-        return dict(taken)
+        taken, self.noted = self.noted, defaultdict(list)
+        return taken
 
     def watch(self, definition: Any) -> Any:
         """A function whose calls are noted; a class with such methods; else what it is."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,11 +11,9 @@ from exercises.exercise import Case, Sent, together
 from exercises.loading import Course
 from exercises.simulated_dist import axis_group
 from exercises.world import Event, RankThread, World
-
-if TYPE_CHECKING:
-    from picotron_min.collectives import Axis
-    from picotron_min.extensions.settings import Layout
-    from picotron_min.mesh import Axes
+from picotron_min.collectives import Axis
+from picotron_min.extensions.settings import Layout
+from picotron_min.mesh import Axes
 
 
 class Rank:
@@ -25,12 +23,12 @@ class Rank:
         self.number, self.course, self.thread = thread.rank, course, thread
         self.used: list[Axis] = []  # whose ledgers are compared with what the network has seen
 
-    def axis(self, name: str = "tp") -> "Axis":
+    def axis(self, name: str = "tp") -> Axis:
         """An axis of the mesh with all simulated ranks, as one of several."""
         self.used.append(self.course.collectives.Axis(name, axis_group(), torch.device("cpu")))
         return self.used[-1]
 
-    def axes(self, layout: "Layout", *timeout_seconds: float) -> "Axes":
+    def axes(self, layout: Layout, *timeout_seconds: float) -> Axes:
         """All axes of a layout."""
         axes = self.course.mesh.build_axes(torch.device("cpu"), layout, *timeout_seconds)
         self.used += axes

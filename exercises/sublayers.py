@@ -8,7 +8,7 @@ adds up those before it. So it matters which way a tensor is cut.
 
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from exercises.exercise import Case, Sent, draw
 from exercises.memory import SavedTensors
 from exercises.ranks import Rank, Record
-
-if TYPE_CHECKING:
-    from picotron_min.extensions.overlap.linear import Linear
+from picotron_min.extensions.overlap.linear import Linear
 
 NAMES = "gate", "up", "down"
 MESSAGE = {"Boundary": "all_reduce", "SequenceBoundary": "reduce_scatter"}  # of a sum, by kind
@@ -28,7 +26,7 @@ MESSAGE = {"Boundary": "all_reduce", "SequenceBoundary": "reduce_scatter"}  # of
 class Sublayer(nn.Module):
     """What `put_around` of boundary.py expects."""
 
-    def __init__(self, gate: "Linear", up: "Linear", down: "Linear") -> None:
+    def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
 
