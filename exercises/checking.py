@@ -210,20 +210,16 @@ def verdict_on(
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
         return Verdict(False, gates, crash.failure.kind, crash.failure.text)
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
-    known, is_all = _known(exercise, outcome, failed, seed, others or {})
-    if known:
-        where = "" if is_all else "In the cases that fail, it does the same as this mistake: "
-        name, texts = known.name, [text, where + known.sentence]
-    else:
-        name, sentence = _unlisted(exercise, outcome, failed, seed)
-        texts = [sentence, text]
+    known = _known(exercise, outcome, failed, seed, others or {})
+    name, sentence = known or _unlisted(exercise, outcome, failed, seed)
+    texts = [text, sentence] if known else [sentence, text]
     return Verdict(False, gates, name, "\n".join(filter(None, texts)))
 
 
 def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
-) -> tuple[Mistake | None, bool]:
-    """The known mistake that does the same in all cases; else one that does in all that fail.
+) -> tuple[str, str] | None:
+    """Name and sentence of the known mistake that does the same in all cases, or in all that fail.
 
     The latter must fail in fewer other cases than the version does: a student may, for example,
     have written one rank as a case of its own. Two mistakes can raise the same error. So if every
@@ -244,10 +240,11 @@ def _known(
         if all(agrees(mistake, places[:1])):
             same = agrees(mistake, [*range(len(outcome))])
             if all(same):
-                return mistake, True
+                return mistake.name, mistake.sentence
             if all(same[i] for i in places) and same.count(False) < len(failed):
-                partly = partly or mistake
-    return partly, False
+                where = "In the cases that fail, it does the same as this mistake: "
+                partly = partly or (mistake.name, where + mistake.sentence)
+    return partly
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
