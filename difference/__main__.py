@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from difference.compare import Comparison
+from difference.inside import named
 from difference.runs import RankRun, run_ranks
-from difference.suspects import QUEUE, is_yours, suspects
-from difference.taps import Key, outer
+from difference.suspects import QUEUE, suspects
+from difference.taps import Key, is_yours, outer
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
@@ -127,7 +128,10 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
     if names := [*dict.fromkeys(other.key.name for other in both.others)]:
         first = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
         yield f"also in {len(names)} other{'s' * (len(names) > 1)} of this phase: {first}"
-    yield _look_at(suspects(both, " ".join(said)))
+    yours, what = named(both, " ".join(said))
+    if what:
+        yield f"inside       {yours[0]}: {what}"
+    yield _look_at([*dict.fromkeys([*yours, *suspects(both, " ".join(said))])])
 
 
 if __name__ == "__main__":

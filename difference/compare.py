@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from difference.places import Here, Indices, here, indices_of, take
-from difference.taps import PHASES, Key, Record
+from difference.taps import INSIDE, PHASES, Key, Record
 from difference.tiny import Trial
 from difference.whole import Whole
 from picotron_min.loss import IGNORE_INDEX
@@ -31,6 +31,7 @@ class Compared(NamedTuple):
     error: float  # of the whole tensor's largest number
     ran: list[str]  # functions: see Record
     running: list[str]
+    when: int = 0  # its place among the records of its rank
 
     @property
     def is_wrong(self) -> bool:
@@ -48,7 +49,8 @@ class Comparison:
         makers: Mapping[str, str] = {},  # see Profile
         senders: Collection[str] = (),
     ) -> None:
-        self.trial, self.whole, self.makers, self.senders = trial, whole, makers, senders
+        self.trial, self.whole, self.runs = trial, whole, runs
+        self.makers, self.senders = makers, senders
         self.ranks = [here(rank, trial.layout) for rank in range(trial.layout.world_size)]
         self.all = [
             one for at in self.ranks[: len(runs)] for one in self._beside(at, runs[at.rank])
@@ -69,7 +71,9 @@ class Comparison:
         """A rank's records, in the order in which it wrote them."""
         found = []
         cuts = {key.name: got.tolist() for key, got, *_ in records if key.phase == "cuts"}
-        for key, got, *ran in records:
+        for when, (key, got, *ran) in enumerate(records):
+            if key.phase == INSIDE:
+                continue
             right = torch.tensor(at[1:5]) if key.phase == "built" else self.whole.get(key)
             is_loss = key[1:3] == ("forward", "loss")
             if right is None or (is_loss and not right.ndim and self.trial.layout.cp > 1):
@@ -81,7 +85,9 @@ class Comparison:
             part = take(right, indices)
             if is_loss:  # of each token in the right run
                 part, indices = part.sum(), []
-            found.append(Compared(key, at, got, part, indices, error_of(got, part, right), *ran))
+            found.append(
+                Compared(key, at, got, part, indices, error_of(got, part, right), *ran, when)
+            )
         return found
 
     def num_targets(self, step: int) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import train
 from difference.places import here
-from difference.taps import Key, Notes, Profile, Record, attach, outer
+from difference.taps import Key, Notes, Profile, Record, Watch, attach, outer
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -119,7 +119,7 @@ class Rank(Notes):
     """One rank of the layout: train_step, unchanged, with taps."""
 
     def __init__(self, trial: Trial, text: Text, rank: int, stream, profile: Profile) -> None:
-        self.trial, self.stream, self.ran = trial, stream, profile.take
+        self.trial, self.stream, self.profile, self.ran = trial, stream, profile, profile.take
         self.here = here(rank, trial.layout)
         # So that a tiny model, too, has several buckets and several stripes.
         layout.STRIPE_ROWS["cpu"] = STRIPE_ROWS
@@ -147,6 +147,7 @@ class Rank(Notes):
         initialise(self.model.parameters, *settings)
         self.model.weights_changed()
         self.note("initial", self.model.parameters)
+        self.profile.watch = Watch(self)
         self.note("cuts", {name: self._cuts(name) for name in self.model.parameters})
 
     def _cuts(self, name: str) -> Tensor:
@@ -169,17 +170,19 @@ class Rank(Notes):
     def run(self) -> None:
         for chunk in self.model.pipeline.chunks:
             attach(chunk.model, self.tap)
-        last = self.model.gradients[-1]
-        last.wait = partial(self._wait, last.wait)
+        self.waits = [gradients.wait for gradients in self.model.gradients]
+        for gradients in self.model.gradients:
+            gradients.wait = partial(self._wait, gradients.wait)
         scaled = partial(self.note_gradients, "scaled gradient", self.model.parameters)
         self.trained.optimizer.register_step_pre_hook(lambda *_: scaled())
         for step in range(self.trial.steps):
             self._step(step)
 
     def _wait(self, wait: Callable) -> None:
-        wait()  # from here on all gradients are sums
         self.at = Key(self.at.step, "", "")
-        self.note_gradients("summed gradient", self.model.parameters)
+        wait()
+        if wait == self.waits[-1]:  # from here on all gradients are sums
+            self.note_gradients("summed gradient", self.model.parameters)
 
     def _step(self, step: int) -> None:
         self.at = Key(step, "", "")

@@ -11,7 +11,7 @@ import re
 from itertools import dropwhile, takewhile
 
 from difference.compare import Compared, Comparison
-from difference.taps import LAYER, RAN, Key, outer
+from difference.taps import LAYER, RAN, Key, is_yours, outer
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
@@ -60,9 +60,6 @@ ELSEWHERE["weights of the step before"] = "extensions/sharding/extension:Shardin
 HELPERS = "Linear.operand Linear.product Linear.gradient Linear.add_ WeightGradients. Ledger "
 HELPERS += "loss:wide data_parallel: ShardedUnit. Axes Axis. layout: model_config: "
 HELPERS += "collectives:start collectives:all_ collectives:_parts Conjugate"
-# Folders and files of extensions/; others are yours.
-OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
-OURS += "schedules settings sharding"
 # Of gradients that never arrive: who runs what waits in a queue.
 QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
 QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
@@ -180,11 +177,6 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
 
     before = _before_it(one, [], both) if one.key.phase == "summed gradient" else []
     return [*dict.fromkeys([*map(outer, before), *sorted(yours, key=order)])]
-
-
-def is_yours(name: str) -> bool:
-    top, folder, *_ = re.split("[/:]", name)
-    return top == "extensions" and folder not in OURS.split()
 
 
 def parameter_of(name: str, said: str, trial: Trial) -> str:

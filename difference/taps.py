@@ -11,6 +11,7 @@ methods are called by name, `project` and `loss`: they are wrapped on the instan
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
 # A stage receives its input into a buffer that it uses again; the gradient of the loss is 1.
 NO_GRADIENT = re.compile(rf"{LAYER}\.input|loss")
 RAN = "ran"  # a phase without tensors: the names are functions that one process runs, too
+INSIDE = "inside"  # a phase of tensors of your own functions: see inside.py
+# Folders and files of extensions/; others are yours.
+OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
+OURS += "schedules settings sharding"
+MOST_NUMBERS = 100_000  # of a tensor that is noted
+RESULT = "the result"
 Tap = Callable[[str, Tensor], None]
 
 
@@ -129,6 +136,11 @@ def attach(model: Llama, tap: Tap) -> None:
         call(model.lm_head, "loss", ["loss"], ["targets"])
 
 
+def is_yours(name: str) -> bool:
+    top, folder, *_ = re.split("[/:]", name)
+    return top == "extensions" and folder not in OURS.split()
+
+
 def outer(name: str) -> str:
     """A function's name; of one that is defined inside another, the outer one's."""
     return name.partition(".<")[0]
@@ -144,9 +156,14 @@ class Profile:
             str, str
         ] = {}  # classes, but for dataclasses -> what made the last object
         self.senders: set[str] = set()  # functions that called collectives.py
+        self.watch: Callable | None = None  # gets the calls and returns of your functions
 
-    def event(self, frame, event: str, _) -> None:
-        if event == "call" and (name := self._name(frame.f_code)):
+    def event(self, frame, event: str, result: object) -> None:
+        name = self._name(frame.f_code) if event in ("call", "return") else None
+        if name and self.watch and is_yours(name):
+            values = frame.f_locals | ({RESULT: result} if event == "return" else {})
+            self.watch(event, name, values)
+        if event == "call" and name:
             self.called.pop(name, None)
             self.called[name] = None
             is_init = name.endswith(".__init__")
@@ -176,3 +193,30 @@ class Profile:
 
     def names_of(self, frames: Iterable) -> list[str]:
         return [name for frame in frames if (name := self._name(frame.f_code))]
+
+
+class Watch:
+    """Notes what your functions get and make: a `Profile` calls it at each call and return."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes, self.count = notes, count()
+        self.open: list[tuple[int, str]] = []  # numbers and names of those that run
+
+    def __call__(self, event: str, name: str, values: dict[str, object]) -> None:
+        if event == "call":
+            self.open.append((next(self.count), name))
+        number, caller = self.open[-1][0], self.open[-2][1] if len(self.open) > 1 else ""
+        for variable, value in values.items():
+            several = {variable: value}
+            if isinstance(value, tuple | list):
+                several = {f"{variable}[{i}]": tensor for i, tensor in enumerate(value[:4])}
+            for variable, tensor in several.items():
+                self._note(f"{number} {name} {caller} {event} {variable}", tensor)
+        if event == "return":
+            self.open.pop()
+
+    def _note(self, name: str, tensor: object) -> None:
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+        if is_plain and tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
+            at = self.notes.at._replace(phase=INSIDE, name=name)
+            self.notes.write(at, tensor.detach(), ([], []))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from difference.taps import RAN, Key, Notes, Profile, attach
+from difference.taps import RAN, Key, Notes, Profile, Watch, attach
 from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
@@ -104,7 +104,7 @@ def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
 class RightRun(Notes):
     """Everything that the right run has computed, by step, phase, name, micro-batch and dp rank."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, profile: Profile) -> None:
         self.trial, self.text, self.whole = trial, text_of(trial), {}
         self.model, self.extensions = plain_model(trial)
         self.parameters = dict(self.model.named_parameters())
@@ -119,6 +119,7 @@ class RightRun(Notes):
         for extension in self.extensions:
             extension.weights_changed()
         self.note("initial", self.parameters)
+        profile.watch = Watch(self)
         attach(self.model, self.tap)
         recipe = trial.recipe
         decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone
@@ -152,9 +153,9 @@ class RightRun(Notes):
             num_targets += int((batch[2] != IGNORE_INDEX).sum())
             if numbers < MOST_SUMMANDS:
                 self.note_gradients("sum so far", self.parameters)
+        self.at = Key(step, "", "")
         for gradients in self.gradients:
             gradients.wait()
-        self.at = Key(step, "", "")
         self.note_gradients("summed gradient", self.parameters)
         norm = sum(p.grad.square().sum() for p in self.parameters.values()).sqrt() / num_targets
         self.note("loss", {"loss": loss / num_targets})
@@ -181,7 +182,7 @@ def right_whole(trial: Trial) -> Whole:
     profile = Profile()
     sys.setprofile(profile.event)
     try:
-        whole = RightRun(trial).whole
+        whole = RightRun(trial, profile).whole
         return whole | {Key(0, RAN, name): torch.empty(0) for name in profile.called}
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

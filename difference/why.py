@@ -35,9 +35,7 @@ def _unlike(one: Compared, both: Comparison) -> str:
         return f"its (pp, dp, cp, tp) are {got.tolist()}, and should be {right.tolist()}"
     if got.shape != right.shape:
         pairs = [*enumerate(zip(got.shape, right.shape, strict=False))] * (got.ndim == right.ndim)
-        dims = [
-            f": dim {i} is {_times(a / b, both)} as long" for i, (a, b) in pairs if a != b and b
-        ]
+        dims = [f": dim {i} is {times(a / b, both)} as long" for i, (a, b) in pairs if a != b and b]
         return f"its shape is {(*got.shape,)}, and should be {(*right.shape,)}{''.join(dims)}"
     if bad := int((~got.isfinite()).sum()):
         return f"{bad} of its {got.numel()} numbers {_are(bad)} NaN or infinite"
@@ -48,7 +46,7 @@ def _are(n: int) -> str:
     return "is" if n == 1 else "are"
 
 
-def _times(c: float, both: Comparison) -> str:
+def times(c: float, both: Comparison) -> str:
     name = size_named(c, both)
     return f"{c:.6g}{name and f' ({name})'} times"
 
@@ -83,13 +81,13 @@ def _factor(one: Compared, both: Comparison) -> str:
     if not c or c[0] == 1 or (one.got.numel() == 1 and not size_named(c[0], both)):
         return ""
     # Initial weights do not depend on a size of the layout.
-    times = f"{c[0]:.6g} times" if one.key.phase == "initial" else _times(c[0], both)
+    factor = f"{c[0]:.6g} times" if one.key.phase == "initial" else times(c[0], both)
     usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
     if one.key.phase == "scaled gradient":
         factors = [weights_of(o.got, [o.right]) for o in both.first if o.key == one.key]
         if any(x and not math.isclose(x[0], c[0]) for x in factors):
             usual = ", and another number of times on other ranks"
-    return f"it is {times} what it should be{usual}"
+    return f"it is {factor} what it should be{usual}"
 
 
 def _parts(one: Compared, both: Comparison) -> str:
@@ -121,11 +119,11 @@ def _weights_read(c: list[float], labels: list[tuple], one: Compared, both: Comp
     weights = {label: min(of) for label, of in groups.items()}
     kept = [label for label, weight in weights.items() if weight]
     lost = [label for label, weight in weights.items() if not weight]
-    times = {weights[label] for label in kept}
-    if not lost or len(times) > 1 or not all_one:
-        wrong = [f"{_named(k)} {_times(w, both)}" for k, w in weights.items() if w != 1]
+    factors = {weights[label] for label in kept}
+    if not lost or len(factors) > 1 or not all_one:
+        wrong = [f"{_named(k)} {times(w, both)}" for k, w in weights.items() if w != 1]
         return f"counts {', '.join(wrong[:6])}"
-    again = f", {min(times):.6g} times" * (times != {1})
+    again = f", {min(factors):.6g} times" * (factors != {1})
     at, axes = one.at, [axis for axis, _ in kept[0]] if kept else []
     others = [o for o in both.first if any(getattr(o.at, a, 0) != getattr(at, a, 0) for a in axes)]
     is_own = kept == [tuple((axis, getattr(at, axis, None)) for axis in axes)]

@@ -12,8 +12,8 @@ from difference import whole
 from difference.__main__ import run
 from difference.compare import Compared, Comparison
 from difference.places import here, indices_of, take
-from difference.suspects import is_yours, suspects
-from difference.taps import RAN, Key
+from difference.suspects import suspects
+from difference.taps import RAN, Key, is_yours
 from difference.tiny import tiny_model, trial_of
 from difference.whole import right_whole
 from difference.why import explain, parts_of
