@@ -4,7 +4,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from difference.compare import Comparison
+from difference.inside import named
+from difference.taps import INSIDE, RESULT, Key, Record
+from difference.tiny import trial_of
 from picotron_min.extensions import build
 from tests.assembled import make_config
 from tests.difference.changed import answer
@@ -122,3 +127,74 @@ def test_the_function_that_makes_a_wrong_tensor_is_named(right, wrong, said, nam
     before = partial(install_yours, right, wrong)
     code, text = answer(make_config(dp=2, tp=2), before=before)
     assert code == 1 and said in text and named in text, text
+
+
+X, STEP = torch.arange(32.0).double().view(4, 8), "model.norm.weight"
+YOURS = "extensions/yours"
+
+
+def noted(number: int, name: str, got=None, made=None, step=0, caller="") -> list[Record]:
+    """The records of a call."""
+    who = f"{number} {YOURS}:{name} {caller and f'{YOURS}:{caller}'}"
+    return [
+        Record(Key(step, INSIDE, f"{who} {event} {what}"), x, [], [])
+        for event, what, x in (("call", "x", got), ("return", "x", got), ("return", RESULT, made))
+        if x is not None
+    ]
+
+
+def tapped(phase: str, wrong: bool = False, step: int = 0) -> Record:
+    return Record(Key(step, phase, "model.norm"), X + wrong, [], [])
+
+
+def names_of(right: list[Record], *of_ranks: list[Record], **options) -> list[str]:
+    whole = {record.key: record.tensor for record in right}
+    for phase in ("forward", "summed gradient", "loss", "weights"):
+        whole |= {Key(step, phase, "model.norm"): X for step in (0, 1)}
+    trial = trial_of(make_config(**options), steps=2, own_sizes=False)
+    found = named(Comparison(trial, whole, of_ranks), "")[0]
+    return [name.partition(":")[2] for name in found]
+
+
+def test_a_call_is_guilty_if_it_got_what_is_right_and_no_right_tap_follows():
+    right = [*noted(0, "f", X, X), *noted(1, "g", X, X)]
+    bad_f, bad_g, good = noted(0, "f", X, 3 * X), noted(1, "g", X, 3 * X), tapped("forward")
+    bad = tapped("forward", wrong=True)
+    assert names_of(right, [*bad_f, *bad_g, bad]) == ["f"]
+    assert names_of(right, [*noted(0, "f", 2 * X, 3 * X), *bad_g, bad]) == ["g"]
+    assert names_of(right, [*bad_f, good, *bad_g, bad]) == ["g"]
+    # What is guilty before a right tap is harmless after it, too.
+    again = noted(2, "f", X, 3 * X)
+    assert names_of(right, [*bad_f, good, *again, *bad_g, bad]) == ["g"]
+    assert names_of(right, [bad, *bad_f]) == []
+
+
+def test_who_calls_a_function_that_gets_tensors_is_named_too():
+    right, bad = noted(0, "f", X, X), tapped("forward", wrong=True)
+    assert names_of(right, [*noted(0, "f", X, 3 * X, caller="g"), bad]) == ["f", "g"]
+    assert names_of(right, [*noted(0, "f", None, 3 * X, caller="g"), bad]) == ["f"]
+
+
+def test_what_is_noted_all_at_once_does_not_acquit():
+    right = [*noted(0, "f", X, X)]
+    ends = [tapped("loss"), tapped("weights", wrong=True)]
+    assert names_of(right, [*noted(0, "f", X, 3 * X), *ends]) == ["f"]
+    # Of weights, what ran before the gradients were summed is not to blame.
+    old = [*noted(0, "f", X, 3 * X), tapped("summed gradient"), *ends]
+    assert names_of(right, old) == []
+
+
+def test_in_a_later_step_what_ran_before_it_is_to_blame():
+    right = [*noted(0, "update", X, X), *noted(1, "reader", X, X, step=1)]
+    reader, bad = noted(1, "reader", X, 3 * X, step=1), tapped("forward", True, step=1)
+    assert names_of(right, [*reader, bad]) == []
+    assert names_of(right, [*noted(0, "update", X, 3 * X), *reader, bad]) == ["update"]
+
+
+@pytest.mark.parametrize("cp_engine,columns", [("ring", [0, 1, 6, 7]), ("ulysses", [0, 1, 2, 3])])
+def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
+    right, bad = [*noted(0, "f", X, X)], tapped("forward", wrong=True)
+    mine = noted(0, "f", X, X[:, columns])
+    assert names_of(right, [*mine, bad], [], cp=2, cp_engine=cp_engine) == []
+    other = X[:, [0, 1, 4, 5]]
+    assert names_of(right, [*noted(0, "f", X, other), bad], [], cp=2, cp_engine=cp_engine) == ["f"]
