@@ -91,7 +91,7 @@ class Inside:
         first, before, since = self.both.first[0].key, [], []
         goes_on = first.phase in ("forward", "backward")
         # Others are noted all at once, and these at the end of a step.
-        end_of_step = "loss", "gradient norm", "optimizer state", "weights"
+        end_of_step = "loss", "gradient norm", "optimizer state", "biases of routers", "weights"
         at_once = end_of_step if first.phase in end_of_step else (first.phase,) * (not goes_on)
         for at in dict.fromkeys([*(one.at for one in self.both.first), *self.both.ranks]):
             mine = [one for one in self.both.all if one.at is at]

@@ -47,7 +47,10 @@ def rows_seen(one: Compared, both: Comparison) -> str:
     tokens = take(both.whole[one.key._replace(name="tokens")], one.indices[:2]).flatten().tolist()
     near = torch.cdist(one.got.flatten(0, 1), weight, p=torch.inf) <= FITS * weight.abs().max()
     rows = near.int().argmax(1).tolist()
-    found = {t: row for t, row, fits in zip(tokens, rows, near.any(1), strict=True) if fits}
+    pairs = {(t, row) for t, row, fits in zip(tokens, rows, near.any(1), strict=True) if fits}
+    found = dict(pairs)
+    if len(pairs) > len(found):  # other rows at other places: it is no question of tokens
+        return ""
     wrong = sorted(t for t, row in found.items() if t != row)
     pair = ranges(wrong), ranges(found[t] for t in wrong)
     return f"tokens {pair[0]} have the rows of {pair[1]}" if wrong else ""

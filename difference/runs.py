@@ -189,4 +189,5 @@ class Rank(Notes):
         result = train.train_step(self.trained, step, self.watch)
         for phase, number in (("loss", result.loss), ("gradient norm", result.grad_norm)):
             self.note(phase, {phase: torch.tensor(number, dtype=torch.float64)})
-        self.note_update(self.model.parameters, self.trained.optimizer)
+        models = [chunk.model for chunk in self.model.pipeline.chunks]
+        self.note_update(self.model.parameters, self.trained.optimizer, models)

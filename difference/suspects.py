@@ -35,6 +35,8 @@ TABLE = {
     "square": "{place} optimizer:measure_gradient parallelize:ParallelModel.counted_once",
     "targets": "parallelize:ParallelModel.counted_once optimizer:measure_gradient train:train_step",
     "scaled gradient": "train:train_step {buckets}.scale optimizer:measure_gradient",
+    "biases of routers": "{experts}/router:RoutingCounts.update_biases "
+    "{experts}/extension:Experts.updated {experts}/router:RoutingCounts.count",
     "optimizer state": "optimizer:build_optimizer train:train_step",
     "weights": "optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
 }
@@ -54,7 +56,8 @@ POINTS = {
     "micro-batch": ("Pipeline.", ".arrived"),
 }
 # Words of an explanation -> a function that ran long before.
-ELSEWHERE = {"it is model.": "pipeline_parallel:my_stages"}
+ELSEWHERE = {"it is model.norm of": "pipeline_parallel:keep_stage"}
+ELSEWHERE["it is model."] = "pipeline_parallel:my_stages"
 ELSEWHERE["weights of the step before"] = "extensions/sharding/extension:Sharding.weights_changed"
 # They run between any two tensors, or meanwhile, for gradients of parameters: named last.
 HELPERS = "Linear.operand Linear.product Linear.gradient Linear.add_ WeightGradients. Ledger "
@@ -90,6 +93,7 @@ def suspects(both: Comparison, said: str) -> list[str]:
     words = [*elsewhere, *["Pipeline._arrived"] * is_input]
     is_of_attention = one.key.phase == "backward" and ".core_attention." in one.key.name
     words += ["Attention.backward", "block_backward"] * is_of_attention
+    words += ["extensions/documents"] * both.trial.workload.document_mask
     words += pointed_at(said)
     yours = _before_it(one, later, both)
 
@@ -200,6 +204,7 @@ def from_table(kind: str, one: Compared, said: str, trial: Trial) -> list[str]:
     names["steps"] = "data:Batches.__post_init__" * bool(one.key.step)  # the first step is right
     documents = "extensions/documents/batches:DocumentBatches._read"
     names["reads"] = documents if trial.workload.document_mask else "data:Batches._read"
+    names["experts"] = "extensions/experts"
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
     return TABLE[kind].format(**names, place=places_it(name, trial, kind)).split()
@@ -214,7 +219,7 @@ def places_it(name: str, trial: Trial, kind: str) -> str:
 
     def used(row: placement.Placement | None) -> object:
         """What of a row the wrong tensor depends on: a norm on which parts a rank counts."""
-        return row and (row if kind == "square" else row.sums)
+        return row and (row if kind == "square" else (row.cuts, row.sums))
 
     for rule in layout.rules:
         new = rule(shapes, table, layers_of_stages(config, layout, trial.workload.seq_length))

@@ -23,7 +23,7 @@ from picotron_min.model import MLP, Llama, SelfAttention
 ROOT = Path(__file__).parent.parent
 # In the order in which a run computes them.
 PHASES = ("built", "initial", "forward", "backward", "summed gradient", "loss", "gradient norm")
-PHASES += ("scaled gradient", "optimizer state", "weights")
+PHASES += ("scaled gradient", "optimizer state", "biases of routers", "weights")
 LAYER = r"model\.layers\.\d+"
 PARTS = "input_layernorm|self_attn|post_attention_layernorm|mlp"
 OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
@@ -80,11 +80,19 @@ class Notes:
     def note_gradients(self, phase: str, parameters: dict[str, nn.Parameter]) -> None:
         self.note(phase, {name: p.grad for name, p in parameters.items()})
 
-    def note_update(self, parameters: dict[str, nn.Parameter], of: torch.optim.Optimizer) -> None:
+    def note_update(
+        self,
+        parameters: dict[str, nn.Parameter],
+        of: torch.optim.Optimizer,
+        models: Iterable[nn.Module],
+    ) -> None:
         states = {name: of.state.get(p, {}) for name, p in parameters.items()}
         for moment in ("exp_avg", "exp_avg_sq"):
             kept = {f"{moment} of {n}": s[moment] for n, s in states.items() if moment in s}
             self.note("optimizer state", kept)
+        buffers = {name: b for model in models for name, b in model.named_buffers()}
+        biases = {n: b for n, b in buffers.items() if n.endswith("e_score_correction_bias")}
+        self.note("biases of routers", biases)
         self.note("weights", parameters)
 
 

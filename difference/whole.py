@@ -174,7 +174,7 @@ class RightRun(Notes):
         for extension, of in zip(self.extensions, totals, strict=True):
             extension.updated(of)
             extension.measures(of)
-        self.note_update(self.parameters, self.optimizer)
+        self.note_update(self.parameters, self.optimizer, [self.model])
 
 
 def right_whole(trial: Trial) -> Whole:

@@ -14,6 +14,7 @@ Hypotheses are tried in the order of HYPOTHESES; the first that fits gives the s
 
 import math
 from itertools import chain, combinations, product
+from math import inf
 
 import torch
 from torch import Tensor
@@ -181,11 +182,25 @@ def _another_name(one: Compared, both: Comparison) -> str:
     """Another tensor of the same micro-batch: something between them is left out, or run again."""
     if one.key.phase != "forward" or one.got.ndim != 3:
         return ""
+    for o in both.all:  # of another stage, where it is wrong, too
+        is_beside = o.key._replace(name=one.key.name) == one.key and o.at.pp != one.at.pp
+        if is_beside and same(one.got, o.got):
+            return f"it is {o.key.name} of {o.at}"
     right = both.whole[one.key]
     for key, tensor in both.whole.items():
         is_beside = key._replace(name=one.key.name) == one.key and tensor is not right
         if is_beside and tensor.shape == right.shape and same(one.got, take(tensor, one.indices)):
             return f"it is {key.name}, another tensor"
+    return ""
+
+
+def _another_parameter(one: Compared, both: Comparison) -> str:
+    """A sum with another parameter's gradient, which has its place in another rank's bucket."""
+    rest, right = one.got - one.right, both.whole[one.key]
+    for key, tensor in both.whole.items() if one.key.phase == "summed gradient" else ():
+        is_other = key._replace(name=one.key.name) == one.key and tensor is not right
+        if is_other and tensor.shape == right.shape and same(rest, take(tensor, one.indices)):
+            return f"it is added to the gradient of {key.name}"
     return ""
 
 
@@ -206,12 +221,15 @@ def _dim_names(one: Compared) -> tuple[str, ...]:
 
 def _places(one: Compared, both: Comparison) -> str:
     """Whether each slice along a dim is another slice of the whole tensor, or global batch."""
-    if not one.indices:
+    if not one.indices or one.key.phase == "biases of routers":  # many of them are equal
         return ""
-    keys, indices = [one.key], [*one.indices]
+    keys, indices, before = [one.key], [*one.indices], inf
     if one.key.phase in ("forward", "backward"):
         keys = [one.key._replace(micro_batch=m, dp=d) for m, d in both.trial.micro_batches]
         first = keys.index(one.key) * len(indices[0])
+        if one.key.name == "tokens" and one.key.step:  # data may be read again
+            before = len(keys) * len(indices[0])
+            keys += [key._replace(step=key.step - 1) for key in keys]
         indices[0] = [first + i for i in indices[0]]
     whole = torch.cat([both.whole[key] for key in keys])
     for dim, name in enumerate(_dim_names(one)):
@@ -226,6 +244,9 @@ def _places(one: Compared, both: Comparison) -> str:
         if near.any(1).all() and wrong.any():
             pair = ranges(right[wrong].tolist()), ranges(found[wrong].tolist())
             owner = " of the global batch" if name == "sequences" else ""
+            if found[wrong].min() >= before:
+                pair = pair[0], ranges((found[wrong] - before).tolist())
+                owner += " of the step before"
             if not {*found.tolist()} <= {*indices[dim]}:  # else only in another order
                 owner = owner or _owner({*found.tolist()}, dim, one, both)
             n = int(wrong.sum())
@@ -268,4 +289,4 @@ def _region(one: Compared, both: Comparison) -> str:
 
 
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
-HYPOTHESES += [_another, _another_name, _old_weights, _places, _region]
+HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _places, _region]
