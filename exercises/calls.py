@@ -30,7 +30,8 @@ def content_of(value: Any, depth: int = 2) -> Any:
     if value is None or isinstance(value, str | int | float | slice | np.ndarray | np.generic):
         return value
     if isinstance(value, Mapping):
-        return {str(key): content_of(part, depth) for key, part in value.items()}
+        items = enumerate(value.items())
+        return {_key(key, i): content_of(part, depth) for i, (key, part) in items}
     if type(value) in (list, tuple, range, Size):  # not a named tuple, nor a queue that is a list
         parts = [content_of(part, depth) for part in value]
         return tuple(parts) if isinstance(value, tuple) else parts
@@ -43,6 +44,11 @@ def content_of(value: Any, depth: int = 2) -> Any:
         text = f"{kind}({', '.join(texts)})"
     kind = "iterator" if isinstance(value, Iterator) else kind
     return type(kind, (str,), {})(text)
+
+
+def _key(key: Any, i: int) -> str:
+    is_address = isinstance(key, int) and key > 2**32  # another one in each run
+    return f"address {i}" if is_address else str(key)
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from exercises.checking import check, failure_of, outcome_of, verdict_on
 from exercises.design_schedule import measure_schedule
 from exercises.exercise import Verdict, load
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
-from exercises.source import parse_checked, solution
+from exercises.source import BadFile, parse_checked, solution
 from exercises.world import line_in
 
 PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
@@ -119,6 +119,8 @@ def _design(path: Path) -> Verdict:
     try:
         code = compile(parse_checked(path.read_text(errors="replace")), str(path), "exec")
         exec(code, names)
+        for name in {"schedule", "CHUNKS"} - names.keys():
+            raise BadFile(f"the file does not define {name}: it must, at the top level")
         marks, text, picture = measure_schedule(names["schedule"], names["CHUNKS"])
     except BaseException as error:  # whatever a student's code raises
         marks, text, picture = 0, failure_of(error, path).text, ""

@@ -239,6 +239,11 @@ def test_a_form_fits_where_a_result_can_be_used():
         assert not fits(content_of(got), content_of(right)), (got, right)
 
 
+def test_addresses_are_the_same_in_each_run():
+    assert content_of({140506: 1, 2**47 + 64: 2}) == content_of({140506: 1, 2**46: 2})
+    assert content_of({1: 2}) != content_of({2: 2})
+
+
 def noted(definition, *arguments) -> dict:
     """The calls with each of the arguments."""
     calls = Calls()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from exercises import designs
+from exercises import child, designs
 from exercises.design_layers import measure_layers, pipeline_of, splits_to_beat
 from exercises.design_layouts import JOBS, jobs_of, measure_layouts
 from exercises.design_schedule import TASK, measure_schedule
@@ -129,3 +129,12 @@ def test_a_schedule_runs_in_the_sandbox(tmp_path, edit, marks, text):
     path.write_text(TASK.replace("return forwards + backwards", edit))
     found = measure(1, path)
     assert found.marks == marks and text in found.text
+
+
+@pytest.mark.parametrize(("text", "name"), [("CHUNKS = 1", "schedule"), ("schedule = 1", "CHUNKS")])
+def test_a_design_without_its_names_gets_no_marks(tmp_path, text, name):
+    path = tmp_path / "design_1.py"
+    path.write_text(text)
+    verdict = child._design(path)
+    assert verdict.mistake == "marks_0"
+    assert f"the file does not define {name}: it must, at the top level" in verdict.message
