@@ -11,7 +11,7 @@ import ast
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -90,10 +90,13 @@ def import_with(
     text = target.replaced(target.path.read_text(), call)
 
     def fill(module: ModuleType) -> None:
-        names = module.__dict__
-        names[FUNCTION] = lambda name: watch(_defined(name, tree, path, names, exercise))
+        names, helpers = module.__dict__, {}
+        names[FUNCTION] = lambda name: watch(_defined(name, tree, path, names, helpers, exercise))
         exec(compile(text, module.__file__, "exec"), names)
-        _add_helpers(tree, path, names, exercise)
+        _add_imports(tree, path, names, exercise)
+        _add_helpers(tree.body, path, names, helpers, exercise)
+        made = {key: value for found in helpers.values() for key, value in found.items()}
+        _refuse([key for key in made if names[key] is not made[key]], exercise)
 
     _import(target.path, fill)
 
@@ -109,12 +112,17 @@ def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
         setattr(sys.modules[package], attribute, module)
 
 
-def _defined(name: str, tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> Any:
-    """Run the student's imports and definition among the names of the module."""
+def _defined(
+    name: str, tree: ast.Module, path: Path, names: dict, helpers: dict, exercise: Exercise
+) -> Any:
+    """Run the student's definition, and all before it, among the names of the module."""
     # A module that imports this one cannot be imported yet, nor can this one itself: later.
     _add_imports(tree, path, names, exercise, ignored=ImportError)
-    found = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name]
-    return _run(found[-1:], path, names)[name]
+    target = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name][-1]
+    before = tree.body[: tree.body.index(target)]
+    # What the module defines further down is not there yet.
+    _add_helpers(before, path, names, helpers, exercise, ignored=NameError)
+    return _run([target], path, names)[name]
 
 
 def _add_imports(
@@ -129,16 +137,32 @@ def _add_imports(
                     raise source.BadFile(what)
 
 
-def _add_helpers(tree: ast.Module, path: Path, names: dict, exercise: Exercise) -> None:
-    """Put all else that the student's file defines among the names of the module."""
-    _add_imports(tree, path, names, exercise)
+def _add_helpers(
+    nodes: list[ast.stmt],
+    path: Path,
+    names: dict,
+    helpers: dict[ast.stmt, dict[str, Any]],
+    exercise: Exercise,
+    ignored: type | tuple = (),
+) -> None:
+    """Put all else that the student's file defines among the names of the module, each once."""
     own = exercise.qualified_name.rpartition(".")[2]
-    rest = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
-    helpers = _run([n for n in rest if getattr(n, "name", None) != own], path, names)
-    if taken := sorted(helpers.keys() & names.keys()):
+    for node in nodes:
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if is_import or getattr(node, "name", None) == own or node in helpers:
+            continue
+        with contextlib.suppress(ignored):
+            found = _run([node], path, names)
+            mine = {key for earlier in helpers.values() for key in earlier}
+            _refuse(found.keys() & names.keys() - mine, exercise)
+            helpers[node] = found
+            names.update(found)
+
+
+def _refuse(taken: Iterable[str], exercise: Exercise) -> None:
+    if taken := sorted(taken):
         where = f"{exercise.source_module} has its own {taken[0]}"
         raise source.BadFile(f"{where}: give the helper another name")
-    names.update(helpers)
 
 
 def _run(nodes: list[ast.stmt], path: Path, names: dict) -> dict[str, Any]:

@@ -376,6 +376,26 @@ def test_helpers_and_imports_of_a_student_are_used():
     assert verdict.passed, verdict
 
 
+def test_a_definition_can_use_helpers_when_it_is_made():
+    verdict = answer_to_edits(
+        MERGE,
+        "def merge_blocks(",
+        "Pair, ONE = tuple, 1.0\n\n\ndef kept(function):\n    return function\n\n\n"
+        "def later(kernel: SoftmaxAttention):\n    return kernel\n\n\n"  # of the module, below it
+        "@kept\ndef merge_blocks(",
+        "lse_2) -> tuple[Tensor, Tensor]:",
+        "lse_2, one=ONE) -> Pair:",
+    )
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("taken", ["Kernel", "attend_block"])  # above it, and below it
+def test_a_helper_with_a_name_of_the_module_is_refused(taken):
+    helper = f"def {taken}():\n    pass\n\n\ndef merge_blocks("
+    verdict = answer_to_edits(MERGE, "def merge_blocks(", helper)
+    assert f"has its own {taken}: give the helper another name" in verdict.message
+
+
 def test_a_starter_of_a_class_has_all_methods_and_no_body():
     exercise = catalogue.load(4)
     exercise.target = "collectives:Shift"
