@@ -1,7 +1,7 @@
 """Results against what they should be: the first difference, and what kind of difference it is."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -150,12 +150,20 @@ Runs = list[tuple[dict[str, float], list[dict], list[dict]]]  # factors, results
 
 def only_wrong(runs: Runs) -> str:
     """Which results are wrong, where others are right in all runs."""
-    names = {name for *_, expected in runs for right in expected for name in right}
+    names = dict.fromkeys(name for *_, expected in runs for right in expected for name in right)
     wrong = dict.fromkeys(one.name for _, *results in runs for one in wrong_results(*results))
-    if not wrong or not names - wrong.keys():
+    right = [name for name in names if name not in wrong]
+    if not wrong or not right:
         return ""
-    listed = " and ".join(f"`{name}`" for name in wrong)
-    return f" Only {listed} differ{'s' * (len(wrong) == 1)}; all other results are right."
+    if len(wrong) > 3 >= len(right):
+        return f" All results differ but {listed(right)}."
+    return f" Only {listed(wrong)} differ{'s' * (len(wrong) == 1)}; all other results are right."
+
+
+def listed(names: Collection[str]) -> str:
+    few = [f"`{name}`" for name in names]
+    more = [f"{len(few) - 2} others"] if len(few) > 3 else []
+    return " and ".join(few[:2] + more if more else few)
 
 
 def common_pattern(runs: Runs, right: list[dict[str, float]]) -> str:

@@ -24,7 +24,7 @@ from exercises import exercise as catalogue
 from exercises.calls import Calls, content_of, fits, wrong_call
 from exercises.checking import _traffic_problem, check
 from exercises.child import Printed
-from exercises.compare import first_difference, patterns
+from exercises.compare import first_difference, only_wrong, patterns
 from exercises.exercise import Case, Mistake, Sent, Verdict, in_common, mistakes_in
 from exercises.grade import Task, row_of
 from exercises.sandbox import Sandbox
@@ -765,3 +765,17 @@ def test_without_fork_and_resource_checks_work_and_train_refuses(tmp_path):
         assert "Traceback" not in done.stderr
     verdict = Sandbox(wrap=f"{sys.executable} {hide}").check(4, "solution")
     assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("ab", " Only `a` and `b` differ; all other results are right."),
+        ("abcde", " Only `a` and `b` and 3 others differ; all other results are right."),
+        ("abcdefg", " All results differ but `h` and `i`."),
+        ("abcdefghi", ""),
+    ],
+)
+def test_of_many_wrong_results_few_are_listed(wrong, text):
+    right = dict.fromkeys("abcdefghi", 0)
+    assert only_wrong([({}, [right | dict.fromkeys(wrong, 1)], [right])]) == text
