@@ -167,7 +167,7 @@ KNOWN += [
         "extensions/qk_norm/shape:norm_rows",
     ),
 ]
-# And positions in another order, what a stage keeps, the sum of an expert's gradient.
+# And positions in another order, what a stage keeps, an expert's gradient, documents.
 KNOWN += [
     (
         "collectives.py",
@@ -192,6 +192,14 @@ KNOWN += [
         {"dp": 2, "ep": 2, "num_local_experts": 4},
         "it is added to the gradient of model.layers.0.mlp.experts.2.gate_proj.weight",
         "look at      extensions/experts/mixture:expert_rows",
+    ),
+    (
+        "extensions/documents/rectangles.py",
+        "j * width + right), q == k",
+        "j * width + right), i == j",
+        {"cp": 2, "document_mask": True},
+        "rank 1: positions 4-7 are wrong, and the others are right",
+        "look at      extensions/documents/attention:_DocumentRing.forward",
     ),
 ]
 
