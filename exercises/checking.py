@@ -174,7 +174,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
 
     lines = [*map(shown, mine)]
     if not mine:  # what the function returned, or did not do, was noticed later
-        lines = [f"noticed later, in {shown(frames[-1])}"]
+        lines = [f"noticed later, in {shown((course or frames)[-1])}"]
     elif course and frames.index(course[-1]) > frames.index(mine[-1]):
         lines.append(shown(course[-1]))
     text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])
