@@ -29,7 +29,7 @@ def cases(dice: Dice) -> list[Case]:
 def on_rank(rank, case: Case) -> dict:
     p, m = case.stages, case.micro_batches
     plans = [rank.course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
-    results, timeline = played(rank, plans)
+    results, timeline = played(rank, plans, m - 1)
     if timeline:
         results["most micro-batches alive"] = [*map(rank.course.simulator.peak_live, plans)]
     return results

@@ -36,7 +36,7 @@ def on_rank(rank, case: Case) -> dict:
     course, simulator = rank.course, rank.course.simulator
     p, m, v = case.stages, case.micro_batches, case.chunks
     plans = [course.interleaved.interleaved(r, p, m, v) for r in range(p)]
-    results, timeline = played(rank, plans)
+    results, timeline = played(rank, plans, m - 1)
     if not timeline:
         return results
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long

@@ -32,7 +32,7 @@ def on_rank(rank, case: Case) -> dict:
     peak_live = rank.course.simulator.peak_live
     p, m = case.stages, case.micro_batches
     plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
-    results, timeline = played(rank, plans)
+    results, timeline = played(rank, plans, m - 1)
     if timeline:
         above = [max(0, peak_live(plan) - min(m, p)) for plan in plans]
         results[f"micro-batches alive above {min(m, p)}"] = above

@@ -11,9 +11,16 @@ PROBLEM = "what is wrong with the plans"
 FINE = {PROBLEM: "nothing"}
 
 
-def played(rank: Rank, plans: list[Plan]) -> tuple[dict[str, Any], Timeline | None]:
-    """Results that all schedules have, and the timeline; Deadlock has the circle of ranks."""
+def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Timeline | None]:
+    """Results that all schedules have, and the timeline; `last`: the largest micro-batch.
+
+    Deadlock has the circle of ranks.
+    """
     results = FINE | {"plans": [[str(action) for action in plan] for plan in plans]}
+    for r, action in ((r, action) for r, plan in enumerate(plans) for action in plan):
+        if not 0 <= action.micro_batch <= last:  # the simulator would miss the rest of it
+            problem = f"rank {r} has '{action}', but the last micro-batch is {last}"
+            return results | {PROBLEM: problem}, None
     try:
         timeline = rank.course.simulator.simulate(plans)
     except ValueError as error:

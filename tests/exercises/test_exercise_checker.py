@@ -100,6 +100,10 @@ exception: no attribute 'to'
     torch.nn.utils.get_total_norm(counted) => sum([])
     .to(device, torch.float64).square() => .to(device)
 """,
+    14: """
+unknown: rank 0 has 'F1', but the last micro-batch is 0
+    - rank - 1) => - rank - 1) + [Action(Kind.FORWARD, num_micro_batches)]
+""",
     16: """
 exception: noticed later, in pipeline_parallel.py
 - self.live[i, c] = x, get_gradient_edge(out)
