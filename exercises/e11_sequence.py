@@ -70,7 +70,7 @@ def picture(runs):
 
 VERSIONS = """
 all_reduced: `start_sum` computes the whole sum on every rank, which then keeps its part: right, but
-    an all-reduce sends twice the bytes, and the part keeps all of the sum alive.
+    an all-reduce sends twice the bytes.
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + y = y.contiguous()
 + return y.chunk(self.axis.size, 1)[self.axis.rank], collectives.start_all_reduce(y, self.axis)

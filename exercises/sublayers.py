@@ -143,6 +143,8 @@ def overlap_problem(rank: int, record: Record, kind: str) -> str | None:
     operation = MESSAGE[kind]
     events = record.events[record.place("mark", "backward") :]
     words = [e.kind for e in events if e.what in (operation, "weight gradients")]
+    if "start" not in words:
+        return f"rank {rank} starts no {operation} in backward, which weight gradients could hide"
     if "wait" not in words:
         return f"rank {rank} does not wait for its {operation}: the sum may not be there yet"
     for before, after in pairwise(words):
