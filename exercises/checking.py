@@ -258,7 +258,8 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         if len(gates) == 1 and "V" not in gates:  # the sentence of this gate has the reason
             ((gate, problem),) = failed[0].problems.items()
             return GATES[gate], f"Results are right. With {failed[0].case}: {problem}."
-        runs = [(exercise.factors(r.case), r.values, r.expected) for r in failed]
+        wrong = [r for r in failed if "V" in r.problems]
+        runs = [(exercise.factors(r.case), r.values, r.expected) for r in wrong]
         if sentence := common_pattern(runs, [exercise.factors(r.case) for r in right]):
             return "pattern", sentence + only_wrong(runs)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)

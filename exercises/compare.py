@@ -172,7 +172,7 @@ def common_pattern(runs: Runs, right: list[dict[str, float]]) -> str:
     Several factors can be as large. One that is not 1 in a case that is `right` is meant only if
     there is no other.
     """
-    found, *more = [dict(patterns(*run)) for run in runs]
+    found, *more = [dict(patterns(*run)) for run in runs] or [{}]
     common = [kind for kind in found if all(kind in others for others in more)]
     if not common:
         return ""

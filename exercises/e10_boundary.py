@@ -30,7 +30,8 @@ from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
 def cases(dice: Dice) -> list[Case]:
     sizes = {"batch": 2, "hidden": dice.randint(3, 6), "inner": 12}
     plain = [Case(n, kind="Boundary", length=dice.randint(2, 4), **sizes) for n in (2, 3)]
-    return [*plain, Case(2, kind="SequenceBoundary", length=6, **sizes)]
+    half = Case(2, kind="Boundary", dtype="bfloat16", length=2, **sizes)
+    return [*plain, Case(2, kind="SequenceBoundary", length=6, **sizes), half]
 
 
 def on_rank(rank, case: Case) -> dict:

@@ -27,8 +27,10 @@ KIND = "SequenceBoundary"
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = {"batch": dice.randint(2, 3), "hidden": dice.randint(3, 6), "inner": 12}
-    return [Case(ranks, length=12, **sizes) for ranks in (2, 4)]
+    sizes = {"length": 12, "hidden": dice.randint(3, 6), "inner": 12}
+    batch = dice.randint(2, 3)
+    cases = [Case(ranks, batch=n, **sizes) for ranks, n in ((2, batch), (4, batch), (2, 1))]
+    return [*cases, Case(2, batch=1, dtype="bfloat16", **sizes)]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -64,7 +66,7 @@ def order(case: Case, rank: int, record) -> str | None:
 
 def picture(runs):
     rows = {"without": bytes_of_norms(runs[0][0])}
-    rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs}
+    rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs[:2]}
     return ["bytes kept of two norms, with sequence parallelism", bars(rows, "{:5.0f}")]
 
 

@@ -42,13 +42,20 @@ def mixed(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate.cumsum(1)) * up
 
 
+def dtype_of(case: Case) -> torch.dtype:
+    return getattr(torch, getattr(case, "dtype", "float64"))
+
+
 def data(case: Case) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
     """The parts of x, one a rank, [n, B, S, E]; the gradient of the loss; all weights."""
     B, S, E = case.batch, case.length, case.hidden
     shapes = {"gate": (case.inner, E), "up": (case.inner, E), "down": (E, case.inner)}
-    weights = [{k: draw(case, k, i, shape=s) / 2 for k, s in shapes.items()} for i in (0, 1)]
-    upstream = draw(case, "upstream", shape=(B, S, E))
-    return draw(case, "x", shape=(case.ranks, B, S, E)), upstream, weights
+
+    def drawn(*key: object, shape: tuple[int, ...]) -> Tensor:
+        return draw(case, *key, shape=shape).to(dtype_of(case))
+
+    weights = [{k: drawn(k, i, shape=s) / 2 for k, s in shapes.items()} for i in (0, 1)]
+    return drawn("x", shape=(case.ranks, B, S, E)), drawn("upstream", shape=(B, S, E)), weights
 
 
 def part(name: str, weight: Tensor, rank: int, n: int) -> Tensor:
@@ -79,7 +86,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
         parts = [part(name, whole[name], rank.number, n).clone() for name in NAMES]
         linears = [course.linear.Linear(nn.Parameter(own)) for own in parts]
         for linear in linears:
-            linear.make_copy(torch.float64)
+            linear.make_copy(x.dtype)
             linear.weight.data = 2 * linear.weight.data
             linear.gradient_arrived = partial(rank.mark, "weight gradients")
         sublayers.append(Sublayer(*linears))
@@ -107,7 +114,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
 
 
 def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
-    """What every rank must have: by autograd, in one process."""
+    """What every rank must have: by autograd, in one process; no result in bfloat16 is exact."""
     x, upstream, weights = data(case)
     leaf = x.sum(0).requires_grad_()
     leaves = [{k: w.requires_grad_() for k, w in whole.items()} for whole in weights]
@@ -125,17 +132,17 @@ def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
         for i, w in enumerate(leaves):
             for k in NAMES:
                 results[-1][f"gradient of {k} {i}"] = part(k, w[k].grad, rank, case.ranks)
-    return results
+    return results if y.dtype == torch.float64 else [{}] * case.ranks
 
 
 def traffic_of(case: Case, kind: str) -> list[dict[str, Sent]]:
-    """Sums of [B, S, E] in float64: of the input, and of 2 sublayers, there and back."""
-    n, each = case.ranks, (case.ranks - 1) / case.ranks * 8
-    size = 5 * each * case.batch * case.length * case.hidden
+    """Sums of [B, S, E]: of the input, and of 2 sublayers, there and back."""
+    n, share = case.ranks, (case.ranks - 1) / case.ranks
+    size = 5 * share * dtype_of(case).itemsize * case.batch * case.length * case.hidden
     if kind == "Boundary":
         return [{"all_reduce": Sent(5, 2 * size)}] * n
     sent = {"all_gather": Sent(5, size), "reduce_scatter": Sent(5, size)}
-    return [sent | {"all_reduce": Sent(1, 2 * each)}] * n  # of the largest value
+    return [sent | {"all_reduce": Sent(1, 2 * share * 8)}] * n  # of the largest value
 
 
 def overlap_problem(rank: int, record: Record, kind: str) -> str | None:

@@ -100,7 +100,22 @@ exception: no attribute 'to'
     torch.nn.utils.get_total_norm(counted) => sum([])
     .to(device, torch.float64).square() => .to(device)
 """,
+    10: """
+wrong_type: of float32; it should return a tensor
+    y = y.contiguous() => y = y.to(torch.promote_types(y.dtype, torch.float32)).contiguous()
+""",
     11: """
+wrong_type: of float32, a Work); it should return 2 values (a tensor
+    scatter(y, => scatter(y.to(torch.promote_types(y.dtype, torch.float32)),
+unknown: It fails only in the cases with batch=
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ rows, work = collectives.start_reduce_scatter(y.view(1, -1, y.shape[-1]), self.axis, dim=1)
++ return rows.view(len(y), -1, y.shape[-1]), work
+pattern: Every wrong number is NaN
+- return collectives.start_reduce_scatter(y, self.axis, dim=1)
++ class Work:
++     wait = lambda self: None
++ return collectives.start_reduce_scatter(y, self.axis, dim=1)[0], Work()
 not_summed: rank 0 starts no reduce_scatter in backward
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + return y.chunk(self.axis.size, 1)[self.axis.rank], type('Done', (), {'wait': lambda self: None})()
