@@ -37,6 +37,7 @@ from exercises.pictures import bars
 from picotron_min.extensions.schedules.registry import SCHEDULES
 
 B, S, E, V = 2, 3, 4, 11
+READ = "micro-batches read in the second step"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -143,6 +144,7 @@ def on_rank(rank, case: Case) -> dict:
 
     def read(i: int) -> Batch:
         seen["read"].append(i)
+        i += before
         return Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
 
     def record(collective: str, tensor: Tensor, *share: float) -> None:  # of all that is sent
@@ -159,15 +161,22 @@ def on_rank(rank, case: Case) -> dict:
     awaited, pipeline._arrived = pipeline._arrived, arrived
     build_plans = course.pipeline_messages.build_plans
     plans = build_plans(schedule, p, case.micro_batches, v, training=case.training)
-    with torch.set_grad_enabled(case.training):
-        totals = pipeline.run(plans[rank.number], read, outputs.watch)
     weights = [w for chunk in chunks for w in chunk.model.weights]
-    results = {"[loss, number of targets]": totals.detach(), "watched": sorted(outputs.watched)}
+    run = partial(pipeline.run, plans[rank.number], read)
+    with torch.set_grad_enabled(case.training):
+        before = case.micro_batches  # of an earlier step, which has others
+        run()
+        before, seen["read"], seen["moved"] = 0, [], 0
+        for w in weights:
+            w.grad = None
+        totals = run(outputs.watch)
+    results = {READ: sorted(seen["read"]), "watched": sorted(outputs.watched)}
+    results["[loss, number of targets]"] = totals.detach()
     results["gradients"] = [w.grad for w in weights if w.grad is not None]
     has_graph = totals.requires_grad, any(seen["graphs"])
     results |= {"the totals, and what is sent, have a graph": has_graph}
     results |= {"awaited within self.watch": seen["awaited"], "outputs alive": outputs.counts}
-    results |= {"micro-batches read": sorted(seen["read"]), "left in self.live": len(pipeline.live)}
+    results["left in self.live"] = len(pipeline.live)
     return results | {"batches moved to self.device": seen["moved"]}
 
 
@@ -189,9 +198,9 @@ def expected(case: Case) -> list[dict]:
     for rank in range(case.ranks):
         stages = [stage for stage in range(last + 1) if place(stage, case.ranks)[0] == rank]
         gradients = [w.grad for stage in stages for w in weights[stage] if w.grad is not None]
-        mine = {"[loss, number of targets]": totals * (last in stages), "gradients": gradients}
         read = [i for i in range(case.micro_batches) for _ in stages]  # once in each forward
-        mine |= {"micro-batches read": read, "watched": sorted(f"F{i}" for i in read)}
+        mine = {READ: read, "[loss, number of targets]": totals * (last in stages)}
+        mine |= {"gradients": gradients, "watched": sorted(f"F{i}" for i in read)}
         results.append(common | mine | {"batches moved to self.device": len(read)})
     return results
 
