@@ -19,6 +19,8 @@ Read: initialise.py, mesh.py, `part` in placement.py.
   gradients. In production: `torch.distributed.tensor` draws so, from an offset.
 """
 
+from unittest import mock
+
 import torch
 
 from exercises.exercise import Case, Dice
@@ -30,9 +32,13 @@ DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
 
 def cases(dice: Dice) -> list[Case]:
-    vocab = dice.randint(20, 40)
-    sizes = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
-    return [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
+    vocab = dice.randrange(21, 40, 2)  # odd: parts of different sizes
+    seed = dice.randint(1, 99)
+    sizes = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)]
+    cases = [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
+    for i, case in enumerate(cases):
+        case.weights_seed = seed + (i >= 4)
+    return cases
 
 
 def shape_of(case: Case):
@@ -63,21 +69,30 @@ def on_rank(rank, case: Case) -> dict:
         mine = mine.chunk(case.dp)[axes.dp.rank]
         parameters[name] = torch.nn.Parameter(torch.zeros(mine.shape))
     before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
-    rank.course.initialise.initialise(parameters, config, case.seed, table, axes)
+    course, wrong = rank.course.initialise, []
+
+    def noted(name, shape, seed, std, draw=course.initial_weight):
+        if (tuple(shape), seed) != (shapes.get(name), case.weights_seed):
+            wrong.append(f"initial_weight({name!r}, {tuple(shape)}, seed={seed}, ...)")
+        return draw(name, shape, seed, std)
+
+    with mock.patch.object(course, "initial_weight", noted):
+        course.initialise(parameters, config, case.weights_seed, table, axes)
     moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]]
-    return {name: p.detach() for name, p in parameters.items()} | {"in new memory": moved}
+    results = {"first wrong draw": next(iter(wrong), "none"), "in new memory": moved}
+    return results | {name: p.detach() for name, p in parameters.items()}
 
 
 def expected(case: Case) -> list[dict]:
     shapes = shape_of(case).parameter_shapes()
-    whole = {n: initial_weight(n, s, case.seed, initial_std(n, 2)) for n, s in shapes.items()}
-    results = []
+    seed, results = case.weights_seed, []
+    whole = {n: initial_weight(n, s, seed, initial_std(n, 2)) for n, s in shapes.items()}
     for rank in range(case.ranks):
         rest, tp = divmod(rank, case.tp)
         pp, dp = divmod(rest, case.dp)
         names = names_of_stage(list(shapes), pp, case.pp)
         mine = {n: part_of(n, whole[n], tp, case.tp).chunk(case.dp)[dp] for n in names}
-        results.append(mine | {"in new memory": []})
+        results.append({"first wrong draw": "none", "in new memory": []} | mine)
     return results
 
 
