@@ -159,17 +159,16 @@ def on_rank(rank, case: Case) -> dict:
     empty = partial(torch.empty, B, S, E, dtype=torch.float64)
     pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
     awaited, pipeline._arrived = pipeline._arrived, arrived
-    build_plans = course.pipeline_messages.build_plans
-    plans = build_plans(schedule, p, case.micro_batches, v, training=case.training)
+    build = course.pipeline_messages.build_plans
+    plan = build(schedule, p, case.micro_batches, v, training=case.training)[rank.number]
     weights = [w for chunk in chunks for w in chunk.model.weights]
-    run = partial(pipeline.run, plans[rank.number], read)
     with torch.set_grad_enabled(case.training):
         before = case.micro_batches  # of an earlier step, which has others
-        run()
+        pipeline.run(plan, read)
         before, seen["read"], seen["moved"] = 0, [], 0
         for w in weights:
             w.grad = None
-        totals = run(outputs.watch)
+        totals = pipeline.run(plan, read, outputs.watch)
     results = {READ: sorted(seen["read"]), "watched": sorted(outputs.watched)}
     results["[loss, number of targets]"] = totals.detach()
     results["gradients"] = [w.grad for w in weights if w.grad is not None]
