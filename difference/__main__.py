@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from difference.compare import Comparison
-from difference.inside import named
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, suspects
 from difference.taps import Key, is_yours, outer
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
+from difference.yours import named
 from picotron_min.runtime.config_file import load_config
 
 MOST = 3  # reasons, names and functions that are printed

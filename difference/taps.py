@@ -213,13 +213,13 @@ class Watch:
     def __call__(self, event: str, name: str, values: dict[str, object]) -> None:
         if event == "call":
             self.open.append((next(self.count), name))
-        number, caller = self.open[-1][0], self.open[-2][1] if len(self.open) > 1 else ""
+        number, callers = self.open[-1][0], ",".join(of for _, of in self.open[-2::-1])
         for variable, value in values.items():
             several = {variable: value}
             if isinstance(value, tuple | list):
                 several = {f"{variable}[{i}]": tensor for i, tensor in enumerate(value[:4])}
             for variable, tensor in several.items():
-                self._note(f"{number} {name} {caller} {event} {variable}", tensor)
+                self._note(f"{number} {name} {callers} {event} {variable}", tensor)
         if event == "return":
             self.open.pop()
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from difference.compare import Comparison
-from difference.inside import named
 from difference.taps import INSIDE, RESULT, Key, Record
 from difference.tiny import trial_of
+from difference.yours import named
 from picotron_min.extensions import build
 from tests.assembled import make_config
 from tests.difference.changed import answer
@@ -83,7 +83,7 @@ def test_right_functions_of_yours_raise_no_alarm():
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
-PART = "squares is a part of a sum over tp; "
+PART = "x is a rank's part along dim 2; squares is a part of a sum over tp; "
 WRONG = {
     "a rank's size for the whole": (
         "x.shape[-1] * self.axes.tp.size",

@@ -1,0 +1,47 @@
+"""Calls: what your functions have got and made, read from the records of a run."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from difference.taps import INSIDE, RESULT, Key, Record
+
+TOTAL = "its sum over all ranks"
+
+
+class Call(NamedTuple):
+    """A call of one of your functions."""
+
+    key: Key  # of what it has noted; the name is the function's
+    which: int  # among the calls of this function in this micro-batch
+    callers: list[str]  # yours, the nearest first
+    got: dict[str, Tensor]
+    made: dict[str, Tensor]  # at its end: what it got, too, which it may have changed
+    when: int  # the place of its end among its rank's records
+
+
+def calls_of(records: Sequence[Record]) -> list[Call]:
+    """In the order in which they have returned."""
+    calls: dict[str, Call] = {}
+    counts: Counter = Counter()
+    for when, record in enumerate(records):
+        if record.key.phase != INSIDE:
+            continue
+        number, name, callers, event, variable = record.key.name.split(" ", 4)
+        if number not in calls:
+            key = record.key._replace(name=name)
+            counts[key] += 1
+            calls[number] = Call(
+                key, counts[key], [*filter(None, callers.split(","))], {}, {}, when
+            )
+        if event == "return" and not calls[number].made:
+            calls[number] = calls.pop(number)._replace(when=when)
+        tensors = calls[number].made if event == "return" else calls[number].got
+        tensors[variable] = record.tensor
+    return [*calls.values()]
+
+
+def counts_of(calls: list[Call]) -> list[Call]:
+    return [call for call in calls if call.key.name.endswith(".counts") and RESULT in call.made]

@@ -1,0 +1,115 @@
+"""Yours: which of your own functions are guilty, by name, and what is wrong inside of them."""
+
+from itertools import chain
+
+from torch import Tensor
+
+from difference.algebra import FITS, ranges, same, weights_of
+from difference.calls import Call
+from difference.compare import Comparison
+from difference.inside import Inside
+from difference.places import Here, take
+from difference.taps import INSIDE, RESULT, outer
+from difference.why import size_named, times
+
+MOST = 4  # statements
+DIMS = {1: ("number",), 2: ("row", "column")}
+
+
+def named(both: Comparison, said: str) -> tuple[list[str], str]:
+    """The guilty function and those that call it, and what is wrong inside; or nothing."""
+    if not any(record.key.phase == INSIDE for record in chain(*both.runs)):
+        return [], ""
+    inside = Inside(both)
+    calls = [*chain(*inside.calls)]
+    backwards = {c.key.name for c in calls if c.key.name.endswith(".backward")}
+    of_autograd = {name.removesuffix(".backward") for name in backwards}
+
+    def function(name: str) -> str:
+        """Of the two methods of an autograd.Function, the class."""
+        of, _, method = outer(name).rpartition(".")
+        return of if of in of_autograd and method in ("forward", "backward") else outer(name)
+
+    def functions(*names: str) -> list[str]:
+        return [*dict.fromkeys(map(function, names))]
+
+    if found := inside.first_guilty():
+        guilty = found[0]
+        name = function(guilty.key.name)
+        # Autograd calls it in backward; it may have been given something in forward.
+        alike = (call.callers for call in calls if function(call.key.name) == name)
+        callers = guilty.callers or chain(*alike)
+        return functions(name, *(callers if guilty.got else ())), what_is_wrong(*found, inside)
+    if both.first[0].key.phase != "backward":
+        return [], ""
+    if "the sum is missing" in said:
+        # What each rank computes with a tensor that all have alike begins with a copy.
+        others = {call.key.name for call in calls if not copied(call)}
+        names = [call.key.name for call in calls if call.key.name not in others]
+        return functions(*names), ""
+    for call, at in inside.since:  # a part that leaves it as a part may lack its sum
+        for variable in copied(call):
+            over = inside.sum_over(call.got[variable], variable, call, at)
+            if over and inside.place(call.got[variable], call, at) is None:
+                what = f"{variable} is a part of a sum over {over}, and is returned as it is"
+                return functions(call.key.name), what
+    return [], ""
+
+
+def copied(call: Call) -> list[str]:
+    """What a call gets and returns unchanged."""
+    out = call.made.get(RESULT)
+    return [v for v, tensor in call.got.items() if out is not None and same(out, tensor)]
+
+
+def what_is_wrong(call: Call, at: Here, inside: Inside) -> str:
+    """Of what a call gets and makes: parts, what all ranks have alike, and what is wrong."""
+    cut, sums, wholes, wrong = [], [], [], []
+    for variable, tensor in call.made.items():
+        dims = inside.place(tensor, call, at)
+        if dims is None and (over := inside.sum_over(tensor, variable, call, at)):
+            sums.append((tensor.shape, f"{variable} is a part of a sum over {over}"))
+        elif dims is None:
+            wrong.append(f"{variable} is {how_wrong(tensor, variable, call, at, inside)}")
+        elif dims and variable in call.got:
+            cut.append(f"{variable} is a rank's part along dim {dims[0]}")
+        elif not dims:
+            wholes.append((tensor.shape, f"{variable} is what one process has"))
+    shapes = {shape for shape, _ in sums}
+    parts = [*cut, *(text for _, text in sums)]
+    parts += [text for shape, text in wholes if shape in shapes]
+    return "; ".join([*parts[: max(0, MOST - len(wrong))], *wrong[:MOST]])
+
+
+def how_wrong(tensor: Tensor, variable: str, call: Call, at: Here, inside: Inside) -> str:
+    """How it differs from this variable in a call in one process, if that is known."""
+    rights = [c for c in inside.right_calls if c.key == call.key and variable in c.made]
+    rights.sort(key=lambda c: c.which != call.which)
+    for right in (c.made[variable] for c in rights if tensor.isfinite().all()):
+        for indices in inside.parts(tensor.shape, right.shape, at):
+            c = weights_of(tensor, [take(right, indices)])
+            # Any number is some factor times any other.
+            if c and c[0] != 1 and (tensor.numel() > 1 or size_named(c[0], inside.both)):
+                return f"{times(c[0], inside.both)} what one process has"
+            if where := somewhere(tensor, take(right, indices), inside.both):
+                return where
+    for given, mine in call.got.items():
+        for axes, row in inside.rows(mine, given, call, at):
+            if same(sum(row), tensor):
+                return f"the sum of {given} over {axes}"
+    return "wrong"
+
+
+def somewhere(got: Tensor, right: Tensor, both: Comparison) -> str:
+    """What is wrong in some rows, columns or numbers alone."""
+    wrong = (got - right).abs() > FITS * right.abs().max()
+    for dim, name in reversed([*enumerate(DIMS.get(got.ndim, ()))]):
+        lines = wrong.movedim(dim, 0).flatten(1).any(1) if got.ndim > 1 else wrong
+        where = lines.nonzero()[:, 0].tolist()
+        if 0 < len(where) < len(lines):
+            ratios = got[wrong] / right[wrong]
+            how = "wrong"
+            if (ratios - ratios[0]).abs().max() <= FITS * ratios.abs().max():
+                how = f"{times(float(ratios[0]), both)} what one process has" if ratios[0] else "0"
+            return f"{how} in {name}{'s' * (len(where) > 1)} {ranges(where)}, and right in others"
+    return ""
