@@ -131,7 +131,9 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
     yours, what = named(both, " ".join(said))
     if what:
         yield f"inside       {yours[0]}: {what}"
-    yield _look_at([*dict.fromkeys([*yours, *suspects(both, " ".join(said))])])
+    methods = {f"{name}.{method}" for name in yours for method in ("forward", "backward")}
+    others = [name for name in suspects(both, " ".join(said)) if name not in methods]
+    yield _look_at([*dict.fromkeys([*yours, *others])])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class Call(NamedTuple):
     got: dict[str, Tensor]
     made: dict[str, Tensor]  # at its end: what it got, too, which it may have changed
     when: int  # the place of its end among its rank's records
+    ended: bool = False
 
 
 def calls_of(records: Sequence[Record]) -> list[Call]:
@@ -29,17 +30,22 @@ def calls_of(records: Sequence[Record]) -> list[Call]:
     for when, record in enumerate(records):
         if record.key.phase != INSIDE:
             continue
-        number, name, callers, event, variable = record.key.name.split(" ", 4)
+        number, caller, names, event, variable = record.key.name.split(" ", 4)
+        name, *callers = names.split(",")
         if number not in calls:
             key = record.key._replace(name=name)
             counts[key] += 1
-            calls[number] = Call(
-                key, counts[key], [*filter(None, callers.split(","))], {}, {}, when
-            )
-        if event == "return" and not calls[number].made:
-            calls[number] = calls.pop(number)._replace(when=when)
-        tensors = calls[number].made if event == "return" else calls[number].got
-        tensors[variable] = record.tensor
+            calls[number] = Call(key, counts[key], callers, {}, {}, when)
+        call = calls[number]
+        if event == "call":
+            call.got[variable] = record.tensor
+            if caller in calls:  # what it gives to another function is what it makes
+                to = name.rpartition(":")[2]
+                calls[caller].made[f"{variable} of {to}"] = record.tensor
+            continue
+        if not call.ended:
+            calls[number] = call = calls.pop(number)._replace(when=when, ended=True)
+        call.made[variable] = record.tensor
     return [*calls.values()]
 
 

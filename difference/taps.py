@@ -10,7 +10,7 @@ methods are called by name, `project` and `loss`: they are wrapped on the instan
 
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,7 @@ INSIDE = "inside"  # a phase of tensors of your own functions: see inside.py
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
 OURS += "schedules settings sharding"
 MOST_NUMBERS = 100_000  # of a tensor that is noted
+MOST_OF_ALL = 16  # of a list or a dict
 RESULT = "the result"
 Tap = Callable[[str, Tensor], None]
 
@@ -213,18 +214,34 @@ class Watch:
     def __call__(self, event: str, name: str, values: dict[str, object]) -> None:
         if event == "call":
             self.open.append((next(self.count), name))
-        number, callers = self.open[-1][0], ",".join(of for _, of in self.open[-2::-1])
+        numbers, names = zip(*reversed(self.open), strict=True)
+        caller = numbers[1] if numbers[1:] else ""
+        who = f"{numbers[0]} {caller} {','.join(names)} {event}"
+        if "ctx" in values:  # of an autograd.Function
+            kept = {f"ctx.{of}": one for of, one in vars(values["ctx"]).items()}
+            if name.endswith(".backward") and event == "call":
+                kept["saved"] = values["ctx"].saved_tensors
+            values = values | kept
         for variable, value in values.items():
-            several = {variable: value}
-            if isinstance(value, tuple | list):
-                several = {f"{variable}[{i}]": tensor for i, tensor in enumerate(value[:4])}
-            for variable, tensor in several.items():
-                self._note(f"{number} {name} {callers} {event} {variable}", tensor)
+            for text, number in self._numbers_of(variable, value):
+                at = self.notes.at._replace(phase=INSIDE, name=f"{who} {text}")
+                self.notes.write(at, number, ([], []))
         if event == "return":
             self.open.pop()
 
-    def _note(self, name: str, tensor: object) -> None:
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
-        if is_plain and tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
-            at = self.notes.at._replace(phase=INSIDE, name=name)
-            self.notes.write(at, tensor.detach(), ([], []))
+    def _numbers_of(self, name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+        """Its tensors of floats, those of a small container, and gradients of parameters."""
+        several = {name: value}
+        if isinstance(value, tuple | list):
+            several = {f"{name}[{i}]": one for i, one in enumerate(value[:MOST_OF_ALL])}
+        elif isinstance(value, dict):
+            few = [*value.items()][:MOST_OF_ALL]
+            several = {f"{name}[{key!r}]".replace(" ", ""): one for key, one in few}
+        for text, one in several.items():
+            if type(one) is float:
+                yield text, torch.tensor(one, dtype=torch.float64)
+            if type(one) is nn.Parameter and one.grad is not None:
+                yield from self._numbers_of(f"{text}.grad", one.grad)
+            is_plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
+            if is_plain and one.is_floating_point() and 0 < one.numel() <= MOST_NUMBERS:
+                yield text, one.detach()

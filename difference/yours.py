@@ -5,7 +5,7 @@ from itertools import chain
 from torch import Tensor
 
 from difference.algebra import FITS, ranges, same, weights_of
-from difference.calls import Call
+from difference.calls import TOTAL, Call
 from difference.compare import Comparison
 from difference.inside import Inside
 from difference.places import Here, take
@@ -40,15 +40,22 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         alike = (call.callers for call in calls if function(call.key.name) == name)
         callers = guilty.callers or chain(*alike)
         return functions(name, *(callers if guilty.got else ())), what_is_wrong(*found, inside)
-    if both.first[0].key.phase != "backward":
+    one = both.first[0]
+    if one.key.phase != "backward":
         return [], ""
     if "the sum is missing" in said:
-        # What each rank computes with a tensor that all have alike begins with a copy.
+        # What each rank computes with a tensor that all have alike begins with a copy; else it is
+        # read by what lacks the copy.
         others = {call.key.name for call in calls if not copied(call)}
         names = [call.key.name for call in calls if call.key.name not in others]
+        read = [
+            o.got for o in both.all if o.at is one.at and o.key == one.key._replace(phase="forward")
+        ]
+        mine = inside.calls[one.at.rank] if not names else ()
+        names += [c.key.name for c in mine for x in read if any(same(x, t) for t in c.got.values())]
         return functions(*names), ""
-    for call, at in inside.since:  # a part that leaves it as a part may lack its sum
-        for variable in copied(call):
+    for call, at in reversed(inside.before + inside.since):
+        for variable in copied(call) if call.key[3:] == one.key[3:] else ():
             over = inside.sum_over(call.got[variable], variable, call, at)
             if over and inside.place(call.got[variable], call, at) is None:
                 what = f"{variable} is a part of a sum over {over}, and is returned as it is"
@@ -64,8 +71,12 @@ def copied(call: Call) -> list[str]:
 
 def what_is_wrong(call: Call, at: Here, inside: Inside) -> str:
     """Of what a call gets and makes: parts, what all ranks have alike, and what is wrong."""
-    cut, sums, wholes, wrong = [], [], [], []
-    for variable, tensor in call.made.items():
+    cut, sums, wholes, wrong, seen = [], [], [], [], []
+    made = {TOTAL: call.made[TOTAL]} if TOTAL in call.made else call.made
+    for variable, tensor in sorted(made.items(), key=lambda of: " of " in of[0]):
+        if any(same(tensor, other) for other in seen):
+            continue
+        seen.append(tensor)
         dims = inside.place(tensor, call, at)
         if dims is None and (over := inside.sum_over(tensor, variable, call, at)):
             sums.append((tensor.shape, f"{variable} is a part of a sum over {over}"))
@@ -75,10 +86,10 @@ def what_is_wrong(call: Call, at: Here, inside: Inside) -> str:
             cut.append(f"{variable} is a rank's part along dim {dims[0]}")
         elif not dims:
             wholes.append((tensor.shape, f"{variable} is what one process has"))
+    wrong.sort(key=lambda text: text.endswith(" is wrong"))  # those with a number first
     shapes = {shape for shape, _ in sums}
-    parts = [*cut, *(text for _, text in sums)]
-    parts += [text for shape, text in wholes if shape in shapes]
-    return "; ".join([*parts[: max(0, MOST - len(wrong))], *wrong[:MOST]])
+    parts = [text for shape, text in sums + wholes if shape in shapes] + cut
+    return "; ".join([*parts[: max(1, MOST - len(wrong))], *wrong[: MOST - bool(parts)]])
 
 
 def how_wrong(tensor: Tensor, variable: str, call: Call, at: Here, inside: Inside) -> str:

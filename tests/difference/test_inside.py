@@ -83,19 +83,19 @@ def test_right_functions_of_yours_raise_no_alarm():
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
-PART = "x is a rank's part along dim 2; squares is a part of a sum over tp; "
+PART, CUT = "squares is a part of a sum over tp; ", "x is a rank's part along dim 2; "
 WRONG = {
     "a rank's size for the whole": (
         "x.shape[-1] * self.axes.tp.size",
         "x.shape[-1]",
         f"inside       extensions/yours:Normed.normed: {PART}total is what one process has; "
-        "the result is 0.707107 times what one process has",
+        f"{CUT}the result is 0.707107 times what one process has",
         "look at      extensions/yours:Normed.normed,",
     ),
     "no sum": (
         "total_of(squares, self.axes.tp)",
         "squares",
-        f"inside       extensions/yours:Normed.normed: {PART}total is a part of a sum over tp; ",
+        f"inside       extensions/yours:Normed.normed: {PART}{CUT}the result is wrong",
         "look at      extensions/yours:Normed.normed,",
     ),
     "another axis": (
@@ -135,7 +135,7 @@ YOURS = "extensions/yours"
 
 def noted(number: int, name: str, got=None, made=None, step=0, caller="") -> list[Record]:
     """The records of a call."""
-    who = f"{number} {YOURS}:{name} {caller and f'{YOURS}:{caller}'}"
+    who = f"{number}  {YOURS}:{name}{caller and f',{YOURS}:{caller}'}"
     return [
         Record(Key(step, INSIDE, f"{who} {event} {what}"), x, [], [])
         for event, what, x in (("call", "x", got), ("return", "x", got), ("return", RESULT, made))
