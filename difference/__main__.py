@@ -133,7 +133,8 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
         yield f"inside       {yours[0]}: {what}"
     methods = {f"{name}.{method}" for name in yours for method in ("forward", "backward")}
     others = [name for name in suspects(both, " ".join(said)) if name not in methods]
-    yield _look_at([*dict.fromkeys([*yours, *others])])
+    certain = [] if what else others[:1]
+    yield _look_at([*dict.fromkeys([*certain, *yours, *others])])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ class Inside:
     """All ranks' calls of your functions, beside the tensors of one process."""
 
     def __init__(self, both: Comparison) -> None:
-        self.both, self.layout = both, both.trial.layout
+        self.both, self.layout, config = both, both.trial.layout, both.trial.model_config
+        self.num_layers = {config.num_hidden_layers, config.num_layers} - {1}
         of_yours, pool = [], defaultdict(lambda: defaultdict(list))
         for key, tensor in both.whole.items():
             if key.phase == INSIDE:
@@ -78,11 +79,13 @@ class Inside:
         return next((pair for pair in since if self._is_guilty(*pair)), old)
 
     def _is_guilty(self, call: Call, at: Here) -> bool:
-        got, made = (
-            all(self.is_right(v, t, call, at) for v, t in of.items())
-            for of in (call.got, call.made)
-        )
-        return got and not made
+        """Of a sum over ranks nothing is known where one of them has got what is wrong."""
+        if all(self.is_right(v, tensor, call, at) for v, tensor in call.made.items()):
+            return False
+        beside = (other for other in self.both.ranks if other[1:3] == at[1:3])  # of pp and dp
+        calls = [(self._call_of(call, other), other) for other in beside]
+        got = ((v, t, c, other) for c, other in calls if c for v, t in c.got.items())
+        return all(self.is_right(*one) for one in got)
 
     def is_right(self, variable: str, tensor: Tensor, call: Call, at: Here) -> bool:
         is_there = self.place(tensor, call, at) is not None
@@ -141,7 +144,7 @@ class Inside:
                 axes = "tp", "dp", "ep", "etp"
                 of_dim = [chunk(of_dim[0], getattr(at, a), getattr(self.layout, a)) for a in axes]
                 of_dim += [positions(at, self.layout, size)] * (size % (2 * self.layout.cp) == 0)
-                if self.layout.pp > 1:  # something of each layer
+                if size in self.num_layers:  # something of each layer, of those of a stage
                     of_dim += [range(i, i + n) for i in range(size - n + 1)]
             choices.append([indices for indices in of_dim if len(indices) == n])
         return product(*choices)

@@ -273,8 +273,10 @@ def _region(one: Compared, both: Comparison) -> str:
     largest = both.whole.get(one.key, one.right).abs().max().clamp(min=1e-300)
     error = (one.got - one.right).abs() / largest
     for dim, name in enumerate(_dim_names(one)):
-        where = (_lines(error, dim).amax(1) > TOLERANCE).nonzero()[:, 0].tolist()
-        if len(where) < error.shape[dim]:
+        of_lines = _lines(error, dim).amax(1)
+        where = (of_lines > TOLERANCE).nonzero()[:, 0].tolist()
+        is_clear = not ((of_lines > TOLERANCE / 1000) & (of_lines <= TOLERANCE)).any()
+        if len(where) < error.shape[dim] and is_clear:
             how = "wrong" if _lines(one.got, dim)[where].any() else "zero"
             places = [one.indices[dim][i] for i in where] if one.indices else where
             return f"{name} {ranges(places)} are {how}, and the others are right"

@@ -17,7 +17,10 @@ DIMS = {1: ("number",), 2: ("row", "column")}
 
 
 def named(both: Comparison, said: str) -> tuple[list[str], str]:
-    """The guilty function and those that call it, and what is wrong inside; or nothing."""
+    """The guilty function and those that call it, and what is wrong inside.
+
+    Without a sentence it is less certain: a right one, too, can make what one process does not.
+    """
     if not any(record.key.phase == INSIDE for record in chain(*both.runs)):
         return [], ""
     inside = Inside(both)
@@ -53,7 +56,8 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         ]
         mine = inside.calls[one.at.rank] if not names else ()
         names += [c.key.name for c in mine for x in read if any(same(x, t) for t in c.got.values())]
-        return functions(*names), ""
+        what = "what it gets is returned as it is" * (not mine)
+        return functions(*names), what
     for call, at in reversed(inside.before + inside.since):
         for variable in copied(call) if call.key[3:] == one.key[3:] else ():
             over = inside.sum_over(call.got[variable], variable, call, at)
@@ -86,7 +90,10 @@ def what_is_wrong(call: Call, at: Here, inside: Inside) -> str:
             cut.append(f"{variable} is a rank's part along dim {dims[0]}")
         elif not dims:
             wholes.append((tensor.shape, f"{variable} is what one process has"))
-    wrong.sort(key=lambda text: text.endswith(" is wrong"))  # those with a number first
+    formulas = [text for text in wrong if not text.endswith(" is wrong")]
+    if not formulas and not sums and TOTAL not in made:
+        return ""
+    wrong = formulas or wrong
     shapes = {shape for shape, _ in sums}
     parts = [text for shape, text in sums + wholes if shape in shapes] + cut
     return "; ".join([*parts[: max(1, MOST - len(wrong))], *wrong[: MOST - bool(parts)]])
@@ -100,10 +107,11 @@ def how_wrong(tensor: Tensor, variable: str, call: Call, at: Here, inside: Insid
         for indices in inside.parts(tensor.shape, right.shape, at):
             c = weights_of(tensor, [take(right, indices)])
             # Any number is some factor times any other.
-            if c and c[0] != 1 and (tensor.numel() > 1 or size_named(c[0], inside.both)):
+            if c and c[0] not in (0, 1) and (tensor.numel() > 1 or size_named(c[0], inside.both)):
                 return f"{times(c[0], inside.both)} what one process has"
             if where := somewhere(tensor, take(right, indices), inside.both):
-                return where
+                is_number = where[0] not in "0w"  # zeros can be for other ranks' numbers
+                return where if is_number or variable == TOTAL else "wrong"
     for given, mine in call.got.items():
         for axes, row in inside.rows(mine, given, call, at):
             if same(sum(row), tensor):

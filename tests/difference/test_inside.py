@@ -110,6 +110,7 @@ WRONG = {
         "return Conjugate.apply(lambda x: x.view_as(x), partial(summed, axis=axis), x)",
         "return x",
         "what your extension adds is this rank's own part of a sum over tp: the sum is missing",
+        "inside       extensions/yours:copied: what it gets is returned as it is\n"
         "look at      extensions/yours:copied,",
     ),
     "a copy in each rank's count": (
