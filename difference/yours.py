@@ -43,27 +43,30 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         alike = (call.callers for call in calls if function(call.key.name) == name)
         callers = guilty.callers or chain(*alike)
         return functions(name, *(callers if guilty.got else ())), what_is_wrong(*found, inside)
-    one = both.first[0]
+    names, what = handed_on(inside, "the sum is missing" in said)
+    return functions(*names), what
+
+
+def handed_on(inside: Inside, is_missing: bool) -> tuple[list[str], str]:
+    """Of a wrong gradient: functions that lack a sum in backward; perhaps what tells it."""
+    one, calls = inside.both.first[0], [*chain(*inside.calls)]
     if one.key.phase != "backward":
         return [], ""
-    if "the sum is missing" in said:
-        # What each rank computes with a tensor that all have alike begins with a copy; else it is
-        # read by what lacks the copy.
+    if is_missing:
+        # What each rank computes with a tensor that all have alike begins with a copy.
         others = {call.key.name for call in calls if not copied(call)}
-        names = [call.key.name for call in calls if call.key.name not in others]
-        read = [
-            o.got for o in both.all if o.at is one.at and o.key == one.key._replace(phase="forward")
-        ]
-        mine = inside.calls[one.at.rank] if not names else ()
-        names += [c.key.name for c in mine for x in read if any(same(x, t) for t in c.got.values())]
-        what = "what it gets is returned as it is" * (not mine)
-        return functions(*names), what
+        if copies := [call.key.name for call in calls if call.key.name not in others]:
+            return copies, "what it gets is returned as it is"
+        of = one.key._replace(phase="forward")
+        read = [o.got for o in inside.both.all if o.at is one.at and o.key == of][:1]
+        mine = ((c.key.name, t) for c in inside.calls[one.at.rank] for t in c.got.values())
+        return [name for name, tensor in mine if any(same(x, tensor) for x in read)], ""
     for call, at in reversed(inside.before + inside.since):
         for variable in copied(call) if call.key[3:] == one.key[3:] else ():
             over = inside.sum_over(call.got[variable], variable, call, at)
             if over and inside.place(call.got[variable], call, at) is None:
                 what = f"{variable} is a part of a sum over {over}, and is returned as it is"
-                return functions(call.key.name), what
+                return [call.key.name], what
     return [], ""
 
 
