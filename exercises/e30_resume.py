@@ -28,7 +28,7 @@ import torch
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
-SHAPES = {"lm_head.weight": (3, 4), "norm.weight": (4,)}
+SHAPES = {"lm_head.weight": (3, 4), "k_norm.weight": (2,), "norm.weight": (4,)}
 BUFFER = "mlp.gate.e_score_correction_bias"
 
 
@@ -38,7 +38,7 @@ def cases(dice: Dice) -> list[Case]:
 
 
 class Training:
-    """A few parameters, an optimizer with a group for each, and a buffer, changed by a step."""
+    """A few parameters, an optimizer with two groups of them, and a buffer, changed by a step."""
 
     def __init__(self, case: Case, start: str) -> None:
         tensors = {name: draw(case, start, name, shape=shape) for name, shape in SHAPES.items()}
@@ -46,13 +46,15 @@ class Training:
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         self.buffers = {BUFFER: draw(case, start, BUFFER, shape=(5,))}
         kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
-        # In another order than the names: the norm first, as with weight decay for matrices alone.
-        groups = [{"params": [parameter]} for parameter in reversed(self.parameters.values())]
+        # In another order than the names: the norms first, as with weight decay for matrices alone.
+        matrix, *norms = self.parameters.values()
+        groups = [{"params": norms}, {"params": [matrix]}]
         self.optimizer = kind(groups, lr=0.1)
         if case.optimizer == "momentum":  # as Muon's, it is there from the beginning
             for group in self.optimizer.param_groups:
-                group["momentum"], (parameter,) = 0.9, group["params"]
-                self.optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 0
+                group["momentum"] = 0.9
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 0
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -76,6 +78,9 @@ def on_rank(rank, case: Case) -> dict:
     kept = [tensor for state in states for key, tensor in state.items() if key != "step"]
     there = {t.data_ptr() for t in (*run.parameters.values(), *run.buffers.values(), *kept)}
     copies = [name for name, tensor in tensors.items() if tensor.data_ptr() not in there]
+    new = [(key, t.data_ptr()) for s in other.optimizer.state.values() for key, t in s.items()]
+    places = [place for _, place in new]
+    shared = [key for key, place in new if places.count(place) > 1]
     saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name in sorted(saved.keys() & targets.keys()):
         targets[name].copy_(saved[name])
@@ -85,6 +90,7 @@ def on_rank(rank, case: Case) -> dict:
     values = other.values("resuming") | run.values("saving")
     results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}
     results |= {"copies among them": " ".join(copies) or "none"}
+    results |= {"tensors of the state in one memory": " ".join(shared) or "none"}
     results |= {"the caller's buffers afterwards": " ".join(run.buffers)}
     return results | {"devices of AdamW's state": devices(checkpoint)} | values
 
@@ -95,7 +101,9 @@ def devices(checkpoint) -> dict[str, dict]:
     parameters = {name: torch.nn.Parameter(torch.empty(2, device="meta")) for name in names}
     optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters.values()])
     optimizer.param_groups[0]["fused"] = True
-    optimizer.state[parameters["stepped"]]["step"] = torch.ones(())
+    stepped = parameters["stepped"]
+    moments = {name: stepped.detach() for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[stepped] = {"step": torch.ones(())} | moments
     checkpoint.training_tensors(parameters, {}, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
     return {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
@@ -109,8 +117,10 @@ def expected(case: Case) -> list[dict]:
     keys = kept[case.optimizer]
     states = {f"optimizer.{key}.{name}": shapes[name] for key in keys for name in shapes}
     moments, step = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta"), {"step": "cpu"}
-    devices = {"fused": {"step": "meta"} | moments, "plain": step | moments, "stepped": step}
+    devices = dict.fromkeys(("plain", "stepped"), step | moments)
+    devices["fused"] = {"step": "meta"} | moments
     right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": "none"}
+    right |= {"tensors of the state in one memory": "none"}
     right |= {"the caller's buffers afterwards": BUFFER, "devices of AdamW's state": devices}
     return [right | run.values("resuming") | run.values("saving")]
 
@@ -152,6 +162,8 @@ one_state_for_all: A new state is made only if no parameter has one: some may ha
 moments_share_memory: Both moments of a new AdamW are one tensor: loading one changes both.
 - state.update((moment, torch.zeros_like(parameter)) for moment in moments)
 + state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))
+step_shared: All parameters of a group have one "step": a step counts once for each of them.
+    torch.zeros((), device=device) => group.setdefault("first", torch.zeros((), device=device))
 first_group_only: Only the first group of parameters gets a state: an optimizer may have several.
     for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
 always_reset: The state is made anew where there is one, too: the run forgets its averages.
