@@ -7,8 +7,9 @@ Write the step of AdamW. For each parameter of each group: count the step; m <- 
 v <- b2 v + (1 - b2) g^2, computed in the dtype of the gradient; store both moments, which rounds
 them to bfloat16. The update uses them before they are rounded, each divided by 1 - b^t: then it is
 an average of t steps from the first on. First multiply the parameter by 1 - lr * weight_decay, then
-subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph. A loop over the parameters is right;
-the course takes lists of them, self.chunks(group["params"]), so that a GPU starts fewer kernels.
+subtract lr m / (sqrt(v) + 1e-8). Nothing is part of a graph. A pipeline's stage may have no
+parameters of a group. A loop over the parameters is right; the course takes lists of them,
+self.chunks(group["params"]), so that a GPU starts fewer kernels.
 Read: extensions/optimizers/adamw.py (self.state[parameter] has "step", "exp_avg" and "exp_avg_sq").
 
 ? Count, read both moments wide, change them, store them, decay, update.
@@ -33,7 +34,8 @@ def cases(dice: Dice) -> list[Case]:
     kinds = ((0.9, 0.95), 1.0), ((0.8, 0.99), 0.1), ((0.9, 0.95), 1e-4)
     sizes = {"rows": dice.randint(2, 3), "lr": dice.randint(2, 9) / 100}
     some = [Case(1, betas=betas, falls=x, **sizes) for betas, x in kinds]
-    return [*some, Case(1, betas=(0.9, 0.99), falls=1.0, chunk=4, **sizes)]  # numbers of a chunk
+    some.append(Case(1, betas=(0.9, 0.99), falls=1.0, chunk=4, **sizes))  # numbers of a chunk
+    return [*some, Case(1, betas=(0.9, 0.99), falls=1.0, empty_group=True, **sizes)]
 
 
 def gradient(case: Case, number: int, step: int):
@@ -44,40 +46,42 @@ def on_rank(rank, case: Case) -> dict:
     weights = [torch.nn.Parameter(draw(case, "w", i, shape=(case.rows, 2))) for i in range(3)]
     parts = zip((weights[:1], weights[1:]), GROUPS, strict=True)
     groups = [{"params": p, "lr": n * case.lr, "weight_decay": decay} for p, (n, decay) in parts]
+    if hasattr(case, "empty_group"):
+        groups.insert(1, {**groups[1], "params": []})
     rank.course.adamw.CHUNKS["cpu"] = getattr(case, "chunk", 2**18)
     optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
-    history, squares = [], []
+    history, moments = [], []
     for step in range(STEPS):
         for i, weight in enumerate(weights):
             weight.grad = gradient(case, i, step)
         optimizer.step()
         history.append([weight.detach().clone() for weight in weights])
-        squares.append(float(optimizer.state[weights[0]]["exp_avg_sq"].double()[0, 0]))
-    states = [optimizer.state[weight] for weight in weights]
-    moments = [[s["exp_avg"].double(), s["exp_avg_sq"].double()] for s in states]
+        states = [optimizer.state[weight] for weight in weights]
+        moments.append([[s["exp_avg"].double(), s["exp_avg_sq"].double()] for s in states])
     dtypes = [str(s[name].dtype) for s in states for name in ("exp_avg", "exp_avg_sq")]
-    result = {"weights after each step": history, "moments": moments, "dtypes": dtypes}
-    result["steps that are counted"] = [float(s["step"]) for s in states]
-    return result | {"gradients": [weight.grad for weight in weights], "v": squares}
+    result = {"moments after each step": moments, "weights after each step": history}
+    result |= {"steps that are counted": [float(s["step"]) for s in states], "dtypes": dtypes}
+    return result | {"gradients": [weight.grad for weight in weights]}
 
 
 def expected(case: Case) -> list[dict]:
     beta1, beta2 = case.betas
     weights = [draw(case, "w", i, shape=(case.rows, 2)) for i in range(3)]
-    moments = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]
-    history = []
+    history, moments = [], [[[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]]
     for step in range(STEPS):
+        moments.append([])
         for w, weight in enumerate(weights):
             n, decay = GROUPS[w > 0]
             lr, new = n * case.lr, gradient(case, w, step)
-            mean = beta1 * moments[w][0] + (1 - beta1) * new
-            square = beta2 * moments[w][1] + (1 - beta2) * new**2
-            moments[w] = [x.bfloat16().double() for x in (mean, square)]
+            mean, square = moments[step][w]
+            mean = beta1 * mean + (1 - beta1) * new
+            square = beta2 * square + (1 - beta2) * new**2
+            moments[-1].append([x.bfloat16().double() for x in (mean, square)])
             mean, square = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
             weight -= lr * decay * weight
             weight -= lr * mean / (square**0.5 + 1e-8)
         history.append([weight.clone() for weight in weights])
-    result = {"weights after each step": history, "moments": moments}
+    result = {"moments after each step": moments[1:], "weights after each step": history}
     result["gradients"] = [gradient(case, i, STEPS - 1) for i in range(3)]  # unchanged
     result["steps that are counted"] = [float(STEPS)] * 3
     return [result | {"dtypes": ["torch.bfloat16"] * 6}]
@@ -85,7 +89,8 @@ def expected(case: Case) -> list[dict]:
 
 def picture(runs):
     case, records = runs[1]
-    squares = records[0].values["v"]
+    moments = records[0].values["moments after each step"]
+    squares = [square[0, 0].item() for (_, square), *_ in moments]
     rows = {f"step {step}": v / squares[0] for step, v in enumerate(squares)}
     about = f"v of one weight, b2 = {case.betas[1]}; each gradient is a tenth of the one before"
     return [about, bars(rows, "{:.4f}")]
@@ -117,6 +122,11 @@ decay_last: The decay comes after the update, and takes a part of that, too.
 first_group_for_all: All parameters have the lr and weight_decay of the first group, not of theirs.
     group["lr"] => self.param_groups[0]["lr"]
     group["weight_decay"] => self.param_groups[0]["weight_decay"]
+rate_of_the_start: The rate is self.defaults["lr"], with which the optimizer was built: group["lr"]
+    follows the schedule, and a group may have its own.
+    lr, (beta1, beta2) = group["lr"], => lr, (beta1, beta2) = self.defaults["lr"],
+no_parameters: A group without parameters is not skipped: torch refuses empty lists.
+    if not counts: => if False:
 not_in_place: The weights do not change: `p = p - ...` makes a new tensor. Change p in place.
     torch._foreach_mul_(weights, => weights = torch._foreach_mul(weights,
 eps_in_root: 1e-8 is added to v, under the root: it counts 10^4 times as much where v is small.
