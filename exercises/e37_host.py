@@ -26,6 +26,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from exercises.exercise import Case, Dice, draw
+from exercises.memory import storage_bytes
 from exercises.pictures import bars
 
 LEAST_NUMBERS = 13  # of 8 bytes each, in place of LEAST_OFFLOAD
@@ -57,12 +58,14 @@ def layer(x, into, out_of):
 def on_rank(rank, case: Case) -> dict:
     offload = rank.course.offload
     offload.LEAST_OFFLOAD = 8 * LEAST_NUMBERS
-    leaves, blocks, sizes, kept = inputs(case), {}, [], []
+    leaves, blocks, sizes, packs = inputs(case), {}, [], []
     stays = {weight.data_ptr() for weight in leaves[1:]}
 
     def pack(tensor):
         packed = offload._pack(blocks, stays, tensor)
-        (kept if hasattr(packed, "detach") else sizes).append(tensor.nbytes)
+        packs.append(packed)
+        if not hasattr(packed, "detach"):
+            sizes.append(tensor.nbytes)
         return packed
 
     def unpack(packed):
@@ -78,9 +81,14 @@ def on_rank(rank, case: Case) -> dict:
     memory, moved = offload.HostMemory("cpu"), list(blocks.values())
     memory.start_out(moved)
     bytes_moved = sum(block.on_host.nbytes for block in moved)
+    left = [block.on_device for block in moved]
     for block in moved:
-        block.on_device.fill_(255)  # NaN, as other tensors would write into this memory
         block.on_device = None
+    kept = [p if hasattr(p, "detach") else p.block.on_device for p in packs]
+    kept = [tensor for tensor in kept if tensor is not None]
+    for tensor in left:
+        if tensor.data_ptr() not in {one.untyped_storage().data_ptr() for one in kept}:
+            tensor.fill_(255)  # NaN, as other tensors would write into this memory
     memory.start_in(moved)
     loss.backward()
     result = {"loss": loss.detach(), "gradients": [leaf.grad for leaf in leaves]}
@@ -97,7 +105,7 @@ def on_rank(rank, case: Case) -> dict:
     for view in (whole, whole.view(torch.int64)):
         offload._pack(of_whole, set(), view)
     result["blocks of one storage, in two dtypes"] = len(of_whole)
-    return result | {"bytes that stay": sum(kept), "alive without backward": is_alive}
+    return result | {"bytes that stay": storage_bytes(kept), "alive without backward": is_alive}
 
 
 def alive(pack, case: Case) -> bool:
@@ -130,6 +138,10 @@ def memory(case: Case, rank: int, record) -> str | None:
     moved, what = values["bytes that leave"], f"{values['storages that leave']} storages"
     if moved != right:
         return f"{what} of {moved} bytes leave; it should be 8 of {right} bytes"
+    right = 8 * W * 2 * W + 8 * W * R + 8 * R  # the weights, and the result of exp
+    if (stay := values["bytes that stay"]) != right:
+        about = "when the blocks have left, autograd still keeps"
+        return f"{about} {stay} bytes on the device; it should be {right}"
     if values["alive without backward"]:
         return "the result of a forward that has no backward is alive for ever"
 
