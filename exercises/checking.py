@@ -120,6 +120,10 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
     if left and not problems.get("O"):
         what = "rank {} starts a {}, and never waits for it".format(*left[0])
         problems["O"] = f"{what}: its memory may still be read or written"
+    for rank, record in enumerate(result.records):
+        if record.changed and not problems.get("O"):
+            what = f"rank {rank} changes a tensor while it is sent to rank {record.changed[0]}"
+            problems["O"] = f"{what}: until the message is awaited, its memory is still read"
     result.problems = {gate: problem for gate, problem in problems.items() if problem}
     return result
 

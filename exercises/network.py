@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exercises.compare import described
+from exercises.compare import described, equal
 from exercises.world import RankThread
 
 Parts = list[list[Tensor]]  # what each end has brought
@@ -44,12 +44,16 @@ class Meeting:
     def __init__(self, ends: list[tuple[str, int]], signature: str, rank: int) -> None:
         self.ends, self.signature, self.first = ends, signature, rank
         self.posted: dict[tuple[str, int], list[Tensor]] = {}
+        self.sent: Parts = []  # of a message, as it was when it was started
         self.taken: Parts = []
 
     def content(self) -> Parts:
         """What each end has brought; of a message, as it is when one of them has waited."""
         if not self.taken:
             self.taken = [[x.detach().clone() for x in self.posted[end]] for end in self.ends]
+            if self.sent and not equal(self.sent, self.taken[:1]):
+                (_, sender), (_, receiver) = self.ends
+                me().world.threads[sender].changed.append(receiver)
             self.posted = {end: [] for end in self.ends}  # the network keeps no tensor alive
         return self.taken
 
@@ -98,6 +102,8 @@ class Work:
         places = {tensor.untyped_storage().data_ptr() for tensor in brought}
         if peer is None:  # as it is now: what is added later is lost
             brought = [tensor.detach().clone() for tensor in brought]
+        elif what == "send":
+            self.meeting.sent = [[tensor.detach().clone() for tensor in brought]]
         self.meeting.posted[role, self.thread.rank] = brought
         for tensor in outputs:
             if tensor.untyped_storage().data_ptr() not in places:  # unusable until `wait`

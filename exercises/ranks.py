@@ -52,6 +52,7 @@ class Record:
     values: dict[str, Any]  # what on_rank returned
     events: list[Event]
     ledger: dict[str, Sent]  # calls and bytes, by the ledgers of its axes
+    changed: list[int]  # to whom it was sending a tensor when it changed that
 
     @property
     def sent(self) -> dict[str, Sent]:
@@ -88,6 +89,6 @@ def run_case(
         # Axes can share a ledger. Of one rank alone it may count 0 bytes.
         ledgers = {id(axis.ledger): axis.ledger for axis in rank.used if axis.size > 1}.values()
         sends = ((what, Sent(n, x.bytes[what])) for x in ledgers for what, n in x.calls.items())
-        return Record(values, events, together(sends))
+        return Record(values, events, together(sends), thread.changed)
 
     return World(case.ranks, student).run(run)

@@ -49,6 +49,7 @@ class RankThread(threading.Thread):
         self.world, self.rank, self.function = world, rank, function
         self.turn, self.events, self.operations = threading.Semaphore(0), [], 0
         self.result, self.error, self.is_done, self.is_stopped = None, None, False, False
+        self.changed: list[int] = []  # to whom it was sending a tensor when it changed that
         self.wait: Work | None = None
         self.is_part = False  # whether the world has other ranks, too, which are not simulated
 

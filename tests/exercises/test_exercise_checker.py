@@ -334,6 +334,13 @@ def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_with
     assert not calls.take()
 
 
+def test_a_tensor_that_is_changed_while_it_is_sent_is_named():
+    then = "self.works = dist.batch_isend_irecv([send, receive])"
+    verdict = answer_to_edits(SHIFT, then, f"{then}; tensor += 1")
+    assert "changes a tensor while it is sent to rank 1" in verdict.gates["O"]
+    assert "changes" not in answer_to_edits(SHIFT, BODY, f"{BODY}; tensor += 1").gates["O"]
+
+
 def test_a_crash_is_not_explained_by_a_mistake_that_crashes_in_other_cases_too():
     divides = Mistake("divides", "It divides by zero.", [(IN_ORDER, "1 / 0")])
     exercise = catalogue.load(19)
