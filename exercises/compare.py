@@ -83,12 +83,14 @@ def differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tuple
     if isinstance(expected, Tensor):
         yield from _tensor_differences(got, expected, at)
     elif isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        is_shown = len(got) + len(expected) <= MANY and _is_plain(got) and _is_plain(expected)
         if len(got) != len(expected):
-            is_shown = _is_plain(got) and _is_plain(expected) and len(got) + len(expected) <= MANY
             sizes = f"{len(got)} long", f"{len(expected)} long"
             yield at, *((got, expected) if is_shown else sizes)
         for i, (a, b) in enumerate(zip(got, expected, strict=False)):
-            yield from differences(a, b, (*at, i))
+            for place, *pair in differences(a, b, (*at, i)):
+                is_number = is_shown and not isinstance(b, list)
+                yield (at, got, expected) if is_number else (place, *pair)
     elif isinstance(expected, dict) and isinstance(got, dict):
         if got.keys() != expected.keys():
             yield at, sorted(map(str, got)), sorted(map(str, expected))

@@ -767,7 +767,8 @@ def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger
     [
         ([1, 2], [1, 2, 3], "rank 0, `x` is [1, 2], should be [1, 2, 3]"),
         ([1] * 9, [1] * 8, "rank 0, `x` is 9 long, should be 8 long"),
-        ([1, 5], [1, 2], "rank 0, `x`[1] is 5, should be 2"),
+        ([1, 5], [1, 2], "rank 0, `x` is [1, 5], should be [1, 2]"),
+        ([[1], [3, 5]], [[1], [3, 4]], "rank 0, `x`[1] is [3, 5], should be [3, 4]"),
         ({"a": 1}, {"b": 1}, "rank 0, `x` is [a], should be [b]"),
         (2.5, 2.25, "rank 0, `x` is 2.5, should be 2.25"),
         (None, torch.zeros(2), "rank 0, `x` is None, should be a tensor [2] of float32"),
