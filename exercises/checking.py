@@ -178,7 +178,9 @@ def failure_of(error: BaseException, path: Path) -> Failure:
 
     lines = [*map(shown, mine)]
     if not mine:  # what the function returned, or did not do, was noticed later
-        lines = [f"noticed later, in {shown((course or frames)[-1])}"]
+        ours = [f for f in frames if f.filename.startswith(str(ROOT / "exercises"))]
+        ours = course or [f for f in ours if f.line[:6] != "raise "] or frames
+        lines = [f"noticed later, in {shown(ours[-1])}"]
     elif course and frames.index(course[-1]) > frames.index(mine[-1]):
         lines.append(shown(course[-1]))
     text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])

@@ -334,6 +334,15 @@ def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_with
     assert not calls.take()
 
 
+def test_what_is_noticed_later_has_no_line_that_raises_or_of_the_network():
+    host, attention = catalogue.load(37), catalogue.load(20)
+    by_name = {mistake.name: mistake for one in (host, attention) for mistake in one.mistakes}
+    message = answer(host, by_name["block_of_a_copy"]).message
+    assert re.search(r"noticed later, in e37_host.py, line \d+: loss.backward\(\)", message)
+    message = answer(attention, by_name["last_block_saved"]).message
+    assert "noticed later, in collectives.py, line" in message
+
+
 def test_a_tensor_that_is_changed_while_it_is_sent_is_named():
     then = "self.works = dist.batch_isend_irecv([send, receive])"
     verdict = answer_to_edits(SHIFT, then, f"{then}; tensor += 1")
