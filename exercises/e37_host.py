@@ -84,8 +84,7 @@ def on_rank(rank, case: Case) -> dict:
     left = [block.on_device for block in moved]
     for block in moved:
         block.on_device = None
-    kept = [p if hasattr(p, "detach") else p.block.on_device for p in packs]
-    kept = [tensor for tensor in kept if tensor is not None]
+    kept = on_device(packs)
     for tensor in left:
         if tensor.data_ptr() not in {one.untyped_storage().data_ptr() for one in kept}:
             tensor.fill_(255)  # NaN, as other tensors would write into this memory
@@ -106,6 +105,12 @@ def on_rank(rank, case: Case) -> dict:
         offload._pack(of_whole, set(), view)
     result["blocks of one storage, in two dtypes"] = len(of_whole)
     return result | {"bytes that stay": storage_bytes(kept), "alive without backward": is_alive}
+
+
+def on_device(packs) -> list:
+    """The tensors that autograd keeps, and the memory of blocks that have not left."""
+    tensors = (p if hasattr(p, "detach") else p.block.on_device for p in packs)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def alive(pack, case: Case) -> bool:
