@@ -33,12 +33,20 @@ CUTS |= {"columns over tp, then rows over dp": (COLUMNS, DP_ROWS)}
 CUTS |= {"owned by dp rank 1": (("dp", 0, 1),)}
 CUTS |= {"owned by dp rank 0, then columns over tp": (("dp", 0, 0), COLUMNS)}
 CUTS |= {"rows over tp, then owned by dp rank 1": (ROWS, ("dp", 0, 1))}
+CUTS |= {"dim 2 over tp": (("tp", 2, None),)}
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = [(8, 8, 2, 2), (10, 7, 4, 2), (dice.randint(11, 14), dice.randint(8, 10), 3, 4)]
     sizes += [(5, 3, 4, 3), (2, 9, 3, 2)]
-    return [Case(1, shape=(a, b), tp=tp, dp=dp) for a, b, tp, dp in sizes]
+    some = [Case(1, shape=(a, b), tp=tp, dp=dp) for a, b, tp, dp in sizes]
+    # Weights of norms are vectors; those of all experts are one tensor of three dims.
+    return [*some, Case(1, shape=(10,), tp=4, dp=2), Case(1, shape=(4, 6, 5), tp=2, dp=3)]
+
+
+def cuts_of(case: Case) -> dict[str, tuple]:
+    """All cuts of dims that the tensor has."""
+    return {k: cuts for k, cuts in CUTS.items() if all(c[1] < len(case.shape) for c in cuts)}
 
 
 def places(case: Case) -> list[dict[str, int]]:
@@ -47,8 +55,8 @@ def places(case: Case) -> list[dict[str, int]]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    placement, results = rank.course.placement, {name: [] for name in CUTS}
-    for (name, cuts), place in product(CUTS.items(), places(case)):
+    placement, results = rank.course.placement, {name: [] for name in cuts_of(case)}
+    for (name, cuts), place in product(cuts_of(case).items(), places(case)):
         cuts = [placement.Cut(*cut) for cut in cuts]
         found = placement.part(case.shape, cuts, place, {"tp": case.tp, "dp": case.dp})
         results[name].append(" ".join(shown(one.start, one.stop) for one in found))
@@ -63,8 +71,8 @@ def shown(start: int, stop: int) -> str:
 
 
 def expected(case: Case) -> list[dict]:
-    results = {name: [] for name in CUTS}
-    for (name, cuts), place in product(CUTS.items(), places(case)):
+    results = {name: [] for name in cuts_of(case)}
+    for (name, cuts), place in product(cuts_of(case).items(), places(case)):
         left = [torch.arange(n) for n in case.shape]
         for axis, dim, owner in cuts:
             chunks = left[dim].chunk(getattr(case, axis)) if owner is None else [left[dim]]
