@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.pictures import bars
 
-RATIO, DEVICE = "square of each gradient / the right one", "device, for gradients on meta"
+RATIO, READ = "square of each gradient / the right one", "what the host reads, on meta"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -85,18 +85,20 @@ def on_rank(rank, case: Case) -> dict:
     results = {RATIO: {k: n for k, n in times.items() if n == n}}  # not of 0 / 0
     results |= {"[squares, zeros] of all ranks": total, "share": share.tolist()}
     results |= {"gradients that it has changed": changed}
-    return results | {DEVICE: device_of(measure, parameters, table, axes.ranks, case.zeros)}
+    return results | {READ: read_by(measure, parameters, table, axes.ranks, case.zeros)}
 
 
-def device_of(measure, parameters: dict, *others) -> str:
-    """Where the numbers are, of gradients on a device whose numbers the host cannot read."""
+def read_by(measure, parameters: dict, table: dict, ranks: dict, zeros: bool) -> str:
+    """What the host waits for, with gradients on a device whose numbers it cannot read."""
     parameters = {name: nn.Parameter(p.to("meta")) for name, p in parameters.items()}
+    firsts = dict.fromkeys(ranks, 0)  # who counts all
     for parameter in parameters.values():
         parameter.grad = torch.empty_like(parameter)
     try:
-        return measure(parameters, *others).device.type
-    except RuntimeError:  # it has read one
-        return "cpu"
+        is_there = measure(parameters, table, firsts, zeros).is_meta
+    except RuntimeError:
+        is_there = False
+    return "nothing" if is_there else "a number, for which it waits"
 
 
 def expected(case: Case) -> list[dict]:
@@ -105,7 +107,7 @@ def expected(case: Case) -> list[dict]:
     total = torch.stack([(whole**2).sum(), zeros]).double()
     counted = {name: 1.0 for name in shapes(case) if gradient(case, name).any()}
     right = {RATIO: counted, "[squares, zeros] of all ranks": total}
-    return [right | {"gradients that it has changed": [], DEVICE: "meta"}] * case.ranks
+    return [right | {"gradients that it has changed": [], READ: "nothing"}] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
@@ -152,8 +154,8 @@ first_copy_only: Only the first axis of the copies is looked at: there may be se
     placements[name].copies => placements[name].copies[:1]
 zeros_of_all_copies: The squares are counted once, but zeros on every rank that holds them.
     in counted => in (p.grad for p in parameters.values())
-on_the_host: It reads the numbers: the host waits for a GPU, and the result is on the CPU.
-    return torch.stack([squares, zeros]) => return torch.tensor([squares, zeros]).double()
+on_the_host: It reads numbers, as .item(), `if` and a result on the CPU do: the host waits.
+    torch.stack([squares, zeros]) => torch.tensor([squares, zeros], dtype=squares.dtype)
 always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass a step.
     if count_zeros: => if True:
 in_float32: The numbers are float32, which has seven digits: their sum over many ranks has fewer.
