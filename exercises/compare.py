@@ -240,6 +240,8 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     if off.isnan().all():
         why = "memory that nothing was written to, a message before its `wait`, 0 / 0 or inf / inf"
         yield "nan", f"Every wrong number is NaN: {why}."
+    if not off.isfinite().any():
+        yield "not finite", "Every wrong number is inf or NaN: a division by 0, or endless growth."
     elif not off.any():
         yield "zero", "Every wrong number is 0."
     # Of equal numbers, a constant factor says nothing.
@@ -248,7 +250,7 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
         yield f"times {text}", f"Every wrong number {what}."
     if any(described(one.got) != described(one.value) for one in wrong):
         return  # a result of another dtype has a sentence of its own
-    is_chance = len(off.frac().unique()) <= 3
+    is_chance = len(off.frac().unique()) <= 3 or not off.isfinite().all()
     for what in () if is_chance else ("bfloat16", "float16", "float32"):
         if _fits(off, what) and not _fits(right, what):
             yield f"digits of {what}", f"Every wrong number fits in {what}: something was rounded."
