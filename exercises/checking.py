@@ -264,10 +264,8 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         if len(gates) == 1 and "V" not in gates:  # the sentence of this gate has the reason
             ((gate, problem),) = failed[0].problems.items()
             return GATES[gate], f"Results are right. With {failed[0].case}: {problem}."
-        wrong = [r for r in failed if "V" in r.problems]
-        runs = [(exercise.factors(r.case), r.values, r.expected) for r in wrong]
-        if sentence := common_pattern(runs, [exercise.factors(r.case) for r in right]):
-            return "pattern", sentence + only_wrong(runs)
+        runs = [(exercise.factors(r.case), r.values, r.expected) for r in failed if "V" in r.problems]
+        sentence = common_pattern(runs, [exercise.factors(r.case) for r in right])
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's type explains what fails in the same cases; or a crash where it was used later.
@@ -279,7 +277,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     if crash:
         return "exception", ""
     cases = in_common([r.case for r in failed], [r.case for r in right])
-    text = f"I do not know this mistake.{only_wrong(runs)}{cases}"
+    text = f"{sentence or 'I do not know this mistake.'}{only_wrong(runs)}{cases}"
     if wrong[place]:
         text += f"\nWith {failed[0].case}: {wrong[place][0]}"
-    return "unknown", text
+    return "pattern" if sentence else "unknown", text

@@ -220,6 +220,9 @@ def _of_ranks(
 
 def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple[str, str]]:
     pairs = [(_numbers(one.got), _numbers(one.value)) for one in wrong]
+    dicts = [one for one in wrong if isinstance(one.value, dict)]
+    if any(not isinstance(x.got, dict) or x.got.keys() != x.value.keys() for x in dicts):
+        return
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return
     off = torch.cat([a[_is_off(a, b)] for a, b in pairs])
@@ -259,6 +262,9 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     if is_small and off.frac().any():
         what = "something was rounded to float32, or a small term such as `eps` is wrong"
         yield "small", f"No error is above 1e-6 of the largest number: {what}."
+    for is_so, what in (((off > right).all(), "large"), ((off < right).all(), "small")):
+        if is_so and len(off) > 2 and off.any() and off.min() >= 0 <= right.min():
+            yield f"too {what}", f"Every wrong number is too {what}."
 
 
 def _fits(numbers: Tensor, dtype: str) -> bool:
@@ -267,7 +273,9 @@ def _fits(numbers: Tensor, dtype: str) -> bool:
 
 
 def _numbers(value: Any) -> Tensor | None:
-    """A tensor, a number or a list of numbers, as a tensor of float64; else None."""
+    """A tensor, a number, a list or a dict of numbers, as a tensor of float64; else None."""
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value, key=str)]
     if _is_plain(value):
         with suppress(ValueError, TypeError):  # lists of different lengths
             value = torch.tensor(value, dtype=torch.float64)

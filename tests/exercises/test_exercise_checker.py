@@ -373,13 +373,16 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     assert next(patterns({}, turned, square))[0] == "transposed"
     assert [*dict(patterns({}, [{"x": matrix - 7}] * 2, right))] == ["same"]
     assert [*dict(patterns({}, [{"x": matrix * 0}] * 2, right))] == ["zero"]
-    endless = [{"x": matrix / 8 + 1 / (matrix > 0)}], [{"x": matrix / 7}]
+    endless = [{"x": matrix / 8 - 1 / (matrix > 0)}], [{"x": matrix / 7}]
     assert not dict(patterns({}, *endless))  # inf fits in any dtype
     assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7 % 5}], right))
     some, others = ([matrix + 1, matrix + 1 + more] for more in (1e-6, 2e-6))
     assert not dict(patterns({}, [{"x": some}], [{"x": others}]))
     assert [*dict(patterns({}, [{"x": some[::-1]}], [{"x": some}]))] == ["reordered"]
     assert not dict(patterns({}, [{"x": [3, 3]}], [{"x": [-100, -100]}]))  # chance, and no factor
+    twice = [{"x": {"a": 6.0, "b": 2.0}}], [{"x": {"b": 1.0, "a": 3.0}}]  # dicts in any order
+    assert [*dict(patterns({}, *twice))] == ["times 2"]
+    assert not dict(patterns({}, [{"x": {"a": 6.0, "c": 2.0}}], twice[1]))
     # Lists of numbers and lists are no matrix; right numbers in another form are no wrong ones.
     assert not dict(patterns({}, [{"x": [[1], 2]}], [{"x": [[1], 3]}]))
     assert not dict(patterns({}, [{"x": matrix.tolist()}], [{"x": matrix}]))
@@ -392,6 +395,8 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
         (lambda a, b: (0 * a, 0 * b), "zero"),
         (lambda a, b: (a / 0 - a / 0, b), "nan"),
         (lambda a, b: ((a - a[0]) / 0, b), "not finite"),
+        (lambda a, b: (a + b, b + 1), "too large"),
+        (lambda a, b: (a - b / 2, b / 2), "too small"),
         (lambda a, b: (a * 1.5, b * 1.5), "times 1.5"),
         (lambda a, b: (a.flip(0), b), "reordered"),
         (lambda a, b: (None, b), "nothing ['x']"),
