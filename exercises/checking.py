@@ -264,7 +264,9 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         if len(gates) == 1 and "V" not in gates:  # the sentence of this gate has the reason
             ((gate, problem),) = failed[0].problems.items()
             return GATES[gate], f"Results are right. With {failed[0].case}: {problem}."
-        runs = [(exercise.factors(r.case), r.values, r.expected) for r in failed if "V" in r.problems]
+        runs = [
+            (exercise.factors(r.case), r.values, r.expected) for r in failed if "V" in r.problems
+        ]
         sentence = common_pattern(runs, [exercise.factors(r.case) for r in right])
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
