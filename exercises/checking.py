@@ -18,25 +18,22 @@ from typing import NamedTuple
 
 from exercises.calls import Call, Calls, wrong_call
 from exercises.compare import common_pattern, equal, first_difference, only_wrong
+from exercises.counts import traffic_problem
 from exercises.exercise import (
     GATES,
     ROOT,
     Case,
     Exercise,
     Mistake,
-    Sent,
     Verdict,
     in_common,
     order_of,
-    together,
 )
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
 from exercises.source import BadFile, solution
 from exercises.world import Deadlock
-
-NONE = Sent(0, 0.0)
 
 
 class Failure(NamedTuple):
@@ -111,7 +108,7 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
     result.expected = exercise.expected(case)
     problems = {"V": first_difference(result.values, result.expected)}
     if exercise.traffic:
-        problems["B"] = _traffic_problem(exercise, case, result.records)
+        problems["B"] = traffic_problem(exercise.traffic(case), result.records)
     for gate, problem_of in (("M", exercise.memory), ("O", exercise.order)):
         if problem_of:
             found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
@@ -126,35 +123,6 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
             problems["O"] = f"{what}: until the message is awaited, its memory is still read"
     result.problems = {gate: problem for gate, problem in problems.items() if problem}
     return result
-
-
-def _traffic_problem(exercise: Exercise, case: Case, records: list[Record]) -> str:
-    for rank, (record, right) in enumerate(zip(records, exercise.traffic(case), strict=True)):
-        # "send as shift": what travels, and how the ledger counts it.
-        for found, end, what in (
-            (record.sent, 0, f"rank {rank} sends"),
-            (record.ledger, -1, f"the ledger of rank {rank} has"),
-        ):
-            wanted = together((names.split(" as ")[end], sent) for names, sent in right.items())
-            if problem := _count_problem(found, wanted):
-                return f"{what} {problem}"
-    return ""
-
-
-def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
-    """All operations whose calls or bytes differ: what they are, and what they should be."""
-    texts = [], []
-    for what in {**right, **found}:
-        got, expected = found.get(what, NONE), right.get(what, NONE)
-        is_right = expected.calls in (None, got.calls) and abs(got.bytes - expected.bytes) <= 1e-6
-        if is_right or not (got.bytes or expected.bytes):  # what a rank does alone sends nothing
-            continue
-        for text, counts in zip(texts, (found, right), strict=True):
-            if (sent := counts.get(what)) and sent.bytes:
-                times = "" if sent.calls is None else f"{sent.calls} x "
-                text.append(f"{times}{what}, {sent.bytes:.10g} bytes")
-    got, expected = (" and ".join(text) or "nothing" for text in texts)
-    return f"{got}; it should be {expected}" if any(texts) else ""
 
 
 def failure_of(error: BaseException, path: Path) -> Failure:

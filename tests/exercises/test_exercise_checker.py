@@ -22,9 +22,10 @@ from exercises import __main__ as commands
 from exercises import child, grade, progress, sandbox
 from exercises import exercise as catalogue
 from exercises.calls import Calls, content_of, fits, wrong_call
-from exercises.checking import _traffic_problem, check
+from exercises.checking import check
 from exercises.child import Printed
 from exercises.compare import first_difference, only_wrong, patterns
+from exercises.counts import traffic_problem
 from exercises.exercise import Case, Mistake, Sent, Verdict, in_common, mistakes_in
 from exercises.grade import Task, row_of
 from exercises.sandbox import Sandbox
@@ -775,8 +776,7 @@ def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger
     of_no_bytes = {"all_gather": Sent(1, 0.0)}  # of one rank alone: no ledger has it
     record = SimpleNamespace(sent=sent | of_no_bytes, ledger=ledger)
     right = {"send as shift": Sent(2, 16.0)} | of_no_bytes
-    exercise = SimpleNamespace(traffic=lambda case: [right])
-    assert _traffic_problem(exercise, None, [record]) == problem
+    assert traffic_problem([right], [record]) == problem
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Gate B: calls and bytes by the network and by the ledgers, against what an exercise expects."""
+
+from exercises.exercise import Sent, together
+from exercises.ranks import Record
+
+NONE = Sent(0, 0.0)
+
+
+def traffic_problem(traffic: list[dict[str, Sent]], records: list[Record]) -> str:
+    for rank, (record, right) in enumerate(zip(records, traffic, strict=True)):
+        # "send as shift": what travels, and how the ledger counts it.
+        for found, end, what in (
+            (record.sent, 0, f"rank {rank} sends"),
+            (record.ledger, -1, f"the ledger of rank {rank} has"),
+        ):
+            wanted = together((names.split(" as ")[end], sent) for names, sent in right.items())
+            if problem := _count_problem(found, wanted):
+                return f"{what} {problem}"
+    return ""
+
+
+def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
+    """All operations whose calls or bytes differ: what they are, and what they should be."""
+    texts = [], []
+    for what in {**right, **found}:
+        got, expected = found.get(what, NONE), right.get(what, NONE)
+        is_right = expected.calls in (None, got.calls) and abs(got.bytes - expected.bytes) <= 1e-6
+        if is_right or not (got.bytes or expected.bytes):  # what a rank does alone sends nothing
+            continue
+        for text, counts in zip(texts, (found, right), strict=True):
+            if (sent := counts.get(what)) and sent.bytes:
+                times = "" if sent.calls is None else f"{sent.calls} x "
+                text.append(f"{times}{what}, {sent.bytes:.10g} bytes")
+    got, expected = (" and ".join(text) or "nothing" for text in texts)
+    return f"{got}; it should be {expected}" if any(texts) else ""
