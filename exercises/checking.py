@@ -53,6 +53,7 @@ class CaseResult:
     problems: dict[str, str] = field(default_factory=dict)  # by gate that failed
     expected: list[dict] = field(default_factory=list)
     calls: dict[int | None, list[Call]] = field(default_factory=dict)  # by rank
+    keeps: bool = False  # something between calls, without which all is right
 
     @property
     def values(self) -> list[dict]:
@@ -77,15 +78,23 @@ Outcome = list[CaseResult]
 
 
 def outcome_of(
-    exercise: Exercise, text: str, path: Path, seed: int = 0, places: list[int] | None = None
+    exercise: Exercise,
+    text: str,
+    path: Path,
+    seed: int = 0,
+    places: list[int] | None = None,
+    forgets: bool = False,
 ) -> Outcome:
-    """Run all cases, or those at some places, with the definition in a student's text."""
+    """Run all cases, or those at some places, with the definition in a student's text.
+
+    `forgets`: a function is made anew for each call, so that it keeps nothing.
+    """
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
     cases = cases if places is None else [cases[i] for i in places]
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
-            with course_with(exercise, text, path, calls.watch) as course:
+            with course_with(exercise, text, path, calls.watch, forgets) as course:
                 for case in cases:
                     results.append(_result_of(exercise, case, course, path))
                     results[-1].calls = calls.take()
@@ -94,6 +103,20 @@ def outcome_of(
             if not isinstance(error, BadFile) and not _lines_of(path, error):
                 raise  # an error of this checker
             return [CaseResult(case, failure=failure_of(error, path)) for case in cases]
+
+
+def outcome_of_student(exercise: Exercise, text: str, path: Path, seed: int) -> Outcome:
+    """All cases, and the first that fails once more, with a function that forgets."""
+    outcome = outcome_of(exercise, text, path, seed)
+    for first in _failed(outcome)[:1]:
+        again = outcome_of(exercise, text, path, seed, [outcome.index(first)], forgets=True)
+        first.keeps = not _failed(again)
+    return outcome
+
+
+def _failed(outcome: Outcome) -> Outcome:
+    """The smallest case first."""
+    return sorted((r for r in outcome if r.failure or r.problems), key=lambda r: order_of(r.case))
 
 
 def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult:
@@ -164,7 +187,7 @@ def check(
     exercise: Exercise, text: str, path: Path, seed: int = 0, others: dict | None = None
 ) -> Verdict:
     """Check a student's text; `others`: outcomes of known mistakes, if they have been run."""
-    return verdict_on(exercise, outcome_of(exercise, text, path, seed), seed, others)
+    return verdict_on(exercise, outcome_of_student(exercise, text, path, seed), seed, others)
 
 
 def verdict_on(
@@ -172,7 +195,7 @@ def verdict_on(
 ) -> Verdict:
     """What a check answers, given what a student's version did in all cases."""
     gates = dict.fromkeys(exercise.gates, "")
-    failed = sorted((r for r in outcome if r.failure or r.problems), key=lambda r: order_of(r.case))
+    failed = _failed(outcome)
     for result in reversed(failed):  # what remains is of the smallest case
         if result.failure:
             gates = dict.fromkeys(gates, "not checked")
@@ -224,6 +247,9 @@ def _known(
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
     """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
     right = [result for result in outcome if result not in failed]
+    if failed[0].keeps:
+        how = "all is right if the function is made anew for each call"
+        return "kept", f"Something is kept between calls: with {failed[0].case}, {how}."
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind != "exception":
         return crash.failure.kind, ""
@@ -232,9 +258,8 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         if len(gates) == 1 and "V" not in gates:  # the sentence of this gate has the reason
             ((gate, problem),) = failed[0].problems.items()
             return GATES[gate], f"Results are right. With {failed[0].case}: {problem}."
-        runs = [
-            (exercise.factors(r.case), r.values, r.expected) for r in failed if "V" in r.problems
-        ]
+        wrong = [r for r in failed if "V" in r.problems]
+        runs = [(exercise.factors(r.case), r.values, r.expected) for r in wrong]
         sentence = common_pattern(runs, [exercise.factors(r.case) for r in right])
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]

@@ -26,7 +26,7 @@ except ImportError:  # Windows: a check has no limits there but those of time
 
 import torch
 
-from exercises.checking import check, failure_of, outcome_of, verdict_on
+from exercises.checking import check, failure_of, outcome_of_student, verdict_on
 from exercises.design_schedule import measure_schedule
 from exercises.exercise import Verdict, load
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
@@ -108,7 +108,7 @@ def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) ->
     """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
     exercise = load(int(number))
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
-    outcome = outcome_of(exercise, text, path, seed)
+    outcome = outcome_of_student(exercise, text, path, seed)
     has_ended.set()  # what follows may run all known mistakes
     return verdict_on(exercise, outcome, seed)
 

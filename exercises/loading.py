@@ -12,9 +12,9 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from exercises import source
@@ -45,14 +45,17 @@ def module_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def course_with(exercise: Exercise, text: str, path: Path, watch: Watch) -> Iterator[Course]:
+def course_with(
+    exercise: Exercise, text: str, path: Path, watch: Watch, forgets: bool = False
+) -> Iterator[Course]:
     """Within, the course is imported anew, with the definition that a student's file has.
 
+    `forgets`: a function is made anew for each call, with all that the file defines beside it.
     BadFile where the file cannot be used; whatever its own code raises when it is imported.
     """
     tree = source.parse(exercise, text)
     with fresh_modules():
-        import_with(exercise, tree, path, watch)
+        import_with(exercise, tree, path, watch, forgets)
         yield Course()
 
 
@@ -81,7 +84,11 @@ def import_edited(file: Path, old: str, new: str) -> None:
 
 
 def import_with(
-    exercise: Exercise, tree: ast.Module, path: Path, watch: Watch = lambda definition: definition
+    exercise: Exercise,
+    tree: ast.Module,
+    path: Path,
+    watch: Watch = lambda definition: definition,
+    forgets: bool = False,
 ) -> None:
     """Import the target's module with the definition in the student's tree."""
     target = source.find(exercise)
@@ -91,7 +98,21 @@ def import_with(
 
     def fill(module: ModuleType) -> None:
         names, helpers = module.__dict__, {}
-        names[FUNCTION] = lambda name: watch(_defined(name, tree, path, names, helpers, exercise))
+
+        def defined(name: str) -> Any:
+            found = _defined(name, tree, path, names, helpers, exercise)
+            if forgets and isinstance(found, FunctionType):
+                found = wraps(found)(lambda *args, **named: again(name)(*args, **named))
+            return watch(found)
+
+        def again(name: str) -> FunctionType:
+            mine = {key for found in helpers.values() for key in found}
+            others, new = {key: names[key] for key in names.keys() - mine}, {}
+            found = _defined(name, tree, path, others, new, exercise)
+            _add_helpers(tree.body, path, others, new, exercise)
+            return found
+
+        names[FUNCTION] = defined
         exec(compile(text, module.__file__, "exec"), names)
         _add_imports(tree, path, names, exercise)
         _add_helpers(tree.body, path, names, helpers, exercise)

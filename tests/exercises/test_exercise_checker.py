@@ -51,7 +51,7 @@ def answer_to_edits(exercise, *edits: str):
 # By exercise: the answer, a part of its message, and edits, as known mistakes are written.
 OTHERS = {
     3: """
-unknown: It fails only in the cases with weights_seed=
+kept: Something is kept between calls: with 2 ranks, tp=1
     axes: Axes, => axes: Axes, kept={},
 - whole = initial_weight(name, shapes[name], seed, std)
 + whole = kept.setdefault(name, initial_weight(name, shapes[name], seed, std))
@@ -195,6 +195,16 @@ IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
             (IN_ORDER, f"{LATE} if size > 1 else {IN_ORDER}"),
             "late_first",
             r"^In the cases that fail, it does the same as this mistake: The late piece comes",
+        ),
+        (  # the first rank's, in a default argument
+            (
+                "seq_length: int)",
+                "seq_length: int, _kept={})",
+                IN_ORDER,
+                f"_kept.setdefault(size, {IN_ORDER})",
+            ),
+            "kept",
+            r"^Something is kept between calls: with cp=2, length=16, all is right if the function",
         ),
         (  # both results of the smallest case, and what the function was called with
             (IN_ORDER, "torch.cat((pieces[rank], pieces[1 - rank]))"),
@@ -412,6 +422,14 @@ def test_what_all_wrong_numbers_have_in_common_is_said(change, kind):
     right = [{"x": a, "y": a**3}]
     found = dict(patterns({}, [dict(zip("xy", change(a, a**3), strict=True))], right))
     assert kind in found, found
+
+
+def test_what_a_global_keeps_between_calls_is_told_from_what_is_wrong_in_each():
+    text = solution(ZIGZAG).replace(IN_ORDER, f"noted(size, {IN_ORDER})")
+    noted = "KEPT = {}\n\ndef noted(key, value):\n    return KEPT.setdefault(key, value)\n"
+    for extra, mistake in (("", "kept"), (" + 1", "unknown")):
+        whole = f"{text}\n{noted}".replace("value)\n", f"value{extra})\n")
+        assert check(ZIGZAG, whole, Path("student.py")).mistake == mistake
 
 
 def test_an_exception_has_the_line_of_the_student(tmp_path):
