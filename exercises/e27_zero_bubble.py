@@ -19,8 +19,12 @@ Read: pipeline_schedule.py, extensions/schedules/zero_bubble.py.
   `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """
 
+from itertools import pairwise
+
 from exercises.exercise import Case, Dice
 from exercises.plans import FINE, drawn, played
+
+ABOVE = "micro-batches alive above min(m, p)"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -34,9 +38,15 @@ def on_rank(rank, case: Case) -> dict:
     plans = [rank.course.zero_bubble.zb_h1(r, p, m) for r in range(p)]
     results, timeline = played(rank, plans, m - 1)
     if timeline:
-        above = [max(0, peak_live(plan) - min(m, p)) for plan in plans]
-        results[f"micro-batches alive above {min(m, p)}"] = above
-    return results
+        results[ABOVE] = [max(0, peak_live(plan) - min(m, p)) for plan in plans]
+    return results | orders(results["plans"])
+
+
+def orders(plans: list[list[str]]) -> dict[str, list[list[str]]]:
+    """Both determine the plan together."""
+    found = {"order of F and B": [[x for x in plan if x[0] != "W"] for plan in plans]}
+    behind = [[f"{w} behind {x}" for x, w in pairwise(plan) if w[0] == "W"] for plan in plans]
+    return found | {"what each W is behind": behind}
 
 
 def plan_of(r: int, p: int, m: int) -> list[str]:
@@ -54,8 +64,8 @@ def expected(case: Case) -> list[dict]:
     # Of the first rank: 3 m of its own, and p - 1 forwards there and p - 1 B back to wait for, but
     # p - 1 W fill gaps. Few micro-batches leave gaps for which there is no W.
     time = 3.0 * m + max(p - 1, 2 * p - 1 - m)
-    results = FINE | {"time": time, f"micro-batches alive above {min(m, p)}": [0] * p}
-    return [results | {"plans": [plan_of(r, p, m) for r in range(p)]}]
+    right = orders([plan_of(r, p, m) for r in range(p)])
+    return [FINE | right | {"time": time, ABOVE: [0] * p}]
 
 
 def picture(runs):
