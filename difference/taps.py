@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from picotron_min.model import MLP, Llama, SelfAttention
 
@@ -210,6 +212,7 @@ class Watch:
     def __init__(self, notes: Notes) -> None:
         self.notes, self.count = notes, count()
         self.open: list[tuple[int, str]] = []  # numbers and names of those that run
+        self.saved = WeakKeyDictionary()  # for backward, by the ctx of an autograd.Function
 
     def __call__(self, event: str, name: str, values: dict[str, object]) -> None:
         if event == "call":
@@ -217,11 +220,12 @@ class Watch:
         numbers, names = zip(*reversed(self.open), strict=True)
         caller = numbers[1] if numbers[1:] else ""
         who = f"{numbers[0]} {caller} {','.join(names)} {event}"
-        if "ctx" in values:  # of an autograd.Function
-            kept = {f"ctx.{of}": one for of, one in vars(values["ctx"]).items()}
-            if name.endswith(".backward") and event == "call":
-                kept["saved"] = values["ctx"].saved_tensors
-            values = values | kept
+        if isinstance(ctx := values.get("ctx"), FunctionCtx):
+            values = values | {f"ctx.{of}": one for of, one in vars(ctx).items()}
+            if name.endswith(".forward"):  # in backward, recomputation gives them only once
+                self.saved[ctx] = getattr(ctx, "to_save", None)
+            elif event == "call":
+                values["saved"] = self.saved.get(ctx)
         for variable, value in values.items():
             for text, number in self._numbers_of(variable, value):
                 at = self.notes.at._replace(phase=INSIDE, name=f"{who} {text}")
@@ -236,7 +240,7 @@ class Watch:
             several = {f"{name}[{i}]": one for i, one in enumerate(value[:MOST_OF_ALL])}
         elif isinstance(value, dict):
             few = [*value.items()][:MOST_OF_ALL]
-            several = {f"{name}[{key!r}]".replace(" ", ""): one for key, one in few}
+            several = {f"{name}[{key!r}]": one for key, one in few}
         for text, one in several.items():
             if type(one) is float:
                 yield text, torch.tensor(one, dtype=torch.float64)
@@ -244,4 +248,4 @@ class Watch:
                 yield from self._numbers_of(f"{text}.grad", one.grad)
             is_plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
             if is_plain and one.is_floating_point() and 0 < one.numel() <= MOST_NUMBERS:
-                yield text, one.detach()
+                yield text, one.detach().double()  # numpy has no bfloat16

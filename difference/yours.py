@@ -112,9 +112,8 @@ def how_wrong(tensor: Tensor, variable: str, call: Call, at: Here, inside: Insid
             # Any number is some factor times any other.
             if c and c[0] not in (0, 1) and (tensor.numel() > 1 or size_named(c[0], inside.both)):
                 return f"{times(c[0], inside.both)} what one process has"
-            if where := somewhere(tensor, take(right, indices), inside.both):
-                is_number = where[0] not in "0w"  # zeros can be for other ranks' numbers
-                return where if is_number or variable == TOTAL else "wrong"
+            if where := somewhere(tensor, take(right, indices), variable == TOTAL, inside.both):
+                return where
     for given, mine in call.got.items():
         for axes, row in inside.rows(mine, given, call, at):
             if same(sum(row), tensor):
@@ -122,16 +121,21 @@ def how_wrong(tensor: Tensor, variable: str, call: Call, at: Here, inside: Insid
     return "wrong"
 
 
-def somewhere(got: Tensor, right: Tensor, both: Comparison) -> str:
-    """What is wrong in some rows, columns or numbers alone."""
+def somewhere(got: Tensor, right: Tensor, is_total: bool, both: Comparison) -> str:
+    """What is wrong in some rows, columns or numbers alone.
+
+    Before a sum over ranks, zeros can be in the place of other ranks' numbers.
+    """
     wrong = (got - right).abs() > FITS * right.abs().max()
     for dim, name in reversed([*enumerate(DIMS.get(got.ndim, ()))]):
         lines = wrong.movedim(dim, 0).flatten(1).any(1) if got.ndim > 1 else wrong
         where = lines.nonzero()[:, 0].tolist()
         if 0 < len(where) < len(lines):
-            ratios = got[wrong] / right[wrong]
-            how = "wrong"
-            if (ratios - ratios[0]).abs().max() <= FITS * ratios.abs().max():
+            ratios, how = got[wrong] / right[wrong], "wrong"
+            is_one = (ratios - ratios[0]).abs().max() <= FITS * ratios.abs().max()
+            if not is_total and not (is_one and ratios[0]):
+                return ""
+            if is_one:
                 how = f"{times(float(ratios[0]), both)} what one process has" if ratios[0] else "0"
             return f"{how} in {name}{'s' * (len(where) > 1)} {ranges(where)}, and right in others"
     return ""

@@ -9,7 +9,7 @@ import torch
 from difference.compare import Comparison
 from difference.taps import INSIDE, RESULT, Key, Record
 from difference.tiny import trial_of
-from difference.yours import named
+from difference.yours import named, somewhere
 from picotron_min.extensions import build
 from tests.assembled import make_config
 from tests.difference.changed import answer
@@ -33,6 +33,8 @@ class Normed(Extension):
         for name, module in model.named_modules():
             if name.endswith(".mlp.down_proj"):
                 module.register_forward_pre_hook(lambda _, args: self.normed(*args))
+            if name.endswith(".mlp.down_proj"):
+                module.register_forward_pre_hook(lambda _, args: Twice.apply(*args, None))
             if name.endswith(".mlp"):
                 module.register_forward_hook(lambda _, args, out: out + self.added(*args))
 
@@ -52,6 +54,22 @@ class Normed(Extension):
 
     def updated(self, totals):
         self.scale = self.scale * (1 + totals.item())
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, nothing):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dx):
+        (x,) = ctx.saved_tensors
+        return 2 * dx + 0 * rounded(x, ctx="no autograd"), None
+
+
+def rounded(x, ctx):
+    return x.bfloat16()
 
 
 def copied(x, axis):
@@ -78,8 +96,9 @@ def install_yours(right: str = "", wrong: str = "") -> None:
     install(names["Normed"])
 
 
-def test_right_functions_of_yours_raise_no_alarm():
-    code, text = answer(make_config(dp=2, tp=2), before=install_yours)
+@pytest.mark.parametrize("recompute", ["none", "full"])  # which gives saved tensors only once
+def test_right_functions_of_yours_raise_no_alarm(recompute):
+    code, text = answer(make_config(dp=2, tp=2, recompute=recompute), before=install_yours)
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
@@ -199,3 +218,14 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
     assert names_of(right, [*mine, bad], [], cp=2, cp_engine=cp_engine) == []
     other = X[:, [0, 1, 4, 5]]
     assert names_of(right, [*noted(0, "f", X, other), bad], [], cp=2, cp_engine=cp_engine) == ["f"]
+
+
+def test_which_numbers_are_wrong_is_said_where_one_factor_tells_it():
+    both = Comparison(trial_of(make_config(), 1, own_sizes=False), {})
+    right = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    half, zeros = right.clone(), right.clone()
+    half[1], zeros[2:] = 1, 0
+    said = "0.5 times what one process has in number 1, and right in others"
+    assert somewhere(half, right, False, both) == said
+    assert somewhere(zeros, right, False, both) == ""  # they can be other ranks' numbers
+    assert somewhere(zeros, right, True, both) == "0 in numbers 2-3, and right in others"
