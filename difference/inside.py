@@ -21,6 +21,10 @@ from difference.compare import Comparison
 from difference.places import Here, Indices, chunk, positions, take
 from difference.taps import INSIDE, MOST_NUMBERS, RESULT, Record
 
+# Activations are noted one by one; of all else, what is noted together.
+AT_ONCE = ("summed gradient",), ("scaled gradient",), ("built", "initial")
+AT_ONCE += (("loss", "gradient norm", "optimizer state", "biases of routers", "weights"),)
+
 
 class Inside:
     """All ranks' calls of your functions, beside the tensors of one process."""
@@ -51,10 +55,7 @@ class Inside:
     def _before_the_first(self) -> tuple[list, list]:
         """Calls that can have made the first wrong tensor: up to the last right tap, and since."""
         first, before, since = self.both.first[0].key, [], []
-        # Activations are noted one by one, all else at once, and these at the end of a step.
-        end_of_step = "loss", "gradient norm", "optimizer state", "biases of routers", "weights"
-        at_once = (first.phase,) * (first.phase not in ("forward", "backward"))
-        at_once = end_of_step if first.phase in end_of_step else at_once
+        at_once = next((phases for phases in AT_ONCE if first.phase in phases), ())
         for at in dict.fromkeys([*(one.at for one in self.both.first), *self.both.ranks]):
             mine = [one for one in self.both.all if one.at is at]
             end = min((one.when for one in mine if one.is_wrong), default=inf)

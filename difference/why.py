@@ -234,7 +234,7 @@ def _places(one: Compared, both: Comparison) -> str:
     whole = torch.cat([both.whole[key] for key in keys])
     for dim, name in enumerate(_dim_names(one)):
         others = [range(whole.shape[d]) if d == dim else i for d, i in enumerate(indices)]
-        slices, mine = _lines(take(whole, others), dim), _lines(one.got, dim)
+        slices, mine = lines_along(take(whole, others), dim), lines_along(one.got, dim)
         if len(mine) < 2 or len(mine) * slices.numel() > 5e7:
             continue
         near = torch.cdist(mine, slices, p=torch.inf) <= FITS * whole.abs().max()
@@ -255,7 +255,7 @@ def _places(one: Compared, both: Comparison) -> str:
     return ""
 
 
-def _lines(tensor: Tensor, dim: int) -> Tensor:
+def lines_along(tensor: Tensor, dim: int) -> Tensor:
     return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).double()
 
 
@@ -273,11 +273,11 @@ def _region(one: Compared, both: Comparison) -> str:
     largest = both.whole.get(one.key, one.right).abs().max().clamp(min=1e-300)
     error = (one.got - one.right).abs() / largest
     for dim, name in enumerate(_dim_names(one)):
-        of_lines = _lines(error, dim).amax(1)
+        of_lines = lines_along(error, dim).amax(1)
         where = (of_lines > TOLERANCE).nonzero()[:, 0].tolist()
         is_clear = not ((of_lines > TOLERANCE / 1000) & (of_lines <= TOLERANCE)).any()
         if len(where) < error.shape[dim] and is_clear:
-            how = "wrong" if _lines(one.got, dim)[where].any() else "zero"
+            how = "wrong" if lines_along(one.got, dim)[where].any() else "zero"
             places = [one.indices[dim][i] for i in where] if one.indices else where
             return f"{name} {ranges(places)} are {how}, and the others are right"
     if one.got.numel() == 1:

@@ -10,7 +10,7 @@ from difference.compare import Comparison
 from difference.inside import Inside
 from difference.places import Here, take
 from difference.taps import INSIDE, RESULT, outer
-from difference.why import size_named, times
+from difference.why import lines_along, size_named, times
 
 MOST = 4  # statements
 DIMS = {1: ("number",), 2: ("row", "column")}
@@ -128,9 +128,8 @@ def somewhere(got: Tensor, right: Tensor, is_total: bool, both: Comparison) -> s
     """
     wrong = (got - right).abs() > FITS * right.abs().max()
     for dim, name in reversed([*enumerate(DIMS.get(got.ndim, ()))]):
-        lines = wrong.movedim(dim, 0).flatten(1).any(1) if got.ndim > 1 else wrong
-        where = lines.nonzero()[:, 0].tolist()
-        if 0 < len(where) < len(lines):
+        where = lines_along(wrong, dim).any(1).nonzero()[:, 0].tolist()
+        if 0 < len(where) < got.shape[dim]:
             ratios, how = got[wrong] / right[wrong], "wrong"
             is_one = (ratios - ratios[0]).abs().max() <= FITS * ratios.abs().max()
             if not is_total and not (is_one and ratios[0]):
