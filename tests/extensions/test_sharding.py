@@ -17,9 +17,9 @@ import create_config
 from picotron_min import costs
 from picotron_min.extensions.overlap.linear import linears
 from picotron_min.extensions.settings import Layout
-from picotron_min.extensions.sharding.rows import deal, lay_out, shard_of
+from picotron_min.extensions.sharding.rows import deal, lay_out, shard_of, sharded_rows
 from picotron_min.extensions.sharding.units import _views
-from picotron_min.placement import Cut, placements
+from picotron_min.placement import Cut, Placement, placements
 from picotron_min.planner.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_file import parse_config
@@ -79,6 +79,13 @@ def test_owners_have_about_the_same(name):
         of_layers = [window["dp_cp"] for window in share.windows]
         assert 1 <= n * sum(of_layers) / hidden <= (1.13 if n < 64 else 1.34)
         assert len(of_layers) >= min(layers, layers // (n // 4 + 1)), "in several messages"
+
+
+def test_a_vector_is_not_sharded_even_if_it_is_cut_over_tp():
+    shapes = {"matrix": (8, 4), "vector": (8,)}
+    table = dict.fromkeys(shapes, Placement((Cut("tp", 0),), ("dp_cp",), ("dp_cp",)))
+    layout = Layout(dp=2, tp=2, sharding="optimizer")
+    assert [*sharded_rows(shapes, table, (), layout)] == ["matrix"]
 
 
 def test_more_ranks_than_matrices_leave_some_with_nothing():

@@ -25,12 +25,12 @@ def shard_of(placement: Placement) -> Cut | None:
 def sharded_rows(
     shapes: Mapping[str, Sequence[int]], table: Table, num_layers: Sequence[int], layout: Layout
 ) -> Table:
-    """Matrices are cut once more, over dp x cp; all ranks update norms, which are small."""
+    """Matrices are cut once more, over dp x cp; all ranks update vectors, which are small."""
     owners = _owners(shapes, table, num_layers, layout) if layout.sharding == "layerwise" else {}
     rows, sizes = {}, layout.axis_sizes
     for name, placement in table.items():
         axis = placement.sums[0]  # dp_cp, or edp of experts
-        if placement.cuts and sizes[axis] > 1:
+        if placement.cuts and len(shapes[name]) == 2 and sizes[axis] > 1:
             further = (Cut(axis, 0, owners.get(name)),)
             copies = tuple(other for other in placement.copies if other != axis)
             rows[name] = placement._replace(further=further, copies=copies)
