@@ -12,6 +12,7 @@ from torch import Tensor
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.runtime.speed import device_name
+from train import Run, train_step
 
 CHECKED_STEPS = 3  # before rounding errors have grown: float32 differs after a hundred
 
@@ -24,6 +25,16 @@ class Done(NamedTuple):
 
 
 Step = Callable[[int], Done]
+
+
+class TrainStep(NamedTuple):
+    """Our own: the step of train.py."""
+
+    run: Run
+
+    def __call__(self, index: int) -> Done:
+        result = train_step(self.run, index)
+        return Done(result.loss, result.grad_norm)
 
 
 def check_same_work(done: dict[str, list[Done]], tolerance: Done) -> None:

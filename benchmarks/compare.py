@@ -19,14 +19,13 @@ because the kernel's peak never falls. CPU only, float32, one thread a process. 
 our step cannot do without, and nothing else (ours.py): its share is the last line of a row.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -54,10 +53,10 @@ from picotron_min.runtime.token_file import TokenFile
 WARMUP = 3  # steps of each contender before the clock runs: the first make optimizer state
 MEMORY_STEPS = 2  # the second one's backward has the optimizer's state beside it
 TOLERANCE = Done(1e-4, 1e-4)  # relative, between losses and between gradient norms
+RATIO = "{1:.3f} ({0:.3f}-{2:.3f})"  # quartiles, the median first
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One contender's numbers."""
 
     row: str
@@ -68,9 +67,7 @@ class Result:
 
 
 def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="only these")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
     parser.add_argument("--picotron", type=Path, metavar="FOLDER", help="its rows, of this copy")
@@ -94,17 +91,17 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
                 print(f"\n{name}, {who}, rank 0, 2 steps\n{shown[0]}", flush=True)
             continue
         results, limit = measure(name, row, work, options.rounds)
-        share = "{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios(limit, results[0]))
+        share = RATIO.format(*ratios(limit, results[0]))
         shown = f"{table(results)}\n{share} of {results[0].contender} is its bound"
         print(f"\n{name}: {row.about}\n{shown}", flush=True)
         everybody = *results, limit
-        measured += [asdict(r) | {"time_ratio": ratios(results[0], r)} for r in everybody]
+        measured += [r._asdict() | {"time_ratio": ratios(results[0], r)} for r in everybody]
     if options.json:
         options.json.write_text(json.dumps(known | {"results": measured}, indent=2) + "\n")
 
 
 def facts_of(work: dict) -> dict[str, str]:
-    config, t = parse_config(work), parse_config(work).training
+    t = (config := parse_config(work)).training
     return facts(CPU) | {
         "load": f"{os.getloadavg()[0]:.1f} before this run, on {os.cpu_count()} cores",
         "model": f"{parameter_count(resolve_model(config)):,} parameters, float32",
@@ -201,7 +198,7 @@ def table(results: list[Result]) -> str:
         low, median, high = (1000 * x for x in quartiles(result.step_seconds))
         time_ratio = memory_ratio = ""
         if result is not ours:
-            time_ratio = "{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios(ours, result))
+            time_ratio = RATIO.format(*ratios(ours, result))
             memory_ratio = f"{ours.memory_mb / result.memory_mb:.3f}"
         lines.append(
             f"{result.contender:20}{f'{median:.0f} ({low:.0f}-{high:.0f})':>22}{time_ratio:>26}"

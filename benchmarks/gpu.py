@@ -14,7 +14,6 @@ It is measured as it is, and with its layers and its loss compiled: then also wi
 needs less memory. The median counts. Beside ours is what its products take alone.
 """
 
-import argparse
 import contextlib
 import gc
 import math
@@ -22,6 +21,7 @@ import statistics
 import sys
 import time
 import traceback
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import lru_cache
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, installed or not
 
 from benchmarks import common
-from benchmarks.common import Done, Step
+from benchmarks.common import Done, Step, TrainStep
 from picotron_min.data import Batches
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
@@ -47,7 +47,7 @@ from picotron_min.runtime import launch
 from picotron_min.runtime.products import Products
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.speed import Speedometer
-from train import Run, build_run, train_step
+from train import Run, build_run
 
 # Relative: bfloat16 rounds a lot. Random tokens cost ln V whatever a model does, so it is the
 # gradient's norm that tells models apart.
@@ -119,9 +119,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     on_gpu = [name for name in PRESETS if name != "tiny"]
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=on_gpu, metavar="NAME")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -251,31 +249,22 @@ def our_run(work: Work, workload: Workload) -> Run:
 
 
 def picotron_min(work: Work, workload: Workload) -> Step:
-    run = our_run(work, workload)
-
-    def step(index: int) -> Done:
-        result = train_step(run, index)
-        return Done(result.loss, result.grad_norm)
-
-    return step
+    return TrainStep(our_run(work, workload))
 
 
 def transformers_llama(work: Work, workload: Workload) -> Step:
     """Hugging Face's model with SDPA, in the loop that its users write, and their loss."""
-    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from picotron_min.runtime.architectures import to_hf  # needs pydantic
 
     device, shape, data = work.device, to_hf(work.model_config), work.data(workload)
     with device:
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**shape, attn_implementation="sdpa")
-        )
+        model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa"))
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights_of(work.preset.model)[name])
     if work.preset.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     head_loss = linear_cross_entropy
     if workload.compile:  # what compiling the whole would fuse, in a fraction of the time
         head_loss = torch.compile(linear_cross_entropy, dynamic=False)

@@ -5,14 +5,14 @@ A contender is a function of a Place that builds its model and returns its step.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from benchmarks.common import Done, Step, bytes_of_update
+from benchmarks.common import Done, Step, TrainStep, bytes_of_update
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.documents.attention import inside_documents
@@ -26,7 +26,7 @@ from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.products import Products
 from picotron_min.runtime.token_file import TokenFile
-from train import Run, build_run, train_step
+from train import Run, build_run
 
 CPU = torch.device("cpu")
 COPIED = 2**25  # bytes: more than a core's caches have
@@ -60,16 +60,6 @@ def build(place: Place) -> Run:
     initialise(model.parameters, model_config, config.training.seed, model.placements, axes)
     model.weights_changed()
     return build_run(model, config.recipe, place.data)
-
-
-class TrainStep(NamedTuple):
-    """The step of train.py."""
-
-    run: Run
-
-    def __call__(self, index: int) -> Done:
-        result = train_step(self.run, index)
-        return Done(result.loss, result.grad_norm)
 
 
 def one_process(place: Place) -> Step:
