@@ -66,14 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
     add("--documents", type=Path, metavar="FILE", help="documents.bin, if attention is inside them")
     add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
-    hardware = Path("hardware.json")  # the default
-    add(
-        "--hardware",
-        type=Path,
-        default=hardware,
-        metavar="FILE",
-        help="from --calibrate: %(default)s",
-    )
+    default, found = Path("hardware.json"), "from --calibrate: %(default)s"
+    add("--hardware", type=Path, default=default, metavar="FILE", help=found)
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
     add("--config", type=Path, metavar="FILE", help="predict this one")
     add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")

@@ -101,9 +101,8 @@ class Request:
             case "sharding":
                 kinds = KEYS["distributed.sharding"]["enum"] if layout.dp * cp > 1 else ["none"]
                 # Whole matrices are as fast as rows and pad more: only Muon may gain by them.
-                return [
-                    kind for kind in kinds if kind != "layerwise" or self.work.optimizer == "muon"
-                ]
+                is_muon = self.work.optimizer == "muon"
+                return [kind for kind in kinds if kind != "layerwise" or is_muon]
 
 
 class Candidate(NamedTuple):

@@ -159,9 +159,8 @@ def fixed_choices(text: str) -> dict[str, object]:
         name = ALIASES.get(name, name)
         if name not in CHOICES or name in fixed:
             near = get_close_matches(name, CHOICES, 1) or [choice(CHOICES)]
-            raise ValueError(
-                f"--fix {text}: {pair} is not known or there twice: use {near[0]} once"
-            )
+            why = f"{pair} is not known or there twice"
+            raise ValueError(f"--fix {text}: {why}: use {near[0]} once")
         section, key = CHOICES[name].split(".")
         with suppress(ValueError):  # else it is text
             value = parse_json(value)

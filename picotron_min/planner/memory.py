@@ -155,7 +155,7 @@ def _memory_of(
         terms["weights"] += cast * V * E  # lm_head's copy
         activations += losses * 2 * wide * E  # the last norm's input, plain and normalised
         # The gradients of lm_head and of its input are made along with the loss, and kept.
-        rows = tokens * (1 + c.num_layers - c.num_hidden_layers)  # of all uses of lm_head
+        rows = tokens * (1 + c.num_nextn_predict_layers)  # of all uses of lm_head
         loss = losses * E * (wide * V + BYTES[work.dtype] * rows)
         # The last stripe's logits, which become their gradient, and their cast.
         logits = V * (wide + cast) * min(STRIPE_ROWS[device], rows)

@@ -30,9 +30,8 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 def layers_of_ranks(c: ModelConfig, layout: Layout, seq_length: int) -> list[list[range]]:
     """The layers of each stage of each pipeline rank."""
     stops = [0, *accumulate(layers_of_stages(c, layout, seq_length))]
-    of_ranks = (
-        stages_of(layout.schedule, rank, layout.pp, layout.pp_chunks) for rank in range(layout.pp)
-    )
+    sizes, ranks = (layout.pp, layout.pp_chunks), range(layout.pp)
+    of_ranks = (stages_of(layout.schedule, rank, *sizes) for rank in ranks)
     return [[range(stops[s], stops[s + 1]) for s in stages] for stages in of_ranks]
 
 
@@ -133,7 +132,7 @@ def share_of_rank(
     c, (shapes, table, names) = model_config, _table(model_config, layout, seq_length)
     stages = layers_of_ranks(c, layout, seq_length)[places["pp"]]
     has_head = stages[-1].stop == c.num_layers
-    looks_up = stages[0].start == 0 or (has_head and c.num_layers > c.num_hidden_layers)
+    looks_up = stages[0].start == 0 or (has_head and c.num_nextn_predict_layers > 0)
     groups = [(EMBEDDING,)] if looks_up else []
     for window in (window for stage in stages for window in windows(stage, shapes, layout)):
         groups.append(tuple(name for layer in window for name in names[layer]))
@@ -169,9 +168,9 @@ def _unit(
         if mine := math.prod(shape):
             parts.append(Part(mine, table[name]))
             kind = "hidden" if table[name].is_hidden_matrix else "others"
-            elements[f"sharded_{kind}" if shard_of(table[name]) else kind] += mine
             if shard := shard_of(table[name]):  # of experts: over fewer ranks
-                sharded[shard.axis][i] = shape
+                sharded[shard.axis][i], kind = shape, f"sharded_{kind}"
+            elements[kind] += mine
     for axis, matrices in sharded.items():
         shards = {i: shard_of(table[names[i]]) for i in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]

@@ -127,9 +127,8 @@ def details(request: Request, best: Candidate) -> str:
         joules = request.gpus * watts * step
         each = 1e3 * joules / (request.global_batch * best.workload.seq_length)
         made = f"{request.gpus} GPUs x {watts} W x {step:.3g} s"
-        blocks.append(
-            f"energy: at most {joules / 1e3:.3g} kJ a step ({made}), {each:.3g} mJ a token"
-        )
+        most = f"at most {joules / 1e3:.3g} kJ a step ({made})"
+        blocks.append(f"energy: {most}, {each:.3g} mJ a token")
     if layout.pp > 1 and layout.num_stages * m <= MOST_DRAWN:
         schedule = layout.schedule
         plans = [schedule.plan(r, layout.pp, m, layout.pp_chunks) for r in range(layout.pp)]

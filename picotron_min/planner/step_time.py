@@ -55,7 +55,7 @@ class StepTime(LayerTimes):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         c, layout, system = self.config, self.layout, self.system
-        self.depths = c.num_layers - c.num_hidden_layers  # tokens predicted beside the next one
+        self.depths = c.num_nextn_predict_layers  # tokens predicted beside the next one
         self.kinds = by_kind(c, range(c.num_layers))
         # By whether a layer has experts.
         self.layers = {has_experts: self.layer(has_experts) for _, has_experts in self.kinds}
@@ -65,9 +65,8 @@ class StepTime(LayerTimes):
         self.expert_link = link(self.gpu, max(1, n * layout.tp // stride), stride)
         shared = min(n, self.gpu.gpus_per_node // layout.tp) if system.shares_in_node else n
         self.dp_link = link(self.gpu, shared, layout.tp)
-        self.owned = {
-            kind: LayerParameters.of(c, layout, kind, system.mlp_matrices) for kind in self.layers
-        }
+        matrices = system.mlp_matrices
+        self.owned = {k: LayerParameters.of(c, layout, k, matrices) for k in self.layers}
         # Whether sharded weights, once gathered in a step, are kept to its end.
         once = system.reduces == "step" and layout.pp > 1
         self.keeps_weights = system.gather_bytes == 0 or once

@@ -71,7 +71,7 @@ def planned_ledger(
     step.parameters()
     X, L = model_config.num_local_experts, model_config.num_layers
     numbers = 4 + (L * (X + 6) if X else 0)  # sums of the step, see train.py; RoutingCounts
-    numbers += 3 * (L - model_config.num_hidden_layers)  # of further tokens: see multi_token/
+    numbers += 3 * model_config.num_nextn_predict_layers  # see multi_token/
     step.sent.all_reduce("world", BYTES["float64"] * numbers)
     return step.sent
 
@@ -80,12 +80,11 @@ class _Step:
     """What a rank sends in all micro-batches of a step."""
 
     def __init__(self, config: ModelConfig, layout: Layout, work: Workload, rank: int) -> None:
-        self.config, self.layout, self.work, self.rank = config, layout, work, rank
-        self.stage = layout.coordinates(rank).pp
-        ends = (
-            min(2, layout.pp) if self.stage in (0, layout.pp - 1) else 1
-        )  # ranks, as it sees them
-        self.sent = Sent(layout.axis_sizes | {"ends": ends})
+        self.config, self.layout, self.work = config, layout, work
+        self.places = _places_of(rank, layout)
+        ends = {0, layout.pp - 1}  # an axis of them alone
+        of_ends = {"ends": len(ends) if self.places["pp"] in ends else 1}
+        self.sent = Sent(layout.axis_sizes | of_ends)
         self.narrow, self.wide = BYTES[work.dtype], WIDE[work.dtype]
         self.tokens = work.micro_batch_size * work.seq_length // layout.cp  # N
         self.elements = self.tokens * config.hidden_size  # of [B, S/cp, E]
@@ -93,11 +92,11 @@ class _Step:
 
     def activations(self) -> None:
         """And their gradients."""
-        me, layout, place = self.stage, self.layout, self.layout.schedule.place
+        me, layout, place = self.places["pp"], self.layout, self.layout.schedule.place
         ranks = [place(stage, layout.pp)[0] for stage in range(layout.num_stages)]
         for layer in chain(*layers_of_ranks(self.config, layout, self.work.seq_length)[me]):
             self._layer(layer)
-        further = self.config.num_layers - self.config.num_hidden_layers
+        further = self.config.num_nextn_predict_layers
         lookups = (ranks[0] == me) + further * (ranks[-1] == me)  # of a token
         if lookups:  # see VocabularyParallelEmbedding: in the dtype of the residual stream
             self._boundary(self.m, self.m, self.wide * lookups)
@@ -189,7 +188,7 @@ class _Step:
     def parameters(self) -> None:
         """Gradients, and weights where they are sharded."""
         c, layout, m, sent = self.config, self.layout, self.m, self.sent
-        places, kind = _places_of(self.rank, layout), layout.sharding
+        places, kind = self.places, layout.sharding
         of = c, layout, self.work.seq_length, places
         # Muon makes matrices whole, and brings parts of the directions back: optimizers/muon.py.
         for batch in hidden_batches(*of) if self.work.optimizer == "muon" else ():
@@ -198,7 +197,7 @@ class _Step:
                 sent.add(batch.axis, "exchange", self.narrow * leaves)
         share = share_of_rank(*of)
         is_first, is_last, tied = share.stages[0].start == 0, share.has_head, c.tie_word_embeddings
-        looks_further = is_last and c.num_layers > c.num_hidden_layers
+        looks_further = is_last and c.num_nextn_predict_layers > 0
         # In how many chunks the embedding is, and how many modules use it. One chunk uses it once.
         chunks = is_first + (looks_further or (is_last and tied))
         uses = is_first + looks_further
