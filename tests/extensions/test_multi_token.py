@@ -297,11 +297,15 @@ def test_files_may_have_other_prediction_layers_or_repeat_an_end(tmp_path):
         find_weights(other, DEPTHS, set())
 
 
+QK_NORMED_EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "qk_norm": True}
+
+
 @pytest.mark.parametrize(
     "model,factor,message",
     [
         ({"num_local_experts": 4}, 0.1, '"softmax" is no .* set scoring_func to "sigmoid", or num'),
         ({"qk_norm": True}, 0.1, "qk_norm=true is no model of transformers: set qk_norm to false"),
+        (QK_NORMED_EXPERTS, 0.1, "qk_norm=true is no .*: set qk_norm to false, or num_nextn"),
         ({}, 0, "factor=0 leaves .*=1 untrained: raise it, or num_nextn_predict_layers to 0"),
         ({"mtp_num_layers": 1}, 0.1, "not known: did you mean model.num_nextn_predict_layers"),
     ],
