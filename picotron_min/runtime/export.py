@@ -26,9 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
         if options.folder.exists():
             raise ValueError(f"{options.folder} exists: name another folder, or delete it")
         metadata = read_metadata(options.checkpoint, option="the argument `checkpoint`")
-        set_environment(uses_hub=uses_hub(metadata.config))
-        tokenizer = load_tokenizer(metadata.config.tokenizer)
-        dtype = getattr(torch, metadata.config.model.dtype)
+        config = metadata.config
+        set_environment(uses_hub=uses_hub(config))
+        tokenizer = load_tokenizer(config.tokenizer)
+        dtype = getattr(torch, config.model.dtype)
         weights = _empty(metadata.model.parameter_shapes(), dtype)
         # The biases of routers are not rounded: their steps are below bfloat16's precision.
         precise = torch.promote_types(dtype, torch.float32)
@@ -37,7 +38,6 @@ def main(arguments: list[str] | None = None) -> None:
         load(options.checkpoint, weights)  # rounds each tensor to its dtype
         export_hf(options.folder, weights, metadata.model, tokenizer)
         dist.destroy_process_group()
-        config = metadata.config
         layout = " x ".join(f"{axis} {n}" for axis, n in config.layout.sizes._asdict().items())
         rows = {"model": config.model.name, "layout": layout, "step": metadata.step}
         rows |= {"tokens": metadata.tokens_seen, "data": config.dataset.name}

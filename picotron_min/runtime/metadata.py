@@ -103,9 +103,7 @@ def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     for key, others in AMONG.items() if metadata.model.num_local_experts else ():
         if getattr(config.training, key):
             effect |= dict.fromkeys(others, "experts are balanced, or limited, among other tokens")
-    was, now = (
-        {key: attrgetter(key)(c) for key in effect} | c.data_order
-        for c in (metadata.config, config)
-    )
+    both = metadata.config, config
+    was, now = ({key: attrgetter(key)(c) for key in effect} | c.data_order for c in both)
     effect |= dict.fromkeys(config.data_order, "other data is seen")
     return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]

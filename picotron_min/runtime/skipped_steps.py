@@ -4,7 +4,7 @@ import math
 
 
 class SkippedSteps:
-    """Steps whose gradient was not finite: the weights were left as they were."""
+    """Counts them, and ends a run that has diverged."""
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0  # the total is saved with a checkpoint
