@@ -29,7 +29,7 @@ def measure_balance(
     of_layers["dropped"] = columns["dropped"] / (k * tokens)
     lists = dict(zip(of_layers, torch.stack([*of_layers.values()]).tolist(), strict=True))
     has_experts = [*map(model_config.has_experts, range(len(routed)))]
-    for name in (*LOSSES, "load_imbalance", "rank_imbalance", "dropped"):
+    for name in LOSSES | of_layers:  # also the losses that are not used
         values = lists.get(name, [None] * len(routed))
         values = [value if has else None for value, has in zip(values, has_experts, strict=True)]
         known = [value for value in values if value is not None]

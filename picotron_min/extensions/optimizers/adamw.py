@@ -9,7 +9,6 @@ follows; README.md has numbers, and why each line of a step is one operation on 
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -52,20 +51,19 @@ class NarrowAdamW(torch.optim.Optimizer):
                 torch._foreach_addcdiv_(weights, mean, square, -lr / (1 - beta1**steps))
                 del mean, square  # before those of the next chunk are made
 
-    def chunks(self, parameters: list[nn.Parameter]) -> Iterator[tuple[list[Tensor], ...]]:
+    def chunks(self, parameters: list[nn.Parameter]) -> list[tuple[list[Tensor], ...]]:
         """Weights, gradients and both moments, some at a time; a large one in pieces."""
-        chunk, size = [], 0
+        chunks, size = [[]], 0
         for parameter in parameters:
             state, most = self.state[parameter], CHUNKS[parameter.device.type]
             whole = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
             for piece in zip(*(tensor.view(-1).split(most) for tensor in whole), strict=True):
-                if chunk and size + piece[0].numel() > most:
-                    yield tuple(map(list, zip(*chunk, strict=True)))
-                    chunk, size = [], 0
-                chunk.append(piece)
-                size += piece[0].numel()
-        if chunk:
-            yield tuple(map(list, zip(*chunk, strict=True)))
+                if chunks[-1] and size + len(piece[0]) > most:
+                    chunks.append([])
+                    size = 0
+                chunks[-1].append(piece)
+                size += len(piece[0])
+        return [tuple(map(list, zip(*chunk, strict=True))) for chunk in chunks]
 
 
 def wide_copies(moments: list[Tensor], like: list[Tensor]) -> list[Tensor]:

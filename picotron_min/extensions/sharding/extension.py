@@ -46,7 +46,7 @@ class Sharding(Extension):
             for name, of in modules.items():
                 if not inside.isdisjoint(of):
                     by_sums[table[name].sums][name] = of
-            # None: nothing is sharded, or another stage has it.
+            # Empty where nothing is sharded, or another stage has the module.
             units = [self._unit(group, table, travelling) for group in by_sums.values()]
             self.uses += [(user, units) for user in users if units]
 
