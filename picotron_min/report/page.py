@@ -29,7 +29,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "")
     """The first column names its row. Wide tables scroll inside a box of their own."""
     rows = list(rows)
     # A title stands where its column's content does: numbers to the right.
-    columns = zip(head, (*rows, head)[0], strict=False)
+    columns = zip(head, next(iter(rows), head), strict=False)
     top = "".join(f'<th scope="col"{_side(cell)}>{escape(name)}</th>' for name, cell in columns)
     body = "\n".join(f"<tr>{_row(*row)}</tr>" for row in rows)
     head = f"<thead><tr>{top}</tr></thead>" if top else ""

@@ -155,9 +155,9 @@ def memory(run: Run) -> str:
     device = "cpu" if not run.starts or run.starts[-1].backend == "gloo" else "cuda"
     planned = memory_of_ranks(run.model, layout, run.config.workload, device)
     measured = measured_peaks(run, layout)
-    unit, unit_name = pictures.unit_for(max(memory.total for memory in planned))
-    for rank, (memory, peak) in enumerate(zip_longest(planned, measured)):
-        sizes = [size and size / unit for size in (*memory, memory.total, peak)]
+    unit, unit_name = pictures.unit_for(max(plan.total for plan in planned))
+    for rank, (plan, peak) in enumerate(zip_longest(planned, measured)):
+        sizes = [size and size / unit for size in (*plan, plan.total, peak)]
         rows.append((str(rank), *cells(",.2f", *sizes)))
     parts = [name.replace("_", " ") for name in RankMemory._fields]
     caption = f"{unit_name} a rank: planned by part, and the measured peak."

@@ -24,8 +24,11 @@ from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes, build_axes
 from picotron_min.parallelize import ParallelModel
 from picotron_min.pipeline_schedule import Action
+from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.inputs import open_data
+from picotron_min.runtime.launch import choose_backend, choose_device
 from picotron_min.runtime.processes import start_run
 from picotron_min.runtime.token_file import TokenFile
 
@@ -78,10 +81,7 @@ class NotedLedger(Ledger):
             self.log.note(f"      {collective} over {self.axis}: {sent}, of {[*tensor.shape]}")
 
 
-def describe(config, monitor: RankMonitor) -> None:
-    from picotron_min.runtime.config_checks import resolve_model
-    from picotron_min.runtime.launch import choose_backend, choose_device
-
+def describe(config: Config, monitor: RankMonitor) -> None:
     device = choose_device(monitor.launch, config.distributed.use_cpu)
     monitor.connect(choose_backend(device, config.distributed.backend))
     axes = build_axes(device, config.layout, config.distributed.timeout_seconds)
@@ -98,7 +98,7 @@ def describe(config, monitor: RankMonitor) -> None:
             print("\n".join([f"rank {rank}", *of_rank, ""]))
 
 
-def lines_of_a_step(model: ParallelModel, axes: Axes, config) -> list[str]:
+def lines_of_a_step(model: ParallelModel, axes: Axes, config: Config) -> list[str]:
     log, workload = Log(), config.workload
     for axis in axes:
         axis.ledger = NotedLedger(axis.name, log)

@@ -122,10 +122,10 @@ class Reporter(ExitStack):
         self.log.write(record)
         self.console.step(record)
         rows = [v or 0 for v in result.measures.get("rank_imbalance_per_layer", ())]
-        if max(rows, default=0) >= MANY_ROWS:
-            where = f"the experts of a rank in layer {rows.index(max(rows))}"
-            rows = f"{max(rows):.2f} times the planned rows, and need as much more memory for them"
-            self.warn_once("rows", f"step {step}: {where} had {rows}")
+        if (most := max(rows, default=0)) >= MANY_ROWS:
+            where = f"the experts of a rank in layer {rows.index(most)}"
+            had = f"{most:.2f} times the planned rows, and need as much more memory for them"
+            self.warn_once("rows", f"step {step}: {where} had {had}")
         if result.skipped:
             self.console.warn(f"step {step} changed nothing: its gradient is not finite")
 
@@ -243,11 +243,10 @@ def describe(inputs: Inputs) -> dict[str, str]:
         numbers += f", of which {human(active_parameter_count(shape))} active a token,"
         sizes += f", ep {layout.ep} x etp {layout.etp}"
     flops = human(model_flops_per_token(shape, t.seq_length))
-    rows = len(text.tokens) / t.seq_length
-    apart = f", apart, {text.num_documents / rows + 1:.1f} a row"
+    how = f"{text.num_documents / (len(text.tokens) / t.seq_length) + 1:.1f} a row"
     if config.dataset.packing == "bfd":
-        apart = f", apart, best fit with {batches.padding:.1%} padding"
-    apart = apart if config.dataset.document_mask else ""
+        how = f"best fit with {batches.padding:.1%} padding"
+    apart = f", apart, {how}" if config.dataset.document_mask else ""
     begins = m.weights or f"random weights, seed {t.seed}"
     rows = {
         "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
