@@ -123,12 +123,12 @@ def properties(runs: Sequence[Observation]) -> dict[str, object]:
     found, best = {}, loss(runs, calibrate(runs))
     if len(runs) == len(unknowns(runs)):
         return found
-    for name, values in VISIBLE.items():
-        for value in values:
-            tried = [run.having(**{name: value}) for run in runs]
-            now = loss(tried, calibrate(tried)) if best > len(runs) * OF_A_RUN**2 else best
-            if now < best / 4:  # of squares
-                runs, best, found[name] = tried, now, value
+    for name, value in ((name, value) for name, values in VISIBLE.items() for value in values):
+        if best <= len(runs) * OF_A_RUN**2:
+            break
+        tried = [run.having(**{name: value}) for run in runs]
+        if (now := loss(tried, calibrate(tried))) < best / 4:  # of squares
+            runs, best, found[name] = tried, now, value
     return found
 
 

@@ -92,10 +92,11 @@ class Request:
             case "pp_engine":
                 return list(SCHEDULES) if pp > 1 else ["1f1b"]
             case "pp_chunks":
-                schedule = layout.schedule
                 most = self.model_config.num_hidden_layers // pp  # else stages outnumber layers
-                few = schedule.fixed_chunks or schedule.chunks == 1
-                return range(schedule.chunks, min(schedule.chunks if few else most, most) + 1)
+                least = layout.schedule.chunks
+                if layout.schedule.fixed_chunks or least == 1:
+                    most = min(most, least)
+                return range(least, most + 1)
             case "recompute":
                 return KEYS["model.recompute"]["enum"]
             case "sharding":

@@ -54,6 +54,6 @@ def is_toss_up(one: Prediction, other: Prediction) -> bool:
     """
     squares = OF_A_RUN**2
     for name, error in ERRORS.items():
-        shares = (p.parts.get(name, 0.0) / p.step for p in (one, other))
-        squares += (error * (next(shares) - next(shares))) ** 2
+        a, b = (p.parts.get(name, 0.0) / p.step for p in (one, other))
+        squares += (error * (a - b)) ** 2
     return abs(math.log(one.step / other.step)) <= WIDTH * math.sqrt(squares)
