@@ -1,7 +1,7 @@
 """A plan as text: the best layouts, then all about the first of them."""
 
 from picotron_min import costs
-from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.extensions.schedules.registry import plan_on_paper
 from picotron_min.planner.calibrate import Measured
 from picotron_min.planner.choices import CHOICES, Candidate, Request
 from picotron_min.planner.explain import EXPLAINED, lines_of, shown, why
@@ -130,10 +130,8 @@ def details(request: Request, best: Candidate) -> str:
         most = f"at most {joules / 1e3:.3g} kJ a step ({made})"
         blocks.append(f"energy: {most}, {each:.3g} mJ a token")
     if layout.pp > 1 and layout.num_stages * m <= MOST_DRAWN:
-        schedule = layout.schedule
-        plans = [schedule.plan(r, layout.pp, m, layout.pp_chunks) for r in range(layout.pp)]
-        drawn = draw(simulate(plans, place=schedule.place), WIDTH)
-        blocks.append(f"schedule {layout.pp_engine}\n{drawn}")
+        *_, timeline = plan_on_paper(layout.pp_engine, layout.pp, m, layout.pp_chunks)
+        blocks.append(f"schedule {layout.pp_engine}\n{draw(timeline, WIDTH)}")
     return "\n\n".join(blocks)
 
 

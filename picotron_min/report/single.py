@@ -4,8 +4,7 @@ from collections import Counter
 from itertools import zip_longest
 
 from picotron_min.costs import model_flops_per_token
-from picotron_min.extensions.schedules.registry import build_plans
-from picotron_min.extensions.schedules.simulator import simulate
+from picotron_min.extensions.schedules.registry import plan_on_paper
 from picotron_min.extensions.settings import Layout
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
@@ -188,8 +187,7 @@ def pipeline(run: Run) -> str:
         return section("The pipeline", _planned_and_measured(run.trace))
     parts = [paragraph("Set logging.trace_file in the config to measure when ranks compute what.")]
     if layout.num_stages * m <= pictures.MOST_SPANS:  # more would take long, and show little
-        plans = build_plans(layout.pp_engine, layout.pp, m, layout.pp_chunks)
-        planned = simulate(plans, place=layout.schedule.place)
+        *_, planned = plan_on_paper(layout.pp_engine, layout.pp, m, layout.pp_chunks)
         parts.insert(0, gallery(pictures.pipeline_picture({"planned": planned}, "forwards", 1.0)))
     return section("The pipeline", *parts)
 

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from picotron_min.extensions.schedules.picture import write_picture
-from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
+from picotron_min.extensions.schedules.registry import SCHEDULES, plan_on_paper
 from picotron_min.extensions.schedules.simulator import Span, Timeline, peak_live, simulate
 from picotron_min.pipeline_messages import insert_messages
 from picotron_min.pipeline_schedule import Action, Kind
@@ -64,13 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def show_plan(width: int, engine="1f1b", stages=4, microbatches=8, chunks=0) -> None:
     """Print a schedule's timeline and its figures beside the textbook's; 0: its usual chunks."""
-    schedule = SCHEDULES[engine]
-    sizes = p, m, v = stages, microbatches, chunks or schedule.chunks
-    if min(sizes) < 1 or p * m * v > 20_000:  # which would take minutes
-        sizes = f"{p} ranks x {m} micro-batches x {v} chunks"
-        raise ValueError(f"{sizes}: draw at least one of each, and at most 20000 in all")
-    plans = build_plans(engine, *sizes)
-    timeline = simulate(plans, place=schedule.place)
+    sizes, plans, timeline = plan_on_paper(engine, stages, microbatches, chunks)
+    schedule, (p, m, v) = SCHEDULES[engine], sizes
     print(f"{engine}: ranks p = {p}, micro-batches m = {m}, chunks v = {v}")
     takes = "its backward, which takes twice as long"
     if schedule.splits_backward:

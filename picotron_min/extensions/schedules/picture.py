@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
-from picotron_min.extensions.schedules.simulator import Timeline, simulate
+from picotron_min.extensions.schedules.registry import SCHEDULES, plan_on_paper
+from picotron_min.extensions.schedules.simulator import Timeline
 from picotron_min.pipeline_schedule import Kind
 
 LEFT, FORWARD, ROW, TITLE = 19, 14, 14, 24  # pixels: margin, a forward, a rank, a schedule's title
@@ -22,10 +22,9 @@ def write_picture(svg: str, engine="", stages=4, microbatches=8, chunks=0) -> No
     """Write one schedule, or all of them on one time scale, to a file; 0: their usual chunks."""
     shapes, top, width = [], 0, 500.0
     for name in [engine] if engine else SCHEDULES:
-        schedule = SCHEDULES[name]
-        sizes = stages, microbatches, chunks or schedule.chunks
-        timeline = simulate(build_plans(name, *sizes), place=schedule.place)
-        live = max(schedule.live_activations(rank, *sizes) for rank in range(stages)) / sizes[-1]
+        sizes, _, timeline = plan_on_paper(name, stages, microbatches, chunks)
+        each = (SCHEDULES[name].live_activations(rank, *sizes) for rank in range(stages))
+        live = max(each) / sizes[-1]
         about = f"bubble {timeline.bubble(0):.1%}, activations of at most {live:g} micro-batches"
         shapes.append(_text(LEFT, top + 18, f"<tspan font-weight='bold'>{name}</tspan>: {about}"))
         shapes += _timeline(timeline, FORWARD / sizes[-1], top + TITLE)

@@ -3,6 +3,7 @@
 from picotron_min import pipeline_messages, pipeline_schedule
 from picotron_min.extensions.schedules import zero_bubble
 from picotron_min.extensions.schedules.interleaved import group_sizes, interleaved
+from picotron_min.extensions.schedules.simulator import Timeline, simulate
 from picotron_min.pipeline_schedule import Plan, Schedule
 
 SCHEDULES = pipeline_schedule.SCHEDULES | {
@@ -55,3 +56,15 @@ def build_plans(
     return pipeline_messages.build_plans(
         SCHEDULES[engine], ranks, num_micro_batches, chunks, training
     )
+
+
+def plan_on_paper(
+    engine: str, ranks: int, num_micro_batches: int, chunks: int = 0
+) -> tuple[tuple[int, int, int], list[Plan], Timeline]:
+    """A schedule's sizes, plans and timeline; `chunks` 0: its usual ones. ValueError for sizes."""
+    sizes = p, m, v = ranks, num_micro_batches, chunks or SCHEDULES[engine].chunks
+    if min(sizes) < 1 or p * m * v > 20_000:  # which would take minutes
+        made = f"{p} ranks x {m} micro-batches x {v} chunks"
+        raise ValueError(f"{made}: draw at least one of each, and at most 20000 in all")
+    plans = build_plans(engine, *sizes)
+    return sizes, plans, simulate(plans, place=SCHEDULES[engine].place)
