@@ -1,4 +1,4 @@
-"""How long messages take between ranks of a node, and between nodes.
+"""Which ranks an axis joins, and how long messages take inside a node and between nodes.
 
     16 ranks, nodes of 4       stride 1:  0 1 2 3 | 4 5 6 7 | ...    a ring of 8 spans two nodes
                                stride 4:  0       | 4       | ...    a ring of 4 spans four nodes
@@ -8,9 +8,27 @@ is as fast as the network cards of those of its ranks that are in one node.
 """
 
 import math
+from itertools import product
 from typing import NamedTuple
 
+from picotron_min.extensions.settings import Layout
 from picotron_min.runtime.hardware import Gpu
+
+
+def ranks_of_axis(layout: Layout, axis: str, rank: int) -> list[int]:
+    """The row of ranks along an axis that has this rank in it, as in mesh.build_axes."""
+    if axis == "ends":  # the first and the last stage
+        pipeline = ranks_of_axis(layout, "pp", rank)
+        ends = sorted({pipeline[0], pipeline[-1]})
+        return ends if rank in ends else [rank]
+    grid = next(grid for grid in layout.grids if axis in grid.axes)
+    first, stride, steps = rank, 1, {}
+    for name, size in reversed(grid.sizes.items()):
+        if name in grid.axes[axis]:
+            first -= rank // stride % size * stride
+            steps[name] = range(0, size * stride, stride)
+        stride *= size
+    return [first + sum(step) for step in product(*(steps[name] for name in grid.axes[axis]))]
 
 
 class Link(NamedTuple):

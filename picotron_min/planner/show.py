@@ -5,7 +5,7 @@ from picotron_min.extensions.schedules.registry import plan_on_paper
 from picotron_min.planner.calibrate import Measured
 from picotron_min.planner.choices import CHOICES, Candidate, Request
 from picotron_min.planner.explain import EXPLAINED, lines_of, shown, why
-from picotron_min.planner.links import link
+from picotron_min.planner.links import link, ranks_of_axis
 from picotron_min.planner.memory import RankMemory, gb, gigabytes
 from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffic
 from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
@@ -156,14 +156,11 @@ def memory(request: Request, of: RankMemory) -> str:
 def traffic(request: Request, best: Candidate) -> str:
     """Bytes that rank 0 sends in a step; how long they travel, and what of that is hidden."""
     lines = ["traffic of rank 0  GB a step   messages  link     seconds  hidden"]
-    layout, tp, cp = best.layout, best.layout.tp, best.layout.cp
-    strides = {"cp": tp, "dp": tp * cp, "dp_cp": tp, "pp": tp * cp * layout.dp}
-    strides |= {"ep": layout.etp, "edp": layout.ep * layout.etp}
-    strides["ends"] = (layout.pp - 1) * strides["pp"]
-    ledger = planned_ledger(request.model_config, layout, best.workload)
+    ledger = planned_ledger(request.model_config, best.layout, best.workload)
     calls = by_axis(ledger.calls)
     for axis, sent in by_axis(ledger).items():
-        over = link(request.gpu, ledger.sizes[axis], strides.get(axis, 1))
+        row = ranks_of_axis(best.layout, axis, 0)
+        over = link(request.gpu, len(row), row[1] - row[0])
         seconds = sent / over.bandwidth + calls[axis] * over.latency
         exposed = best.prediction.parts.get(PARTS.get(axis))
         hidden = "" if exposed is None else f"{max(0.0, 1 - exposed / seconds):>8.0%}"

@@ -21,6 +21,7 @@ from itertools import chain, pairwise
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
 from picotron_min.planner.activations import BYTES, WIDE
+from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.parameters import hidden_batches, layers_of_ranks, share_of_rank
 
 
@@ -81,10 +82,9 @@ class _Step:
 
     def __init__(self, config: ModelConfig, layout: Layout, work: Workload, rank: int) -> None:
         self.config, self.layout, self.work = config, layout, work
-        self.places = _places_of(rank, layout)
-        ends = {0, layout.pp - 1}  # an axis of them alone
-        of_ends = {"ends": len(ends) if self.places["pp"] in ends else 1}
-        self.sent = Sent(layout.axis_sizes | of_ends)
+        rows = {axis: ranks_of_axis(layout, axis, rank) for axis in (*layout.axis_sizes, "ends")}
+        self.places = {axis: row.index(rank) for axis, row in rows.items()}
+        self.sent = Sent({axis: len(row) for axis, row in rows.items()})
         self.narrow, self.wide = BYTES[work.dtype], WIDE[work.dtype]
         self.tokens = work.micro_batch_size * work.seq_length // layout.cp  # N
         self.elements = self.tokens * config.hidden_size  # of [B, S/cp, E]
@@ -221,14 +221,3 @@ class _Step:
                 for part in unit.parts:
                     for other in part.placement.sums[1:]:  # a tied embedding: the pipeline's ends
                         sent.all_reduce(other, self.wide * R)
-
-
-def _places_of(rank: int, layout: Layout) -> dict[str, int]:
-    """Where a rank is along the axes that cut parameters: see mesh.py."""
-    places = layout.coordinates(rank)._asdict()
-    within = rank % (layout.dp * layout.cp * layout.tp)  # its stage, a grid (edp, ep, etp)
-    places["dp_cp"], places["dp_cp_tp"] = within // layout.tp, within
-    places["edp"], rest = divmod(within, layout.ep * layout.etp)
-    places["ep"], places["etp"] = divmod(rest, layout.etp)
-    places["edp_etp"] = places["edp"] * layout.etp + places["etp"]
-    return places

@@ -12,25 +12,10 @@ An exchange depends on where tokens find their experts: here it is spread evenly
 
 from collections import Counter
 
-import numpy as np
-
 from picotron_min.extensions.schedules.registry import build_plans
 from picotron_min.extensions.settings import Layout
+from picotron_min.planner.links import ranks_of_axis
 from picotron_min.runtime.metrics import Ranks
-
-
-def ranks_of_axis(layout: Layout, axis: str, rank: int) -> list[int]:
-    """The row of ranks along an axis that has this rank in it, as in mesh.build_axes."""
-    grid = next(g for g in layout.grids if axis in g.axes or axis == "ends")
-    ranks = np.arange(layout.world_size).reshape(*grid.sizes.values())
-    place = zip(grid.sizes, np.unravel_index(rank, ranks.shape), strict=True)
-    varying = grid.axes.get(axis, ("pp",))
-    row = ranks[tuple(slice(None) if name in varying else i for name, i in place)]
-    row = row.flatten().tolist()
-    if axis != "ends":
-        return row
-    ends = sorted({row[0], row[-1]})  # the first and the last stage
-    return ends if rank in ends else [rank]
 
 
 def traffic_between(layout: Layout, measured: Ranks) -> Counter[tuple[int, int]]:

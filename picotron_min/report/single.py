@@ -6,12 +6,13 @@ from itertools import zip_longest
 from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.schedules.registry import plan_on_paper
 from picotron_min.extensions.settings import Layout
+from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.report import pictures
 from picotron_min.report.charts import curve_pictures
 from picotron_min.report.page import Cell, cells, gallery, page, paragraph, section, table
-from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
+from picotron_min.report.rank_traffic import traffic_between
 from picotron_min.report.reading import Run, tokens_of
 from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
 from picotron_min.runtime.hardware import common_flops_per_token

@@ -4,7 +4,8 @@ from collections import Counter
 from typing import get_args
 
 from picotron_min.extensions.settings import Layout
-from picotron_min.report.rank_traffic import ranks_of_axis, traffic_between
+from picotron_min.planner.links import ranks_of_axis
+from picotron_min.report.rank_traffic import traffic_between
 from picotron_min.runtime.metrics import AxisName, Rank, Ranks, Sent
 from tests.core.test_collectives import rows_by_hand
 
