@@ -84,7 +84,7 @@ def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
         problem = f"dataset.name={name} has the token id {largest}, and the model {vocab_size} ids"
         raise ValueError(f"{problem}: set model.vocab_size, or dataset.tokenizer to its maker's")
     ends, end = np.unique(ends), tokenizer.eos_token_id
-    if config.dataset.document_mask and tokens[ends[0] - 1] != end:
+    if config.dataset.document_mask and end not in tokens[ends[0] - 1 : ends[0]]:
         problem = f"document_mask=true, but dataset.name={name} has no end-of-text id {end}"
         raise ValueError(f"{problem}: set dataset.tokenizer to its maker's, or the mask to false")
     return TokenFile(tokens, None, len(ends), ends)

@@ -264,10 +264,11 @@ def test_other_files_of_token_ids_are_refused(prepare, tmp_path, name, content, 
 def test_the_mask_of_documents_needs_ids_in_which_documents_end(prepare, tmp_path):
     np.save(path := tmp_path / "a.npy", np.array([1, 2, 256, 3], np.uint16))
     assert prepare(path, document_mask=True).ends.tolist() == [3, 4]
-    np.save(path, np.array([1, 2, 3], np.uint16))
-    with pytest.raises(ValueError, match=r"a.npy has no end-of-text id 256: set dataset.tokenizer"):
-        prepare(path, document_mask=True)
-    assert len(prepare(path).tokens) == 3
+    for ids in ([], [1, 2, 3]):
+        np.save(path, np.array(ids, np.uint16))
+        with pytest.raises(ValueError, match=r"a.npy has no end-of-text id 256: set dataset.tok"):
+            prepare(path, document_mask=True)
+        assert len(prepare(path).tokens) == len(ids)
 
 
 def test_options_choose_documents(prepare, tmp_path):
