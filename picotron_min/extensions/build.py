@@ -34,6 +34,7 @@ def parts_of(
     model_config: ModelConfig, layout: Layout, workload: Workload, device: torch.device
 ) -> Parts:
     parts, splits = simple_parts(layout), layout.schedule.splits_backward
+    dtype = getattr(torch, workload.dtype)
     if layout.overlap or workload.fp8 or model_config.num_local_experts or splits:
         from picotron_min.extensions.kernels.products import apply_products, is_faster
         from picotron_min.extensions.overlap import boundary, ring
@@ -41,14 +42,12 @@ def parts_of(
         kind = ring.RingBoundary if layout.tp_overlap else boundary.SequenceBoundary
         kind = kind if layout.sequence_parallel and layout.tp > 1 else boundary.Boundary
         options = {"kind": kind, "splits": splits, "compiles": workload.compile}
-        by_onednn = is_faster(device.type, getattr(torch, workload.dtype))
-        apply = apply_products if by_onednn else boundary.apply_overlap
+        apply = apply_products if is_faster(device.type, dtype) else boundary.apply_overlap
         parts = parts._replace(tensor_parallel=partial(apply, **options))
     if workload.flash_attention:
         from picotron_min.extensions.kernels.attention import choose_attention
 
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        dtype = getattr(torch, workload.dtype)
         attention, kernel = choose_attention(device.type, capability, dtype, model_config.head_dim)
         parts = parts._replace(attention=attention, kernel=kernel)
     if splits:

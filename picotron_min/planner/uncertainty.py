@@ -20,7 +20,7 @@ WIDTH = 2.4  # sigma on both sides, for 90%
 EXPERT_SIZES = {768, 1536, 2880}  # of the mixtures among the runs
 
 
-def sigma(prediction: Prediction, is_mixture: bool = False) -> float:
+def sigma(prediction: Prediction, is_mixture: bool) -> float:
     """The relative error of a step's time, as a standard deviation."""
     shares = {name: seconds / prediction.step for name, seconds in prediction.parts.items()}
     parts = sum((share * ERRORS[name]) ** 2 for name, share in shares.items())
