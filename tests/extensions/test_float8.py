@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from picotron_min.collectives import Ledger
 from picotron_min.extensions.experts.moe import apply_moe
@@ -38,6 +37,7 @@ from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.inputs import check_fp8
 from picotron_min.runtime.reporter import describe
+from tests.core.test_costs import saved_by_a_layer
 
 KINDS = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # errors: relative, and where scaled is 0
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -201,33 +201,14 @@ def test_weights_are_rounded_once_and_copied_nowhere():
         assert linear.rows.inverse in (2 * rows.inverse, 4 * rows.inverse)
 
 
-def saved_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Bytes per token of all distinct storages that forward keeps, without weights."""
-    model, storages, alive = build(config, dtype), {}, []
-    copies = [x.copy for x in linears(model).values() if x.copy is not None]
-    ours = {t.data_ptr() for t in (*copies, *model.parameters())}
-    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}  # autocast's copies
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
-        if storage.data_ptr() not in ours and not {shape, shape[::-1]} & matrices:
-            storages[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
-    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        model(TOKENS, POSITIONS, TOKENS)
-    return sum(storages.values()) / TOKENS.numel()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])
 def test_a_layer_keeps_as_many_bytes_as_planned(config, dtype):
-    kind = getattr(torch, dtype)
-    three = saved_bytes(config.override(num_hidden_layers=3), kind)
+    measured = saved_by_a_layer(
+        lambda n: build(config.override(num_hidden_layers=n), getattr(torch, dtype)), dtype
+    )
     planned = saved_per_token(config, dtype, "none", Layout(), 0, fp8=True)
-    assert planned == pytest.approx(three - saved_bytes(config, kind), rel=0.01)
+    assert planned == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from picotron_min.costs import parameter_count
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import SIZES, ModelConfig, Routing
@@ -68,8 +69,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name,millions", PUBLISHED.items())
 def test_presets_have_the_published_number_of_parameters(name, millions):
-    shapes = find_preset(name).parameter_shapes().values()
-    count = sum(torch.Size(shape).numel() for shape in shapes)
+    count = parameter_count(find_preset(name))
     assert count / 1e6 == pytest.approx(millions, abs=0.06)
 
 
