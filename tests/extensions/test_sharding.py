@@ -22,6 +22,7 @@ from picotron_min.extensions.sharding.units import _views
 from picotron_min.placement import Cut, Placement, placements
 from picotron_min.planner.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.runtime.config import Config
+from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.tokenizer import BytesTokenizer
@@ -355,6 +356,34 @@ def test_a_layer_is_here_and_one_arriving_one_buffer_travels_and_one_fills(pool,
         assert most == (1, 2, 2)
 
 
+def assert_holds_what_is_planned(pool, config: Config) -> None:
+    """The fullest rank of each pipeline stage."""
+    ranks = pool.run(config.world_size, bytes_held, config)
+    model_config, layout = resolve_model(config), config.layout
+    E, of_stage = model_config.hidden_size, len(ranks) // layout.pp
+    for stage, share in enumerate(shares_of_ranks(model_config, layout, 16)):
+        here = ranks[stage * of_stage :][:of_stage]
+        held = [max(of) for of in zip(*(held for held, _ in here), strict=True)]
+        weights, gradients, states = here[0][1]
+        if config.model.dtype == "bfloat16" and stage == layout.pp - 1:
+            weights -= 2 * -(-257 // layout.tp) * E  # lm_head's cast is planned with the weights
+        if layout.sharding in ("gradients", "parameters"):
+            units = [rows for unit in share.units for rows in unit.rows.items()]
+            largest = max((layout.axis_sizes[axis] * R for axis, R in units), default=0)
+            buffers = 2 * 4 * largest  # two that travel
+            assert gradients - held[1] == buffers
+            gradients -= buffers
+        if layout.sharding == "parameters":
+            assert weights >= held[0], "gathered weights are gone between steps"
+            weights = held[0]
+        # Copies of the shared experts' gates are not planned.
+        gates = 2 * 2 * E if model_config.moe_shared_expert_gate else 0
+        assert held[:2] == pytest.approx((weights, gradients), abs=8 * E + gates)
+        # The fullest rank of one window may not be that of another.
+        least = states * (0.9 if layout.sharding == "layerwise" else 1)
+        assert least <= held[2] + 8 * E <= states + 16 * E
+
+
 HELD = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 3}, {"dp": 2, "pp": 2, "tied": True}, {"cp": 2}]
 
 
@@ -363,28 +392,8 @@ HELD = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 3}, {"dp": 2, "pp": 2, "tied": Tru
 @pytest.mark.parametrize("sharding", ["none", *MODES])
 def test_what_a_rank_holds_is_what_is_planned(pool, sharding, layout):
     dtype = "bfloat16" if layout.get("dp") == 2 else "float32"
-    config = sharded(test_checkpoint.make_config(dtype=dtype, **layout), sharding)
-    ranks = pool.run(config.world_size, bytes_held, config)
-    of_stage = len(ranks) // config.layout.pp
-    for first in range(0, len(ranks), of_stage):
-        held = [
-            max(of) for of in zip(*(h for h, _ in ranks[first : first + of_stage]), strict=True)
-        ]
-        weights, gradients, states = ranks[first][1]
-        if dtype == "bfloat16" and first + of_stage == len(ranks):
-            weights -= (
-                2 * 257 * 32 // config.layout.tp
-            )  # lm_head's cast is planned with the weights
-        if sharding in ("gradients", "parameters"):
-            buffers = gradients - held[1]
-            assert 0 < buffers <= 2 * 4 * 260 * 32, "two that travel, of the largest unit"
-            gradients -= buffers
-        if sharding == "parameters":
-            assert weights > held[0], "gathered weights are gone between steps"
-            weights = held[0]
-        assert held[:2] == pytest.approx((weights, gradients), abs=8 * 32)
-        # The fullest rank of one window may not be that of another.
-        assert states * (0.9 if sharding == "layerwise" else 1) <= held[2] + 256 <= states + 512
+    config = test_checkpoint.make_config(dtype=dtype, sharding=sharding, **layout)
+    assert_holds_what_is_planned(pool, config)
 
 
 def test_one_rank_is_not_sharded():

@@ -12,7 +12,7 @@ from picotron_min.extensions.qk_norm.extension import QkNorm
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.memory import memory_per_rank, most_rows, shares_of_ranks
+from picotron_min.planner.memory import memory_per_rank, most_rows
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.hardware import (
     active_parameter_count,
@@ -28,7 +28,7 @@ from tests.core.test_costs import (
     saved_by_a_layer,
     saved_bytes,
 )
-from tests.extensions.test_sharding import MODES, bytes_held
+from tests.extensions.test_sharding import MODES, assert_holds_what_is_planned
 
 QWEN = WIDE.override(qk_norm=True)
 MIXTRAL = ModelConfig(32_000, 4096, 14_336, 32, 32, 8, num_local_experts=8)
@@ -149,32 +149,7 @@ HELD = [
 def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
     kv_heads = {"num_key_value_heads": 4, "num_hidden_layers": 3, "mlp_only_layers": [1]}
     config = config_of(**grid, sharding=sharding, dtype=dtype, model=GATED | kv_heads)
-    ranks = pool.run(config.world_size, bytes_held, config)
-    layout = config.layout
-    of_stage = len(ranks) // layout.pp
-    for first in range(0, len(ranks), of_stage):
-        stage = [held for held, _ in ranks[first : first + of_stage]]
-        held = [max(of) for of in zip(*stage, strict=True)]
-        weights, gradients, states = ranks[first][1]
-        if dtype == "bfloat16":  # lm_head's cast is planned with the weights
-            weights -= 2 * -(-257 // layout.tp) * 160
-        share = shares_of_ranks(test_checkpoint.resolve_model(config), layout, 16)[
-            first // of_stage
-        ]
-        if sharding in ("gradients", "parameters"):
-            units = [rows for unit in share.units for rows in unit.rows.items()]
-            buffers = gradients - held[1]
-            assert buffers == 2 * 4 * max(
-                (layout.axis_sizes[axis] * R for axis, R in units), default=0
-            )
-            gradients -= buffers
-        if sharding == "parameters":
-            assert weights >= held[0], "gathered weights are gone between steps"
-            weights = held[0]
-        gates = 2 * 2 * 160  # copies of the shared experts' gates are not planned
-        assert held[:2] == pytest.approx((weights, gradients), abs=8 * 160 + gates)
-        # The fullest rank of one window may not be that of another.
-        assert states * (0.9 if sharding == "layerwise" else 1) <= held[2] + 1280 <= states + 2560
+    assert_holds_what_is_planned(pool, config)
 
 
 def test_as_many_rows_are_planned_as_a_rank_can_get():
