@@ -1,4 +1,4 @@
-"""Query and key norms: Qwen3's dense models, in and out, and in every layout."""
+"""Query and key norms: Qwen3's dense models, and in every layout."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from picotron_min.extensions.qk_norm.extension import QkNorm
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.model import Llama
 from picotron_min.placement import placements
-from picotron_min.runtime.architectures import from_hf, to_hf
+from picotron_min.runtime.architectures import to_hf
 from tests.assembled import assert_trains_as_one_rank, make_config
-from tests.core.test_model import batch, norm_in_own_dtype
+from tests.core.test_model import assert_computes_the_same, norm_in_own_dtype
 
 SHAPE = ModelConfig(61, 32, 48, 8, 8, 4, head_dim=12, qk_norm=True)
 
@@ -33,26 +33,7 @@ def test_logits_and_gradients_equal_transformers(tied, monkeypatch):
     monkeypatch.setattr(Qwen3RMSNorm, "forward", norm_in_own_dtype)
     config = SHAPE.override(tie_word_embeddings=tied, num_hidden_layers=2)
     ours, there = normed_llama(config), transformers.Qwen3Config(**to_hf(config))
-    theirs = transformers.Qwen3ForCausalLM(there).double()
-    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
-    assert not unexpected and missing in ([], ["lm_head.weight"])
-    theirs.tie_weights()
-    tokens, positions, targets = batch(config)
-    logits, expected = ours(tokens, positions), theirs(tokens).logits
-    assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
-    ours(tokens, positions, targets).backward()
-    torch.nn.functional.cross_entropy(
-        theirs(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum"
-    ).backward()
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        error = (parameter.grad - gradients[name]).abs().max()
-        assert error < 1e-12 * gradients[name].abs().max(), name
-
-
-def test_a_config_goes_out_and_comes_in_the_same():
-    hf = transformers.Qwen3Config(**to_hf(SHAPE)).to_dict()
-    assert hf["model_type"] == "qwen3" and from_hf(hf) == SHAPE
+    assert_computes_the_same(ours, transformers.Qwen3ForCausalLM(there).double(), 1e-12)
 
 
 LAYOUTS = {  # beside those of test_layouts.py

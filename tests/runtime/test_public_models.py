@@ -14,6 +14,7 @@ from picotron_min.runtime.architectures import ARCHITECTURES, from_hf, to_hf
 from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.public_models import PRESETS, find_preset, tokenizer_of
 from picotron_min.runtime.tokenizer import BytesTokenizer
+from tests.runtime.test_hugging_face_experts import unstacked
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 NORMED = ModelConfig(97, 32, 56, 3, 4, 2, head_dim=16, qk_norm=True)
@@ -29,24 +30,9 @@ def test_presets_have_the_parameters_that_transformers_builds(name):
         theirs = transformers.AutoModelForCausalLM.from_config(their_config)
     theirs.tie_weights()  # 5.0 did not, without memory
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
-    assert shapes == unstacked({name: tuple(p.shape) for name, p in theirs.named_parameters()})
+    apart = unstacked(dict(theirs.named_parameters()))
+    assert shapes == {name: tuple(matrix.shape) for name, matrix in apart.items()}
     assert shapes == model_config.parameter_shapes()
-
-
-def unstacked(shapes: dict[str, tuple]) -> dict[str, tuple]:
-    """Their parameters, with the matrices of each expert apart, as in files."""
-    apart = {}
-    for name, shape in shapes.items():
-        base, is_stack, kind = name.partition(".experts.")
-        if not is_stack:
-            apart[name] = shape
-            continue
-        num_experts, rows, columns = shape
-        rows = rows // 2 if kind == "gate_up_proj" else rows
-        for e in range(num_experts):
-            for projection in kind.replace("gate_up", "gate_proj,up").split(","):
-                apart[f"{base}.experts.{e}.{projection}.weight"] = rows, columns
-    return apart
 
 
 # Parameter counts that the models' own cards and papers state, in millions.
@@ -135,12 +121,15 @@ FILES |= {"qwen2_moe": to_hf(GATED), "qwen3": to_hf(NORMED)}
         EXPERTS.override(norm_topk_prob=False),
         EXPERTS.override(mlp_only_layers=(0, 2)),
         EXPERTS.override(num_experts_per_tok=1, norm_topk_prob=False),
+        NORMED,
+        NORMED.override(qk_norm=False),
     ],
 )
-def test_every_model_with_experts_has_an_architecture(model_config):
+def test_every_model_has_an_architecture(model_config):
     hf = to_hf(model_config)
     there = transformers.AutoConfig.for_model(**hf)
     assert type(there) is not transformers.PreTrainedConfig
+    assert (hf["model_type"] == "qwen3") == model_config.qk_norm
     if hf["model_type"] == "mixtral":  # which has no other MLPs
         model_config = model_config.override(intermediate_size=model_config.moe_intermediate_size)
     assert from_hf(hf) == from_hf(there.to_dict()) == model_config
@@ -259,19 +248,6 @@ def test_any_value_of_any_key_gives_a_model_or_a_value_error(model_type):
                 assert 0 < len(str(error)) < 600, (key, value)
             else:
                 assert sum(map(len, model_config.parameter_shapes().values())) > 0
-
-
-def test_an_extension_adds_an_architecture_by_a_row():
-    hf = to_hf(NORMED)
-    there = transformers.AutoConfig.for_model(**hf)
-    assert type(there) is transformers.Qwen3Config
-    assert from_hf(hf) == from_hf(there.to_dict()) == NORMED
-    with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(there)
-    shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
-    assert shapes == NORMED.parameter_shapes()
-    plain = NORMED.override(qk_norm=False)
-    assert to_hf(plain)["model_type"] == "llama" and from_hf(to_hf(plain)) == plain
 
 
 def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path, monkeypatch):
