@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -80,9 +81,8 @@ WORDS = {
     "interleaved": {"pp_engine": "interleaved", "pp_chunks": 2},
     "zb_v": {"pp_engine": "zb_v", "pp_chunks": 2},
     "ulysses": {"cp_engine": "ulysses"},
-    "sharded": {"sharding": "parameters"},
-    "owners": {"sharding": "layerwise"},
 }
+WORDS |= {kind: {"sharding": kind} for kind in get_args(Layout.__annotations__["sharding"])}
 
 
 def options_of(name: str) -> dict:
@@ -209,8 +209,9 @@ PAIRS = [
     ("pp2-zb_v", "pp4-afab", "tied"),  # the first and the last stage are on one rank
     ("dp2-tp4-ep4-etp2", "one", "experts"),
     ("dp4-tp2-ep8", "dp2-pp2-ep2", "experts"),
-    ("dp2-tp2-ep2-sharded", "cp2-tp2-etp4", "experts"),  # rows are cut over tp, and then over dp
-    ("dp4-etp2-owners", "dp3-tp2-ep2", "experts"),  # whose global batch has another size
+    # Rows are cut over tp, and then over dp.
+    ("dp2-tp2-ep2-parameters", "cp2-tp2-etp4", "experts"),
+    ("dp4-etp2-layerwise", "dp3-tp2-ep2", "experts"),  # whose global batch has another size
 ]
 
 

@@ -34,17 +34,6 @@ from tests.extensions import test_muon
 MODES = ["optimizer", "layerwise", "gradients", "parameters"]
 
 
-def sharded(config: Config, sharding: str) -> Config:
-    distributed = config.distributed.model_copy(update={"sharding": sharding})
-    return config.model_copy(update={"distributed": distributed})
-
-
-def make_config(dp=1, pp=1, cp=1, tp=1, sharding="none", micro_batches=None, **options) -> Config:
-    options = {"sequence_parallel": tp > 1} | options
-    micro_batches = micro_batches or (3 if pp > 1 else 1)
-    return sharded(assembled.make_config(dp, tp, micro_batches, pp, cp=cp, **options), sharding)
-
-
 # Pure: where a buffer has what.
 
 ROWS = Cut("dp_cp", 0)
@@ -131,7 +120,8 @@ def config_of(layout: tuple, variant: tuple, **options) -> tuple[Config, str]:
         m = 3
     chunks = 2 if engine == "interleaved" and pp > 1 else 1
     options |= {"recompute": recompute, "engine": engine, "chunks": chunks}
-    return make_config(dp, pp, cp, tp, micro_batches=m, **options), model
+    options |= {"cp": cp, "sequence_parallel": tp > 1}
+    return assembled.make_config(dp, tp, m, pp, **options), model
 
 
 CHOICES = [(sharding, optimizer) for optimizer in OPTIMIZERS for sharding in MODES]
@@ -155,7 +145,7 @@ def test_layouts_train_the_same_model_as_one_rank(pool, sharding, optimizer, lay
 def test_ranks_without_rows_or_matrices_train_the_same_model(pool, sharding, dp):
     """3 rows over 4 ranks; the 7 matrices of a stage of one layer over 8 owners."""
     model_config = assembled.MODEL.override(vocab_size=3)
-    config = make_config(dp, sharding=sharding)
+    config = assembled.make_config(dp, sharding=sharding)
     shape = config.model.model_copy(update={"num_hidden_layers": 1})
     assert_trains_as_one_rank(pool, config.model_copy(update={"model": shape}), model_config)
 
@@ -179,9 +169,9 @@ BITS = [*itertools.product(MODES, [1]), ("optimizer", 3), ("layerwise", 3)]
 @pytest.mark.parametrize("sharding,micro_batches", BITS)
 def test_two_ranks_train_to_the_same_bits_as_without_sharding(pool, sharding, dtype, micro_batches):
     options = {"dtype": dtype, "grad_clip": None, "gradient_accumulation_steps": micro_batches}
-    config = test_checkpoint.make_config(dp=2, **options, **SMALL)
-    (losses, expected, shapes), _ = pool.run(2, results_and_weights, config, 3)
-    ranks = pool.run(2, results_and_weights, sharded(config, sharding), 3)
+    make = partial(test_checkpoint.make_config, dp=2, **options, **SMALL)
+    (losses, expected, shapes), _ = pool.run(2, results_and_weights, make(), 3)
+    ranks = pool.run(2, results_and_weights, make(sharding=sharding), 3)
     weights = assemble([parts for _, parts, _ in ranks], shapes)
     assert all(ours == losses for ours, _, _ in ranks)
     for name, (_, weight) in expected.items():
@@ -202,32 +192,31 @@ RESUMED = {
 @pytest.mark.parametrize("sharding", MODES)
 @pytest.mark.parametrize("layout", RESUMED)
 def test_a_resumed_run_is_bit_identical(pool, tmp_path, layout, sharding):
-    config = sharded(test_checkpoint.make_config(**RESUMED[layout]), sharding)
+    config = test_checkpoint.make_config(sharding=sharding, **RESUMED[layout])
     pool.run(config.world_size, test_checkpoint.resume_run, tmp_path, config, None)
 
 
 PAIRS = [
-    ("one", "none", "dp4", "optimizer"),
-    ("dp4", "optimizer", "one", "none"),
-    ("dp2-pp2-tp2", "optimizer", "cp4-ulysses", "optimizer"),
-    ("dp2-tp2", "optimizer", "tp4", "none"),
-    ("tp4", "none", "dp2-tp2", "optimizer"),
-    ("dp2-tp2", "optimizer", "dp4", "none"),
-    ("pp2-cp2-tp2", "optimizer", "dp2", "gradients"),
-    ("dp4", "layerwise", "dp2-pp2-tp2", "parameters"),
-    ("dp2-tp2", "parameters", "dp4", "layerwise"),
-    ("dp2", "gradients", "tp2", "none"),
-    *(("dp2-tp2", mode, "dp2-tp2", then) for mode, then in pairwise([*MODES, MODES[0]])),
+    ("one", "dp4-optimizer"),
+    ("dp4-optimizer", "one"),
+    ("dp2-pp2-tp2-optimizer", "cp4-ulysses-optimizer"),
+    ("dp2-tp2-optimizer", "tp4"),
+    ("tp4", "dp2-tp2-optimizer"),
+    ("dp2-tp2-optimizer", "dp4"),
+    ("pp2-cp2-tp2-optimizer", "dp2-gradients"),
+    ("dp4-layerwise", "dp2-pp2-tp2-parameters"),
+    ("dp2-tp2-parameters", "dp4-layerwise"),
+    ("dp2-gradients", "tp2"),
+    *pairwise(f"dp2-tp2-{mode}" for mode in (*MODES, MODES[0])),
 ]
 
 
 @pytest.mark.turns(2, 5)
-@pytest.mark.parametrize("saved,before,resumed,after", PAIRS)
-def test_any_sharding_resumes_from_any_other(pool, tmp_path, saved, before, resumed, after):
-    model = ("untied", "tied")[PAIRS.index((saved, before, resumed, after)) % 2]
-    first = sharded(test_checkpoint.of_layout(saved, model), before)
-    second = sharded(test_checkpoint.of_layout(resumed, model), after)
-    test_checkpoint.assert_resumes(pool, tmp_path, first, second)
+@pytest.mark.parametrize("saved,resumed", PAIRS)
+def test_any_sharding_resumes_from_any_other(pool, tmp_path, saved, resumed):
+    model = ("untied", "tied")[PAIRS.index((saved, resumed)) % 2]
+    layouts = (test_checkpoint.of_layout(name, model) for name in (saved, resumed))
+    test_checkpoint.assert_resumes(pool, tmp_path, *layouts)
 
 
 def save_evaluate_and_export(folder: Path, config: Config) -> None:
@@ -253,7 +242,7 @@ def save_evaluate_and_export(folder: Path, config: Config) -> None:
 
 @pytest.mark.parametrize("sharding", ["layerwise", "parameters"])
 def test_saving_evaluating_and_exporting_need_no_forward_before(pool, tmp_path, sharding):
-    config = sharded(test_checkpoint.make_config(dp=2, dtype="bfloat16"), sharding)
+    config = test_checkpoint.make_config(dp=2, dtype="bfloat16", sharding=sharding)
     pool.run(2, save_evaluate_and_export, tmp_path, config)
 
 
@@ -287,7 +276,7 @@ def skip_a_step(config: Config) -> None:
 
 @pytest.mark.parametrize("sharding,tp", [*zip(MODES, (1, 2, 1, 2), strict=True)])
 def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(pool, sharding, tp):
-    config = sharded(test_checkpoint.make_config(dp=2, tp=tp), sharding)
+    config = test_checkpoint.make_config(dp=2, tp=tp, sharding=sharding)
     pool.run(config.world_size, skip_a_step, config)
 
 
@@ -307,7 +296,9 @@ def bytes_held(config: Config) -> tuple[tuple[int, int, int], tuple[int, int, in
 
     weights = [weight for unit in units for weight in unit.weights.values()]
     weights += [unit.flat for unit in units] + list(parameters)
-    weights += [linear.copy for linear in all_linears(training) if linear.copy is not None]
+    models = [chunk.model for chunk in training.chunks]
+    copies = [linear.copy for model in models for linear in linears(model).values()]
+    weights += [copy for copy in copies if copy is not None]
     gradients = [p.grad for p in parameters] + [unit.row for unit in units]
     gradients += [unit.buffer for unit in units if unit.buffer is not None]
     states = [s for of in training.optimizer.state.values() for s in of.values() if s.ndim]
@@ -315,10 +306,6 @@ def bytes_held(config: Config) -> tuple[tuple[int, int, int], tuple[int, int, in
     rank, model_config = training.axes.pp.rank, training.model_config
     planned = memory_of_ranks(model_config, config.layout, workload, device)[rank]
     return (distinct(weights), distinct(gradients), distinct(states)), planned[:3]
-
-
-def all_linears(training) -> list:
-    return [linear for chunk in training.chunks for linear in linears(chunk.model).values()]
 
 
 def most_alive(config: Config) -> tuple[int, int, int]:
@@ -351,7 +338,7 @@ def most_alive(config: Config) -> tuple[int, int, int]:
 @pytest.mark.parametrize("tp,recompute", [(1, "none"), (2, "full")])
 def test_a_layer_is_here_and_one_arriving_one_buffer_travels_and_one_fills(pool, tp, recompute):
     model = {"num_hidden_layers": 6, "recompute": recompute}
-    config = sharded(test_checkpoint.make_config(dp=2, tp=tp, model=model), "parameters")
+    config = test_checkpoint.make_config(dp=2, tp=tp, model=model, sharding="parameters")
     for most in pool.run(2 * tp, most_alive, config):
         assert most == (1, 2, 2)
 

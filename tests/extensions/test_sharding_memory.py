@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.launch import set_allocator
 from tests.core.test_checkpoint import make_config, make_training
-from tests.extensions.test_sharding import sharded
 from tests.pool import Pool
 
 # 10M parameters, and almost no activations.
@@ -58,11 +58,10 @@ def new_pool():
 @pytest.mark.slow
 def test_a_process_has_less_memory_with_sharding(new_pool):
     sizes = {"seq_length": 8, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
-    config = make_config(dp=4, optimizer="adamw", model=LARGE, **sizes)
+    make = partial(make_config, dp=4, optimizer="adamw", model=LARGE, **sizes)
 
     def measure(sharding: str) -> float:
-        of = sharded(config, sharding)
-        return max(new_pool.run(4, bytes_a_parameter, of, timeout=180))
+        return max(new_pool.run(4, bytes_a_parameter, make(sharding=sharding), timeout=180))
 
     measure("none")  # what only a first run allocates is there from now on
     sizes = {sharding: measure(sharding) for sharding in ("none", *SAVED)}
@@ -103,9 +102,9 @@ def gathers_and_computing(config: Config) -> list[tuple[str, int]]:
 # Seven ranks own the matrices of two layers in turn, which are then gathered together.
 @pytest.mark.parametrize("sharding,dp,units", [("optimizer", 2, 8), ("layerwise", 7, 5)])
 def test_only_the_first_gather_is_waited_for(pool, sharding, dp, units):
-    model = {"num_hidden_layers": 6}
-    config = make_config(dp=dp, gradient_accumulation_steps=1, model=model)
-    for events in pool.run(dp, gathers_and_computing, sharded(config, sharding)):
+    sizes = {"gradient_accumulation_steps": 1, "model": {"num_hidden_layers": 6}}
+    config = make_config(dp=dp, sharding=sharding, **sizes)
+    for events in pool.run(dp, gathers_and_computing, config):
         assert max(i for _, i in events) == units - 1
         for i in range(1, units):
             start, compute, finish = map(
