@@ -254,14 +254,20 @@ def _report(workers: list[Worker], answers: dict[int, Answer], timeout: float) -
     return "\n".join(lines)
 
 
-def run_forked(function: Callable[[], object], count: int) -> list[int | None]:
+def run_forked(function: Callable[[], object], count: int) -> list[int]:
     """Call `function` in so many forked processes at once, without a group; their exit codes."""
-    processes = [multiprocessing.get_context("fork").Process(target=function) for _ in range(count)]
-    for process in processes:
-        process.start()
+    return exit_codes(*(fork(function) for _ in range(count)))
+
+
+def fork(function: Callable, *arguments) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def exit_codes(*processes: multiprocessing.Process) -> list[int]:
     for process in processes:
         process.join(30)
-    codes = [process.exitcode for process in processes]  # None: it has not ended
-    for process in processes:
         process.kill()
-    return codes
+        process.join()
+    return [process.exitcode for process in processes]

@@ -21,7 +21,7 @@ from picotron_min.placement import part, placements
 from picotron_min.runtime.config import Config
 from tests.assembled import assert_trains_as_one_rank, make_training, whole_run
 from tests.extensions.test_experts import GLOBAL_BATCH, MODELS, make_expert_config
-from tests.extensions.test_moe import Reads
+from tests.extensions.test_moe import Reads, drawn
 from tests.training import Training
 
 CPU = torch.device("cpu")
@@ -29,11 +29,6 @@ SMALL = ModelConfig(
     61, 6, 8, 2, 1, 1, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=8
 )
 TOKENS = 12  # of each rank
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 # Dispatch: what ranks compute together is what one rank computes with all their tokens.

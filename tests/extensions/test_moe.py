@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers; no two of a row are so close that rounding changes their order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 

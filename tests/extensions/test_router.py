@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from picotron_min.extensions.experts.router import LOSSES, Router, RoutingCounts, route
 from picotron_min.extensions.settings import ModelConfig, Routing
+from tests.extensions.test_moe import drawn
 
 SHAPE = ModelConfig(61, 8, 8, 2, 2, 2, num_local_experts=8, num_experts_per_tok=3)
 SIGMOID = SHAPE.override(scoring_func="sigmoid")
@@ -22,12 +23,7 @@ MODELS = {
     "softmax-unnormalised": SHAPE.override(norm_topk_prob=False),
     "sigmoid-groups": SIGMOID.override(n_group=4, topk_group=2, routed_scaling_factor=2.5),
 }
-CPU, DOUBLE = torch.device("cpu"), {"dtype": torch.float64}
-
-
-def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Normal numbers; none two of a row are close enough for rounding to change their order."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **DOUBLE) * scale
+CPU = torch.device("cpu")
 
 
 def test_scores_that_vanish_leave_the_weights_finite():
@@ -146,7 +142,7 @@ def test_gradients_are_those_of_the_objective_written_out(model, scopes, recompu
     config, routing = MODELS[model], Routing(**COEFFICIENTS[scopes])
     k, bias = config.num_experts_per_tok, None
     if config.scoring_func == "sigmoid":
-        bias = drawn(8, seed=3, scale=0.2)
+        bias = 0.2 * drawn(8, seed=3)
     x, weight = drawn(M, DP, B, S, E), drawn(8, E, seed=1).requires_grad_()
     upstream = drawn(M, DP, B, S, k, seed=2)
     x.requires_grad_()
@@ -191,7 +187,7 @@ def test_counts_of_the_step_before_are_gone_when_one_begins():
 def test_a_router_chooses_by_float32_scores_under_autocast():
     tally = RoutingCounts(SHAPE, CPU)
     router = Router(SHAPE, Routing(), tally, layer=0)
-    router.weight.data.copy_(drawn(8, E, scale=0.02))
+    router.weight.data.copy_(0.02 * drawn(8, E))
     x = drawn(4, 64, E, seed=1).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         weights, experts = router(x)

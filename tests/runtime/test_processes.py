@@ -35,6 +35,7 @@ from picotron_min.runtime.launch import (
     torchrun_launch,
 )
 from picotron_min.runtime.processes import start_processes
+from tests.pool import exit_codes, fork
 from tests.workplace import STANDALONE, Workplace, numbers, run_main, torchrun
 
 
@@ -417,19 +418,6 @@ def fails(store: str, rank: int, error: Exception, when=lambda ranks: True) -> N
         while not when(ranks):
             time.sleep(0.02)
         raise error
-
-
-def fork(function: Callable, *arguments) -> multiprocessing.Process:
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    process.start()
-    return process
-
-
-def exit_codes(*processes: multiprocessing.Process) -> list[int]:
-    for process in processes:
-        process.join(10)
-        process.kill()
-    return [process.exitcode for process in processes]
 
 
 def trains_deterministically(path: Path) -> None:
