@@ -455,28 +455,23 @@ def test_ulysses_needs_a_head_for_every_rank():
 
 
 def test_a_wrong_number_of_processes_is_reported_with_the_right_command(tmp_path):
+    def problems_with_3(text: str) -> list[str]:
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, 3)
+        return caught.value.problems
+
     path = tmp_path / "my.json"
-    path.write_text('{"distributed": {"dp_size": 4}}')
-    assert load_config(path, 4) == load_config(path)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, 3)
-    assert str(caught.value) == (
+    assert problems_with_3('{"distributed": {"dp_size": 4}}') == [
         "this config needs 4 processes (pp_size=1 x dp_size=4 x cp_size=1 x tp_size=1) but was"
         f" started with 3: run  torchrun --nproc_per_node 4 train.py --config {path},"
         " or set distributed.dp_size to 3"
-    )
-
-
-def test_a_wrong_number_of_processes_is_reported_with_the_other_problems(tmp_path):
-    path = tmp_path / "my.json"
-    path.write_text('{"distributed": {"dp_size": 4}, "training": {"seed": -1}}')
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, 3)
-    assert len(caught.value.problems) == 2
-    path.write_text('{"distributed": {"dp_size": "4"}}')  # then the right number is unknown
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, 3)
-    assert len(caught.value.problems) == 1
+    ]
+    assert load_config(path, 4) == load_config(path)
+    both = '{"distributed": {"dp_size": 4}, "training": {"seed": -1}}'
+    assert len(problems_with_3(both)) == 2
+    # The right number is unknown.
+    assert len(problems_with_3('{"distributed": {"dp_size": "4"}}')) == 1
 
 
 def test_a_config_is_checked_without_importing_torch():

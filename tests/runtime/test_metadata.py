@@ -243,18 +243,10 @@ def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, e
         ({"dp": 2}, "sequences a step was 4 and is 8: from here on other data is seen"),
         ({"seed": 7}, "training.seed was 42 and is 7: from here on other data is seen"),
         ({"seq_length": 32}, "training.seq_length was 16 and is 32: from here on other data"),
+        ({"document_mask": True}, "dataset.document_mask was false and is true: from here on the"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_resume_warns_of_every_setting_that_changes_what_is_learned(change, expected):
     (warning,) = resume_warnings(saved_by(make_config()), make_config(**change))
     assert warning.startswith(expected)
-
-
-def test_a_resume_with_the_mask_of_documents_sees_the_same_data():
-    before = make_config()
-    dataset = before.dataset.model_copy(update={"document_mask": True})
-    (warning,) = resume_warnings(saved_by(before), before.model_copy(update={"dataset": dataset}))
-    assert (
-        warning == "dataset.document_mask was false and is true: from here on the new value counts"
-    )
