@@ -23,7 +23,6 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import FlashAttention, Llama
 from picotron_min.runtime.architectures import to_hf
-from picotron_min.runtime.config import Config
 from tests.assembled import (
     MODEL,
     MODELS,
@@ -272,10 +271,18 @@ def test_n_ranks_equal_one_with_the_mask(pool, layout, choice, packing):
     assert_trains_as_one_rank(pool, config, model)
 
 
-@pytest.mark.parametrize("sharding,pp", [("optimizer", 1), ("parameters", 2)])
-def test_sharded_ranks_equal_one_with_the_mask(pool, sharding, pp):
-    layout = {"dp": 2, "cp": 2, "pp": pp, "sharding": sharding}
-    config = make_config(**layout, micro_batches=2, document_mask=True)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"dp": 2, "sharding": "optimizer"},
+        {"dp": 2, "pp": 2, "sharding": "parameters"},
+        {"pp": 2, "layers": 4, "offload": 1},
+        {"pp": 2, "use_flash_attention": False},
+    ],
+    ids=str,
+)
+def test_other_choices_train_the_same_with_the_mask(pool, choice):
+    config = make_config(**choice, cp=2, micro_batches=2, document_mask=True)
     assert_trains_as_one_rank(pool, config, "tied")
 
 
@@ -284,13 +291,6 @@ def test_experts_train_the_same_with_the_mask(pool, dp, pp):
     layout = {"dp": dp, "pp": pp, "cp": 2, "ep": 2}
     config = make_expert_config(**layout, micro_batches=2, document_mask=True)
     assert_trains_as_one_rank(pool, config, EXPERTS["gated"])
-
-
-@pytest.mark.parametrize("more", [{"offload": 1}, {"use_flash_attention": False}], ids=str)
-def test_other_ways_to_compute_train_the_same_with_the_mask(pool, more):
-    raw = make_config(pp=2, cp=2, micro_batches=2, document_mask=True).model_dump(by_alias=True)
-    raw["model"] |= more
-    assert_trains_as_one_rank(pool, Config.model_validate(raw), "untied")
 
 
 @pytest.mark.parametrize("engine", POSITIONS)
