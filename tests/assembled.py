@@ -50,7 +50,11 @@ def make_config(
     return config_of(**sizes | keys | dict(model) | more)
 
 
-def make_training(config: Config, model_config: ModelConfig, meters=()) -> Training:
+def make_training(config: Config, model: str | ModelConfig, meters=()) -> Training:
+    """Of a model, or the name of one above, with as many layers as the config has."""
+    model_config = model if isinstance(model, ModelConfig) else MODELS[model]
+    if layers := config.model.num_hidden_layers:
+        model_config = model_config.override(num_hidden_layers=layers)
     t, device = config.training, torch.device("cpu")
     axes = build_axes(device, config.layout)
     tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
@@ -87,9 +91,7 @@ class Run(NamedTuple):
 
 
 def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
-    model_config = model if isinstance(model, ModelConfig) else MODELS[model]
-    model_config = model_config.override(num_hidden_layers=config.model.num_hidden_layers)
-    return run_of(make_training(config, model_config), range(steps))
+    return run_of(make_training(config, model), range(steps))
 
 
 def run_of(training: Training, steps: range) -> Run:

@@ -50,8 +50,8 @@ GPU = torch.device("cuda")
 
 
 def casts_of_a_step(recompute: str) -> Counter[str]:
-    config = make_config(micro_batches=4, recompute=recompute, dtype="bfloat16")
-    training = make_training(config, MODEL.override(num_hidden_layers=4))
+    config = make_config(micro_batches=4, layers=4, recompute=recompute, dtype="bfloat16")
+    training = make_training(config, MODEL)
     copies = [linear.copy for linear in linears(training.chunks[0].model).values()]
     matrices = {copy.shape for copy in copies}
     copies = {copy.data_ptr() for copy in copies}

@@ -282,7 +282,8 @@ def test_the_next_block_travels_while_this_one_is_computed(pool):
 
 def peak_bytes_of_a_step(cp: int, cp_engine: str) -> int:
     """Allocated at the worst moment of a train step, above what there was before it."""
-    config = make_config(cp=cp, cp_engine=cp_engine, seq_length=64 * cp, optimizer="adamw")
+    sizes = {"cp": cp, "layers": 8, "seq_length": 64 * cp}
+    config = make_config(**sizes, cp_engine=cp_engine, optimizer="adamw")
     training = make_training(config, MODEL.override(max_position_embeddings=1024))
     training.step(0)  # makes the optimizer's state
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -150,9 +150,7 @@ EACH_ONCE += [("depths", *choice) for choice in CHOICES.items()]
     "model,options", [(m, o) for m, _, o in EACH_ONCE], ids=[f"{m}, {n}" for m, n, _ in EACH_ONCE]
 )
 def test_every_model_and_every_choice_trains_as_on_one_rank(pool, model, options):
-    config = make_config(**options)
-    layers = config.model.num_hidden_layers
-    assert_trains_as_one_rank(pool, config, KINDS[model].override(num_hidden_layers=layers))
+    assert_trains_as_one_rank(pool, make_config(**options), KINDS[model])
 
 
 def test_a_random_pair_trains_and_resumes_as_one_rank(pool):

@@ -21,9 +21,9 @@ LAYERS = 3  # all run the same graphs
 
 
 def steps(config, compiles: bool, model: str = "grouped-query") -> list[tuple]:
-    model_config = KINDS[model].override(num_hidden_layers=LAYERS)
-    model = config.model.model_copy(update={"compile": compiles})
-    training = make_training(config.model_copy(update={"model": model}), model_config)
+    keys = {"compile": compiles, "num_hidden_layers": LAYERS}
+    config = config.model_copy(update={"model": config.model.model_copy(update=keys)})
+    training = make_training(config, KINDS[model])
     return [(result.loss, result.grad_norm) for result in map(training.step, range(2))]
 
 

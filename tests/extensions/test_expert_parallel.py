@@ -104,8 +104,7 @@ def test_ranks_compute_what_one_rank_does_with_all_tokens(pool, ep, etp, engine)
 
 def observed_step(config: Config, model: str) -> dict:
     """What one rank sends over ep_etp in a step, the choices of its routers, reads by action."""
-    layers = config.model.num_hidden_layers
-    training = make_training(config, MODELS[model].override(num_hidden_layers=layers))
+    training = make_training(config, MODELS[model])
     chosen, reads = [], defaultdict(set)
     for moe in moes_of(training):
         limit = moe.limit
@@ -200,7 +199,7 @@ class Mark(torch.autograd.Function):
 
 def order_of_messages(config: Config) -> dict:
     """What happens in each forward and backward of the only layer with experts."""
-    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    training = make_training(config, MODELS["sigmoid"])
     log, orders = [], {}
     start = dist.all_to_all_single
 
@@ -257,9 +256,8 @@ def test_pipelines_with_stages_without_experts_train_as_one_rank(
     model = MODELS["softmax"].override(mlp_only_layers=dense)
     pp = len(stages) // chunks
     layout = {"dp": 2, "pp": pp, "engine": engine, "chunks": chunks, "micro_batches": 3}
-    config = make_expert_config("sequence", 2, layers=sum(stages), **layout)
-    given = config.distributed.model_copy(update={"pp_layers": list(stages)})
-    config = config.model_copy(update={"distributed": given})
+    layout |= {"layers": sum(stages), "pp_layers": list(stages)}
+    config = make_expert_config("sequence", 2, **layout)
     assert_trains_as_one_rank(pool, config, model, steps=3)
 
 
@@ -287,7 +285,7 @@ def test_biases_of_four_ranks_are_those_of_one_and_of_numpy(pool):
 
 def biases_in_bfloat16() -> list[Tensor]:
     config = make_expert_config("sequence", 2, dp=2, dtype="bfloat16")
-    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    training = make_training(config, MODELS["sigmoid"])
     training.step(0)
     assert all(r.weight.dtype == torch.float32 for r in training.experts[0].routers)
     assert moes_of(training)[0].experts["0" if dist.get_rank() == 0 else "4"].gate_proj.copy.dtype
@@ -304,7 +302,7 @@ def test_biases_are_float32_when_the_model_computes_in_bfloat16(pool):
 
 def biases_of_a_skipped_step() -> None:
     config = make_expert_config("sequence", 2, dp=2)
-    training = make_training(config, MODELS["sigmoid"].override(num_hidden_layers=2))
+    training = make_training(config, MODELS["sigmoid"])
     training.step(0)
     (bias,) = training.model.buffers.values()
     before = bias.clone()

@@ -149,7 +149,7 @@ def reference(pool, tp: int, cp: int) -> Run:
 
 
 def test_shared_experts_train_what_one_process_does_in_their_blocks(pool):
-    model = EXPERTS["gated"].override(num_hidden_layers=LAYERS)
+    model = EXPERTS["gated"]
     ours = make_expert_config(tp=2, ep=2, sequence_parallel=True, **FP8)
     theirs = make_expert_config(**PLAIN)
     train = partial(train_reference, tp=2, cp=1)
@@ -228,7 +228,7 @@ def test_the_ledger_is_exact(pool, name):
 
 def skipped_step(config: Config, rank: int) -> tuple[list[bool], bool]:
     """Whether steps are skipped: the first with an infinite weight on one rank, the second not."""
-    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    training = make_training(config, "untied")
     weights = training.parameters["model.layers.1.mlp.up_proj.weight"].data
     before = {name: p.detach().clone() for name, p in training.parameters.items()}
     finite = weights[0, 0].item()
@@ -252,7 +252,7 @@ def test_a_weight_that_is_not_finite_skips_the_step(pool):
 
 def bytes_to_multiply_with(config: Config) -> int:
     """Bytes of all copies of weights, in 8 bits or not, that a step has left."""
-    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    training = make_training(config, "untied")
     training.step(0)
     total = 0
     for linear in (m for m in training.modules if isinstance(m, Linear)):
@@ -289,7 +289,7 @@ def test_with_sharded_parameters_the_bytes_are_freed_with_the_weights(pool):
 
 
 def losses_and_norms(config: Config) -> tuple[list[float], list[float]]:
-    training = make_training(config, MODELS["untied"].override(num_hidden_layers=LAYERS))
+    training = make_training(config, "untied")
     results = [training.step(step) for step in range(STEPS)]
     return [r.loss for r in results], [r.grad_norm for r in results]
 

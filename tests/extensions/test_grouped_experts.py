@@ -85,8 +85,7 @@ def test_grouped_experts_equal_the_loop(monkeypatch, dtype, sizes, least):
 
 
 def losses_and_weights(config, with_groups: bool) -> tuple[list[float], dict]:
-    model_config = MODELS["softmax"].override(num_hidden_layers=2)
-    training = make_training(config, model_config)
+    training = make_training(config, MODELS["softmax"])
     layers = training.chunks[0].model.model.layers.values()
     for moe in (layer.mlp for layer in layers):
         assert moe.run.func is run_together

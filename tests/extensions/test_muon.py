@@ -82,10 +82,7 @@ def make_config(dp=1, pp=1, cp=1, tp=1, **options) -> Config:
 
 def distance_to_torch(config: Config, model: str) -> tuple[float, int]:
     """Of the weights after three steps from those that torch's optimizers make of the gradients."""
-    model_config = assembled.MODELS[model].override(
-        num_hidden_layers=config.model.num_hidden_layers
-    )
-    training = assembled.make_training(config, model_config)
+    training = assembled.make_training(config, model)
 
     def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = training.parts_of_whole({n: t.contiguous() for n, t in tensors.items()})
@@ -156,13 +153,12 @@ def test_parts_of_experts_are_made_whole_too(pool, sharding):
 def test_a_rank_without_rows_orthogonalises_nonetheless(pool):
     """6 rows of gate_proj and up_proj over 8 ranks, of which the last two have none."""
     model_config = assembled.MODEL.override(intermediate_size=6)
-    config = make_config(8, sharding="optimizer")
-    shape = config.model.model_copy(update={"intermediate_size": 6})
-    assert_trains_as_one_rank(pool, config.model_copy(update={"model": shape}), model_config)
+    config = make_config(8, sharding="optimizer", model={"intermediate_size": 6})
+    assert_trains_as_one_rank(pool, config, model_config)
 
 
 def exchanged_in_a_step(config: Config) -> dict[str, float]:
-    training = assembled.make_training(config, assembled.MODEL.override(num_hidden_layers=4))
+    training = assembled.make_training(config, assembled.MODEL)
     training.step(0)
     return {axis.name: axis.ledger.bytes["exchange"] for axis in training.axes}
 

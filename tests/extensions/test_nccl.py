@@ -32,10 +32,7 @@ STEPS = {  # four ranks
 def step_as_with_nccl(name: str, eagerly: bool) -> float:
     model, sizes = STEPS[name]
     config = (make_expert_config if model in EXPERTS else make_config)(**sizes)
-    model_config = (MODELS | EXPERTS)[model].override(
-        num_hidden_layers=config.model.num_hidden_layers
-    )
-    training = make_training(config, model_config)
+    training = make_training(config, (MODELS | EXPERTS)[model])
     with nccl_like(eagerly=eagerly):
         return training.step(0).loss
 

@@ -276,8 +276,7 @@ def with_and_without(config: Config, model_config: ModelConfig, offload: int) ->
 
 def compare(pool, config: Config, offload: int, model: str = "untied"):
     """The log of each rank in two steps, after a check that no bit differs."""
-    layers = config.model.num_hidden_layers
-    model_config = (MODELS | EXPERTS)[model].override(num_hidden_layers=layers)
+    model_config = (MODELS | EXPERTS)[model]
     logs = pool.run(config.world_size, with_and_without, config, model_config, offload)
     return [Log(log) for log in logs]
 

@@ -145,9 +145,8 @@ def test_layouts_train_the_same_model_as_one_rank(pool, sharding, optimizer, lay
 def test_ranks_without_rows_or_matrices_train_the_same_model(pool, sharding, dp):
     """3 rows over 4 ranks; the 7 matrices of a stage of one layer over 8 owners."""
     model_config = assembled.MODEL.override(vocab_size=3)
-    config = assembled.make_config(dp, sharding=sharding)
-    shape = config.model.model_copy(update={"num_hidden_layers": 1})
-    assert_trains_as_one_rank(pool, config.model_copy(update={"model": shape}), model_config)
+    config = assembled.make_config(dp, layers=1, sharding=sharding)
+    assert_trains_as_one_rank(pool, config, model_config)
 
 
 SMALL = {"model": {"num_hidden_layers": 3}, "optimizer": "adamw"}

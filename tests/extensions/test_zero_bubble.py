@@ -22,7 +22,6 @@ from picotron_min.runtime import draw
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.trace import Trace
 from tests.assembled import (
-    MODELS,
     assert_trains_as_one_rank,
     make_config,
     make_training,
@@ -177,8 +176,7 @@ def test_the_plan_counts_what_w_holds():
 def pipeline(engine: str, pp: int, micro_batches: int, model: str = "untied", **more) -> Training:
     chunks = SCHEDULES[engine].chunks
     config = make_config(pp=pp, engine=engine, chunks=chunks, micro_batches=micro_batches, **more)
-    layers = config.model.num_hidden_layers
-    return make_training(config, MODELS[model].override(num_hidden_layers=layers))
+    return make_training(config, model)
 
 
 def step_without_a_w(sharding: str) -> str:
@@ -219,8 +217,7 @@ def test_a_measured_trace_has_the_spans_of_the_plan(pool, tmp_path, capsys):
 
 def gathered_after_b(config) -> list[bool]:
     """Whether any weight of a layer was whole when a B had ended; sharded weights."""
-    layers = config.model.num_hidden_layers
-    training = make_training(config, MODELS["untied"].override(num_hidden_layers=layers))
+    training = make_training(config, "untied")
     backward, found = training.model.pipeline._backward, []
     units = [u for u in training.units if not {"lm_head.weight"} & u.weights.keys()]
 

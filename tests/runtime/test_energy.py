@@ -109,7 +109,7 @@ def two_steps(sources: list[Source | None], is_gpu: bool) -> tuple:
     meter = Meter(CPU, sources[dist.get_rank()], 2, tokens=100)
     meter.is_gpu = is_gpu
     for meters in ([], [meter]):
-        training = make_training(config, MODEL.override(num_hidden_layers=2), meters)
+        training = make_training(config, MODEL, meters)
         for step in (0, 1):
             training.axes.world.ledger.take_bytes()
             with mock.patch.object(energy, "time", clock()):
