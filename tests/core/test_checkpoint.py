@@ -38,7 +38,7 @@ from tests.training import SHAPE, StepResult, Training, config_of, open_data
 CPU = torch.device("cpu")
 
 
-def make_config(tp=1, tied=False, fused=True, model=(), distributed=(), checkpoint=(), **more):
+def make_config(tp=1, tied=False, fused=True, model=(), **more) -> Config:
     keys = {
         "tp": tp,
         "sequence_parallel": tp > 1,
@@ -54,7 +54,7 @@ def make_config(tp=1, tied=False, fused=True, model=(), distributed=(), checkpoi
         "gradient_accumulation_steps": 2,
         "eval_batches": 1,
     }
-    return config_of(**SHAPE | keys | dict(distributed) | dict(model) | dict(checkpoint) | more)
+    return config_of(**SHAPE | keys | dict(model) | more)
 
 
 # Layer 0 has an MLP, layer 1 has experts.
@@ -396,7 +396,7 @@ def test_loading_runs_no_code_of_the_checkpoint_and_misses_its_files(pool, tmp_p
 
 def background_saves(folder: Path) -> None:
     """What is saved is the moment of the save, and a second save waits for the first."""
-    config = make_config(dp=dist.get_world_size(), checkpoint={"async": True, "keep": 0})
+    config = make_config(dp=dist.get_world_size(), **{"async": True}, keep=0)
     training = make_training(config)
     training.step(0)
     expected = State(training)
@@ -425,7 +425,7 @@ def test_training_continues_while_a_checkpoint_is_written(pool, tmp_path):
 
 
 def background_save_that_fails(folder: Path) -> None:
-    training = make_training(make_config(checkpoint={"async": True}))
+    training = make_training(make_config(**{"async": True}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saver, "write_json", fail)
         training.save(folder, 1)
@@ -441,7 +441,7 @@ def test_what_the_background_writer_raises_reaches_the_loop(pool, tmp_path):
 
 
 def saves(folder: Path, keep: int, steps: int, config: Config | None = None) -> None:
-    training = make_training(config or make_config(checkpoint={"keep": keep}))
+    training = make_training(config or make_config(keep=keep))
     for step in range(1, steps + 1):
         training.save(folder, step)
 

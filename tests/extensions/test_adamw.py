@@ -153,8 +153,7 @@ def test_the_second_moment_follows_smaller_gradients_and_freezes_where_it_is_ref
 
 
 NARROW = {"moments": "bfloat16"}
-OWNERS = {"sharding": "layerwise"}
-RESUMED = [{"tp": 2}, {"pp": 2, "tied": True}, {"dp": 2, "distributed": OWNERS}]
+RESUMED = [{"tp": 2}, {"pp": 2, "tied": True}, {"dp": 2, "sharding": "layerwise"}]
 
 
 @pytest.mark.parametrize("layout", RESUMED, ids=str)
@@ -190,7 +189,7 @@ def resume_with(folder: Path, before: Config, after: Config) -> None:
     "layout",
     [
         {"tp": 2, "optimizer": "muon"},
-        {"dp": 2, "optimizer": "adamw", "distributed": {"sharding": "optimizer"}},
+        {"dp": 2, "optimizer": "adamw", "sharding": "optimizer"},
     ],
     ids=str,
 )

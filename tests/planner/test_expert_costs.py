@@ -84,16 +84,7 @@ def test_norms_of_queries_and_keys_keep_what_torch_saves(recompute, dtype):
 EXPERTS = {"num_local_experts": 8, "moe_intermediate_size": 112, "intermediate_size": 96}
 EXPERTS |= {"hidden_size": 160, "head_dim": 48}
 GATED = {"n_shared_experts": 1, "moe_shared_expert_gate": True}
-
-
 PADDED = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
-
-
-def config_of(ep=1, etp=1, sharding="none", model=None, **options) -> Config:
-    distributed = {"ep_size": ep, "etp_size": etp, "sharding": sharding}
-    return test_checkpoint.make_config(
-        distributed=distributed, model=EXPERTS | (model or {}), **options
-    )
 
 
 def bytes_saved(config: Config) -> int:
@@ -107,7 +98,7 @@ GRIDS = [
     {"dp": 2, "ep": 2},
     {"tp": 2, "ep": 2},
     {"tp": 2, "etp": 2},
-    {"tp": 2, "ep": 2, "distributed": {"sequence_parallel": False}},
+    {"tp": 2, "ep": 2, "sequence_parallel": False},
     {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
     {"dp": 2, "ep": 2, **PADDED},
 ]
@@ -117,12 +108,10 @@ GRIDS = [
 @pytest.mark.parametrize("model", [{}, GATED], ids=["routed", "gated"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
-    options = {key: n for key, n in grid.items() if key != "distributed"}
     saved = []
     for layers in (2, 3):
-        config = config_of(**options, model=model | {"num_hidden_layers": layers}, seq_length=64)
-        layout = config.distributed.model_copy(update=grid.get("distributed", {}))
-        config = config.model_copy(update={"distributed": layout})
+        shape = EXPERTS | model | {"num_hidden_layers": layers}
+        config = test_checkpoint.make_config(**grid, model=shape, seq_length=64)
         # A single rank may have more tokens than others, but together they have all.
         saved.append(sum(pool.run(config.world_size, bytes_saved, config)) / config.world_size)
     t = config.training
@@ -147,8 +136,9 @@ HELD = [
 @pytest.mark.parametrize("grid,dtype", HELD, ids=str)
 @pytest.mark.parametrize("sharding", ["none", *MODES])
 def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
-    kv_heads = {"num_key_value_heads": 4, "num_hidden_layers": 3, "mlp_only_layers": [1]}
-    config = config_of(**grid, sharding=sharding, dtype=dtype, model=GATED | kv_heads)
+    shape = EXPERTS | GATED | {"num_key_value_heads": 4, "num_hidden_layers": 3}
+    options = {"sharding": sharding, "dtype": dtype, "model": shape | {"mlp_only_layers": [1]}}
+    config = test_checkpoint.make_config(**grid, **options)
     assert_holds_what_is_planned(pool, config)
 
 

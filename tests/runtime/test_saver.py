@@ -34,7 +34,7 @@ def current_devices_of_writers(folder: Path) -> list[int]:
         patch.setattr(saver, "save", save)
         set_device(device)  # as at the start of a run, in the main thread
         for in_background in (False, True):
-            training = make_training(make_config(dp=2, checkpoint={"async": in_background}))
+            training = make_training(make_config(dp=2, **{"async": in_background}))
             training.saver.device = device
             training.save(folder, 1)
             training.saver.wait()
