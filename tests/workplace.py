@@ -71,20 +71,6 @@ class Workplace:
             "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2, "keep": 0},
             "environment": {"OMP_NUM_THREADS": "1"},
         }
-        return self.write_config(name, raw, sections)
-
-    def short_config(self, name: str) -> str:
-        """The repository's config.json with fewer and smaller steps; it saves to runs/NAME."""
-        short = {"total_train_steps": 4, "warmup_steps": 2, "eval_frequency": 2, "eval_batches": 1}
-        short |= {"seq_length": 64, "micro_batch_size": 2}
-        sections = {
-            "training": short,
-            "dataset": {"cache_dir": "cache"},
-            "checkpoint": {"save_dir": f"runs/{name}", "save_frequency": 2},
-        }
-        return self.write_config(name, json.loads((ROOT / "config.json").read_text()), sections)
-
-    def write_config(self, name: str, raw: dict, sections: dict) -> str:
         for section, keys in sections.items():
             raw[section] = raw.get(section, {}) | keys
         (self.folder / f"{name}.json").write_text(json.dumps(raw))

@@ -627,6 +627,7 @@ def test_torchrun_restarts_a_run_that_resumes_from_the_latest_checkpoint(workpla
     assert outcome.code == 0, outcome.output
     message = "lost rank 1: killed, or hanging" + RESUME.format("restarted")
     assert f"{message}\n(What follows is torchrun's own report." in outcome.output, outcome.output
+    assert outcome.output.count("Done\n") == 1
     assert numbers(workplace.steps("restarted")) == whole
 
 

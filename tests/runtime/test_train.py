@@ -163,27 +163,6 @@ def test_the_finished_model_has_the_reported_validation_loss(
     assert float(capsys.readouterr().out) == pytest.approx(reported, abs=1e-5)
 
 
-def torchrun_of_four() -> None:
-    torchrun(*STANDALONE, "--nproc_per_node", "4")
-    sys.exit(0)
-
-
-def test_torchrun_trains_the_same_as_without(workplace):
-    """With the repository's config.json. The README's own command is run by .ci/run."""
-    launched = workplace.main(workplace.short_config("config"), torchrun_of_four)
-    assert launched.code == 0, launched.output
-    assert "4 x cpu over gloo: dp 2 x pp 1 x cp 1 x tp 2" in launched.output
-    assert launched.output.count("Done\n") == 1
-    outcome = workplace.main(workplace.short_config("alone"))
-    assert outcome.code == 0, outcome.output
-    assert [record["step"] for record in workplace.steps("config")] == [1, 2, 3, 4]
-    assert numbers(workplace.steps("config")) == numbers(workplace.steps("alone"))
-    assert workplace.evaluations("config") == workplace.evaluations("alone")
-    model = "hf/model-00001-of-00001.safetensors"
-    runs = workplace.folder / "runs"
-    assert (runs / "config" / model).read_bytes() == (runs / "alone" / model).read_bytes()
-
-
 def test_a_run_resumed_at_its_latest_checkpoint_is_the_unbroken_run(workplace, first_run):
     latest = {"save_frequency": 2, "load_path": "latest", "save_dir": "runs/resumed"}
     config = workplace.config("resumed", checkpoint=latest)
