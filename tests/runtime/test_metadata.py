@@ -23,11 +23,13 @@ from tests.core.test_checkpoint import make_config, saves
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
-def write_checkpoint(folder: Path, change: Callable[[dict], dict] = lambda state: state) -> Path:
+def write_checkpoint(
+    folder: Path, change: Callable[[dict], dict] = lambda state: state, **options
+) -> Path:
     """A checkpoint as small as one can be, with something changed in its state.json."""
     folder.mkdir()
     save_file({"x": torch.zeros(1)}, folder / SHARD)
-    config = make_config()
+    config = make_config(**options)
     state = {"step": 7, "files": {SHARD: (folder / SHARD).stat().st_size}}
     state |= metadata_of(config, resolve_model(config), skipped_steps=1, tokens_seen=56)
     (folder / "state.json").write_text(json.dumps(change(state)))
@@ -163,10 +165,7 @@ EXPERTS = {"num_local_experts": 4, "mlp_only_layers": [0]}
 
 def test_a_checkpoint_of_another_mixture_is_refused(tmp_path):
     config = make_config(model=EXPERTS)
-    state = metadata_of(config, resolve_model(config), skipped_steps=1, tokens_seen=56)
-    folder = write_checkpoint(
-        tmp_path / "saved", lambda dense: dense | json.loads(json.dumps(state))
-    )
+    folder = write_checkpoint(tmp_path / "saved", model=EXPERTS)
     assert read_to_resume(folder, resolve_model(config), "adamw").step == 7
     other = resolve_model(
         make_config(model=EXPERTS | {"num_local_experts": 8, "mlp_only_layers": [1]})
