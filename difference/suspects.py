@@ -71,19 +71,28 @@ QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
 def suspects(both: Comparison, said: str) -> list[str]:
     """The most suspicious functions first, as module:name."""
     one = both.first[0]
-    kind = "tokens" if one.key.name in ("tokens", "targets") else one.key.phase
-    kind = "positions" if kind == "tokens" and "position" in said else kind
-    # The projections before them are right.
-    is_rotated = one.key.name.endswith((".core_attention.q", ".core_attention.k"))
-    kind = "rotated" if is_rotated and kind == "forward" else kind
-    kind = next((k for k in RELATIONS.get(kind, ()) if k in said), kind)
-    if kind in TABLE:
-        named = from_table(kind, one, said, both.trial)
-        yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
-        return with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
+    kind = kind_of(one.key, said)
+    if kind not in TABLE:
+        return that_ran(one, both, said)
+    named = from_table(kind, one, said, both.trial)
+    yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
+    return with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
+
+
+def kind_of(key: Key, said: str) -> str:
+    """The row of the table for a tensor: words of its explanation, or its phase."""
+    if key.name in ("tokens", "targets"):
+        return "positions" if "position" in said else "tokens"
+    if key.phase == "forward" and key.name.endswith((".core_attention.q", ".core_attention.k")):
+        return "rotated"  # the projections before them are right
+    return next((words for words in RELATIONS.get(key.phase, ()) if words in said), key.phase)
+
+
+def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
+    """Of an activation or its gradient: what ran since the tensor before."""
     before = [o for o in takewhile(lambda o: o is not one, both.all) if o.at == one.at]
     # By name: 0 for another phase, 1 for this one.
-    ran_before = {name: other.key.phase == kind for other in before for name in other.ran}
+    ran_before = {n: other.key.phase == one.key.phase for other in before for n in other.ran}
     # Who has read a tensor computes its gradient, and a call may be missing there.
     alike = [o for o in before if o.key[0] == one.key.step and o.key[3:] == one.key[3:]]
     later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
@@ -91,11 +100,8 @@ def suspects(both: Comparison, said: str) -> list[str]:
     elsewhere = [name for key, name in ELSEWHERE.items() if key in said]
     is_input = bool(re.fullmatch(rf"{LAYER}\.input", one.key.name))
     words = [*elsewhere, *["Pipeline._arrived"] * is_input]
-    is_of_attention = one.key.phase == "backward" and ".core_attention." in one.key.name
-    words += ["Attention.backward", "block_backward"] * is_of_attention
     words += ["extensions/documents"] * both.trial.workload.document_mask
     words += pointed_at(said)
-    yours = _before_it(one, later, both)
 
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
@@ -103,16 +109,15 @@ def suspects(both: Comparison, said: str) -> list[str]:
             return 0, pointed
         # It runs in one process, too, and sends nothing: so it knows nothing of ranks.
         is_plain = Key(0, RAN, name) in both.whole and outer(name) not in both.senders
-        runs = name in one.running
-        return 1 + is_helper(name), pointed, is_plain, runs, ran_before.get(name, -1)
+        return 1 + is_helper(name), pointed, is_plain, name in one.running, ran_before.get(name, -1)
 
     # What was called before a function that is still running has made no part of this tensor.
     # And what has computed several tensors at once is noted with the first of them.
-    phase = (other.ran for other in (one, *reversed(before)) if other.key.phase == kind)
+    phase = (other.ran for other in (one, *reversed(before)) if other.key.phase == one.key.phase)
     ran = next(filter(None, phase), [])
     began = [i for i, name in enumerate(ran) if name in one.running]
     since = ran[: began[-1]] if began else ran
-    ran = [*elsewhere, *yours, *since, *(name for reader in read for name in reader.ran)]
+    ran = [*elsewhere, *_before_it(one, later, both), *since, *(n for o in read for n in o.ran)]
     ran += [name for name in one.running if any(word in name for word in words)]
     ran = sorted(dict.fromkeys(ran), key=order)
     names = [*dict.fromkeys(outer(name) for name in ran if not is_helper(name))]
