@@ -105,14 +105,7 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
     names = {"backward": "gradient of ", "initial": "initial "}
     names |= dict.fromkeys(("forward", "built", "loss", "gradient norm"), "")
     title = f"{names.get(key.phase, f'{key.phase} of ')}{key.name}"
-    where = "on all ranks" * (len(ranks) > 1)
-    if len(ranks) < len(both.ranks):
-        where = f"on rank{'s' * (len(ranks) > 1)} {', '.join(str(at.rank) for at in ranks[:8])}"
-        for axis in ("pp", "dp", "cp", "tp"):
-            place = getattr(ranks[0], axis)  # if these ranks have it in common, and no others do
-            if ranks == [at for at in both.ranks if getattr(at, axis) == place]:
-                where = f"on {axis} {place} ({where[3:]})"
-                break
+    where = f"on {both.name_of(ranks)}" * (len(both.ranks) > 1)
     yield f"FIRST WRONG  step {key.step + 1}, {title}  {where}"
     yield f"             {both.num_right:,} tensors before it are right, {both.num_wrong:,} wrong"
     said: dict[str, str] = {}  # sentences, each with the first rank that it holds for

@@ -1,13 +1,41 @@
 """Algebra: whether tensors are equal, and the numbers that make one of others."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import torch
 from torch import Tensor
 
 FITS = 1e-10  # of the largest number; less than what counts as wrong, see compare.TOLERANCE
+
+
+def largest(row: list[Tensor]) -> Tensor:
+    """Of several ranks; NaN where one has it all, or zeros: other ranks' numbers can be there."""
+    found = torch.stack(row).amax(0)
+    accident = any(same(found, one) or not one.all() for one in row)
+    return found * math.nan if accident else found
+
+
+# How a whole tensor is made of what each rank has of it.
+REDUCTIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "sum": sum,
+    "mean": lambda row: sum(row) / len(row),
+    "maximum": largest,
+    "root of a sum of squares": lambda row: sum(one.square() for one in row).sqrt(),
+}
+
+
+def scaled_by_parts(factors: list[float]) -> str:
+    """Of ranks' tensors that are right but for a factor each: that what scales them is a part."""
+    spread = max(factors) - min(factors)
+    for verb, power in (("divides", -1), ("multiplies", 1)):
+        for name, reduce in REDUCTIONS.items():
+            whole = reduce([torch.tensor(c, dtype=torch.float64) ** power for c in factors])
+            # Of almost equal factors, any of them fits.
+            if spread > 1e-6 and abs(whole - 1) < min(1e-9, spread**2 / 100):
+                return f"what {verb} it is this rank's own part of a {name}"
+    return ""
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from difference.places import Here, Indices, here, indices_of, take
-from difference.taps import INSIDE, PHASES, Key, Record
+from difference.taps import INSIDE, NUMBERS, PHASES, Key, Record
 from difference.tiny import Trial
 from difference.whole import Whole
 from picotron_min.loss import IGNORE_INDEX
@@ -72,7 +72,7 @@ class Comparison:
         found = []
         cuts = {key.name: got.tolist() for key, got, *_ in records if key.phase == "cuts"}
         for when, (key, got, *ran) in enumerate(records):
-            if key.phase == INSIDE:
+            if key.phase in (INSIDE, NUMBERS):
                 continue
             right = torch.tensor(at[1:5]) if key.phase == "built" else self.whole.get(key)
             is_loss = key[1:3] == ("forward", "loss")
@@ -89,6 +89,17 @@ class Comparison:
                 Compared(key, at, got, part, indices, error_of(got, part, right), *ran, when)
             )
         return found
+
+    def name_of(self, ranks: list[Here]) -> str:
+        """All ranks, or a place on an axis that these have in common, and no others have."""
+        if len(ranks) == len(self.ranks):
+            return "all ranks"
+        name = f"rank{'s' * (len(ranks) > 1)} {', '.join(str(at.rank) for at in ranks[:8])}"
+        for axis in ("pp", "dp", "cp", "tp"):
+            place = getattr(ranks[0], axis)
+            if ranks == [at for at in self.ranks if getattr(at, axis) == place]:
+                return f"{axis} {place} ({name})"
+        return name
 
     def num_targets(self, step: int) -> int:
         targets = [t for k, t in self.whole.items() if k.name == "targets" and k.step == step]

@@ -7,19 +7,20 @@ axis add up to one. A function that gets right tensors and makes a wrong one is 
 raises an alarm: a right extension may also have tensors that one process does not have.
 """
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import chain, combinations, product
+from itertools import product
 from math import inf
 
 import torch
 from torch import Tensor
 
-from difference.algebra import FITS
+from difference.algebra import FITS, REDUCTIONS
 from difference.calls import TOTAL, Call, calls_of, counts_of
 from difference.compare import Comparison
-from difference.places import Here, Indices, chunk, positions, take
-from difference.taps import INSIDE, MOST_NUMBERS, RESULT, Record
+from difference.places import Here, Indices, along, chunk, positions, take
+from difference.taps import INSIDE, LAYER, MOST_NUMBERS, RESULT, Record
 
 # Activations are noted one by one; of all else, what is noted together.
 AT_ONCE = ("summed gradient",), ("scaled gradient",), ("built", "initial")
@@ -32,6 +33,8 @@ class Inside:
     def __init__(self, both: Comparison) -> None:
         self.both, self.layout, config = both, both.trial.layout, both.trial.model_config
         self.num_layers = {config.num_hidden_layers, config.num_layers} - {1}
+        of_ranks = {(one.at, one.key.name) for one in both.all}
+        self.num_layers_of = Counter(at for at, name in of_ranks if re.fullmatch(LAYER, name))
         of_yours, pool = [], defaultdict(lambda: defaultdict(list))
         for key, tensor in both.whole.items():
             if key.phase == INSIDE:
@@ -67,53 +70,61 @@ class Inside:
                     (since if call.when > last_right else before).append((call, at))
         return before, since
 
-    def first_guilty(self) -> tuple[Call, Here] | None:
-        """The first call that gets right tensors and makes wrong ones.
+    def guilty(self) -> Iterator[tuple[Call, Here]]:
+        """The calls that get right tensors and make wrong ones.
 
         Those since the last right tap come first: what is guilty before it may be harmless.
         """
         before = [pair for pair in self.before if self._is_guilty(*pair)]
         harmless = {call.key.name for call, _ in before}
         since = (pair for pair in self.since if pair[0].key.name not in harmless)
-        may_be_old = self.both.first[0].key.phase in ("forward", "backward", "summed gradient")
-        old = before[0] if before and may_be_old else None
-        return next((pair for pair in since if self._is_guilty(*pair)), old)
+        yield from (pair for pair in since if self._is_guilty(*pair))
+        if self.both.first[0].key.phase in ("forward", "backward", "summed gradient"):
+            yield from before
 
     def _is_guilty(self, call: Call, at: Here) -> bool:
         """Of a sum over ranks nothing is known where one of them has got what is wrong."""
-        if all(self.is_right(v, tensor, call, at) for v, tensor in call.made.items()):
+        if all(self.is_right(v, tensor, call, at) for v, tensor in self.made(call, at).items()):
             return False
         beside = (other for other in self.both.ranks if other[1:3] == at[1:3])  # of pp and dp
-        calls = [(self._call_of(call, other), other) for other in beside]
+        calls = [(self.call_of(call, other), other) for other in beside]
         got = ((v, t, c, other) for c, other in calls if c for v, t in c.got.items())
-        return all(self.is_right(*one) for one in got)
+        return all(self.is_right(*one) for one in got if not one[0].startswith("self."))
+
+    def made(self, call: Call, at: Here) -> dict[str, Tensor]:
+        """What a call makes; of what its object keeps, that which was right before."""
+        kept = {v for v in call.made if v.startswith("self.")}
+        old = {v: t for v, t in call.got.items() if v in kept and not self.is_right(v, t, call, at)}
+        return {v: t for v, t in call.made.items() if v not in kept or v in call.got.keys() - old}
 
     def is_right(self, variable: str, tensor: Tensor, call: Call, at: Here) -> bool:
         is_there = self.place(tensor, call, at) is not None
-        return is_there or bool(self.sum_over(tensor, variable, call, at))
+        return is_there or bool(self.part_of(tensor, variable, call, at))
 
-    def sum_over(self, tensor: Tensor, variable: str, call: Call, at: Here) -> str:
-        """The axes whose ranks add up to a right tensor."""
-        rows = self.rows(tensor, variable, call, at)
-        found = (axes for axes, row in rows if self.place(sum(row), call, at) is not None)
-        return next(found, "")
+    def part_of(self, tensor: Tensor, variable: str, call: Call, at: Here, *reductions: str) -> str:
+        """Of what it is a rank's part: "a sum over tp"; the reduction gives a right tensor."""
+        for axes, row in self.rows(tensor, variable, call, at):
+            for name in reductions or ("sum",):
+                # Each rank's is a mean of its layers, and stages may have unlike numbers of them.
+                times = self.num_layers_of if name == "mean" and "pp" in axes else {}
+                of_ranks = [one for o, one in row.items() for _ in range(times.get(o, 1))]
+                if self.place(REDUCTIONS[name](of_ranks), call, at) is not None:
+                    return f"a {name} over {axes}"
+        return ""
 
     def rows(
         self, tensor: Tensor, variable: str, call: Call, at: Here
-    ) -> Iterator[tuple[str, list[Tensor]]]:
+    ) -> Iterator[tuple[str, dict[Here, Tensor]]]:
         """For some axes, what each of their ranks has of a variable in the same call."""
-        axes = [axis for axis in ("tp", "cp", "dp", "pp") if getattr(self.layout, axis) > 1]
         is_end = call.made.get(variable) is tensor
-        for some in chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes))):
-            mine = at._replace(**dict.fromkeys(some, 0))[1:5]
-            row = [o for o in self.both.ranks if o._replace(**dict.fromkeys(some, 0))[1:5] == mine]
-            calls = [self._call_of(call, other) for other in row]
-            sides = [(c.made if is_end else c.got).get(variable) for c in calls if c]
-            alike = [t for t in sides if t is not None and t.shape == tensor.shape]
-            if len(alike) == len(row):
-                yield " and ".join(some), alike
+        for axes, ranks in along(at, self.both.ranks):
+            calls = {other: self.call_of(call, other) for other in ranks}
+            sides = {o: (c.made if is_end else c.got).get(variable) for o, c in calls.items() if c}
+            alike = {o: t for o, t in sides.items() if t is not None and t.shape == tensor.shape}
+            if len(alike) == len(ranks):
+                yield axes, alike
 
-    def _call_of(self, call: Call, at: Here) -> Call | None:
+    def call_of(self, call: Call, at: Here) -> Call | None:
         """The same call on another rank; between micro-batches all have dp 0."""
         found = self.found[at.rank]
         between = found.get((call.key, call.which))

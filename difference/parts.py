@@ -6,7 +6,7 @@ the gradients of attention's q, k, v    for each cp rank, of its queries
 the gradient of the last norm's output  for each tp rank, of its part of the vocabulary
 a parameter's gradient, the loss        for each micro-batch and dp rank
 the square of the gradient's norm       for kinds of parameters, and ranks that cut them
-a weight                                before the update, and the update
+a weight                                before the update, the update, and what you change then
 
 What an activation or its gradient is besides is a part of its own: what your extension adds.
 """
@@ -79,9 +79,12 @@ def parts_of(one: Compared, both: Comparison) -> Parts:
             if so_far is not None:
                 parts[("micro-batch", m), ("dp", d)], before = so_far - before, so_far
     elif key.phase == "weights":
-        before = both.weight(key.name, key.step)
+        before, end = both.weight(key.name, key.step), whole[key]
+        stepped = whole.get(key._replace(phase="stepped"), end)
         parts = {(("", "itself before the update"),): before}
-        parts[("", "its update"),] = whole[key] - before
+        parts[("", "its update"),] = stepped - before
+        if not same(stepped, end):
+            parts[("", "what your extension changes after the update"),] = end - stepped
     parts = {label: take(part, one.indices) for label, part in parts.items()}
     if parts and key.phase in ("forward", "backward"):
         rest = one.right - sum(parts.values())

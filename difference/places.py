@@ -6,7 +6,8 @@ parameters that a new extension has added, are the run's own.)
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from torch import Tensor
@@ -40,6 +41,15 @@ def here(rank: int, layout: Layout) -> Here:
     stage, inner = divmod(rank, layout.dp * layout.cp * layout.tp)
     grid = inner // (layout.cp * layout.tp), inner // layout.tp % layout.cp, inner % layout.tp
     return Here(rank, stage, *grid, inner // layout.etp % layout.ep, inner % layout.etp)
+
+
+def along(at: Here, ranks: Collection[Here]) -> Iterator[tuple[str, list[Here]]]:
+    """For some axes, those of the ranks that differ from one in their places on these alone."""
+    for some in chain.from_iterable(combinations(("dp", "cp", "tp", "pp"), n) for n in (1, 2, 3)):
+        free = dict.fromkeys(some, 0)
+        row = [o for o in ranks if o._replace(**free)[1:5] == at._replace(**free)[1:5]]
+        if all(len({getattr(o, axis) for o in row}) > 1 for axis in some):
+            yield " and ".join(some), row
 
 
 def positions(at: Here, layout: Layout, length: int) -> list[int]:

@@ -1,12 +1,15 @@
-"""Reads: a right formula, computed from wrong keys, heads, positions or rows of a table."""
+"""Reads: a right formula of wrong keys, heads, positions or rows; and where a tensor is wrong."""
+
+from itertools import product
+from math import inf
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from difference.algebra import FITS, keys_of, ranges, same
-from difference.compare import Compared, Comparison
-from difference.places import take
+from difference.compare import TOLERANCE, Compared, Comparison
+from difference.places import indices_of, take
 from picotron_min.model import rotary_table, rotate
 
 
@@ -90,3 +93,87 @@ def rotation(one: Compared, both: Comparison) -> str:
         return ""
     turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
     return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
+
+
+def are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+DIMS = {3: ("sequences", "positions", "columns"), 4: ("sequences", "heads", "positions", "columns")}
+
+
+def _dim_names(one: Compared) -> tuple[str, ...]:
+    is_activation = one.key.phase in ("forward", "backward")
+    names = DIMS.get(one.right.ndim, ("sequences", "positions")) if is_activation else ()
+    return (names or ("rows", "columns", "dim 2"))[: one.right.ndim]
+
+
+def places(one: Compared, both: Comparison) -> str:
+    """Whether each slice along a dim is another slice of the whole tensor, or global batch."""
+    if not one.indices or one.key.phase == "biases of routers":  # many of them are equal
+        return ""
+    keys, indices, before = [one.key], [*one.indices], inf
+    if one.key.phase in ("forward", "backward"):
+        keys = [one.key._replace(micro_batch=m, dp=d) for m, d in both.trial.micro_batches]
+        first = keys.index(one.key) * len(indices[0])
+        if one.key.name == "tokens" and one.key.step:  # data may be read again
+            before = len(keys) * len(indices[0])
+            keys += [key._replace(step=key.step - 1) for key in keys]
+        indices[0] = [first + i for i in indices[0]]
+    whole = torch.cat([both.whole[key] for key in keys])
+    for dim, name in enumerate(_dim_names(one)):
+        others = [range(whole.shape[d]) if d == dim else i for d, i in enumerate(indices)]
+        slices, mine = lines_along(take(whole, others), dim), lines_along(one.got, dim)
+        if len(mine) < 2 or len(mine) * slices.numel() > 5e7:
+            continue
+        near = torch.cdist(mine, slices, p=torch.inf) <= FITS * whole.abs().max()
+        right = torch.tensor([*indices[dim]])
+        found = near.int().argmax(1).where(~near[range(len(right)), right], right)
+        wrong = right != found
+        if near.any(1).all() and wrong.any():
+            pair = ranges(right[wrong].tolist()), ranges(found[wrong].tolist())
+            owner = " of the global batch" if name == "sequences" else ""
+            if found[wrong].min() >= before:
+                pair = pair[0], ranges((found[wrong] - before).tolist())
+                owner += " of the step before"
+            if not {*found.tolist()} <= {*indices[dim]}:  # else only in another order
+                owner = owner or _owner({*found.tolist()}, dim, one, both)
+            n = int(wrong.sum())
+            name, those = (name, "those") if n > 1 else (name[:-1], "that")
+            return f"{name} {pair[0]} {are(n)} {those} of {pair[1]}{owner}"
+    return ""
+
+
+def lines_along(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).double()
+
+
+def _owner(found: set[int], dim: int, one: Compared, both: Comparison) -> str:
+    shape, layout = both.whole[one.key].shape, both.trial.layout
+    for axis, other in product(("tp", "cp", "etp"), both.ranks):
+        its = {*indices_of(one.key, shape, other, layout)[dim]}
+        if found <= its and getattr(other, axis) != getattr(one.at, axis):
+            return f": they are the part of {axis} {getattr(other, axis)} ({other})"
+    return ""
+
+
+def region(one: Compared, both: Comparison) -> str:
+    """Where it is wrong, if not everywhere; and by how much."""
+    largest = both.whole.get(one.key, one.right).abs().max().clamp(min=1e-300)
+    error = (one.got - one.right).abs() / largest
+    for dim, name in enumerate(_dim_names(one)):
+        of_lines = lines_along(error, dim).amax(1)
+        where = (of_lines > TOLERANCE).nonzero()[:, 0].tolist()
+        is_clear = not ((of_lines > TOLERANCE / 1000) & (of_lines <= TOLERANCE)).any()
+        if len(where) < error.shape[dim] and is_clear:
+            how = "wrong" if lines_along(one.got, dim)[where].any() else "zero"
+            places = [one.indices[dim][i] for i in where] if one.indices else where
+            return f"{name} {ranges(places)} are {how}, and the others are right"
+    if one.got.numel() == 1:
+        return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
+    if error.max() < 3e-7:
+        how = ": rounding of float32" * same(one.got, one.right.float().double())
+        return f"it differs by {error.max():.1e} of its largest number{how}"
+    num_wrong, n = int((error > TOLERANCE).sum()), error.numel()
+    how = "all of it is wrong" if num_wrong == n else f"{num_wrong} of its {n} numbers are wrong"
+    return f"{how}, by up to {error.max():.2g} of its largest number"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import train
 from difference.places import here
-from difference.taps import Key, Notes, Profile, Record, Watch, attach, outer
+from difference.taps import NUMBERS, Key, Notes, Profile, Record, Watch, attach, numbers_of, outer
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -169,6 +169,7 @@ class Rank(Notes):
 
     def run(self) -> None:
         for chunk in self.model.pipeline.chunks:
+            self.note(NUMBERS, numbers_of(chunk.model))
             attach(chunk.model, self.tap)
         self.waits = [gradients.wait for gradients in self.model.gradients]
         for gradients in self.model.gradients:

@@ -8,9 +8,11 @@ A module that is called runs its hooks, also where a parallelism has replaced it
 methods are called by name, `project` and `loss`: they are wrapped on the instance, after the build.
 """
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +34,7 @@ OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
 # A stage receives its input into a buffer that it uses again; the gradient of the loss is 1.
 NO_GRADIENT = re.compile(rf"{LAYER}\.input|loss")
 RAN = "ran"  # a phase without tensors: the names are functions that one process runs, too
+NUMBERS = "numbers"  # a phase of whole numbers that layers keep, which are compared apart
 INSIDE = "inside"  # a phase of tensors of your own functions: see inside.py
 # Folders and files of extensions/; others are yours.
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
@@ -39,6 +42,9 @@ OURS += "schedules settings sharding"
 MOST_NUMBERS = 100_000  # of a tensor that is noted
 MOST_OF_ALL = 16  # of a list or a dict
 RESULT = "the result"
+# Methods of extensions and gradients outside forward and backward: there an object's own tensors
+# are noted, too. In forward they would be of the micro-batches so far.
+BETWEEN = "counts updated weights_changed wait scale"
 Tap = Callable[[str, Tensor], None]
 
 
@@ -226,6 +232,8 @@ class Watch:
                 self.saved[ctx] = getattr(ctx, "to_save", None)
             elif event == "call":
                 values["saved"] = self.saved.get(ctx)
+        if names[-1].rpartition(".")[2] in BETWEEN.split():
+            values = values | {f"self.{of}": one for of, one in _own(values.get("self"))}
         for variable, value in values.items():
             for text, number in self._numbers_of(variable, value):
                 at = self.notes.at._replace(phase=INSIDE, name=f"{who} {text}")
@@ -249,3 +257,42 @@ class Watch:
             is_plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
             if is_plain and one.is_floating_point() and 0 < one.numel() <= MOST_NUMBERS:
                 yield text, one.detach().double()  # numpy has no bfloat16
+
+
+def _own(keeper: object) -> Iterator[tuple[str, object]]:
+    """What an object keeps, by name."""
+    own = getattr(keeper, "__dict__", {})
+    own = own | own.get("_parameters", {}) | own.get("_buffers", {})
+    yield from ((name, one) for name, one in own.items() if not name.startswith("_"))
+
+
+def numbers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole numbers that are kept in layers, by module, keeper and name."""
+    modules = ((n, m) for n, m in model.named_modules() if re.match(LAYER, n))
+    return {
+        f"{module} {keeper} {name}": torch.tensor(number)
+        for module, one in modules
+        for keeper, name, number in _kept(_name_of(type(one)), vars(one).items())
+    }
+
+
+def _name_of(code: type | Callable) -> str:
+    file = code.__module__.removeprefix("picotron_min.").replace(".", "/")
+    return f"{file}:{code.__qualname__}"
+
+
+def _kept(keeper: str, own: Iterable[tuple[str, object]], depth: int = 3) -> Iterator[tuple]:
+    """What is kept in an object, in what it holds of yours, and given to a function beforehand."""
+    for name, one in own:
+        if type(one) is int:
+            yield keeper, name, one
+        elif isinstance(one, nn.Module | type) or not depth:
+            continue
+        elif isinstance(one, partial) and inspect.isroutine(one.func):
+            given = inspect.signature(one.func).bind_partial(*one.args, **one.keywords).arguments
+            yield from _kept(_name_of(one.func), given.items(), depth - 1)
+        elif inspect.isfunction(one):
+            given = inspect.getclosurevars(one).nonlocals
+            yield from _kept(_name_of(one), given.items(), depth - 1)
+        elif is_yours(_name_of(type(one))):
+            yield from _kept(_name_of(type(one)), _own(one), depth - 1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from difference.taps import RAN, Key, Notes, Profile, Watch, attach
+from difference.taps import NUMBERS, RAN, Key, Notes, Profile, Watch, attach, numbers_of
 from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
@@ -120,6 +120,7 @@ class RightRun(Notes):
             extension.weights_changed()
         self.note("initial", self.parameters)
         profile.watch = Watch(self)
+        self.note(NUMBERS, numbers_of(self.model))
         attach(self.model, self.tap)
         recipe = trial.recipe
         decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone
@@ -169,6 +170,7 @@ class RightRun(Notes):
         totals = [extension.counts() for extension in self.extensions]  # of all ranks: of this one
         self.note_gradients("scaled gradient", self.parameters)
         self.optimizer.step()
+        self.note("stepped", self.parameters)
         for extension in self.extensions:
             extension.weights_changed()
         for extension, of in zip(self.extensions, totals, strict=True):

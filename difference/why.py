@@ -13,17 +13,15 @@ Hypotheses are tried in the order of HYPOTHESES; the first that fits gives the s
 """
 
 import math
-from itertools import chain, combinations, product
-from math import inf
+from itertools import combinations, product
 
-import torch
 from torch import Tensor
 
-from difference.algebra import FITS, ranges, same, weights_of
-from difference.compare import TOLERANCE, Compared, Comparison
+from difference.algebra import REDUCTIONS, same, scaled_by_parts, weights_of
+from difference.compare import Compared, Comparison
 from difference.parts import REST, Parts, parts_of, products, squares
-from difference.places import indices_of, take
-from difference.reads import key_heads, keys_seen, rotation, rows_seen
+from difference.places import Here, along, take
+from difference.reads import are, key_heads, keys_seen, places, region, rotation, rows_seen
 
 
 def explain(one: Compared, both: Comparison) -> str:
@@ -39,12 +37,8 @@ def _unlike(one: Compared, both: Comparison) -> str:
         dims = [f": dim {i} is {times(a / b, both)} as long" for i, (a, b) in pairs if a != b and b]
         return f"its shape is {(*got.shape,)}, and should be {(*right.shape,)}{''.join(dims)}"
     if bad := int((~got.isfinite()).sum()):
-        return f"{bad} of its {got.numel()} numbers {_are(bad)} NaN or infinite"
+        return f"{bad} of its {got.numel()} numbers {are(bad)} NaN or infinite"
     return "it is zero everywhere" if not got.any() else ""
-
-
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
 
 
 def times(c: float, both: Comparison) -> str:
@@ -83,11 +77,18 @@ def _factor(one: Compared, both: Comparison) -> str:
         return ""
     # Initial weights do not depend on a size of the layout.
     factor = f"{c[0]:.6g} times" if one.key.phase == "initial" else times(c[0], both)
+    if one.key.phase == "weights" and not size_named(c[0], both) and (of := _parts(one, both)):
+        return of
     usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
-    if one.key.phase == "scaled gradient":
-        factors = [weights_of(o.got, [o.right]) for o in both.first if o.key == one.key]
-        if any(x and not math.isclose(x[0], c[0]) for x in factors):
-            usual = ", and another number of times on other ranks"
+    factors = {o.at: weights_of(o.got, [o.right]) for o in both.first if o.key == one.key}
+    if any(x and not math.isclose(x[0], c[0]) for x in factors.values()):
+        usual = ", and another number of times on other ranks"
+        for axes, row in along(one.at, factors):
+            if all(factors[at] for at in row) and (
+                why := scaled_by_parts([factors[at][0] for at in row])
+            ):
+                usual += f": {why} over {axes}"
+                break
     return f"it is {factor} what it should be{usual}"
 
 
@@ -105,7 +106,9 @@ def _of_parts(
     if len(parts) < 2 or not same(sum(parts.values()), right):
         return ""
     c = weights_of(got, [*parts.values()])
-    return f"{what} {_weights_read(c, [*parts], one, both)}" if c else ""
+    if not c or (one.key.phase == "weights" and 1 not in c):  # three numbers fit too much
+        return ""
+    return f"{what} {_weights_read(c, [*parts], one, both)}"
 
 
 def _weights_read(c: list[float], labels: list[tuple], one: Compared, both: Comparison) -> str:
@@ -143,18 +146,23 @@ def _named(label: tuple) -> str:
 
 def _own_part(one: Compared, both: Comparison) -> str:
     """A part of a sum: what the ranks of an axis have adds up to what each should have."""
-    axes, rest = ("dp", "cp", "tp", "pp"), parts_of(one, both).get(REST)
-    for some in chain.from_iterable(combinations(axes, n) for n in (1, 2, 3)):
-        mine = one.at._replace(**dict.fromkeys(some, 0))[1:5]
-        alike = [o for o in both.first if o.at._replace(**dict.fromkeys(some, 0))[1:5] == mine]
-        row = [o.got for o in alike if o.key.micro_batch == one.key.micro_batch]
-        if len(row) < 2 or len({t.shape for t in row}) > 1:
+    rest, alike = parts_of(one, both).get(REST), _on_ranks(one, both)
+    for axes, ranks in along(one.at, alike):
+        row = [alike[at] for at in ranks]
+        if any(t.shape != one.right.shape for t in row):
             continue
-        for what, of in (("it", one.right), ("what your extension adds", rest)):
-            if of is not None and same(sum(row) - len(row) * (one.right - of), of):
-                over = " and ".join(some)
-                return f"{what} is this rank's own part of a sum over {over}: the sum is missing"
+        for (what, of), (name, reduce) in product(
+            (("it", one.right), ("what your extension adds", rest)), REDUCTIONS.items()
+        ):
+            if of is not None and same(reduce([got - (one.right - of) for got in row]), of):
+                own = f"this rank's own part of a {name} over {axes}"
+                return f"{what} is {own}: the {name.split()[0]} is missing"
     return ""
+
+
+def _on_ranks(one: Compared, both: Comparison) -> dict[Here, Tensor]:
+    of = one.key.name, one.key.micro_batch
+    return {o.at: o.got for o in both.first if (o.key.name, o.key.micro_batch) == of}
 
 
 def _another(one: Compared, both: Comparison) -> str:
@@ -196,8 +204,15 @@ def _another_name(one: Compared, both: Comparison) -> str:
 
 def _another_parameter(one: Compared, both: Comparison) -> str:
     """A sum with another parameter's gradient, which has its place in another rank's bucket."""
+    if one.key.phase != "summed gradient":
+        return ""
+    rights = {o.at: o.right for o in both.all if o.key == one.key}
+    for axes, ranks in along(one.at, rights):
+        row = [rights[at] for at in ranks]
+        if len({t.shape for t in row}) == 1 and same(one.got, sum(row)):
+            return f"it is summed over {axes}, whose ranks have other parts of it"
     rest, right = one.got - one.right, both.whole[one.key]
-    for key, tensor in both.whole.items() if one.key.phase == "summed gradient" else ():
+    for key, tensor in both.whole.items():
         is_other = key._replace(name=one.key.name) == one.key and tensor is not right
         if is_other and tensor.shape == right.shape and same(rest, take(tensor, one.indices)):
             return f"it is added to the gradient of {key.name}"
@@ -210,85 +225,5 @@ def _old_weights(one: Compared, both: Comparison) -> str:
     return "it is computed with the weights of the step before" * is_old
 
 
-DIMS = {3: ("sequences", "positions", "columns"), 4: ("sequences", "heads", "positions", "columns")}
-
-
-def _dim_names(one: Compared) -> tuple[str, ...]:
-    is_activation = one.key.phase in ("forward", "backward")
-    names = DIMS.get(one.right.ndim, ("sequences", "positions")) if is_activation else ()
-    return (names or ("rows", "columns", "dim 2"))[: one.right.ndim]
-
-
-def _places(one: Compared, both: Comparison) -> str:
-    """Whether each slice along a dim is another slice of the whole tensor, or global batch."""
-    if not one.indices or one.key.phase == "biases of routers":  # many of them are equal
-        return ""
-    keys, indices, before = [one.key], [*one.indices], inf
-    if one.key.phase in ("forward", "backward"):
-        keys = [one.key._replace(micro_batch=m, dp=d) for m, d in both.trial.micro_batches]
-        first = keys.index(one.key) * len(indices[0])
-        if one.key.name == "tokens" and one.key.step:  # data may be read again
-            before = len(keys) * len(indices[0])
-            keys += [key._replace(step=key.step - 1) for key in keys]
-        indices[0] = [first + i for i in indices[0]]
-    whole = torch.cat([both.whole[key] for key in keys])
-    for dim, name in enumerate(_dim_names(one)):
-        others = [range(whole.shape[d]) if d == dim else i for d, i in enumerate(indices)]
-        slices, mine = lines_along(take(whole, others), dim), lines_along(one.got, dim)
-        if len(mine) < 2 or len(mine) * slices.numel() > 5e7:
-            continue
-        near = torch.cdist(mine, slices, p=torch.inf) <= FITS * whole.abs().max()
-        right = torch.tensor([*indices[dim]])
-        found = near.int().argmax(1).where(~near[range(len(right)), right], right)
-        wrong = right != found
-        if near.any(1).all() and wrong.any():
-            pair = ranges(right[wrong].tolist()), ranges(found[wrong].tolist())
-            owner = " of the global batch" if name == "sequences" else ""
-            if found[wrong].min() >= before:
-                pair = pair[0], ranges((found[wrong] - before).tolist())
-                owner += " of the step before"
-            if not {*found.tolist()} <= {*indices[dim]}:  # else only in another order
-                owner = owner or _owner({*found.tolist()}, dim, one, both)
-            n = int(wrong.sum())
-            name, those = (name, "those") if n > 1 else (name[:-1], "that")
-            return f"{name} {pair[0]} {_are(n)} {those} of {pair[1]}{owner}"
-    return ""
-
-
-def lines_along(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).double()
-
-
-def _owner(found: set[int], dim: int, one: Compared, both: Comparison) -> str:
-    shape, layout = both.whole[one.key].shape, both.trial.layout
-    for axis, other in product(("tp", "cp", "etp"), both.ranks):
-        its = {*indices_of(one.key, shape, other, layout)[dim]}
-        if found <= its and getattr(other, axis) != getattr(one.at, axis):
-            return f": they are the part of {axis} {getattr(other, axis)} ({other})"
-    return ""
-
-
-def _region(one: Compared, both: Comparison) -> str:
-    """Where it is wrong, if not everywhere; and by how much."""
-    largest = both.whole.get(one.key, one.right).abs().max().clamp(min=1e-300)
-    error = (one.got - one.right).abs() / largest
-    for dim, name in enumerate(_dim_names(one)):
-        of_lines = lines_along(error, dim).amax(1)
-        where = (of_lines > TOLERANCE).nonzero()[:, 0].tolist()
-        is_clear = not ((of_lines > TOLERANCE / 1000) & (of_lines <= TOLERANCE)).any()
-        if len(where) < error.shape[dim] and is_clear:
-            how = "wrong" if lines_along(one.got, dim)[where].any() else "zero"
-            places = [one.indices[dim][i] for i in where] if one.indices else where
-            return f"{name} {ranges(places)} are {how}, and the others are right"
-    if one.got.numel() == 1:
-        return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
-    if error.max() < 3e-7:
-        how = ": rounding of float32" * same(one.got, one.right.float().double())
-        return f"it differs by {error.max():.1e} of its largest number{how}"
-    num_wrong, n = int((error > TOLERANCE).sum()), error.numel()
-    how = "all of it is wrong" if num_wrong == n else f"{num_wrong} of its {n} numbers are wrong"
-    return f"{how}, by up to {error.max():.2g} of its largest number"
-
-
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
-HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _places, _region]
+HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, places, region]

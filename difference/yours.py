@@ -1,19 +1,16 @@
-"""Yours: which of your own functions are guilty, by name, and what is wrong inside of them."""
+"""Yours: which of your own functions are guilty, by name, and what is wrong inside."""
 
-from itertools import chain
+from itertools import chain, islice
 
-from torch import Tensor
-
-from difference.algebra import FITS, ranges, same, weights_of
+from difference.algebra import same
 from difference.calls import TOTAL, Call
 from difference.compare import Comparison
+from difference.formulas import what_is_wrong
 from difference.inside import Inside
-from difference.places import Here, take
-from difference.taps import INSIDE, RESULT, outer
-from difference.why import lines_along, size_named, times
+from difference.suspects import with_makers
+from difference.taps import INSIDE, NUMBERS, RESULT, outer
 
-MOST = 4  # statements
-DIMS = {1: ("number",), 2: ("row", "column")}
+MOST_GUILTY = 20  # calls that are asked what is wrong
 
 
 def named(both: Comparison, said: str) -> tuple[list[str], str]:
@@ -36,15 +33,42 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
     def functions(*names: str) -> list[str]:
         return [*dict.fromkeys(map(function, names))]
 
-    if found := inside.first_guilty():
-        guilty = found[0]
+    found = islice(inside.guilty(), MOST_GUILTY)
+    found = [(call, what_is_wrong(call, at, inside)) for call, at in found]
+    # Without a sentence it may be a right function that makes what one process does not.
+    found.sort(key=lambda pair: not pair[1])
+    if not found or not found[0][1] or TOTAL in found[0][0].made:
+        names, what = misnumbered(both)
+        if what:
+            return functions(*names), what
+    if found:
+        guilty, what = found[0]
         name = function(guilty.key.name)
         # Autograd calls it in backward; it may have been given something in forward.
         alike = (call.callers for call in calls if function(call.key.name) == name)
         callers = guilty.callers or chain(*alike)
-        return functions(name, *(callers if guilty.got else ())), what_is_wrong(*found, inside)
+        # A count is what another function has counted.
+        others = [c.key.name for c, said in found if not said][: TOTAL in guilty.made]
+        return functions(name, *(callers if guilty.got else ()), *others), what
     names, what = handed_on(inside, "the sum is missing" in said)
     return functions(*names), what
+
+
+def misnumbered(both: Comparison) -> tuple[list[str], str]:
+    """What should keep the number of its layer in the whole model, and keeps another."""
+    right = {key.name: int(n) for key, n in both.whole.items() if key.phase == NUMBERS}
+    others = {
+        of.split(" ", 1)[1] for of, n in right.items() if f".layers.{n}." not in f"{of.split()[0]}."
+    }
+    for record in chain(*both.runs):
+        of, n = record.key.name, record.tensor
+        if record.key.phase == NUMBERS and int(n) != right.get(of, int(n)):
+            module, keeper, name = of.split(" ")
+            if f"{keeper} {name}" not in others:
+                makers = with_makers([keeper + "." * (keeper in both.makers)], both)
+                of = f"{name} of {keeper.partition(':')[2]} in {module}"
+                return makers[1:], f"{of} is {int(n)}, and {right[record.key.name]} in one process"
+    return [], ""
 
 
 def handed_on(inside: Inside, is_missing: bool) -> tuple[list[str], str]:
@@ -63,9 +87,9 @@ def handed_on(inside: Inside, is_missing: bool) -> tuple[list[str], str]:
         return [name for name, tensor in mine if any(same(x, tensor) for x in read)], ""
     for call, at in reversed(inside.before + inside.since):
         for variable in copied(call) if call.key[3:] == one.key[3:] else ():
-            over = inside.sum_over(call.got[variable], variable, call, at)
-            if over and inside.place(call.got[variable], call, at) is None:
-                what = f"{variable} is a part of a sum over {over}, and is returned as it is"
+            part = inside.part_of(call.got[variable], variable, call, at)
+            if part and inside.place(call.got[variable], call, at) is None:
+                what = f"{variable} is a part of {part}, and is returned as it is"
                 return [call.key.name], what
     return [], ""
 
@@ -74,67 +98,3 @@ def copied(call: Call) -> list[str]:
     """What a call gets and returns unchanged."""
     out = call.made.get(RESULT)
     return [v for v, tensor in call.got.items() if out is not None and same(out, tensor)]
-
-
-def what_is_wrong(call: Call, at: Here, inside: Inside) -> str:
-    """Of what a call gets and makes: parts, what all ranks have alike, and what is wrong."""
-    cut, sums, wholes, wrong, seen = [], [], [], [], []
-    made = {TOTAL: call.made[TOTAL]} if TOTAL in call.made else call.made
-    for variable, tensor in sorted(made.items(), key=lambda of: " of " in of[0]):
-        if any(same(tensor, other) for other in seen):
-            continue
-        seen.append(tensor)
-        dims = inside.place(tensor, call, at)
-        if dims is None and (over := inside.sum_over(tensor, variable, call, at)):
-            sums.append((tensor.shape, f"{variable} is a part of a sum over {over}"))
-        elif dims is None:
-            wrong.append(f"{variable} is {how_wrong(tensor, variable, call, at, inside)}")
-        elif dims and variable in call.got:
-            cut.append(f"{variable} is a rank's part along dim {dims[0]}")
-        elif not dims:
-            wholes.append((tensor.shape, f"{variable} is what one process has"))
-    formulas = [text for text in wrong if not text.endswith(" is wrong")]
-    if not formulas and not sums and TOTAL not in made:
-        return ""
-    wrong = formulas or wrong
-    shapes = {shape for shape, _ in sums}
-    parts = [text for shape, text in sums + wholes if shape in shapes] + cut
-    return "; ".join([*parts[: max(1, MOST - len(wrong))], *wrong[: MOST - bool(parts)]])
-
-
-def how_wrong(tensor: Tensor, variable: str, call: Call, at: Here, inside: Inside) -> str:
-    """How it differs from this variable in a call in one process, if that is known."""
-    rights = [c for c in inside.right_calls if c.key == call.key and variable in c.made]
-    rights.sort(key=lambda c: c.which != call.which)
-    for right in (c.made[variable] for c in rights if tensor.isfinite().all()):
-        for indices in inside.parts(tensor.shape, right.shape, at):
-            c = weights_of(tensor, [take(right, indices)])
-            # Any number is some factor times any other.
-            if c and c[0] not in (0, 1) and (tensor.numel() > 1 or size_named(c[0], inside.both)):
-                return f"{times(c[0], inside.both)} what one process has"
-            if where := somewhere(tensor, take(right, indices), variable == TOTAL, inside.both):
-                return where
-    for given, mine in call.got.items():
-        for axes, row in inside.rows(mine, given, call, at):
-            if same(sum(row), tensor):
-                return f"the sum of {given} over {axes}"
-    return "wrong"
-
-
-def somewhere(got: Tensor, right: Tensor, is_total: bool, both: Comparison) -> str:
-    """What is wrong in some rows, columns or numbers alone.
-
-    Before a sum over ranks, zeros can be in the place of other ranks' numbers.
-    """
-    wrong = (got - right).abs() > FITS * right.abs().max()
-    for dim, name in reversed([*enumerate(DIMS.get(got.ndim, ()))]):
-        where = lines_along(wrong, dim).any(1).nonzero()[:, 0].tolist()
-        if 0 < len(where) < got.shape[dim]:
-            ratios, how = got[wrong] / right[wrong], "wrong"
-            is_one = (ratios - ratios[0]).abs().max() <= FITS * ratios.abs().max()
-            if not is_total and not (is_one and ratios[0]):
-                return ""
-            if is_one:
-                how = f"{times(float(ratios[0]), both)} what one process has" if ratios[0] else "0"
-            return f"{how} in {name}{'s' * (len(where) > 1)} {ranges(where)}, and right in others"
-    return ""

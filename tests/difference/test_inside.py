@@ -9,7 +9,7 @@ import torch
 from difference.compare import Comparison
 from difference.taps import INSIDE, RESULT, Key, Record
 from difference.tiny import trial_of
-from difference.yours import named, somewhere
+from difference.yours import named
 from picotron_min.extensions import build
 from tests.assembled import make_config
 from tests.difference.changed import answer
@@ -218,14 +218,3 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
     assert names_of(right, [*mine, bad], [], cp=2, cp_engine=cp_engine) == []
     other = X[:, [0, 1, 4, 5]]
     assert names_of(right, [*noted(0, "f", X, other), bad], [], cp=2, cp_engine=cp_engine) == ["f"]
-
-
-def test_which_numbers_are_wrong_is_said_where_one_factor_tells_it():
-    both = Comparison(trial_of(make_config(), 1, own_sizes=False), {})
-    right = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
-    half, zeros = right.clone(), right.clone()
-    half[1], zeros[2:] = 1, 0
-    said = "0.5 times what one process has in number 1, and right in others"
-    assert somewhere(half, right, False, both) == said
-    assert somewhere(zeros, right, False, both) == ""  # they can be other ranks' numbers
-    assert somewhere(zeros, right, True, both) == "0 in numbers 2-3, and right in others"

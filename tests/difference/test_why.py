@@ -154,14 +154,43 @@ def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
     monkeypatch.setattr(both(), "first", ones)
     over = f"a sum over {' and '.join(axes)}: the sum is missing"
     assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
+    ones = [one._replace(got=len(ones) * one.got) for one in ones]
+    monkeypatch.setattr(both(), "first", ones)
+    over = over.replace("sum", "mean")
+    assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
+
+
+def test_a_sum_of_what_should_not_be_summed_is_said(monkeypatch):
+    rows = [right(*SUM, rank=rank) for rank in (0, 1)]
+    monkeypatch.setattr(both(), "all", rows)
+    said = "it is summed over tp, whose ranks have other parts of it"
+    both_rows = rows[0].right + rows[1].right
+    assert explain(rows[0]._replace(got=both_rows), both()) == said
+    assert said not in explain(rows[0]._replace(got=both_rows + 1e-6), both())
+
+
+def test_a_weight_that_your_extension_has_not_changed_after_the_update_is_said(monkeypatch):
+    one = right("weights", Q)
+    before, stepped = got("initial", Q), 1.1 * one.right
+    monkeypatch.setitem(
+        both().whole, one.key._replace(phase="stepped"), 1.1 * both().whole[one.key]
+    )
+    said = "it lacks what your extension changes after the update"
+    assert explain(one._replace(got=stepped), both()) == said
+    assert said not in explain(one._replace(got=stepped + 1e-6 * before), both())
 
 
 def test_ranks_that_scale_by_other_numbers_are_said(monkeypatch):
     sums = [right("scaled gradient", Q, rank=rank) for rank in (0, 1)]
-    wrong = [one._replace(got=(rank + 2) * one.got) for rank, one in enumerate(sums)]
-    monkeypatch.setattr(both(), "first", wrong)
-    said = explain(wrong[0], both())
-    assert "times what it should be, and another number of times on other ranks" in said
+    for second, why in (
+        (3, ""),
+        (2 / 3, ": what divides it is this rank's own part of a mean over tp"),
+    ):
+        factors = zip(sums, (2, second), strict=True)
+        wrong = [one._replace(got=factor * one.got) for one, factor in factors]
+        monkeypatch.setattr(both(), "first", wrong)
+        said = f"times what it should be, and another number of times on other ranks{why}"
+        assert explain(wrong[0], both()).endswith(said)
 
 
 def test_what_your_extension_adds_is_a_part_of_its_own(monkeypatch):
