@@ -169,9 +169,7 @@ class Profile:
     def __init__(self) -> None:
         self.called: dict[str, None] = {}  # the last call last
         self.names: dict = {}  # by code object; None for code outside the project
-        self.makers: dict[
-            str, str
-        ] = {}  # classes, but for dataclasses -> what made the last object
+        self.makers: dict[str, str] = {}  # classes (no dataclasses) -> what made the last object
         self.senders: set[str] = set()  # functions that called collectives.py
         self.watch: Callable | None = None  # gets the calls and returns of your functions
 

@@ -81,14 +81,11 @@ def _factor(one: Compared, both: Comparison) -> str:
         return of
     usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
     factors = {o.at: weights_of(o.got, [o.right]) for o in both.first if o.key == one.key}
-    if any(x and not math.isclose(x[0], c[0]) for x in factors.values()):
-        usual = ", and another number of times on other ranks"
-        for axes, row in along(one.at, factors):
-            if all(factors[at] for at in row) and (
-                why := scaled_by_parts([factors[at][0] for at in row])
-            ):
-                usual += f": {why} over {axes}"
-                break
+    factors = {at: x[0] for at, x in factors.items() if x}
+    if not all(math.isclose(x, c[0]) for x in factors.values()):
+        rows = {axes: [factors[at] for at in row] for axes, row in along(one.at, factors)}
+        whys = (f": {why} over {axes}" for axes, of in rows.items() if (why := scaled_by_parts(of)))
+        usual = f", and another number of times on other ranks{next(whys, '')}"
     return f"it is {factor} what it should be{usual}"
 
 
@@ -149,12 +146,13 @@ def _own_part(one: Compared, both: Comparison) -> str:
     rest, alike = parts_of(one, both).get(REST), _on_ranks(one, both)
     for axes, ranks in along(one.at, alike):
         row = [alike[at] for at in ranks]
-        if any(t.shape != one.right.shape for t in row):
-            continue
-        for (what, of), (name, reduce) in product(
-            (("it", one.right), ("what your extension adds", rest)), REDUCTIONS.items()
-        ):
-            if of is not None and same(reduce([got - (one.right - of) for got in row]), of):
+        whats = (("it", one.right), ("what your extension adds", rest))
+        for (what, of), (name, reduce) in product(whats, REDUCTIONS.items()):
+            if (
+                of is not None
+                and all(t.shape == of.shape for t in row)
+                and same(reduce([got - (one.right - of) for got in row]), of)
+            ):
                 own = f"this rank's own part of a {name} over {axes}"
                 return f"{what} is {own}: the {name.split()[0]} is missing"
     return ""
@@ -190,11 +188,10 @@ def _another_name(one: Compared, both: Comparison) -> str:
     """Another tensor of the same micro-batch: something between them is left out, or run again."""
     if one.key.phase != "forward" or one.got.ndim != 3:
         return ""
-    for o in both.all:  # of another stage, where it is wrong, too
-        is_beside = o.key._replace(name=one.key.name) == one.key and o.at.pp != one.at.pp
-        if is_beside and same(one.got, o.got):
+    right, others = both.whole[one.key], (o for o in both.all if o.at.pp != one.at.pp)
+    for o in others:  # of another stage, where it is wrong, too
+        if o.key._replace(name=one.key.name) == one.key and same(one.got, o.got):
             return f"it is {o.key.name} of {o.at}"
-    right = both.whole[one.key]
     for key, tensor in both.whole.items():
         is_beside = key._replace(name=one.key.name) == one.key and tensor is not right
         if is_beside and tensor.shape == right.shape and same(one.got, take(tensor, one.indices)):

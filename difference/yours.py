@@ -65,9 +65,9 @@ def misnumbered(both: Comparison) -> tuple[list[str], str]:
         if record.key.phase == NUMBERS and int(n) != right.get(of, int(n)):
             module, keeper, name = of.split(" ")
             if f"{keeper} {name}" not in others:
-                makers = with_makers([keeper + "." * (keeper in both.makers)], both)
-                of = f"{name} of {keeper.partition(':')[2]} in {module}"
-                return makers[1:], f"{of} is {int(n)}, and {right[record.key.name]} in one process"
+                makers = with_makers([keeper + "." * (keeper in both.makers)], both)[1:]
+                what = f"{name} of {keeper.partition(':')[2]} in {module} is {int(n)}"
+                return makers or [keeper], f"{what}, and {right[of]} in one process"
     return [], ""
 
 

@@ -34,12 +34,15 @@ def call(name: str, got: dict[str, Tensor], **made: Tensor) -> list[Record]:
 
 
 def said(right: list[Record], *of_ranks: list[Record], **options) -> str:
+    """What is said, of a function that is named."""
     whole = {record.key: record.tensor for record in right}
     whole |= {Key(0, phase, NORM): X for phase in ("forward", "weights")}
     trial = trial_of(make_config(**options), steps=1, own_sizes=False)
     good, bad = (Record(Key(0, phase, NORM), X, [], []) for phase in ("forward", "weights"))
     bad = bad._replace(tensor=X + 1)
-    return named(Comparison(trial, whole, [[good, *of, bad] for of in of_ranks]), "")[1]
+    names, what = named(Comparison(trial, whole, [[good, *of, bad] for of in of_ranks]), "")
+    assert names or not what
+    return what
 
 
 def of_results(right: Tensor, *of_ranks: Tensor, axis: str = "tp") -> str:
