@@ -1,5 +1,6 @@
 """Formulas: what is wrong inside of a call of your own function, beside one process."""
 
+from collections import defaultdict
 from itertools import combinations
 from typing import NamedTuple
 
@@ -102,11 +103,10 @@ def lacking(one: Wrong) -> str:
     ranks = one.inside.both.ranks
     calls = [call for at in ranks if (call := one.inside.call_of(one.call, at))]
     for variable in one.call.made if one.variable == TOTAL else ():
-        owners: dict[tuple, list[Here]] = {}  # by what they have
+        owners = defaultdict(list)  # of the same numbers
         for at, call in zip(ranks, calls, strict=False):
-            owners.setdefault(
-                (*call.made.get(variable, one.got[:0]).flatten().tolist(),), []
-            ).append(at)
+            numbers = call.made.get(variable, one.got[:0]).flatten().tolist()
+            owners[tuple(numbers)].append(at)
         if {*map(len, owners)} == {one.got.numel()}:
             columns = [torch.tensor(numbers, dtype=torch.float64) for numbers in owners]
             weights = [weights_of(sums.flatten(), columns) or [] for sums in (one.got, one.right)]
@@ -142,13 +142,12 @@ def moved(one: Wrong) -> str:
     mine, lines = lines_along(one.got, 0), lines_along(one.right, 0)
     most, n = FITS * lines.abs().max(), len(lines)
     pairs = [*combinations(range(n), 2)] + [(i,) for i in range(n)]
-    near = (
-        torch.cdist(mine, torch.stack([lines[[*of]].sum(0) for of in pairs]), p=torch.inf) <= most
-    )
+    sums = torch.stack([lines[[*of]].sum(0) for of in pairs])
+    near = torch.cdist(mine, sums, p=torch.inf) <= most
     wrong = ((mine - lines).abs() > most).any(1) & mine.any(1)
-    for i in (
-        (wrong & (near.sum(1) == 1)).nonzero()[:, 0].tolist() if near[wrong].any(1).all() else ()
-    ):
+    if not near[wrong].any(1).all():
+        return ""
+    for i in (wrong & (near.sum(1) == 1)).nonzero()[:, 0].tolist():
         of = pairs[int(near[i].int().argmax())]
         if len(of) == 1 or not same(*lines[[*of]]):  # equal ones tell nothing
             which = f"the sum of {of[0]} and {of[1]}" if of[1:] else f"{of[0]}"
@@ -170,9 +169,9 @@ def added(one: Wrong) -> str:
 
 def behind_a_power(one: Wrong) -> str:
     """Of 1 / sqrt(c x + a constant), such as a norm: the factor c."""
-    for power in (
-        (2, -1, -2) if one.got.numel() > 7 and min(one.got.min(), one.right.min()) > 0 else ()
-    ):
+    if one.got.numel() < 8 or min(one.got.min(), one.right.min()) <= 0:
+        return ""
+    for power in (2, -1, -2):
         c = weights_of(one.got**power, [one.right**power, torch.ones_like(one.right)])
         if c and c[1] and size_named(c[0], one.inside.both):
             return f"is wrong: its power {power} {one.is_times(c[0])}, and a constant"
