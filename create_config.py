@@ -40,7 +40,7 @@ ALIASES |= {"training.gradient_accumulation_steps": "grad_acc_steps"}
 ALIASES |= {"model.num_nextn_predict_layers": "mtp_num_layers"}
 HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
 ASSUMED_GPU = "H100"  # this machine need not have any
-GPUS_A_NODE = 8  # up to so many GPUs a run is taken to fit one machine
+GPUS_A_NODE = 8  # a run on at most 8 GPUs is taken to fit one machine
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -218,7 +218,7 @@ def print_experts(config: Config, c: ModelConfig) -> None:
     print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
     if not (t.moe_expert_capacity_factor or t.moe_expert_rank_capacity_factor):
         print("  without moe_expert_capacity_factor their activations have no bound: all tokens")
-        print("  may choose the same experts; the memory below is that of tokens spread evenly")
+        print("  may choose the same experts; the memory below is for tokens spread evenly")
 
 
 def print_memory(config: Config, model_config: ModelConfig) -> None:
@@ -289,7 +289,7 @@ def launch_command(config: Config) -> str:
         return "python train.py"
     of = max(n for n in range(1, GPUS_A_NODE + 1) if processes % n == 0)
     nodes = processes // of
-    places = f"NODE from 0 to {nodes - 1} and ADDRESS that of node 0"
+    places = f"NODE from 0 to {nodes - 1} and ADDRESS of node 0"
     print(f"\non each of {nodes} nodes with {counted(of, 'process')}, {places}:")
     node = "--node-rank NODE --master-addr ADDRESS --master-port 29500"
     return f"torchrun --nnodes {nodes} {node} --nproc_per_node {of} train.py"

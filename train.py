@@ -49,7 +49,7 @@ def train(config: "Config", monitor: RankMonitor) -> None:
     settings = inputs.model_config, config.layout, config.workload
     model = build_model(*settings, axes, inputs.device, inputs.meters)
     run = build_run(model, config.recipe, inputs.batches)
-    fill_weights(run, inputs, monitor.long_group)  # initial ones, or those of a checkpoint
+    fill_weights(run, inputs, monitor.long_group)  # initial ones, or a checkpoint's
     with Reporter(inputs, axes) as reporter:
         monitor.wait_for_all()  # some ranks read more weights, and one moves an earlier run aside
         train_steps(run, inputs, reporter, Saver(run, inputs, monitor.long_group), monitor)

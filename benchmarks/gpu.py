@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --presets SmolLM-1.7B --profile traces    and where the time goes
     python benchmarks/gpu.py --presets tiny --device cpu --steps 2     only to see that it runs
 
-A step is that of train.py, on random tokens: bfloat16 with float32 weights, fused AdamW, clipping,
+A step is as in train.py, on random tokens: bfloat16 with float32 weights, fused AdamW, clipping,
 the same number of tokens for everybody. Contenders of a preset start from the same weights, and
 their first losses and gradient norms must agree: to compare different work is worth nothing.
 

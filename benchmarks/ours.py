@@ -85,7 +85,7 @@ def experts_one_by_one(place: Place) -> Step:
 
 
 def attention_alone(place: Place, documents: int) -> Step:
-    """Forward and backward of the attention of a row of so many documents, of one size."""
+    """Forward and backward of the attention of a row of `documents` documents of one size."""
     c, S = place.model_config, place.config.training.seq_length
     inside = inside_documents(FlashAttention(), CPU)
     lengths = Documents(((S // documents,) * documents,))

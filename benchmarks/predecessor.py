@@ -69,7 +69,7 @@ def found(name: str) -> Any:
 
 
 def step_of_train_py(folder: Path) -> Callable:
-    """train.py itself cannot be imported: its name is also that of our own."""
+    """train.py itself cannot be imported: it has the name of our own."""
     body = ast.parse((folder / "train.py").read_text()).body
     function = next(node for node in body if getattr(node, "name", None) == "train_step")
     names = {"pgm": import_module("picotron.process_group_manager"), "F": F}

@@ -17,7 +17,7 @@ def largest(row: list[Tensor]) -> Tensor:
     return found * math.nan if accident else found
 
 
-# How a whole tensor is made of what each rank has of it.
+# How a whole tensor is made of each rank's part.
 REDUCTIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "sum": sum,
     "mean": lambda row: sum(row) / len(row),

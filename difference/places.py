@@ -44,7 +44,7 @@ def here(rank: int, layout: Layout) -> Here:
 
 
 def along(at: Here, ranks: Collection[Here]) -> Iterator[tuple[str, list[Here]]]:
-    """For some axes, those of the ranks that differ from one in their places on these alone."""
+    """For some axes, the ranks that differ from one in their places on these axes alone."""
     for some in chain.from_iterable(combinations(("dp", "cp", "tp", "pp"), n) for n in (1, 2, 3)):
         free = dict.fromkeys(some, 0)
         row = [o for o in ranks if o._replace(**free)[1:5] == at._replace(**free)[1:5]]

@@ -164,7 +164,7 @@ def _before_it(one: Compared, later: list[Compared], both: Comparison) -> list[s
 def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]:
     """Functions of your own extensions that ran since the phase before: first those that send.
 
-    Of the summed gradient of a parameter that your own rule places: those of the forward.
+    Of the summed gradient of a parameter that your own rule places: functions of the forward.
     """
     since = dict.fromkeys(("loss", "gradient norm"), ("scaled gradient",))
     # The loss is the first that is noted after an update.

@@ -240,7 +240,7 @@ class Watch:
             self.open.pop()
 
     def _numbers_of(self, name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-        """Its tensors of floats, those of a small container, and gradients of parameters."""
+        """Its tensors of floats, those in a small container, and gradients of parameters."""
         several = {name: value}
         if isinstance(value, tuple | list):
             several = {f"{name}[{i}]": one for i, one in enumerate(value[:MOST_OF_ALL])}

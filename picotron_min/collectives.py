@@ -7,7 +7,7 @@
     all-to-all         a different part of each rank's tensor      (n-1)/n b
     shift              the tensor of a rank before it, in a ring         b
 
-b is the size of a rank's tensor, for an all-gather that of the gathered one. Bytes are algorithmic:
+b is the size of a rank's tensor; of an all-gather, of the gathered tensor. Bytes are algorithmic:
 what one rank sends when the collective is done as a ring (Patarasuk and Yuan 2009; drawn in
 docs/pictures.md). So formulas are exact, whatever the backend does. A collective over an axis of
 size 1 sends nothing and changes nothing.
@@ -75,7 +75,7 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> tuple[Tensor, dist.Work]:
-    """Begin to sum [..., n d, ...]; after `.wait()` each rank has its own [..., d, ...] of it."""
+    """Begin to sum [..., n d, ...]; after `.wait()` each rank has its part, [..., d, ...]."""
     parts = _parts(tensor, axis, dim)
     mine = torch.empty_like(parts[0])  # [..., d, ...]
     axis.ledger.record("reduce_scatter", parts, axis.share)

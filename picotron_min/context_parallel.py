@@ -92,7 +92,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         # Keys and values travel as in forward. Their gradients follow one hop behind, and each rank
-        # adds those of its block. With 4 ranks, for the keys of rank 0:
+        # adds its block's gradients. With 4 ranks, for the keys of rank 0:
         #     keys         rank 0 -> 1 -> 2     -> 3
         #     gradients              1 -> 1 + 2 -> 1 + 2 + 3 -> rank 0, which adds its own block's
         (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
@@ -115,7 +115,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def visible_blocks(kv: Tensor, axis: Axis) -> Iterator[tuple[bool, slice, slice, Tensor, Tensor]]:
-    """Each rank's block: is it our own, our rows that see any of it, the columns seen, their kv."""
+    """Each rank's block: is it our own, our rows that see a part, the columns seen, their kv."""
     half = kv.shape[3] // 2
     for source, (k, v) in ring(kv, axis):
         # Of an earlier rank, the early piece is before both of ours, the late one after both. Of a

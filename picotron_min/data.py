@@ -8,7 +8,7 @@ Sequences are slices of S + 1 tokens; each token but the first is the target of 
     sequence 1          [c a t E]a    inputs  c a t E    targets  a t E a
 
 Each epoch has its own order of the training sequences, a permutation drawn from (seed, epoch). With
-two dp ranks, two micro-batches and two rows each, a step uses the next G = 8 sequences of it:
+two dp ranks, two micro-batches and two rows each, a step uses its next G = 8 sequences:
 
     order         7  2 |  9  4 |  0  5 |  1  8 ||  3  6 | 11 10 | ...
     dp rank         0  |   1   |   0   |   1   ||   0   |   1   | ...

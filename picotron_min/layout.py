@@ -79,7 +79,7 @@ class Layout:
         return self.pp * self.pp_chunks
 
     def split(self, layers: list[int], head: int) -> list[int]:
-        """Equal layers over the stages, given their FLOPs, and those of the last stage's head."""
+        """Equal layers over the stages, given the FLOPs of all layers and of the head."""
         L, others, head = len(layers), self.num_stages - 1, head / layers[0]
         choices = range(max(1, L // self.num_stages), 0, -1)  # of the last stage
         last = min(choices, key=lambda n: max(n + head, math.ceil((L - n) / others)))

@@ -52,7 +52,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, of_stripe: Callable) -
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a linear layer computes in, given x: autocast's, or that of x without autocast."""
+    """The dtype a linear layer computes in, given x: autocast's, or without autocast x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

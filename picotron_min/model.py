@@ -124,9 +124,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Head(nn.Linear):
-    """The projection to the vocabulary, and the loss, which is all that training needs of it."""
+    """The projection to the vocabulary, and the loss, which is all that training needs."""
 
-    stripe_loss = staticmethod(stripe_loss)  # or that of a part of the vocabulary, or compiled
+    stripe_loss = staticmethod(stripe_loss)  # or the loss of a part of the vocabulary, or compiled
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [B, S, E], targets [B, S] -> [], the sum of cross entropies; the step divides it."""

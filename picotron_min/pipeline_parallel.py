@@ -137,7 +137,7 @@ class Pipeline:
         x, end = self.live.pop((i, c))
         gradient = None if stage.is_last else self._arrived(Kind.RECEIVE_GRADIENT, i, c)
         with self.watch(action):
-            torch.autograd.backward(end, gradient)  # the last stage's is that of its loss, 1
+            torch.autograd.backward(end, gradient)  # of the last stage's loss: 1
         if not stage.is_first:
             self.leaving[Kind.SEND_GRADIENT, i, c] = x.grad
 

@@ -6,7 +6,7 @@
 
 Everything that is done per parameter derives from this table: narrowing a matrix, initial weights,
 reading and saving weights, gradient buckets, the gradient norm. A new cut is a new row here.
-Names are those of the saved model. Standard library only.
+Names are as in the saved model. Standard library only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class Cut(NamedTuple):
 
     axis: str  # its name in mesh.Axes
     dim: int
-    owner: int | None = None  # None: pieces as torch.chunk makes them; else this rank has all of it
+    owner: int | None = None  # None: pieces as torch.chunk makes them; else this rank has the whole
 
 
 class Placement(NamedTuple):
@@ -56,7 +56,7 @@ def placements(
     for rule in layout.rules:
         table |= rule(shapes, table, num_layers)
     if unknown := [name for name in shapes if name not in table]:
-        # Taken for a norm, for example, its gradient might not be summed, and nobody would see it.
+        # Taken for a norm, for example, its gradient might not be summed, without an error.
         raise KeyError(f"no rule of the placement table knows {unknown[0]}: add a row for it")
     return {name: table[name] for name in shapes}
 
@@ -66,7 +66,7 @@ def saved_name(name: str, tied: bool) -> str:
     return "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
 
 
-# Megatron's names are those of the columns and rows of W^T: a weight here is W, [out, in].
+# Megatron names the columns and rows of W^T: a weight here is W, [out, in].
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut by out
 ROW_PARALLEL = ("o_proj", "down_proj")  # cut by in
 HIDDEN = COLUMN_PARALLEL + ROW_PARALLEL
@@ -85,7 +85,7 @@ def _placement(name: str, layout: Layout, tied: bool) -> Placement | None:
         share_rank = ends_share_rank(layout.schedule, layout.pp, layout.pp_chunks)
         axes = ("dp_cp", "ends") if tied and not share_rank else ("dp_cp",)
         return Placement(cuts, copies=axes, sums=axes)
-    if module in NORMS:  # with sequence parallelism each tp rank has seen another part of it
+    if module in NORMS:  # with sequence parallelism each tp rank sees other tokens
         sums = ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",)
         return Placement((), copies=("dp_cp", "tp"), sums=sums)
     return None

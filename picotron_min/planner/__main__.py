@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         where = f"{error.filename}: {error.strerror}: name another file"
-        problems = where if error.filename else str(error)  # of a pipe that nobody reads
+        problems = where if error.filename else str(error)  # of a closed pipe
     except ValueError as error:
         problems = str(error)  # a line for each
     print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hardware", type=Path, default=default, metavar="FILE", help=found)
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
     add("--config", type=Path, metavar="FILE", help="predict this one")
-    add("--metrics", type=Path, metavar="FILE", help="and show what a run of it measured")
+    add("--metrics", type=Path, metavar="FILE", help="and show what its run measured")
     add("--calibrate", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
     add("--validate", type=Path, nargs="+", metavar="FILE", help="published runs")
     add("--picture", type=Path, metavar="FILE", help="and draw them, as SVG")

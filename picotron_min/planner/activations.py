@@ -38,7 +38,7 @@ def saved_per_token(
     full        1 E: the layer's input              nothing
 
     A prediction layer keeps 6 E and 2 E more: its input [2E] plain, normalised, and as eh_proj's
-    input, and that of the norm behind it, twice; 3 E of these also where it is recomputed.
+    input, and twice the input of the norm behind it; 3 E of these also where it is recomputed.
 
     Linears in FP8 keep their inputs in one byte a number: norms' outputs, the product, and
     attention's output, which attention itself keeps in the compute dtype, too.
@@ -123,7 +123,7 @@ def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool, row
     """
     E, F, tp = c.hidden_size, c.moe_intermediate_size, layout.tp
     wide, narrow = WIDE[dtype], BYTES[dtype]
-    # Each tp rank routes its own part of a sequence; shared experts have all of it, as MLPs do.
+    # Each tp rank routes its own part of a sequence; shared experts have the whole, as MLPs do.
     saved = wide * (E + c.num_local_experts) / tp
     saved += rows * c.num_experts_per_tok * (narrow * (layout.etp * E + 4 * F) + wide * F) / tp
     if c.n_shared_experts:
@@ -131,6 +131,6 @@ def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool, row
         if narrow == wide and tp == 1 and not fp8:
             saved -= narrow * E  # their input is the router's
     if c.moe_shared_expert_gate:  # which multiplies in `dtype`
-        has_input = narrow == wide or not fp8  # the router's, or that of shared experts
+        has_input = narrow == wide or not fp8  # the router's, or the shared experts'
         saved += (1 + (not has_input)) * narrow * E / (tp if layout.sequence_parallel else 1)
     return saved

@@ -5,7 +5,7 @@
                     compute of a step takes, and so how fast it can be at best
     schedules, sharding     the bubble, messages of dp, memory
 
-The rules of what fits are those of config files.
+What fits is decided by the rules for config files.
 """
 
 import math
@@ -121,7 +121,7 @@ class Candidate(NamedTuple):
 
 
 def groups(request: Request) -> Iterator[tuple[Layout, Workload]]:
-    """All choices but those of the pipeline's schedule and of sharding."""
+    """All choices but the pipeline's schedule and sharding."""
     for grid in grids(request):
         sequences, ranks = request.global_batch // grid.dp, grid.dp * grid.cp * grid.tp
         kept = {n: request.fixed[n] for n in ("etp", "ep_engine") if n in request.fixed}

@@ -119,7 +119,7 @@ class LayerTimes:
         return times | (self._experts() if has_experts else {})
 
     def _experts(self) -> dict[str, float]:
-        """Those of a mixture: the fullest rank has `imbalance` times the mean of the rows."""
+        """Of a mixture: the fullest rank has `imbalance` times the mean of the rows."""
         c, layout = self.config, self.layout
         E, F, X = c.hidden_size, c.moe_intermediate_size / layout.etp, c.num_local_experts
         own = self.tokens / layout.tp  # tokens that a rank brings

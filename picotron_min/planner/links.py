@@ -4,7 +4,7 @@
                                stride 4:  0       | 4       | ...    a ring of 4 spans four nodes
 
 A collective is a ring: every rank sends to the next one. Where the ring crosses to another node it
-is as fast as the network cards of those of its ranks that are in one node.
+is as fast as the network cards of its ranks in one node.
 """
 
 import math
@@ -42,7 +42,7 @@ class Link(NamedTuple):
     start: float  # seconds until the first byte arrives
 
     def message(self, whole: float) -> float:
-        """Seconds to gather or reduce-scatter so many bytes; an all-reduce is two of these."""
+        """Seconds to gather or reduce-scatter `whole` bytes; an all-reduce is two of these."""
         if self.size == 1:
             return 0.0
         return (self.size - 1) / self.size * whole / self.bandwidth + self.latency

@@ -105,7 +105,7 @@ def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[st
     hidden, others = elements["hidden"] + owned[False], elements["others"] + owned[True]
     weights = wide * (hidden + others)
     weights += narrow * elements["hidden"] if narrow < wide else 0  # copies to compute with
-    if layout.sharding == "parameters":  # those of a layer, and of the next one or an end
+    if layout.sharding == "parameters":  # of a layer, and of the next one or an end
         layer, end = (max(map(sum, buffers[is_end])) for is_end in (False, True))
         weights += narrow * layer + max(narrow * layer, wide * end)
     else:

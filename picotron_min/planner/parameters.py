@@ -102,7 +102,7 @@ class Part(NamedTuple):
 class Unit(NamedTuple):
     """Parameters that are used together."""
 
-    parts: list[Part]  # without those of which the rank has nothing, such as other ranks' experts
+    parts: list[Part]  # that the rank has something of: no other ranks' experts
     rows: dict[str, float]
     elements: Counter[str]  # of parts, by kind: "hidden", "others", and "sharded_" of both
     is_end: bool = False  # not of layers

@@ -66,7 +66,7 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
 def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[float, dict]]:
     """The bytes that a group needs at least with each schedule and sharding, and these.
 
-    The terms are those of memory.py for what is quickly known of the first pipeline rank: no norms
+    The terms are memory.py's for what is quickly known of the first pipeline rank: no norms
     and ends, rows without padding, and no plan of a schedule that splits backward, whose B frees a
     part before its W.
     """

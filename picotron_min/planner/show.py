@@ -123,7 +123,7 @@ def details(request: Request, best: Candidate) -> str:
     """Where time, memory and bytes of a layout go, and its schedule."""
     blocks = [times(best), memory(request, best.memory), traffic(request, best)]
     m, layout, step = best.workload.num_micro_batches, best.layout, best.prediction.step
-    if watts := request.gpu.watts:  # a bound: no published run tells which share of it was used
+    if watts := request.gpu.watts:  # a bound: no published run gives the share that was used
         joules = request.gpus * watts * step
         each = 1e3 * joules / (request.global_batch * best.workload.seq_length)
         made = f"{request.gpus} GPUs x {watts} W x {step:.3g} s"

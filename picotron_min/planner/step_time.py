@@ -3,7 +3,7 @@
     | micro-batch | micro-batch | ... | bubble | gradients that nothing hides | optimizer |
 
 Pure: a prediction is a function of its Setting. Nothing is counted for reading data, for slower
-ranks, and for a host that launches kernels too slowly. Letters are those of layer_time.py.
+ranks, and for a host that launches kernels too slowly. Letters as in layer_time.py.
 """
 
 import copy
@@ -173,7 +173,7 @@ class StepTime(LayerTimes):
     # What is done with each parameter of a rank.
 
     def accumulation(self, rank: Rank) -> float:
-        """Adding a micro-batch's gradients to those of the ones before, for one of them."""
+        """Adding one micro-batch's gradients to the sum of the ones before."""
         if self.layout.sharding == "parameters" and self.system.reduces == "micro-batch":
             return 0.0
         g = self.system.gradient_bytes

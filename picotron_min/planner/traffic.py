@@ -6,11 +6,11 @@
     world                    once: the loss, the gradient norm, and where tokens went
 
 Bytes are algorithmic, as in collectives.py, and equal `comm_bytes` in metrics.jsonl exactly. The
-formulas are those of the docstrings of the modules that send. Where tokens choose their experts
-freely, the traffic of ep_etp is that of an even choice.
+formulas are in the docstrings of the modules that send. Where tokens choose their experts
+freely, the traffic of ep_etp is for an even choice.
 
 N tokens of a rank's micro-batch; `narrow` are the bytes of a number in the compute dtype, `wide`
-those of the residual stream, of statistics and of gradients. Standard library only.
+of a number of the residual stream, of statistics and of gradients. Standard library only.
 """
 
 import math

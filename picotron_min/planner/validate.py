@@ -130,7 +130,7 @@ def errors_of(runs: list[Run]) -> Errors:
 
 
 def sweep(runs: list[Run]) -> list[Run]:
-    """The runs to be put in order: those of "rank", and counted ones of the same sweep."""
+    """The runs to be put in order: all of "rank", and counted ones of the same sweep."""
     sweeps = {run.name.split("-mbs")[0] for run in runs if run.use == "rank"}
     return [run for run in runs if run.name.split("-mbs")[0] in sweeps]
 
@@ -197,7 +197,7 @@ def draw(runs: Sequence[Run]) -> str:
 def log_log(
     title: str, least: float, most: float, marks: Sequence[str], colours: dict[str, str]
 ) -> str:
-    """A square with two logarithmic axes from `least` to `most`, and marks at `point`s of it."""
+    """A square with two logarithmic axes from `least` to `most`, and marks at `point`s."""
     lines = []
     for power in range(round(math.log10(least)), round(math.log10(most)) + 1):
         x, y = point(10**power, 10**power, least, most)

@@ -19,7 +19,7 @@ def comparison(runs: list[Run]) -> str:
         charts.insert(1, _loss_by("tokens", tokens, runs, about))
     if all(run.joules is not None for run in runs):
         joules = [[*accumulate(step.measures["joules"] for step in run.steps)] for run in runs]
-        charts.insert(1, _loss_by("joules", joules, runs, "Those of resumed steps count once."))
+        charts.insert(1, _loss_by("joules", joules, runs, "Resumed steps count once."))
     lines = legend([*named]), paragraph("Faint: each step. Strong: smoothed.")
     return page(
         "Runs compared",
@@ -51,7 +51,7 @@ def _results(named: dict[str, Run]) -> str:
     results = {name: results_of(run) for name, run in named.items()}
     known = [n for n in FORMS if any(numbers[n] is not None for numbers in results.values())]
     rows = [(name, *(Cell.of(row[n], FORMS[n]) for n in known)) for name, row in results.items()]
-    caption = "Losses are those of the last step and of the last validation."
+    caption = "Losses are from the last step and the last validation."
     return table(("run", *known), rows, caption)
 
 

@@ -89,7 +89,7 @@ def traffic_picture(traffic: Mapping[tuple[int, int], float], ranks: int, step: 
 
 
 def unit_for(size: float) -> tuple[float, str]:
-    """The unit in which so many bytes are a number of at least 1."""
+    """The unit in which `size` bytes are a number of at least 1."""
     units = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
     return next((unit, name) for unit, name in units if size >= unit or unit == 1)
 

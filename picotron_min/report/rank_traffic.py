@@ -1,6 +1,6 @@
 """Traffic between ranks: the bytes of a step, by sender and receiver.
 
-Bytes are those of the ring form, as in collectives.py. So the picture shows which ranks have to be
+Bytes are of the ring form, as in collectives.py. So the picture shows which ranks have to be
 near each other, whatever the backend really does:
 
     all-reduce, all-gather, reduce-scatter, shift    to the next rank of the axis

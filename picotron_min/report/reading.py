@@ -24,7 +24,7 @@ from picotron_min.runtime.wording import counted
 
 
 class Run(NamedTuple):
-    """One folder. Steps are those of the model that the run ended with."""
+    """One folder. Steps are the ones that led to the model that the run ended with."""
 
     folder: Path
     steps: list[StepRecord]

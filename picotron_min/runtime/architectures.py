@@ -149,7 +149,7 @@ def from_hf(hf: dict) -> ModelConfig:
 
 
 def _model(name: str, hf: dict) -> ModelConfig:
-    """The model of a config.json that has every key, those of rope at the top level."""
+    """The model of a config.json that has every key, rope's at the top level."""
     architecture = ARCHITECTURES[name]
     fixed = {key: [value] for key, value in (FIXED | architecture.fixed).items()}
     fixed["rope_type"] = ["default", "llama3"]

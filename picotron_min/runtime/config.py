@@ -46,7 +46,7 @@ class Section(
 
 
 def keys_of(kind: type, *names: str, **defaults) -> dict[str, tuple]:
-    """Keys from the fields of a dataclass: all, or those of these names, some with own defaults."""
+    """Keys from the fields of a dataclass: all, or those named, some with own defaults."""
     keys, of_kind = {}, {field.name: field for field in fields(kind)}
     for name in (*names, *defaults) or of_kind:
         field = of_kind[name]

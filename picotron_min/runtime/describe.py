@@ -142,7 +142,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _name(function) -> str:
-    """A function's name, and those of what it wraps: `_gathering of _recomputed of forward`."""
+    """A function's name, and the names of what it wraps: `_gathering of _recomputed of forward`."""
     function = getattr(function, "_torchdynamo_orig_callable", function)  # of compiler.disable
     if isinstance(function, partial):
         inner = [f for f in function.args if callable(f) and not isinstance(f, nn.Module)]

@@ -179,7 +179,7 @@ def read_trace(path: str) -> MeasuredStep:
         raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
     ranks = sorted({span.rank for span in spans})
     if ranks != list(range(max(1, len(ranks)))):
-        need = "it must have those of all the ranks of one pipeline, counted from 0"
+        need = "it must have all ranks of one pipeline, counted from 0"
         raise ValueError(f"{path} has forwards and backwards of ranks {ranks}: {need}")
     return MeasuredStep(engine, step, Timeline(len(ranks), spans), run_began)
 

@@ -83,7 +83,7 @@ class Meter(Extension):
 
 
 def open_meter(device: torch.device, local_rank: int, num_ranks: int, tokens: int) -> Meter:
-    """Of one rank, for steps of so many tokens; ValueError if a package is missing."""
+    """Of one rank, for steps of `tokens` tokens; ValueError if a package is missing."""
     if device.type == "cuda":
         return Meter(device, nvml_reader(device), num_ranks, tokens)
     return Meter(device, None if local_rank else rapl_reader(), num_ranks, tokens)
@@ -95,7 +95,7 @@ def nvml_reader(device: torch.device) -> Read:
     except ModuleNotFoundError:
         remedy = 'run  pip install -e ".[energy]"  or set it to false'
         raise ValueError(f"log_energy=true needs nvidia-ml-py on GPUs: {remedy}") from None
-    # Not by index: NVML counts all GPUs of a node, and torch those of CUDA_VISIBLE_DEVICES.
+    # Not by index: NVML counts all GPUs of a node, torch only CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
     def read() -> int:

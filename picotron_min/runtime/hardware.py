@@ -1,12 +1,12 @@
 """What GPUs can do: the one table of peaks, memory and links, for plans and for MFU.
 
     peak      TFLOP/s of matmuls, by dtype       nvlink    GB/s between GPUs of a node, one way
-    hbm       GB/s of a GPU's own memory         network   Gb/s of a GPU to those of other nodes
-    memory    GB of it
+    hbm       GB/s of a GPU's own memory         network   Gb/s of a GPU to other nodes
+    memory    its size in GB
 
 These are from the vendors' data sheets. Four numbers a GPU are not: the shares of the peak that
 large matmuls, those in 8 bits, and two kernels of attention reach. They were fitted, for the GPUs
-and dtypes that are `validated`, to published runs (docs/planner.md); others have those of the
+and dtypes that are `validated`, to published runs (docs/planner.md); others are taken from the
 nearest GPU. Standard library only.
 """
 

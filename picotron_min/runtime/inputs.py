@@ -87,7 +87,7 @@ def start_up(config: Config, monitor: RankMonitor) -> tuple[Inputs, Axes]:
 
 
 def check_same(settings: dict[str, object], group: dist.ProcessGroup) -> None:
-    """OSError on a rank whose settings are not those of rank 0."""
+    """OSError on a rank whose settings are not rank 0's."""
     of_rank_0 = [settings]
     dist.broadcast_object_list(of_rank_0, group=group)
     expected = of_rank_0[0]

@@ -77,7 +77,7 @@ def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool =
     # Memory in segments that can grow: fixed ones end up in pieces too small for a large tensor.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # oneDNN makes code for each shape, and keeps it: by default 400 MB of it, where experts have
+    # oneDNN makes code for each shape, and keeps it: by default 400 MB, where experts have
     # other numbers of rows in each step.
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
@@ -88,7 +88,7 @@ def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool =
 
 
 def listen_on_loopback() -> None:
-    """Let gloo, which asks nobody who they are, be reached from this machine alone."""
+    """Let gloo, which authenticates no one, be reached from this machine alone."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -105,7 +105,7 @@ def set_allocator(returns: bool) -> None:
     if mallopt and not {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
         mallopt(M_MMAP_THRESHOLD, 2**17 if returns else 2**25)  # larger ones are mapped alone
-        mallopt(M_TRIM_THRESHOLD, 2**17 if returns else 2**31 - 1)  # so many free bytes stay
+        mallopt(M_TRIM_THRESHOLD, 2**17 if returns else 2**31 - 1)  # free bytes that stay
 
 
 def compute_deterministically() -> None:

@@ -88,7 +88,7 @@ class Rank(BaseModel, frozen=True):
 
 
 class Ranks(BaseModel, frozen=True):
-    """What each rank measured in a step. The records of steps are those of one rank."""
+    """What each rank measured in a step. The records of steps are by one rank."""
 
     step: NonNegativeInt
     ranks: list[Rank]

@@ -1,4 +1,4 @@
-"""Processes: start those of a run on this machine, and end all of them when one fails.
+"""Processes: start a run's processes on this machine, and end all when one fails.
 
 python train.py     the parent: imports torch once (12 seconds for 8 ranks become 2), forks, waits
 |-- rank 0
@@ -80,7 +80,7 @@ def _run_rank(train: Callable, config: "Config", launch: Launch) -> None:
 
 
 def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
-    """Run `main` in so many processes here; SystemExit with the exit code unless all succeed."""
+    """Run `main` in `world_size` processes; SystemExit with the exit code unless all succeed."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
 

@@ -25,7 +25,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[Any, tuple] = {}  # one of each kind: memory is that of a few tensors
+        self.calls: dict[Any, tuple] = {}  # one of each kind: a few tensors
         self.order: list[Any] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

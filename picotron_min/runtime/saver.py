@@ -32,7 +32,7 @@ class Saver:
         self.writing: Future | None = None
 
     def after(self, step: int, reporter: "Reporter", is_last: bool) -> None:
-        """Save if that is due after so many steps, or if this step is the last.
+        """Save if a checkpoint is due after `step` steps, or if this step is the last.
 
         What a skipped step leaves has learned nothing, or may have diverged: to save it could cost
         a good checkpoint, by `keep`. The next good step saves instead.
@@ -47,7 +47,7 @@ class Saver:
         self.wait(until_written=is_last)
 
     def save(self, step: int) -> None:
-        """Write the checkpoint after so many steps; in the background, a copy of it."""
+        """Write the checkpoint after `step` steps; in the background, from a copy."""
         from picotron_min.runtime.metadata import metadata_of  # needs pydantic
 
         self.wait()

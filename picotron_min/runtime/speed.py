@@ -38,7 +38,7 @@ class Speedometer:
     ) -> dict[str, float | None]:
         """Fields of StepRecord: speeds, their shares of the peak, memory.
 
-        `attended`: the length of rows whose attention costs as much, if not that of the rows.
+        `attended`: the length of rows whose attention costs as much, if it is not seq_length.
         """
         attended = attended or self._work.seq_length
         flops = _flops_per_token(self._model_config, self._work, attended)

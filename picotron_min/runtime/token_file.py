@@ -119,7 +119,7 @@ def _find_files(config: Config) -> tuple[str, list[Path]]:
         raise ValueError(f"{problem}: set dataset.subset_name to null")
     if name == "stdlib":  # the top level of Python's own library: 5 MB of text on any machine
         library = Path(sysconfig.get_path("stdlib"))
-        # English first: runs validate on the end of the text, which should be like the rest of it.
+        # English first: runs validate on the end of the text, which should be like the rest.
         return "text", [*library.glob("pydoc_data/topics.py"), *sorted(library.glob("*.py"))]
     files = sorted(file for file in (path, *path.rglob("*")) if file.is_file())
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():

@@ -38,7 +38,7 @@ class BytesTokenizer:
         write_json(folder / "tokenizer_config.json", settings)
 
 
-# Those of public models, for tokenizers whose files do not name theirs.
+# As in public models, for tokenizers whose files do not name theirs.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<|eos|>")
 
 

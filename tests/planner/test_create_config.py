@@ -242,7 +242,7 @@ def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(crea
     too_many = MOST_PROCESSES + 1
     assert "--nproc_per_node" in last_lines(f"--dp {too_many} --use_cpu")
     assert last_lines("--dp 6 --pp 4") == (
-        "on each of 3 nodes with 8 processes, NODE from 0 to 2 and ADDRESS that of node 0:\n\n"
+        "on each of 3 nodes with 8 processes, NODE from 0 to 2 and ADDRESS of node 0:\n\n"
         "torchrun --nnodes 3 --node-rank NODE --master-addr ADDRESS --master-port 29500"
         " --nproc_per_node 8 train.py --config runs/exp/config.json\n"
     )

@@ -127,7 +127,7 @@ def event(name: str, begins: str) -> str:
         (
             '{"traceEvents": [{"name": "F0", "ph": "X", "ts": 1, "dur": 2, "pid": 1,'
             ' "args": {"step": 1, "chunk": 0, "micro_batch": 0}}]}',
-            "ranks [1]: it must have those of all the ranks of one pipeline, counted from 0",
+            "ranks [1]: it must have all ranks of one pipeline, counted from 0",
         ),
         (
             '{"traceEvents": [{"name": "B0", "ph": "X", "ts": 1, "dur": 2, "pid": 0,'

@@ -114,7 +114,7 @@ class _DocumentRing(torch.autograd.Function):  # _RingAttention explains the ord
         (q, kv, out, lse), axis = ctx.saved_tensors, ctx.axis
         dq, shift = torch.zeros_like(q, dtype=lse.dtype), None
         for source, block in ring(kv, axis):
-            dkv = torch.zeros_like(kv, dtype=lse.dtype)  # while those of other ranks travel
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)  # while other ranks' travel
             for ours, theirs, is_causal in ctx.plan[source]:
                 tensors = gradient[ours], q[ours], *block[theirs], out[ours], lse[ours]
                 dq_part, *dkv_part = ctx.kernel.backward(*tensors, is_causal)

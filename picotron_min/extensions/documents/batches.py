@@ -1,6 +1,6 @@
 """Batches of rows that know where documents end: README.md shows one.
 
-The rows, and their order, are those of a run without `document_mask`. So a document that a row cuts
+The rows, and their order, are as in a run without `document_mask`. So a document that a row cuts
 begins again at position 0 in another row.
 """
 
@@ -27,7 +27,7 @@ class DocumentBatches(Batches):
         return batch._replace(positions=inside[:, self.positions], extra=(documents,))
 
     def _lengths(self, start: int, tokens: int) -> np.ndarray:
-        """Lengths of the documents, or parts of documents, in so many tokens from `start` on."""
+        """Lengths of the documents, or parts of documents, in `tokens` tokens from `start` on."""
         first, last = np.searchsorted(self.ends, (start + 1, start + tokens))
         return np.diff(self.ends[first:last], prepend=start, append=start + tokens)
 

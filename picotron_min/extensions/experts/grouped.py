@@ -22,7 +22,7 @@ from picotron_min.loss import wide
 from picotron_min.model import Llama
 
 # Elements of an expert's matrix from which a CPU adds weight gradients one by one, in place: a
-# grouped product writes them to new memory first. Below, it takes longer to start so many products.
+# grouped product writes them to new memory first. Below, starting the products takes longer.
 LEAST_IN_PLACE = 2**14
 
 LEAST_ALONE = 2**16  # likewise, from which products of a faster kind are worth a loop

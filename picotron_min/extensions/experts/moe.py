@@ -118,7 +118,7 @@ class Limit:
     def check_rows(self, sizes: list[int], num_tokens: int) -> None:
         """TooManyRows, before they are allocated, if experts of this rank get more than it allows.
 
-        `sizes` are the rows of each of them, `num_tokens` those of all ranks that send to them.
+        `sizes` are the rows of each expert, `num_tokens` the tokens of all ranks that send to them.
         Planned are as many rows as if all experts were used alike.
         """
         factor, rows = self.routing.moe_expert_rank_capacity_factor, sum(sizes)

@@ -18,7 +18,7 @@ LEAST_ROWS = 128  # of a triangle: with smaller ones calls take longer
 
 def _flash_cpu(q, k, v, is_causal):
     # float32 takes a third longer than bfloat16 and avoids rounding each block before merging,
-    # which would make the error a tenth larger than that of attention in one piece.
+    # which would make the error a tenth larger than in attention in one piece.
     q, k, v = wide(q), wide(k), wide(v)
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
 
@@ -46,7 +46,7 @@ def _backward_in_parts(tensors, is_causal):
     while n > 1:
         gradient, q, k, v, out, lse = (_pieces(x, n) for x in tensors)
         rows = [x[1::2] for x in (gradient, q, out, lse)]  # the lower half of each triangle
-        keys = k[::2], v[::2]  # left of it
+        keys = k[::2], v[::2]  # left of these rows
         parts = backward(*rows[:2], *keys, *rows[2:], 0.0, False)
         for total, part, half in zip(whole, parts, (1, 0, 0), strict=True):
             total.view(B * n, S // n, *total.shape[2:])[half::2] += part.transpose(1, 2)

@@ -1,6 +1,6 @@
 """Offload: what layers save for backward waits in the host's memory, which is larger than a GPU's.
 
-Those of the first layers are idle longest. They are copied out while the next layer runs forward,
+What the first layers save is idle longest. It is copied out while the next layer runs forward,
 and back in while it runs backward. With 4 layers, of which the first 3 are offloaded:
 
     compute   F0 | F1    | F2    | F3    | B3   | B2   | B1   | B0
@@ -145,7 +145,7 @@ class HostMemory:
         """Begin to copy blocks to the device; until `finish` they must not be read."""
         for block in blocks:  # allocated on the stream that computes, since it is freed there
             block.on_device = torch.empty_like(block.on_host, device=self.device_type)
-        self.stream.wait_stream(self.torch.current_stream())  # until earlier uses of it are over
+        self.stream.wait_stream(self.torch.current_stream())  # until earlier uses are over
         with self.torch.stream(self.stream):
             for block in blocks:
                 block.on_device.copy_(block.on_host, non_blocking=True)

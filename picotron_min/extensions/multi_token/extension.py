@@ -48,8 +48,8 @@ class MultiToken(Extension):
     def loss(self, head: Head, of_next_token: Callable, x: Tensor, targets: Tensor) -> Tensor:
         """x [(1 + D) B, S, E], targets [1 + D, B, S] -> [], the summed loss of depth 0.
 
-        Its gradient is that of the sum of each depth's loss times its scale. One call for all
-        depths: with several, as many gradients of lm_head would be kept until backward.
+        Its gradient is the gradient of the sum of each depth's loss times its scale. One call for
+        all depths: with several, as many gradients of lm_head would be kept until backward.
         """
         if targets.ndim == 2:  # as in validation
             return of_next_token(x, targets)

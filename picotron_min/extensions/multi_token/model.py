@@ -49,7 +49,7 @@ def forward(
 ) -> Tensor:
     """Llama.forward of a last stage: x [B, S], or [B, S, E] of the stage before.
 
-    With targets [1 + D, B, S] the loss is that of depth 0, and its gradient that of all depths.
+    With targets [1 + D, B, S]: the loss of depth 0, with the gradient of all depths.
     """
     rotary = *rotary_table(positions, model.config), *extra
     has_depths = targets is not None and targets.ndim == 3

@@ -2,7 +2,7 @@
 
     layers.L.enorm, .hnorm         [E]       norms of an embedding, and of the hidden state before
     layers.L.eh_proj               [E, 2E]   makes one vector of both
-    layers.L.self_attn, .mlp, ...            those of a decoder layer
+    layers.L.self_attn, .mlp, ...            as in a decoder layer
     layers.L.shared_head.norm      [E]       the last norm, before the model's own lm_head
 
 L decoder layers have the numbers 0 to L - 1, D prediction layers L to L + D - 1.

@@ -18,7 +18,7 @@ from picotron_min.loss import IGNORE_INDEX
 
 
 class DepthBatch(Batch):
-    """A batch with targets [1 + D, B, S/cp], those of depth 0 first."""
+    """A batch with targets [1 + D, B, S/cp], depth 0 first."""
 
     @property
     def num_targets(self) -> torch.Tensor:  # the loss of a step is a mean over these

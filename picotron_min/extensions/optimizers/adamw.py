@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-# Elements that are updated together, by device: of so many the wide moments exist at a time, 8
+# Elements that are updated together, by device: their wide moments exist at the same time, 8
 # bytes each. On a CPU they stay in its cache; a GPU needs kernels that outlast the next start.
 CHUNKS = {"cpu": 2**18, "cuda": 2**24}
 
@@ -49,7 +49,7 @@ class NarrowAdamW(torch.optim.Optimizer):
                 torch._foreach_add_(square, 1e-8)
                 torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
                 torch._foreach_addcdiv_(weights, mean, square, -lr / (1 - beta1**steps))
-                del mean, square  # before those of the next chunk are made
+                del mean, square  # before the next chunk's are made
 
     def chunks(self, parameters: list[nn.Parameter]) -> list[tuple[list[Tensor], ...]]:
         """Weights, gradients and both moments, some at a time; a large one in pieces."""

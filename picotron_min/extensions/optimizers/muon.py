@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             narrow = torch.bfloat16 if recipe.moments == "bfloat16" else parameter.dtype
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=narrow)
-        # One optimizer to the outside: a learning rate that is set in these groups is that of rest.
+        # One optimizer to the outside: a learning rate that is set in these groups is set for rest.
         self.param_groups += rest.param_groups
         self.state |= rest.state
         rest.state = self.state

@@ -1,6 +1,6 @@
 """Whole matrices: which hidden matrices are made whole together, each on another rank.
 
-    4 matrices over dp_cp 2 x tp 2        rank 0 gets the four parts of the first, rank 1 those of
+    4 matrices over dp_cp 2 x tp 2        rank 0 gets the four parts of the first, rank 1 of
     a batch of 4 for 4 ranks              the second, ...: each orthogonalises one matrix
 
 Standard library only, so that a run can be planned anywhere.

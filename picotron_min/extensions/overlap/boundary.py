@@ -122,7 +122,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Save(torch.autograd.Function):
-    """x, unchanged; saves what _Leave needs of it in backward, before _Leave runs.
+    """x, unchanged; saves what _Leave needs in backward, before _Leave runs.
 
     When torch's checkpoint repeats a forward, it stops where the last tensor is saved: so it
     repeats neither the last product nor its message.

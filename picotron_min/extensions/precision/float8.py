@@ -53,7 +53,7 @@ class Float8(NamedTuple):
 def quantise(
     x: Tensor, kind: torch.dtype, maximum: Callable[[Tensor], Tensor] = lambda amax: amax
 ) -> Float8:
-    """Round x to 8 bits. `maximum` makes amax that of all ranks which have a part of x."""
+    """Round x to 8 bits. `maximum` takes amax over all ranks that have a part of x."""
     amax = maximum(largest(x))
     ratio = torch.finfo(kind).max / amax.clamp(min=SMALLEST_AMAX)
     # With a power of two x * scale is exact: a number is rounded only once, and rounding the result

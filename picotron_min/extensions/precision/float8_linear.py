@@ -24,7 +24,7 @@ from picotron_min.model import Llama
 
 
 class Float8Linear(Linear):
-    """A linear that multiplies in 8 bits; `dtype` is that of the results."""
+    """A linear that multiplies in 8 bits; results have `dtype`."""
 
     rows: Float8 | None = None  # W [out, in]
     columns: Float8 | None = None  # W^T [in, out]

@@ -1,4 +1,4 @@
-"""Registry: all schedules by name, the core's and those of this folder."""
+"""Registry: all schedules by name, the core's and this folder's."""
 
 from picotron_min import pipeline_messages, pipeline_schedule
 from picotron_min.extensions.schedules import zero_bubble
@@ -38,7 +38,7 @@ SCHEDULES = pipeline_schedule.SCHEDULES | {
 
 
 def chunks_problem(engine: str, chunks: int) -> str | None:
-    """Why a schedule cannot have so many chunks a rank; None if it can."""
+    """Why a schedule cannot have `chunks` chunks a rank; None if it can."""
     fitting = [name for name, s in SCHEDULES.items() if not s.fixed_chunks or s.chunks == chunks]
     if engine in fitting:
         return None
@@ -50,7 +50,7 @@ def chunks_problem(engine: str, chunks: int) -> str | None:
 def build_plans(
     engine: str, ranks: int, num_micro_batches: int, chunks: int = 1, training: bool = True
 ) -> list[Plan]:
-    """The plans of a schedule by its name; ValueError if it cannot have so many chunks."""
+    """The plans of a schedule by its name; ValueError if it cannot have `chunks` a rank."""
     if problem := chunks_problem(engine, chunks):
         raise ValueError(problem)
     return pipeline_messages.build_plans(

@@ -53,7 +53,7 @@ def simulate(
 def peak_live(plan: Plan, held: float = 1.0) -> float:
     """The most activations, each of one micro-batch in one chunk, that are alive at once.
 
-    Backward frees one. Where it is cut in two, B keeps the part `held` of it, which W frees.
+    Backward frees one. Where it is cut in two, B keeps the share `held`, which W frees.
     """
     left = held if splits_backward(plan) else 0.0
     change = {Kind.FORWARD: 1, Kind.BACKWARD: left - 1, Kind.WEIGHT: -left}

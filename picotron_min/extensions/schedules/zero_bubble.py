@@ -15,7 +15,7 @@ two: B computes the first, W the second, and W fills gaps (linear.py has the que
 
 README.md has the time that a rank is idle, and what it keeps.
 Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sections 2 and 6. In production:
-`torch.distributed.pipelining.ScheduleZBVZeroBubble`, whose order that of ZB-V is.
+`torch.distributed.pipelining.ScheduleZBVZeroBubble`, which has the order of ZB-V.
 """
 
 from collections import Counter

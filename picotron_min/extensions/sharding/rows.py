@@ -1,7 +1,7 @@
 """Rows: where sharded matrices lie, in the placement table and in a buffer.
 
     row shardings    every rank has some rows of every matrix
-    layerwise        every hidden matrix has one owner, which has all of it; other matrices as above
+    layerwise        every hidden matrix has one owner, which has all rows; other matrices as above
 
 Matrices that travel together lie in a buffer [n, R]: row r of the buffer is rank r's part of all of
 them. Standard library only, so that a run can be planned anywhere.

@@ -126,10 +126,10 @@ class ShardedUnit:
             if isinstance(module, Linear):
                 module.refresh()  # its bytes in FP8
 
-    # Gradients: begin, wait and scale are called as those of GradientBuckets.
+    # Gradients: begin, wait and scale are called as in GradientBuckets.
 
     def begin(self, num_backwards: int) -> None:
-        """Expect so many gradients of each matrix for each use; the first replaces an old sum."""
+        """Expect `num_backwards` gradients of each matrix a use; the first replaces an old sum."""
         self.num_backwards, self.num_complete = num_backwards * self.uses, 0
         self.arrivals = dict.fromkeys(self.weights, 0)
         if self.reduces_each:
