@@ -58,17 +58,20 @@ def shares_of(case: Case, dp: int, cp: int, micro_batch: int):
 def on_rank(rank, case: Case) -> dict:
     course, used = rank.course, case.losses.split()
     axes = rank.axes(course.settings.Layout(dp=case.dp, cp=case.cp))
-    sizes = {"num_local_experts": case.experts, "num_experts_per_tok": case.k}
-    router = SimpleNamespace(config=SimpleNamespace(num_layers=2, **sizes), layer=1)
+    sizes = {"num_local_experts": case.experts, "num_experts_per_tok": case.k, "hidden_size": 1}
+    config = SimpleNamespace(num_layers=2, scoring_func="sigmoid", **sizes)
     names = "moe_aux_loss_coeff", "moe_seq_aux_loss_coeff", "moe_global_aux_loss_coeff"
     values = (value * (loss in used) for loss, value in COEFFICIENTS.items())
-    router.routing = SimpleNamespace(**dict(zip(names, values, strict=True)))
-    router.tally = course.router.RoutingCounts(router.config, torch.device("cpu"))
+    routing = SimpleNamespace(**dict(zip(names, values, strict=True)))
+    tally = course.router.RoutingCounts(config, torch.device("cpu"))
+    router = course.router.Router(config, routing, tally, layer=1)
+    # A version that counts with this bias counts expert 0 for every token.
+    router.e_score_correction_bias = torch.eye(case.experts)[0]
     router.sum_over_sequences = partial(course.collectives.all_reduce, axis=axes.cp_tp)
     router.sum_over_batch = partial(course.collectives.all_reduce, axis=axes.dp)
     place, results = (axes.dp.rank, axes.cp.rank), {}
     for i in range(MICRO_BATCHES):
-        gradient = course.router.Router._balance(router, shares_of(case, *place, i))
+        gradient = router._balance(shares_of(case, *place, i))
         results[f"gradient, micro-batch {i}"] = gradient.clone()
     if "global" in used:  # else nobody reads them
         results["counts of the step, by layer"] = router.tally.counts_of_step.clone()
@@ -140,6 +143,9 @@ counts_for_parts: Counts are not divided by their sum: the loss grows with the n
     (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
 one_expert_counted: Only the best expert of a token is counted: it uses k.
     self.config.num_experts_per_tok => 1
+experts_with_bias: Experts are counted as they are chosen, by share plus bias: f counts the best by
+    share alone.
+    shares.topk => (shares + self.e_score_correction_bias).topk
 scores_for_counts: f is made from scores: it is the part of the choices, which are whole numbers.
     torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1) => shares.sum(1)
 last_loss_only: The gradients of several losses do not add up: the last one replaces the others.
