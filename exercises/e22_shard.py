@@ -49,16 +49,18 @@ def cases(dice: Dice) -> list[Case]:
     sizes += [("gradients", 2, 2, 1, "bfloat16"), ("optimizer", 2, 3, 2, "bfloat16")]
     keys = "sharding", "ranks", "micro_batches", "units", "dtype"
     some = [Case(rows=rows, **dict(zip(keys, values, strict=False))) for values in sizes]
-    return [*some, Case(2, rows=rows, sharding="gradients", micro_batches=2, units=1, queue=True)]
+    queue = {"dtype": "bfloat16", "queue": True}  # whose gradients are wider than the weights
+    return [*some, Case(2, rows=rows, sharding="gradients", micro_batches=2, units=1, **queue)]
 
 
 def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
     shape = case.rows[NAMES.index(name)], COLUMNS
-    return draw(case, "gradient", rank, step, micro_batch, name, shape=shape).to(dtype_of(case))
+    gradient = draw(case, "gradient", rank, step, micro_batch, name, shape=shape)
+    return gradient if hasattr(case, "queue") else gradient.to(dtype_of(case))
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    """Of the weights and their gradients; masters and buffers are in float64."""
+    """Of the weights, and of gradients from autograd; masters and buffers are in float64."""
     return getattr(torch, getattr(case, "dtype", "float64"))
 
 
@@ -182,6 +184,9 @@ sums_not_wide: Gradients are added in their own dtype: in bfloat16 each sum is r
 buffer_not_wide: The buffer has the dtype of the gradient: in bfloat16 the sum over the ranks is
     rounded. self.row is wide.
     self.row.new_empty( => gradient.new_empty(
+rounded_first: Gradients are brought into the weight's dtype: from a queue they can be wider, and
+    are rounded before they are summed.
+    self.buffer, gradient) => self.buffer, gradient.to(self.weights[name].dtype))
 always_replaced: Each gradient replaces the one before: those of earlier micro-batches are lost.
     inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
 never_replaced: A step's first gradient is added to what the step before has left in the buffer.
