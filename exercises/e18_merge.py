@@ -105,7 +105,8 @@ max_not_divided: Weights are relative to the larger lse: they still have to be d
 logarithms_as_weights: The blocks are weighted by the lse themselves, which are logarithms.
     (lse_1 - lse).exp() => (lse_1 / (lse_1 + lse_2))
     (lse_2 - lse).exp() => (lse_2 / (lse_1 + lse_2))
-softmax_over_queries: The softmax is along the queries: it is over the two blocks, for each query.
+softmax_over_queries: Each block's weights are a softmax along the queries: a query's weights are a
+    softmax of its lse in the two blocks.
     (lse_1 - lse).exp() => lse_1.softmax(-1)
     (lse_2 - lse).exp() => lse_2.softmax(-1)
 not_weighted: The blocks are added without weights: each is a mean already.
