@@ -9,6 +9,7 @@ get the same arguments.
 
 import dataclasses
 import functools
+import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -115,7 +116,8 @@ class Calls:
         return self._watched(definition) if isinstance(definition, FunctionType) else definition
 
     def _watched(self, function: FunctionType) -> FunctionType:
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        code = inspect.unwrap(function).__code__  # torch.no_grad's has other names
+        names = code.co_varnames[: code.co_argcount]
 
         @functools.wraps(function)
         def watched(*args: Any, **options: Any) -> Any:

@@ -329,6 +329,7 @@ def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_with
         def down(n):
             yield from range(n)
 
+        @torch.no_grad()
         def up(self, n):
             return self.up(n - 1) if n else [n]
 
@@ -336,6 +337,7 @@ def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_with
     watched = calls.watch(Counting)
     assert list(watched.down(2)) == [0, 1] and watched().up(2) == [0]
     (found,) = calls.take().values()
+    assert found[-1].given == {"n": 2}
     assert [(call.name.rpartition(".")[2], call.verb) for call in found] == [
         ("down", "returned"),
         ("down", "yielded"),
