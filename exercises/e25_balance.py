@@ -143,6 +143,10 @@ counts_for_parts: Counts are not divided by their sum: the loss grows with the n
     (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
 one_expert_counted: Only the best expert of a token is counted: it uses k.
     self.config.num_experts_per_tok => 1
+tokens_of_experts: The k best tokens of each expert are counted: all experts have equally many, and
+    nothing is balanced. Count the k best experts of each token.
+    shares.topk(self.config.num_experts_per_tok) => shares.topk(self.config.num_experts_per_tok, 1)
+    scatter_(-1 => scatter_(1
 experts_with_bias: Experts are counted as they are chosen, by share plus bias: f counts the best by
     share alone.
     shares.topk => (shares + self.e_score_correction_bias).topk
