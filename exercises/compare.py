@@ -54,8 +54,7 @@ def first_difference(got: list[dict], expected: list[dict]) -> str | None:
     for rank, name, mine, right in wrong_results(got, expected):
         index, *pair = next(differences(mine, right))
         place = f"`{name}`" + (f"{list(index)}" if index else "")
-        found, wanted = shown(*pair)
-        return f"rank {rank}, {place} is {found}, should be {wanted}"
+        return "rank {}, {} is {}, should be {}".format(rank, place, *shown(*pair))
     return None
 
 
@@ -199,6 +198,8 @@ def patterns(
     yield from _of_numbers(factors, wrong)
     if all(_is_reordered(one.got, one.value) for one in wrong):
         yield "reordered", f"{listed}: it is all there, but in another order."
+    if {one.rank for one in wrong_results(got, expected)} == {len(got) - 1} != {0}:
+        yield "last rank", "It is wrong on the last rank only."
 
 
 def _of_ranks(

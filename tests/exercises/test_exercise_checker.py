@@ -389,6 +389,9 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     endless = [{"x": matrix / 8 - 1 / (matrix > 0)}], [{"x": matrix / 7}]
     assert not dict(patterns({}, *endless))  # inf fits in any dtype
     assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7 % 5}], right))
+    last = [*right, {"x": matrix * 7 % 5}], [*right, {"x": matrix}]
+    assert [*dict(patterns({}, *last))] == ["last rank"]
+    assert not dict(patterns({}, [{"x": matrix * 7 % 5}], [{"x": matrix}]))  # there is one alone
     some, others = ([matrix + 1, matrix + 1 + more] for more in (1e-6, 2e-6))
     assert not dict(patterns({}, [{"x": some}], [{"x": others}]))
     assert [*dict(patterns({}, [{"x": some[::-1]}], [{"x": some}]))] == ["reordered"]
