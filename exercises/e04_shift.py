@@ -1,7 +1,7 @@
 """04 shift: all ranks send first, and all receive
 
 target: collectives:Shift.__init__
-train: distributed.cp_size=2 distributed.tp_size=1
+train: distributed.cp_size=4 distributed.tp_size=1
 
 Begin to send a tensor to the rank `distance` after this one, and to receive that of the rank as far
 before it; after the last rank comes the first. Start both in one batch: otherwise NCCL runs one

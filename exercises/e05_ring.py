@@ -1,7 +1,7 @@
 """05 ring: n-1 hops, and the next one is on its way while you compute
 
 target: collectives:ring
-train: distributed.cp_size=2 distributed.tp_size=1
+train: distributed.cp_size=4 distributed.tp_size=1
 
 Yield (rank, tensor) for every rank of the axis: first this rank and its own tensor, then the
 previous rank's, then that of the one before, and so on. A tensor moves by `Shift`, one hop to the
