@@ -84,7 +84,8 @@ def above_zero(kind: type, most: float = math.inf, why: str = "") -> Callable[[s
 
     def read(text: str) -> float:
         if not 0 < (value := kind(text)) < math.inf or value > most:  # argparse adds the text
-            raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {most}{why}")
+            limit = f" and at most {most}{why}" * (most < math.inf)
+            raise argparse.ArgumentTypeError(f"{text} is not above 0{limit}")
         return value
 
     read.__name__ = kind.__name__  # in argparse's message for what is no number

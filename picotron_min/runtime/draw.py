@@ -58,8 +58,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough; Python would flush once more at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        parser.error(str(error))  # exit code 2
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")  # exit code 2
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def show_plan(width: int, engine="1f1b", stages=4, microbatches=8, chunks=0) -> None:
