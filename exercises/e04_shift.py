@@ -38,7 +38,8 @@ def tensor_of(case: Case, rank: int):
 def on_rank(rank, case: Case) -> dict:
     tensor = tensor_of(case, rank.number)
     axes = rank.axes(rank.course.layout.Layout(dp=case.dp, cp=case.cp))
-    shift = rank.course.collectives.Shift(tensor, axes.cp, case.distance)
+    distance = [case.distance][: case.distance != 1]  # without one it is 1
+    shift = rank.course.collectives.Shift(tensor, axes.cp, *distance)
     rank.mark("Shift returns")
     kept = getattr(shift, "sent", None)
     events = {(event.kind, event.what) for event in rank.thread.events}

@@ -44,7 +44,8 @@ def on_rank(rank, case: Case) -> dict:
     weights = [draw(case, name, shape=(case.width, case.width)) for name in "ab"]
     layers = [linear.Linear(torch.nn.Parameter(weight)) for weight in weights]
     queue, other, taken, dxs = linear.WeightGradients(), linear.WeightGradients(), [], []
-    queue.hold, queue.split = case.hold, case.split
+    for name in [name for name in ("hold", "split") if getattr(case, name)]:
+        setattr(queue, name, True)  # it begins with neither
     for name, layer in zip("ab", layers, strict=True):
         layer.gradient_arrived = lambda name=name: rank.mark(f"d{name}")
     model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], layers[0])

@@ -26,7 +26,7 @@ PLACES = {"side by side": [0, 1, 2], "with gaps": [1, 3, 5, 7], "uneven": [0, 1,
 PLACES |= {"uneven at the end": [0, 1, 2, 4], "backwards": [4, 2, 0], "alone": [1]}
 PLACES |= {"one is missing": [0, None, 2], "two buffers": [0, 1, 2]}
 PLACES |= {"two buffers at the end": [0, 1, 2, 3], "no views": [0, 1, 2]}
-PLACES |= {"all are missing": [None, None], "transposed": [0, 2, 4]}
+PLACES |= {"all are missing": [None, None], "transposed": [0, 2, 4], "a pair": [2, 5]}
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -59,7 +59,7 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     tensors, before = tensors_of(case), None
-    if case.lies in ("side by side", "with gaps", "transposed", "no views"):
+    if case.lies in ("side by side", "with gaps", "a pair", "transposed", "no views"):
         before = torch.stack(tensors)
         tensors = list(before + draw(case, "addend", shape=before.shape))
     return [{"joined": before, "tensors, after something is added to it": tensors}]
