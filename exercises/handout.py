@@ -118,7 +118,8 @@ def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
     yield "##" + (ROOT / "docs/answers.md").read_text().partition("##")[2]
     yield "## Hunts\n\n5 is drawn for each student: marks.csv has its place.\n"
     for number, hunt in HUNTS.items():
-        yield f"{number}. {hunt.file}: {hunt.found}\n\n{_block(f'- {hunt.old}', f'+ {hunt.new}')}"
+        old = [f"- {line.strip()}" for line in hunt.old.splitlines()]
+        yield f"{number}. {hunt.file}: {hunt.found}\n\n{_block(*old, f'+ {hunt.new}')}"
     for exercise in chosen:
         target = find(exercise)
         file = target.path.relative_to(COURSE)
