@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from difference.places import Here, Indices, here, indices_of, take
-from difference.taps import INSIDE, NUMBERS, PHASES, Key, Record
+from difference.taps import BUFFERS, INSIDE, NUMBERS, PHASES, Key, Record
 from difference.tiny import Trial
 from difference.whole import Whole
 from picotron_min.loss import IGNORE_INDEX
@@ -72,7 +72,7 @@ class Comparison:
         found = []
         cuts = {key.name: got.tolist() for key, got, *_ in records if key.phase == "cuts"}
         for when, (key, got, *ran) in enumerate(records):
-            if key.phase in (INSIDE, NUMBERS):
+            if key.phase in (INSIDE, NUMBERS, BUFFERS):
                 continue
             right = torch.tensor(at[1:5]) if key.phase == "built" else self.whole.get(key)
             is_loss = key[1:3] == ("forward", "loss")

@@ -16,7 +16,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from difference.algebra import FITS, REDUCTIONS
+from difference.algebra import FITS, REDUCTIONS, same
 from difference.calls import TOTAL, Call, calls_of, counts_of
 from difference.compare import Comparison
 from difference.places import Here, Indices, along, chunk, positions, take
@@ -144,6 +144,10 @@ class Inside:
                     if not found:
                         return found
         return found
+
+    def has_part(self, tensor: Tensor, whole: Tensor, at: Here) -> bool:
+        parts = self.parts(tensor.shape, whole.shape, at)
+        return any(same(tensor, take(whole, indices)) for indices in parts)
 
     def parts(self, shape: torch.Size, whole: torch.Size, at: Here) -> Iterator[Indices]:
         """The ways in which a tensor of this shape can be a rank's part of a whole one."""

@@ -92,13 +92,16 @@ def parts_of(one: Compared, both: Comparison) -> Parts:
     return parts
 
 
+def head_of(both: Comparison, step: int) -> Tensor:
+    is_tied = both.trial.model_config.tie_word_embeddings
+    return both.weight("model.embed_tokens.weight" if is_tied else "lm_head.weight", step)
+
+
 def of_logits(key: Key, both: Comparison) -> Parts:
     """What each tp rank's part of the vocabulary gives to the gradient of the last norm."""
     of = key._replace(phase="forward")
     x, targets = both.whole[of], both.whole[of._replace(name="targets")]
-    is_tied = both.trial.model_config.tie_word_embeddings
-    of_head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
-    weight, tp = both.weight(of_head, key.step), both.trial.layout.tp
+    weight, tp = head_of(both, key.step), both.trial.layout.tp
     counts = targets != IGNORE_INDEX
     gradient = (x @ weight.T).softmax(-1) - F.one_hot(targets * counts, len(weight))
     ids = [[*chunk(range(len(weight)), t, tp)] for t in range(tp)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import train
 from difference.places import here
-from difference.taps import NUMBERS, Key, Notes, Profile, Record, Watch, attach, numbers_of, outer
+from difference.taps import Key, Notes, Profile, Record, Watch, attach, outer
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
@@ -168,9 +168,10 @@ class Rank(Notes):
         yield
 
     def run(self) -> None:
-        for chunk in self.model.pipeline.chunks:
-            self.note(NUMBERS, numbers_of(chunk.model))
-            attach(chunk.model, self.tap)
+        models = [chunk.model for chunk in self.model.pipeline.chunks]
+        self.note_kept(models)
+        for model in models:
+            attach(model, self.tap)
         self.waits = [gradients.wait for gradients in self.model.gradients]
         for gradients in self.model.gradients:
             gradients.wait = partial(self._wait, gradients.wait)

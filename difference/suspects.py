@@ -69,14 +69,22 @@ QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
 
 
 def suspects(both: Comparison, said: str) -> list[str]:
-    """The most suspicious functions first, as module:name."""
+    """The most suspicious functions first, as module:name; of an autograd.Function, the class."""
     one = both.first[0]
     kind = kind_of(one.key, said)
-    if kind not in TABLE:
-        return that_ran(one, both, said)
-    named = from_table(kind, one, said, both.trial)
-    yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
-    return with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
+    if kind in TABLE:
+        named = from_table(kind, one, said, both.trial)
+        yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
+        named = with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
+    else:
+        named = that_ran(one, both, said)
+    ran = (name for other in both.all for name in other.ran if name.endswith(".forward"))
+    of = {name.replace(".forward", ".backward"): name.removesuffix(".forward") for name in ran}
+    # What forward has saved may be what is wrong in backward.
+    found: list[str] = []
+    for name in dict.fromkeys(of.get(name, name) for name in named):
+        found += [name] * (name.removesuffix(".forward") not in found)
+    return found
 
 
 def kind_of(key: Key, said: str) -> str:
@@ -212,11 +220,11 @@ def from_table(kind: str, one: Compared, said: str, trial: Trial) -> list[str]:
     names["experts"] = "extensions/experts"
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
-    return TABLE[kind].format(**names, place=places_it(name, trial, kind)).split()
+    return TABLE[kind].format(**names, place=places_it(name, trial, kind, said)).split()
 
 
-def places_it(name: str, trial: Trial, kind: str) -> str:
-    """The function that says where a parameter lies: of the core, or an extension's rule."""
+def places_it(name: str, trial: Trial, kind: str, said: str) -> str:
+    """What says where a parameter lies: of the core, or an extension's rule; or what an axis is."""
     layout, config, found = trial.layout, trial.model_config, "placement:_placement"
     shapes, tied = config.parameter_shapes(), config.tie_word_embeddings
     rows = {of: placement._placement(of, layout, tied) for of in shapes}
@@ -233,4 +241,7 @@ def places_it(name: str, trial: Trial, kind: str) -> str:
             module = function.__module__.removeprefix("picotron_min.").replace(".", "/")
             found = f"{module}:{function.__qualname__}"
         table |= new
+    missing = re.search(r"of a sum over (\w+): the sum is missing", said)
+    if missing and any(missing[1] in axis.split("_") for axis in table[name].sums):
+        return "layout:Layout.grids mesh:rows_of"  # its row has this axis
     return found

@@ -34,7 +34,9 @@ OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
 # A stage receives its input into a buffer that it uses again; the gradient of the loss is 1.
 NO_GRADIENT = re.compile(rf"{LAYER}\.input|loss")
 RAN = "ran"  # a phase without tensors: the names are functions that one process runs, too
+BIAS = "e_score_correction_bias"
 NUMBERS = "numbers"  # a phase of whole numbers that layers keep, which are compared apart
+BUFFERS = "buffers"  # a phase of tensors that modules keep, of yours; step -1: before the first
 INSIDE = "inside"  # a phase of tensors of your own functions: see inside.py
 # Folders and files of extensions/; others are yours.
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
@@ -89,6 +91,12 @@ class Notes:
     def note_gradients(self, phase: str, parameters: dict[str, nn.Parameter]) -> None:
         self.note(phase, {name: p.grad for name, p in parameters.items()})
 
+    def note_kept(self, models: Sequence[nn.Module]) -> None:
+        """What layers keep before the first step."""
+        for model in models:
+            self.note(NUMBERS, numbers_of(model))
+        self.note(BUFFERS, buffers_of_yours(models), Key(-1, "", ""))
+
     def note_update(
         self,
         parameters: dict[str, nn.Parameter],
@@ -100,8 +108,9 @@ class Notes:
             kept = {f"{moment} of {n}": s[moment] for n, s in states.items() if moment in s}
             self.note("optimizer state", kept)
         buffers = {name: b for model in models for name, b in model.named_buffers()}
-        biases = {n: b for n, b in buffers.items() if n.endswith("e_score_correction_bias")}
+        biases = {n: b for n, b in buffers.items() if n.endswith(BIAS)}
         self.note("biases of routers", biases)
+        self.note(BUFFERS, buffers_of_yours(models))
         self.note("weights", parameters)
 
 
@@ -262,6 +271,12 @@ def _own(keeper: object) -> Iterator[tuple[str, object]]:
     own = getattr(keeper, "__dict__", {})
     own = own | own.get("_parameters", {}) | own.get("_buffers", {})
     yield from ((name, one) for name, one in own.items() if not name.startswith("_"))
+
+
+def buffers_of_yours(models: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The course has no buffers but the biases of routers, which are compared."""
+    buffers = (named for model in models for named in model.named_buffers())
+    return {n: b for n, b in buffers if b.is_floating_point() and not n.endswith(BIAS)}
 
 
 def numbers_of(model: nn.Module) -> dict[str, Tensor]:

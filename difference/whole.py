@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from difference.taps import NUMBERS, RAN, Key, Notes, Profile, Watch, attach, numbers_of
+from difference.taps import RAN, Key, Notes, Profile, Watch, attach
 from difference.tiny import Text, Trial, text_of
 from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
@@ -120,7 +120,7 @@ class RightRun(Notes):
             extension.weights_changed()
         self.note("initial", self.parameters)
         profile.watch = Watch(self)
-        self.note(NUMBERS, numbers_of(self.model))
+        self.note_kept([self.model])
         attach(self.model, self.tap)
         recipe = trial.recipe
         decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone

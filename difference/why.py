@@ -15,11 +15,12 @@ Hypotheses are tried in the order of HYPOTHESES; the first that fits gives the s
 import math
 from itertools import combinations, product
 
+import torch
 from torch import Tensor
 
-from difference.algebra import REDUCTIONS, same, scaled_by_parts, weights_of
+from difference.algebra import REDUCTIONS, ranges, same, scaled_by_parts, weights_of
 from difference.compare import Compared, Comparison
-from difference.parts import REST, Parts, parts_of, products, squares
+from difference.parts import REST, Parts, head_of, parts_of, products, squares
 from difference.places import Here, along, take
 from difference.reads import are, key_heads, keys_seen, places, region, rotation, rows_seen
 
@@ -222,5 +223,54 @@ def _old_weights(one: Compared, both: Comparison) -> str:
     return "it is computed with the weights of the step before" * is_old
 
 
+def _order(one: Compared, both: Comparison) -> str:
+    got, right = one.got.flatten(), one.right.flatten()
+    is_alike = got.numel() > 2 and same(got.sort().values, right.sort().values)
+    return "it has the right numbers in other places" * is_alike
+
+
+def _other_rows(one: Compared, both: Comparison) -> str:
+    """A sum over tp whose parts belong to other ranks' rows: they were sent to a wrong rank."""
+    rows = {tuple(map(tuple, o.indices)): o for o in both.all if o.key == one.key}
+    parts = products(one.key, both, one.key.step) if 1 < len(rows) <= 4 else {}
+    of_rows = [(label, o.at) for label in parts for o in rows.values()]
+    mine = [take(parts[label], o.indices) for label in parts for o in rows.values()]
+    c = weights_of(one.got, mine) if len(parts) > 1 else None
+    used = [(label, at) for (label, at), x in zip(of_rows, c or [], strict=bool(c)) if x == 1]
+    if not c or len(used) != sum(x != 0 for x in c):
+        return ""
+    own = rows[tuple(map(tuple, one.indices))].at
+    others = [f"{_named(label)} for {at}" for label, at in used if at != own]
+    return f"it adds {', '.join(others)}: these are other ranks' rows" if others else ""
+
+
+def _logits(one: Compared, both: Comparison) -> str:
+    """Of the last norm's gradient, a product with the head: where the logits' gradient is wrong."""
+    if one.key[1:3] != ("backward", "model.norm"):
+        return ""
+    weight, error = head_of(both, one.key.step), (one.got - one.right).flatten(0, 1)
+    if len(weight) > len(weight[0]):
+        return ""  # no single answer
+    found = torch.linalg.lstsq(weight.T, error.T).solution.T  # [tokens, ids]
+    if not same(found @ weight, error):
+        return ""
+    targets = both.whole[one.key._replace(phase="forward", name="targets")]
+    at_target = take(targets, one.indices[:2]).flatten()[:, None] == torch.arange(len(weight))
+    is_wrong, said = found.abs() > 1e-6 * found.abs().max(), []
+    for where, name in ((is_wrong & at_target, "the target"), (is_wrong & ~at_target, "")):
+        ids, values = where.any(0).nonzero()[:, 0].tolist(), found[where]
+        if not ids:
+            continue
+        if not name and len(ids) > 3:
+            return ""
+        much = float(values.mean())
+        is_one = bool((values - much).abs().max() <= 1e-6 * abs(much))
+        how = f"is {abs(much):.6g} too {'large' if much > 0 else 'small'}" if is_one else "is wrong"
+        at = name or f"id{'s' * (len(ids) > 1)} {ranges(ids)}"
+        said.append(f"{how} at {at}, in {int(where.any(1).sum())} of {len(found)} tokens")
+    return f"the gradient of the logits {', and '.join(said)}"
+
+
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
-HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, places, region]
+HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _logits]
+HYPOTHESES += [places, _order, region]

@@ -2,14 +2,17 @@
 
 from itertools import chain, islice
 
-from difference.algebra import same
+from difference.algebra import REDUCTIONS, same
 from difference.calls import TOTAL, Call
 from difference.compare import Comparison
 from difference.formulas import what_is_wrong
 from difference.inside import Inside
+from difference.places import Here, along
 from difference.suspects import with_makers
-from difference.taps import INSIDE, NUMBERS, RESULT, outer
+from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, outer
 
+# Methods of extensions that write what modules keep, the last one first.
+WRITERS = (".updated", ".weights_changed", ".begin", ".wrap", ".connect", ".swap")
 MOST_GUILTY = 20  # calls that are asked what is wrong
 
 
@@ -41,6 +44,10 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         names, what = misnumbered(both)
         if what:
             return functions(*names), what
+    if not found or not found[0][1]:
+        names, what = wrong_buffer(inside)
+        if what:
+            return functions(*names), what
     if found:
         guilty, what = found[0]
         name = function(guilty.key.name)
@@ -69,6 +76,42 @@ def misnumbered(both: Comparison) -> tuple[list[str], str]:
                 what = f"{name} of {keeper.partition(':')[2]} in {module} is {int(n)}"
                 return makers or [keeper], f"{what}, and {right[of]} in one process"
     return [], ""
+
+
+def wrong_buffer(inside: Inside) -> tuple[list[str], str]:
+    """The first buffer that is no part of what one process keeps, and what can have written it."""
+    both, kept = inside.both, {}
+    for at, run in zip(inside.both.ranks, inside.both.runs, strict=False):
+        kept |= {(at, key): tensor for key, tensor, *_ in run if key.phase == BUFFERS}
+    early = [of for of in kept if of[1].step < both.first[0].key.step and of[1] in both.whole]
+    for at, key in sorted(early, key=lambda of: of[1].step):
+        phase, step = ("loss", key.step) if key.step >= 0 else ("initial", 0)
+        if what := how_kept(kept, at, key, inside):
+            ran = (n for o in both.all if (o.at, *o.key[:2]) == (at, step, phase) for n in o.ran)
+            names = [name for name in ran if is_yours(name) and name.endswith(WRITERS)]
+            names.sort(key=lambda name: [name.endswith(end) for end in reversed(WRITERS)])
+            when = f"after step {key.step + 1}" if key.step >= 0 else "before the first step"
+            return names, f"{key.name} of {at} is {what}, {when}"
+    return [], ""
+
+
+def how_kept(kept: dict, at: Here, key: Key, inside: Inside) -> str:
+    """Why a buffer is wrong; a part of a sum, such as a count, is right."""
+    whole, tensor = inside.both.whole[key], kept[at, key]
+    if inside.has_part(tensor, whole, at):
+        return ""
+    ranks = [
+        o for o in inside.both.ranks if (o, key) in kept and kept[o, key].shape == tensor.shape
+    ]
+    for axes, row in along(at, ranks if tensor.any() else []):
+        for name, reduce in REDUCTIONS.items():
+            if inside.has_part(reduce([kept[o, key] for o in row]), whole, at):
+                return f"this rank's own part of a {name} over {axes}" * (name != "sum")
+    if owner := next((o for o in ranks if inside.has_part(tensor, whole, o)), None):
+        return f"the part of {owner}"
+    before = kept.get((at, key._replace(step=key.step - 1)))
+    is_old = before is not None and same(before, tensor)
+    return "as it was before" if is_old else "not what one process has"
 
 
 def handed_on(inside: Inside, is_missing: bool) -> tuple[list[str], str]:

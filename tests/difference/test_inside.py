@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from difference.compare import Comparison
-from difference.taps import INSIDE, RESULT, Key, Record
+from difference.taps import BUFFERS, INSIDE, RESULT, Key, Record
 from difference.tiny import trial_of
 from difference.yours import named
 from picotron_min.extensions import build
@@ -218,3 +218,28 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
     assert names_of(right, [*mine, bad], [], cp=2, cp_engine=cp_engine) == []
     other = X[:, [0, 1, 4, 5]]
     assert names_of(right, [*noted(0, "f", X, other), bad], [], cp=2, cp_engine=cp_engine) == ["f"]
+
+
+@pytest.mark.parametrize(
+    "factors,said",
+    [
+        ((3, 3), ""),
+        ((1, 1), "model.layers.0.b of rank 0 is as it was before, after step 1"),
+        ((2.5, 3.5), "this rank's own part of a mean over dp"),
+        ((0.5, 2.5), ""),  # of a sum: such as a count, before it is added up
+        ((0, 3), "b of rank 0 is not what one process has"),
+    ],
+)
+def test_how_a_buffer_is_wrong_is_told(factors, said):
+    def kept(step: int, factor: float) -> Record:
+        return Record(Key(step, BUFFERS, "model.layers.0.b"), factor * X[1], [], [])
+
+    right = [*noted(0, "f", X, X), kept(-1, 1), kept(0, 3)]
+    runs = [
+        [*noted(0, "f", X, X), kept(-1, 1), kept(0, factor), tapped("forward", True, step=1)]
+        for factor in factors
+    ]
+    whole = {record.key: record.tensor for record in right} | {Key(1, "forward", "model.norm"): X}
+    trial = trial_of(make_config(dp=2), steps=2, own_sizes=False)
+    what = named(Comparison(trial, whole, runs), "")[1]
+    assert said in what and bool(said) == bool(what)

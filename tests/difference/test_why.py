@@ -11,12 +11,13 @@ from torch import Tensor
 from difference import whole
 from difference.__main__ import run
 from difference.compare import Compared, Comparison
+from difference.parts import head_of, parts_of, products
 from difference.places import here, indices_of, take
 from difference.suspects import suspects
 from difference.taps import RAN, Key, is_yours
 from difference.tiny import tiny_model, trial_of
 from difference.whole import right_whole
-from difference.why import explain, parts_of
+from difference.why import explain
 from picotron_min.extensions import build
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.model import rotary_table, rotate
@@ -73,6 +74,25 @@ def rotated(shift: int) -> Tensor:
     return rotate(x, *rotary_table(at, both().trial.model_config)).transpose(1, 2)
 
 
+def targets_of(one: Compared) -> Tensor:
+    return take(both().whole[Key(0, "forward", "targets")], one.indices[:2])
+
+
+def logits(one: Compared, ids: dict[int, float]) -> Tensor:
+    """With what some ids add in every fourth token that is not their target."""
+    got, targets = one.got.clone(), targets_of(one)
+    for i, much in ids.items():
+        got[:, ::4] += ((targets != i) * much)[:, ::4, None] * head_of(both(), 0)[i]
+    return got
+
+
+def other_rows(one: Compared) -> Tensor:
+    """With another rank's rows of the part of tp 1."""
+    other, parts = right(*OUT, rank=1), products(one.key, both(), 0)
+    both().all = [one, other]
+    return take(parts[("tp", 0),], one.indices) + take(parts[("tp", 1),], other.indices)
+
+
 def rolled(tokens: Tensor) -> Tensor:
     """The sequences that begin one place later in the global batch."""
     return torch.cat((tokens[1:], got("forward", "tokens", rank=4)[:1]))
@@ -89,6 +109,7 @@ def norm(times: int, kind: str, rows: slice = slice(None)) -> Tensor:
 
 SUM, OUT, CORE = ("summed gradient", Q), ("forward", ATTENTION), f"{ATTENTION}.core_attention"
 ENTERS = ("backward", "model.layers.1.post_attention_layernorm")
+LAST_NORM = ("backward", "model.norm")
 TP_1 = slice(15, None)  # of 29 ids
 KEYS, LAST = "queries 12-15 see the keys 0-3, and should", ("micro-batch", 1)
 # A tensor, what is made of it, and what is said then.
@@ -111,7 +132,16 @@ FORMULAS = [
     (2 * ("gradient norm",), lambda one: norm(0, "(embed|head)", TP_1), "the embeddings of tp 1"),
     (("backward", f"{CORE}.v"), lambda one: part(one, ("cp", 0)), "own part of a sum over cp"),
     (("backward", f"{CORE}.k"), lambda one: part(one, ("cp", 1)), "is the part of cp 1 alone"),
-    (("backward", "model.norm"), lambda one: part(one, ("tp", 1)), "is the part of tp 1 alone"),
+    (LAST_NORM, lambda one: part(one, ("tp", 1)), "is the part of tp 1 alone"),
+    (LAST_NORM, lambda one: logits(one, {3: -1}), "is 1 too small at id 3, in 4 of 16 tokens"),
+    (LAST_NORM, lambda one: logits(one, {3: 2, 5: 1}), "logits is wrong at ids 3 5, in 4 of 16"),
+    (
+        LAST_NORM,
+        lambda one: one.got + head_of(both(), 0)[targets_of(one)],
+        "1 too large at the tar",
+    ),
+    (OUT, lambda one: other_rows(one), "adds the part of tp 1 for rank 1: these are other ranks"),
+    (OUT, lambda one: one.got.flip(1, 2), "it has the right numbers in other places"),
     (("scaled gradient", Q), lambda one: 1.5 * one.got, "it is 1.5 times what it should be: the"),
     (
         ("weights", Q),
