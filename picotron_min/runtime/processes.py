@@ -91,8 +91,7 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
         ranks = [context.Process(target=_run_forked, args=(main, launch)) for launch in launches]
         before = signal.getsignal(signal.SIGTERM)
         try:
-            for process in ranks:
-                process.start()
+            _start(ranks)
             signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in ranks])
             code, rank = _wait(ranks)
             if code < 0:  # the number of a signal; otherwise the rank has reported its error
@@ -110,6 +109,17 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
                 process.join()
     if code:
         raise SystemExit(code)
+
+
+def _start(ranks: list[ForkProcess]) -> None:
+    """Ctrl-C waits until all have been forked: Python swallows what a hook of a fork raises."""
+    interrupts: list[int] = []
+    heeded = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    for process in ranks:
+        process.start()
+    signal.signal(signal.SIGINT, heeded)
+    for number in interrupts[:1]:
+        signal.raise_signal(number)
 
 
 def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
