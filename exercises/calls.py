@@ -82,6 +82,7 @@ class Call(NamedTuple):
     verb: str  # returned, yielded
     given: dict[str, Any]  # contents of the arguments, by name
     got: Any  # the result's content
+    changed: list[str]  # names of arguments that have other contents afterwards
 
     def text(self) -> str:
         texts = []
@@ -126,10 +127,12 @@ class Calls:
                 return function(*args, **options)
             given = dict(zip(names, args, strict=False)) | options
             given.pop("self", None)  # which __init__ has not filled yet
-            given = content_of(given)
+            before = content_of(given)
 
             def noted(verb: str, result: Any) -> Any:
-                call = Call(function.__qualname__, verb, given, content_of(result))
+                after = content_of(given)
+                changed = [k for k in given if is_changed(before[k], after[k])]
+                call = Call(function.__qualname__, verb, before, content_of(result), changed)
                 self.noted[rank].append(call)
                 return result
 
@@ -143,6 +146,20 @@ class Calls:
             return (noted("yielded", item) for item in result) if is_iterator else result
 
         return watched
+
+
+def is_changed(before: Any, after: Any) -> bool:
+    """Whether there are other numbers; an object may note what it was used for."""
+    return not isinstance(before, str) and not equal(after, before)
+
+
+def changed_argument(calls: list[Call], right: list[Call]) -> str:
+    """The first call that changes an argument which the right version leaves as it is."""
+    may = {(call.name, name) for call in right for name in call.changed}
+    for call in calls:
+        if names := [name for name in call.changed if (call.name, name) not in may]:
+            return f"{call.name} changes its argument `{names[0]}`, which its caller may use"
+    return ""
 
 
 def wrong_call(

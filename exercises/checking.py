@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.calls import Call, Calls, wrong_call
+from exercises.calls import Call, Calls, changed_argument, wrong_call
 from exercises.compare import common_pattern, equal, first_difference, only_wrong
 from exercises.counts import traffic_problem
 from exercises.exercise import (
@@ -66,6 +66,10 @@ class CaseResult:
             return mine[:2] == theirs[:2] and (not in_line or mine.line == theirs.line)
         is_alike = not mine and not theirs and self._seen == other._seen
         return is_alike and equal(self.values, other.values)
+
+    @property
+    def all_calls(self) -> list[Call]:
+        return [call for calls in self.calls.values() for call in calls]
 
     @property
     def _seen(self) -> tuple[dict, list]:
@@ -200,6 +204,9 @@ def verdict_on(
         if result.failure:
             gates = dict.fromkeys(gates, "not checked")
         gates |= {gate: f"{result.case}: {text}" for gate, text in result.problems.items()}
+    changed = _changed(exercise, outcome, seed)
+    if not failed and changed:
+        return Verdict(False, gates | {"V": changed}, "argument_changed", f"With {changed}.")
     if not failed:
         runs = [(result.case, result.records) for result in outcome]
         return Verdict(True, gates, "", exercise.remember, "\n".join(exercise.picture(runs)))
@@ -209,8 +216,20 @@ def verdict_on(
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
     known = _known(exercise, outcome, failed, seed, others or {})
     name, sentence = known or _unlisted(exercise, outcome, failed, seed)
+    sentence += f"\nWith {changed}." if changed and not known else ""
     texts = [text, sentence] if known else [sentence, text]
     return Verdict(False, gates, name, "\n".join(filter(None, texts)))
+
+
+def _changed(exercise: Exercise, outcome: Outcome, seed: int) -> str:
+    """The smallest case with an argument that is changed, though the course's own leaves it."""
+    if not any(call.changed for result in outcome for call in result.all_calls):
+        return ""
+    rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
+    right = [call for result in rights for call in result.all_calls]
+    results = sorted(outcome, key=lambda result: order_of(result.case))
+    texts = ((result.case, changed_argument(result.all_calls, right)) for result in results)
+    return next((f"{case}: {text}" for case, text in texts if text), "")
 
 
 def _known(

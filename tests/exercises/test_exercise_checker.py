@@ -437,6 +437,19 @@ def test_what_a_global_keeps_between_calls_is_told_from_what_is_wrong_in_each():
         assert check(ZIGZAG, whole, Path("student.py")).mistake == mistake
 
 
+def test_an_argument_is_changed_only_where_the_course_changes_it_too():
+    merge = catalogue.load(18)
+    head, result = solution(merge).rsplit("    return ", 1)
+    for more, mistake in (("", "argument_changed"), (" + 1", "unknown")):
+        text = f"{head}    result = {result.rstrip()}{more}\n    lse_2.zero_()\n    return result\n"
+        verdict = check(merge, text, Path("student.py"))
+        assert verdict.mistake == mistake and verdict.gates["V"] and not verdict.passed
+        assert "merge_blocks changes its argument `lse_2`" in verdict.message
+    for number in (3, 11, 37):
+        exercise = catalogue.load(number)
+        assert check(exercise, solution(exercise), Path("student.py")).passed
+
+
 def test_an_exception_has_the_line_of_the_student(tmp_path):
     path = tmp_path / "04_shift.py"
     path.write_text(solution(SHIFT).replace(BODY, "return 1 / 0"))
