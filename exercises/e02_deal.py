@@ -19,7 +19,11 @@ Read: data.py.
 import numpy as np
 import torch
 
+from exercises.compare import described
 from exercises.exercise import Case, Dice
+
+KIND = "a numpy array [rows] of int64 or int32"
+NAMES = "places, by dp rank", "places, asked for once more, the last micro-batch first"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -32,25 +36,39 @@ def on_rank(rank, case: Case) -> dict:
     sizes |= {"micro_batch_size": case.rows, "num_micro_batches": case.micro_batches}
     sizes["seen_before"] = 40  # tokens: places do not depend on them
 
-    def places(dp_rank: int) -> torch.Tensor:
+    def asked_for(dp_rank: int) -> tuple[list, list]:
         batches = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=dp_rank, **sizes)
-        found = [batches._places(i).tolist() for i in range(case.micro_batches)]
-        return torch.tensor([place for places in found for place in places])
+        turns = range(case.micro_batches)
+        first = [batches._places(i) for i in turns]
+        return first, [batches._places(i) for i in reversed(turns)][::-1]
 
-    return {"places, by dp rank": [places(r) for r in range(case.dp)]}
+    first, again = zip(*map(asked_for, range(case.dp)), strict=True)
+    wrong = [x for parts in (*first, *again) for x in parts if not is_of_places(x)]
+    results = {"kind of places": described(wrong[0]) if wrong else KIND}
+    for name, of_ranks in zip(NAMES, (first, again), strict=True):
+        whole = [np.concatenate(parts) for parts in of_ranks] if not wrong else []
+        results[name] = [torch.tensor(places) for places in whole]
+    return results
+
+
+def is_of_places(value) -> bool:
+    """Whether it is an array whose numbers can be places of a large global batch."""
+    is_array = isinstance(value, np.ndarray) and value.ndim == 1
+    return is_array and value.dtype.kind in "iu" and value.itemsize >= 4
 
 
 def expected(case: Case) -> list[dict]:
     dealt = torch.arange(case.micro_batches * case.dp * case.rows)  # as cards, `rows` at a time
     parts = dealt.view(case.micro_batches, case.dp, case.rows).unbind(1)
-    return [{"places, by dp rank": [part.flatten() for part in parts]}]
+    places = [part.flatten() for part in parts]
+    return [{"kind of places": KIND} | dict.fromkeys(NAMES, places)]
 
 
 def picture(runs):
     yield "the global batch, a letter a sequence: A is trained on by dp rank 0, B by 1, ..."
     for case, records in runs:
         strip = ["?"] * (case.dp * case.micro_batches * case.rows)
-        for letter, of_rank in zip("ABCD", records[0].values["places, by dp rank"], strict=False):
+        for letter, of_rank in zip("ABCD", records[0].values[NAMES[0]], strict=False):
             for place in of_rank.tolist():
                 strip[place] = letter
         each = case.dp * case.rows
