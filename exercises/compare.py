@@ -240,7 +240,7 @@ def _of_numbers(factors: dict[str, float], wrong: list[Wrong]) -> Iterator[tuple
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in pairs):
         yield "transposed", "Every wrong matrix is the transpose of the right one."
     if all(isinstance(one.value, SumOf) and one.value.has_part(one.got) for one in wrong):
-        yield "part", "It is a part of the right sum: some of its terms are missing."
+        yield "part", "Every wrong result is a part of the right sum: some terms are missing."
     if off.isnan().all():
         why = "memory that nothing was written to, a message before its `wait`, 0 / 0 or inf / inf"
         yield "nan", f"Every wrong number is NaN: {why}."
