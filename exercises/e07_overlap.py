@@ -30,8 +30,9 @@ BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
 def cases(dice: Dice) -> list[Case]:
     n = dice.randint(8, 12)  # so that three of the smallest exceed the limit of a bucket
     unequal = [n, n + 1, n + 3, n + 2]
-    sizes = (1, unequal), (2, [n] * 4), (3, [n] * 4), (2, unequal)
-    return [Case(ranks, sizes=of_buckets) for ranks, of_buckets in sizes]
+    sizes = (1, unequal, 1), (2, [n] * 4, 1), (3, [n] * 4, 1), (2, unequal, 2)
+    cases = [Case(ranks, sizes=of_buckets, steps=steps) for ranks, of_buckets, steps in sizes]
+    return [*cases, Case(4, sizes=[n] * 4, steps=1, then=2)]
 
 
 def names_of(bucket: int) -> list[str]:
@@ -52,36 +53,60 @@ def arrivals(rank: int) -> list[str]:
     return [*early, *names_of(BUCKETS - 1)]
 
 
-def gradient(case: Case, rank: int, micro_batch: int, name: str):
-    return draw(case, rank, micro_batch, name, shape=(case.sizes[int(name[1])],))
+def gradient(case: Case, step: int, rank: int, micro_batch: int, name: str):
+    return draw(case, step, rank, micro_batch, name, shape=(case.sizes[int(name[1])],))
 
 
 def on_rank(rank, case: Case) -> dict:
     parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in NAMES}
+    axes = [] if hasattr(case, "then") else [rank.axis("dp")]
+    if not axes:  # as of a tied embedding
+        layout = rank.course.settings.Layout(dp=case.ranks // case.then, pp=case.then)
+        axes = [rank.axes(layout)[name] for name in ("dp", "pp")]
     kind = rank.course.data_parallel.GradientBuckets
-    buckets = kind(parameters, rank.axis("dp"), bucket_bytes=8 * OF_BUCKET * max(case.sizes))
+    buckets = kind(parameters, axes[0], axes[1:], 8 * OF_BUCKET * max(case.sizes))
     assert [len(bucket.names) for bucket in buckets.buckets] == [OF_BUCKET] * BUCKETS
+    results = {}
+    for step in range(case.steps):
+        results |= run_step(rank, case, step, buckets, parameters)
+    return results
+
+
+def run_step(rank, case: Case, step: int, buckets, parameters: dict) -> dict:
     buckets.begin(MICRO_BATCHES)
     for micro_batch in range(MICRO_BATCHES):
         for name in arrivals(rank.number):
             if micro_batch == MICRO_BATCHES - 1:
                 rank.mark("last gradient" if name == arrivals(rank.number)[-1] else "gradient")
-            parameters[name].grad += gradient(case, rank.number, micro_batch, name)
+            parameters[name].grad += gradient(case, step, rank.number, micro_batch, name)
             buckets.arrived(name)
     rank.mark("backward ends")
-    buckets.wait()
-    return {f"{name}.grad": parameter.grad for name, parameter in parameters.items()}
+    results = {f"sums begun in step {step}": len(buckets.works)}
+    if len(buckets.works) == BUCKETS:
+        buckets.wait()
+    else:  # it would fail
+        [work.wait() for work in buckets.works]
+    grads = {n: parameter.grad.clone() for n, parameter in parameters.items()}
+    return results | {f"{n}.grad in step {step}": grad for n, grad in grads.items()}
 
 
 def expected(case: Case) -> list[dict]:
     parts = [(rank, i) for rank in range(case.ranks) for i in range(MICRO_BATCHES)]
-    right = {f"{n}.grad": SumOf(gradient(case, *part, n) for part in parts) for n in NAMES}
+    right = {}
+    for step in range(case.steps):
+        sums = {n: SumOf(gradient(case, step, *part, n) for part in parts) for n in NAMES}
+        right[f"sums begun in step {step}"] = BUCKETS
+        right |= {f"{n}.grad in step {step}": total for n, total in sums.items()}
     return [right] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    share = 2 * (case.ranks - 1) / case.ranks
-    return [{"all_reduce": Sent(BUCKETS, share * 8 * OF_BUCKET * sum(case.sizes))}] * case.ranks
+    then = getattr(case, "then", 1)
+    sums = [n for n in (case.ranks // then, then) if n > 1]  # ranks of each
+    share = sum(2 * (n - 1) / n for n in sums)
+    calls = case.steps * BUCKETS * len(sums)
+    size = case.steps * share * 8 * OF_BUCKET * sum(case.sizes)
+    return [{"all_reduce": Sent(calls, size)}] * case.ranks
 
 
 def order(case: Case, rank: int, record) -> str | None:
