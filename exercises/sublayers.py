@@ -78,7 +78,8 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     queue.hold, queue.split = True, split
     boundary = getattr(course.boundary, kind)(axis, queue)
     ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
-    largest = boundary.maximum(torch.tensor(2.0 + rank.number, dtype=torch.float64))
+    own_largest = 2.0 + rank.number * (kind == "SequenceBoundary")
+    largest = boundary.maximum(torch.tensor(own_largest, dtype=torch.float64))
     x, upstream, weights = data(case)
     mine = x[rank.number].clone().requires_grad_()
     sublayers, kept = [], 0
@@ -127,8 +128,8 @@ def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
     for rank in range(case.ranks):
         y = out.detach().chunk(case.ranks, 1)[rank] if cuts_sequence else out.detach()
         results.append({"output": y, "gradient of the input": leaf.grad})
-        # Where each rank has all positions, its own largest value is that of all.
-        results[-1]["what maximum returns"] = 1.0 + case.ranks if cuts_sequence else 2.0 + rank
+        # Where each rank has all positions, all have the same largest value.
+        results[-1]["what maximum returns"] = 1.0 + case.ranks if cuts_sequence else 2.0
         for i, w in enumerate(leaves):
             for k in NAMES:
                 results[-1][f"gradient of {k} {i}"] = part(k, w[k].grad, rank, case.ranks)
