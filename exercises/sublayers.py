@@ -76,6 +76,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
     queue = course.linear.WeightGradients()
     queue.hold, queue.split = True, split
+    queue.run_during_message = partial(rank.mark, "queue in forward")
     boundary = getattr(course.boundary, kind)(axis, queue)
     ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
     own_largest = 2.0 + rank.number * (kind == "SequenceBoundary")
@@ -103,6 +104,7 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     if kind == "SequenceBoundary":
         upstream = upstream.chunk(n, 1)[rank.number]
     rank.mark("backward")
+    del queue.run_during_message  # from here on its own
     out.backward(upstream)
     if split:
         rank.mark("W")
@@ -149,6 +151,9 @@ def traffic_of(case: Case, kind: str) -> list[dict[str, Sent]]:
 def overlap_problem(rank: int, record: Record, kind: str) -> str | None:
     """What is wrong with the order in backward: start of a message, weight gradients, its end."""
     operation = MESSAGE[kind]
+    if record.count("mark", "queue in forward"):
+        what = f"rank {rank} runs the queue of weight gradients during a message of forward"
+        return f"{what}: what is computed meanwhile is given as `meanwhile`"
     events = record.events[record.place("mark", "backward") :]
     words = [e.kind for e in events if e.what in (operation, "weight gradients")]
     if "start" not in words:
