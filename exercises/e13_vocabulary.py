@@ -38,11 +38,12 @@ INEXACT = "what is inexact in bfloat16"
 
 
 def cases(dice: Dice) -> list[Case]:
-    rest = dice.randint(1, 3)  # of the last slice, the others have more
-    vocab = {1: 5, 2: 4 + rest, 3: 10 + dice.randint(0, 1), 4: 13}
-    some = [Case(n, vocab=v, tokens=dice.randint(5, 8), scores_around=1) for n, v in vocab.items()]
-    large = Case(2, vocab=7, tokens=6, scores_around=1000)
-    return [*some, large, Case(2, vocab=8, tokens=8, scores_around=1, dtype="bfloat16")]
+    # So that the first id of the last slice is no multiple of the rows of that slice.
+    vocab = {1: 5, 2: 5 + dice.randint(0, 2), 3: 11 + 3 * dice.randint(0, 1), 4: 17}
+    some = [(n, v, {"tokens": dice.randint(5, 8), "scores_around": 1}) for n, v in vocab.items()]
+    some.append((2, 7, {"tokens": 6, "scores_around": 1000}))
+    some.append((2, 8, {"tokens": 8, "scores_around": 1, "dtype": "bfloat16"}))
+    return [Case(n, vocab=v, slices_alike=v % n == 0, **sizes) for n, v, sizes in some]
 
 
 def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,6 +56,7 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
     each = -(-case.vocab // case.ranks)
     targets[0], targets[2] = each % case.vocab, each - 1  # on both sides of a cut
+    targets[3] = case.vocab - 1
     targets[1::3] = -100  # these do not count
     x[2, 1], weight[targets[2], 1] = case.scores_around, -1  # its target is far below
     if hasattr(case, "dtype"):  # so few digits that products are exact in bfloat16
@@ -113,7 +115,7 @@ def picture(runs):
     case, records = runs[3]
     sent = sum(size for _, size in records[0].sent.values()) / case.tokens
     share = (case.ranks - 1) / case.ranks * 8
-    rows = {"yours": sent, "all logits, V = 13": share * 13, "all logits, V = 130": share * 130}
+    rows = {"yours": sent, "all logits, V = 17": share * 17, "all logits, V = 170": share * 170}
     return [f"bytes that each of {case.ranks} ranks sends for a token", bars(rows, "{:5.0f}")]
 
 
