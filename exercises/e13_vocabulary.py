@@ -122,6 +122,12 @@ def picture(runs):
 VERSIONS = """
 own_maximum: Each slice subtracts its own maximum: their sums have different scales.
     vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
+maximum_unused: Each slice subtracts its own maximum, though the common one is computed: their sums
+    have different scales.
+- logits -= vocabulary.maximum(logits.amax(-1))[:, None]
++ own = logits.amax(-1)[:, None]
++ vocabulary.maximum(own.clone())
++ logits -= own
 probability_first: The loss is the logarithm of a probability, which is 0 for a logit far below.
     (sums.log() - target_logits) => -(target_logits.exp() / sums).log()
 no_maximum: No maximum is subtracted: exp() overflows for large logits, and inf / inf is NaN.
