@@ -163,6 +163,8 @@ def hunt(
 ) -> int:
     """A course with one wrong statement: find it from its symptoms."""
     parse_run(run or "")  # which may refuse it
+    if answer is not None:
+        place_of(answer)  # refused before a hunt is drawn, which takes long
     change = hunt_of(number, student)
     if answer is not None:
         return _take_answer(number, change, answer)
@@ -223,16 +225,24 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
     yield "\nranks differ: the largest difference between weights that should be equal on all ranks"
 
 
-def judge(hunt: Hunt, answer: str) -> str:
-    """right, file or wrong: whether FILE:FUNCTION or FILE:LINE is in the function that is wrong."""
+def place_of(answer: str) -> tuple[str, str]:
+    """File and function of FILE:FUNCTION, FILE:LINE or mesh:build_axes, as `--difference` says."""
     file, _, place = answer.rpartition(":")
-    if not (path := FOLDER.parent / file).is_file():
+    files = [file, f"picotron_min/{file}.py", f"{file}.py"]
+    file = next((name for name in files if (FOLDER.parent / name).is_file()), "")
+    if not file:
         raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
-    shown = path.read_text()
+    shown = (FOLDER.parent / file).read_text()
     if place.isdecimal():
         if not 1 <= int(place) <= (length := len(shown.splitlines())):
             raise ValueError(f"{answer} is no line: {file} has {length}")
         place = _definition_at(shown, int(place))
+    return file, place
+
+
+def judge(hunt: Hunt, answer: str) -> str:
+    """right, file or wrong: whether the answer is in the function that is wrong."""
+    file, place = place_of(answer)
     if Path(file) != Path(hunt.file):
         return "wrong"
     right = _definition_at((ROOT / file).read_text(), hunt.line)

@@ -34,6 +34,9 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     folder = Path(name)
     if not folder.exists():
         folder = fetch(name, "*.safetensors", "config.json")
+    if (folder / "state.json").exists():
+        export = f"python -m picotron_min.runtime.export {folder} FOLDER"
+        raise ValueError(f"model.weights={name} is a checkpoint: export it first, with  {export}")
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:  # other files can run code
         problem = f"model.weights={name} is no folder with .safetensors files"

@@ -37,12 +37,18 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
         problems = list(_problems(folder, metadata))
     except ValidationError as error:
         problems = [f"state.json: {mistake(e)}" for e in error.errors()]
+    except FileNotFoundError:
+        problems = ["it has no state.json" if folder.is_dir() else "there is no such folder"]
+        if (folder / "config.json").exists():
+            problems = ["it is an exported model, which model.weights can name"]
     except OSError as error:
         problems = [str(error)]
     if problems:
         older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
         remedy = f"Name another one in {option}"
         remedy += f": {max(older)} is the one before it" if older else ""
+        if inside := checkpoints(folder):
+            remedy += f": {max(inside)} is the latest in it"
         raise ValueError(f"cannot use the checkpoint {folder}: {'; '.join(problems)}. {remedy}")
     return metadata
 

@@ -172,6 +172,9 @@ def test_folders_without_weights_and_damaged_files_are_refused(tmp_path):
         find_weights(str(tmp_path), model_config, set())
     with pytest.raises(ValueError, match=r"model\.safetensors is no folder with"):
         find_weights(str(tmp_path / "model.safetensors"), model_config, set())
+    (tmp_path / "state.json").touch()
+    with pytest.raises(ValueError, match=f"is a checkpoint: export it .*export {tmp_path} FOLDER"):
+        find_weights(str(tmp_path), model_config, set())
 
 
 @pytest.mark.parametrize(

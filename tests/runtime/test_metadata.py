@@ -60,6 +60,17 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, e
         read_to_resume(newer, resolve_model(config), "adamw")
 
 
+def test_a_folder_that_is_no_checkpoint_is_refused_with_what_it_is(tmp_path):
+    for name in ("run", "hf"):
+        (tmp_path / name).mkdir()
+    write_checkpoint(tmp_path / "run" / "step-00000007")
+    (tmp_path / "hf" / "config.json").touch()
+    inside = "it has no state.json. Name .*step-00000007 is the latest in it"
+    for name, problem in {"gone": "no such folder", "hf": "model.weights", "run": inside}.items():
+        with pytest.raises(ValueError, match=problem):
+            read_metadata(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     "change,expected",
     [
@@ -67,7 +78,7 @@ def test_a_checkpoint_without_a_part_is_refused(pool, tmp_path, shard, damage, e
         ("[" * 10**5, "state.json: Invalid JSON: recursion limit"),
         ("[]", r"state.json: \[\]: must be"),
         ("{}", "state.json: step Field required; state.json: skipped_steps Field required"),
-        (None, r"No such file or directory: '.*state\.json'"),
+        (None, "it has no state.json"),
         ({"step": "six"}, 'state.json: step="six": must be a valid integer'),
         ({"step": -3}, "step=-3: must be greater than or equal to 0"),
         ({"step": 6}, "state.json: step is 6, unlike the folder's name"),
