@@ -34,10 +34,10 @@ PICTURED += ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
     sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3)}
-    kinds = (5, False), (16, False), (9, True)
+    kinds = (6, False), (16, False), (9, True)
     some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
     sizes["layers"] = 3  # of a mixture: the first has no experts
-    kinds = (5, {"experts": 4}), (16, {"ahead": 2})
+    kinds = (6, {"experts": 4}), (16, {"ahead": 2})
     return [*some, *(Case(1, **sizes, length=n, tied=False, **kind) for n, kind in kinds)]
 
 
@@ -57,11 +57,13 @@ def on_rank(rank, case: Case) -> dict:
     result["FLOPs that depend on the length"] = whole - flops(config, 0)
     more = flops(config.override(vocab_size=2 * case.vocab), case.length)
     result["FLOPs that doubling the vocabulary adds"] = more - whole
+    more = flops(config.override(num_key_value_heads=4), case.length)
+    result["FLOPs that two more key heads add"] = more - whole
     return result | {"presets": {name: flops(presets[name], 2048) for name in PICTURED}}
 
 
 def expected(case: Case) -> list[dict]:
-    model = Llama(model_config(case))
+    model = Llama(config := model_config(case))
     tokens = targets = torch.zeros(1, case.length, dtype=torch.int64)
     if hasattr(case, "ahead"):
         add_prediction_layers(model)
@@ -83,6 +85,8 @@ def expected(case: Case) -> list[dict]:
     attention = counts[torch.ops.aten.bmm]
     right = {"FLOPs that depend on the length": attention // 2 // case.length}
     right["FLOPs that doubling the vocabulary adds"] = 6 * case.vocab * case.hidden * len(targets)
+    key_heads = 6 * 2 * 2 * config.head_dim * case.hidden * config.num_layers  # and values
+    right["FLOPs that two more key heads add"] = key_heads
     return [right | {"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 

@@ -33,21 +33,26 @@ def cases(dice: Dice) -> list[Case]:
     return [Case(ranks, shapes=of_parameters) for ranks, of_parameters in sizes]
 
 
+def name(i: int) -> str:
+    return f"p{9 - i}"  # in no alphabetical order
+
+
 def gradient(case: Case, rank: int, i: int):
     return draw(case, "gradient", rank, i, shape=case.shapes[i])
 
 
 def on_rank(rank, case: Case) -> dict:
     weights = [torch.nn.Parameter(draw(case, i, shape=s)) for i, s in enumerate(case.shapes)]
-    parameters = {f"p{i}": weight for i, weight in enumerate(weights)}
+    parameters = {name(i): weight for i, weight in enumerate(weights)}
     bucket = rank.course.data_parallel.Bucket(parameters)
     elsewhere = {"p": torch.nn.Parameter(torch.empty(2, device="meta"))}
     device = rank.course.data_parallel.Bucket(elsewhere).gradients.device
     terms = [(weight * gradient(case, rank.number, i)).sum() for i, weight in enumerate(weights)]
     sum(terms).backward()  # adds to the gradients that are there
     rank.course.collectives.all_reduce(bucket.gradients, rank.axis("dp"))
-    gradients = {f"{name}.grad": p.grad for name, p in parameters.items()}
+    gradients = {f"{of}.grad": p.grad for of, p in parameters.items()}
     found = {"self.names": list(bucket.names), "self.gradients": bucket.gradients}
+    found["self.gradients.requires_grad"] = bucket.gradients.requires_grad
     places = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in gradients.values())
     found["gradients overlap"] = any(end > begin for (_, end), (begin, _) in pairwise(places))
     found["device of the gradients of parameters on `meta`"] = str(device)
@@ -56,9 +61,9 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     parts = [[gradient(case, r, i) for r in range(case.ranks)] for i in range(len(case.shapes))]
-    right = {"gradients overlap": False}
-    right |= {f"p{i}.grad": SumOf(part) for i, part in enumerate(parts)}
-    right["self.names"] = [f"p{i}" for i in range(len(case.shapes))]
+    right = {"gradients overlap": False, "self.gradients.requires_grad": False}
+    right |= {f"{name(i)}.grad": SumOf(part) for i, part in enumerate(parts)}
+    right["self.names"] = [name(i) for i in range(len(case.shapes))]
     right["self.gradients"] = torch.cat([torch.stack(part).sum(0).flatten() for part in parts])
     right["device of the gradients of parameters on `meta`"] = "meta"
     return [right] * case.ranks
@@ -75,7 +80,7 @@ def picture(runs):
     named = [*zip("ABCDEF", case.shapes, strict=False)]
     strip = "".join(letter * math.prod(shape) for letter, shape in named)
     yield from ["the buffer, a letter a number", f"[{strip}]"]
-    yield from (f"{letter} = p{i}.grad {shape}" for i, (letter, shape) in enumerate(named))
+    yield from (f"{letter} = {name(i)}.grad {shape}" for i, (letter, shape) in enumerate(named))
 
 
 VERSIONS = """

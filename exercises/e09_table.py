@@ -8,7 +8,7 @@ k, v, gate and up by rows (dim 0), o and down by columns (dim 1), embeddings by 
 all. Copies: the axes whose ranks hold the same part (of dp_cp, tp; and ends, for a tied embedding
 that two ranks hold). Sums: those over which gradients differ. With sequence parallelism all ranks
 of a stage (dp_cp_tp) have different tokens in a norm. Hidden matrices are those of attention and of
-MLPs. Of an unknown name nothing is returned: None.
+MLPs. Of an unknown name, such as a bias, nothing is returned: None.
 Read: placement.py, tensor_parallel.py.
 
 ? Three kinds: matrices of layers; embedding and head; norms.
@@ -30,7 +30,7 @@ from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
-UNKNOWN = "rotary.scale", "self_attn.q_norm.weight", "mlp.gate_up_proj.weight"
+UNKNOWN = "rotary.scale", "self_attn.q_norm.weight", "mlp.gate_up_proj.weight", "q_proj.bias"
 RIGHT = dict.fromkeys((f"of {name}" for name in UNKNOWN), None)
 # A V has the first and the last stage on one rank.
 ONE_RANK = {"a tied embedding in a V": ({"pp": 2, "pp_engine": "zb_v", "pp_chunks": 2}, True)}
@@ -55,6 +55,7 @@ def on_rank(rank, case: Case) -> dict:
     parts = {n: part(shapes[n], row.cuts, axes.ranks, axes.sizes) for n, row in table.items()}
     if hasattr(case, "heads"):
         results["loss"], gradients = run_cut(rank, case, axes, parts)
+        results["messages for a norm's gradient"] = len(table["model.norm.weight"].sums)
     else:
         gradients = {EMBEDDING: made_up(case, axes.ends.rank)[parts[EMBEDDING]].clone()}
     share = shares(case)[axes.dp_cp.rank]
@@ -126,6 +127,7 @@ def expected(case: Case) -> list[dict]:
     common, tp = dict(RIGHT), case.layout.get("tp", 1)
     if hasattr(case, "heads"):
         common["loss"], wholes = run_whole(case)
+        common["messages for a norm's gradient"] = 1
     else:
         wholes = {EMBEDDING: made_up(case, 0) + made_up(case, 1)}
     common |= {COUNTS(name): torch.ones_like(whole) for name, whole in wholes.items()}
