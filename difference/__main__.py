@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     about = "Find the first tensor of a layout that one process computes otherwise, and say why."
     parser = argparse.ArgumentParser(prog="python -m difference", description=about)
     parser.add_argument("--config", required=True, help="of the run, as for train.py")
-    parser.add_argument("--steps", type=int, default=2, help="to compare; default: 2")
+    parser.add_argument("--steps", type=int, default=3, help="to compare; default: 3")
     own = "the config's own model and batch, not tiny ones"
     parser.add_argument("--own-sizes", action="store_true", help=own)
     right = "compare with the one process saved in FILE, which is written if it is missing"
@@ -102,7 +102,7 @@ def _look_at(named: list[str]) -> str:
 
 def _first_wrong(both: Comparison) -> Iterator[str]:
     key, ranks = both.first[0].key, sorted({one.at for one in both.first})
-    names = {"backward": "gradient of ", "initial": "initial "}
+    names = {"backward": "gradient of ", "initial": "initial ", "measure": "measure "}
     names |= dict.fromkeys(("forward", "built", "loss", "gradient norm"), "")
     title = f"{names.get(key.phase, f'{key.phase} of ')}{key.name}"
     where = f"on {both.name_of(ranks)}" * (len(both.ranks) > 1)

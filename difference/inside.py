@@ -24,7 +24,8 @@ from difference.taps import INSIDE, LAYER, MOST_NUMBERS, RESULT, Record
 
 # Activations are noted one by one; of all else, what is noted together.
 AT_ONCE = ("summed gradient",), ("scaled gradient",), ("built", "initial")
-AT_ONCE += (("loss", "gradient norm", "optimizer state", "biases of routers", "weights"),)
+LATE = ("loss", "gradient norm", "optimizer state", "biases of routers", "weights")
+AT_ONCE += LATE, ("measure", "scaled gradient", *LATE)
 
 
 class Inside:
@@ -92,10 +93,19 @@ class Inside:
         return all(self.is_right(*one) for one in got if not one[0].startswith("self."))
 
     def made(self, call: Call, at: Here) -> dict[str, Tensor]:
-        """What a call makes; of what its object keeps, that which was right before."""
+        """What a call makes; of what its object keeps, that which was right before.
+
+        Without what one process has in another shape, such as each rank's sum of what it has.
+        """
         kept = {v for v in call.made if v.startswith("self.")}
         old = {v: t for v, t in call.got.items() if v in kept and not self.is_right(v, t, call, at)}
-        return {v: t for v, t in call.made.items() if v not in kept or v in call.got.keys() - old}
+        known = {v: t for v, t in call.made.items() if v not in kept or v in call.got.keys() - old}
+        rights = [right.made for right in self.right_calls if right.key == call.key]
+        return {v: t for v, t in known.items() if self.is_comparable(t, v, rights, at)}
+
+    def is_comparable(self, tensor: Tensor, variable: str, rights: list[dict], at: Here) -> bool:
+        wholes = [made[variable].shape for made in rights if variable in made]
+        return not wholes or any([*self.parts(tensor.shape, of, at)] for of in wholes)
 
     def is_right(self, variable: str, tensor: Tensor, call: Call, at: Here) -> bool:
         is_there = self.place(tensor, call, at) is not None

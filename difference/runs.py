@@ -24,8 +24,9 @@ from torch import Tensor
 
 import train
 from difference.places import here
-from difference.taps import Key, Notes, Profile, Record, Watch, attach, outer
+from difference.taps import Key, Notes, Profile, Record, attach, outer
 from difference.tiny import BUCKET_BYTES, STRIPE_ROWS, Text, Trial
+from difference.watch import Watch
 from picotron_min import data_parallel, layout
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.extensions.build import build_model, open_batches
@@ -191,5 +192,6 @@ class Rank(Notes):
         result = train.train_step(self.trained, step, self.watch)
         for phase, number in (("loss", result.loss), ("gradient norm", result.grad_norm)):
             self.note(phase, {phase: torch.tensor(number, dtype=torch.float64)})
+        self.note_measures(result.measures)
         models = [chunk.model for chunk in self.model.pipeline.chunks]
         self.note_update(self.model.parameters, self.trained.optimizer, models)

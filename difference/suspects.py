@@ -33,6 +33,7 @@ TABLE = {
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
     "square": "{place} optimizer:measure_gradient parallelize:ParallelModel.counted_once",
+    "measure": "parallelize:ParallelModel.counts",
     "targets": "parallelize:ParallelModel.counted_once optimizer:measure_gradient train:train_step",
     "scaled gradient": "train:train_step {buckets}.scale optimizer:measure_gradient",
     "biases of routers": "{experts}/router:RoutingCounts.update_biases "
@@ -177,6 +178,7 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     since = dict.fromkeys(("loss", "gradient norm"), ("scaled gradient",))
     # The loss is the first that is noted after an update.
     since |= dict.fromkeys(("optimizer state", "weights"), ("loss",))
+    since["measure"] = ("scaled gradient", "loss")  # what counts, what is reported
     since["summed gradient"] = ("forward",) if rule else ("summed gradient", "backward")
     phases = since.get(one.key.phase, (one.key.phase,))
     mine = [o for o in both.all if (o.at, o.key.step) == (one.at, one.key.step)]

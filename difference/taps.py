@@ -8,26 +8,24 @@ A module that is called runs its hooks, also where a parallelism has replaced it
 methods are called by name, `project` and `loss`: they are wrapped on the instance, after the build.
 """
 
+import contextlib
 import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from picotron_min.model import MLP, Llama, SelfAttention
 
 ROOT = Path(__file__).parent.parent
 # In the order in which a run computes them.
 PHASES = ("built", "initial", "forward", "backward", "summed gradient", "loss", "gradient norm")
-PHASES += ("scaled gradient", "optimizer state", "biases of routers", "weights")
+PHASES += ("measure", "scaled gradient", "optimizer state", "biases of routers", "weights")
 LAYER = r"model\.layers\.\d+"
 PARTS = "input_layernorm|self_attn|post_attention_layernorm|mlp"
 OUTPUTS = re.compile(rf"model\.(embed_tokens|norm)|{LAYER}(\.({PARTS}))?")
@@ -42,11 +40,7 @@ INSIDE = "inside"  # a phase of tensors of your own functions: see inside.py
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
 OURS += "schedules settings sharding"
 MOST_NUMBERS = 100_000  # of a tensor that is noted
-MOST_OF_ALL = 16  # of a list or a dict
 RESULT = "the result"
-# Methods of extensions and gradients outside forward and backward: there an object's own tensors
-# are noted, too. In forward they would be of the micro-batches so far.
-BETWEEN = "counts updated weights_changed wait scale"
 Tap = Callable[[str, Tensor], None]
 
 
@@ -90,6 +84,13 @@ class Notes:
 
     def note_gradients(self, phase: str, parameters: dict[str, nn.Parameter]) -> None:
         self.note(phase, {name: p.grad for name, p in parameters.items()})
+
+    def note_measures(self, measures: dict[str, object]) -> None:
+        """Those that are finite numbers, or lists of them."""
+        for name, value in measures.items():
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                number = torch.tensor(value, dtype=torch.float64)
+                self.note("measure", {name: number} if number.isfinite().all() else {})
 
     def note_kept(self, models: Sequence[nn.Module]) -> None:
         """What layers keep before the first step."""
@@ -219,54 +220,7 @@ class Profile:
         return [name for frame in frames if (name := self._name(frame.f_code))]
 
 
-class Watch:
-    """Notes what your functions get and make: a `Profile` calls it at each call and return."""
-
-    def __init__(self, notes: Notes) -> None:
-        self.notes, self.count = notes, count()
-        self.open: list[tuple[int, str]] = []  # numbers and names of those that run
-        self.saved = WeakKeyDictionary()  # for backward, by the ctx of an autograd.Function
-
-    def __call__(self, event: str, name: str, values: dict[str, object]) -> None:
-        if event == "call":
-            self.open.append((next(self.count), name))
-        numbers, names = zip(*reversed(self.open), strict=True)
-        caller = numbers[1] if numbers[1:] else ""
-        who = f"{numbers[0]} {caller} {','.join(names)} {event}"
-        if isinstance(ctx := values.get("ctx"), FunctionCtx):
-            values = values | {f"ctx.{of}": one for of, one in vars(ctx).items()}
-            if name.endswith(".forward"):  # in backward, recomputation gives them only once
-                self.saved[ctx] = getattr(ctx, "to_save", None)
-            elif event == "call":
-                values["saved"] = self.saved.get(ctx)
-        if names[-1].rpartition(".")[2] in BETWEEN.split():
-            values = values | {f"self.{of}": one for of, one in _own(values.get("self"))}
-        for variable, value in values.items():
-            for text, number in self._numbers_of(variable, value):
-                at = self.notes.at._replace(phase=INSIDE, name=f"{who} {text}")
-                self.notes.write(at, number, ([], []))
-        if event == "return":
-            self.open.pop()
-
-    def _numbers_of(self, name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-        """Its tensors of floats, those in a small container, and gradients of parameters."""
-        several = {name: value}
-        if isinstance(value, tuple | list):
-            several = {f"{name}[{i}]": one for i, one in enumerate(value[:MOST_OF_ALL])}
-        elif isinstance(value, dict):
-            few = [*value.items()][:MOST_OF_ALL]
-            several = {f"{name}[{key!r}]": one for key, one in few}
-        for text, one in several.items():
-            if type(one) is float:
-                yield text, torch.tensor(one, dtype=torch.float64)
-            if type(one) is nn.Parameter and one.grad is not None:
-                yield from self._numbers_of(f"{text}.grad", one.grad)
-            is_plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
-            if is_plain and one.is_floating_point() and 0 < one.numel() <= MOST_NUMBERS:
-                yield text, one.detach().double()  # numpy has no bfloat16
-
-
-def _own(keeper: object) -> Iterator[tuple[str, object]]:
+def own_of(keeper: object) -> Iterator[tuple[str, object]]:
     """What an object keeps, by name."""
     own = getattr(keeper, "__dict__", {})
     own = own | own.get("_parameters", {}) | own.get("_buffers", {})
@@ -285,11 +239,11 @@ def numbers_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{module} {keeper} {name}": torch.tensor(number)
         for module, one in modules
-        for keeper, name, number in _kept(_name_of(type(one)), vars(one).items())
+        for keeper, name, number in _kept(name_of(type(one)), vars(one).items())
     }
 
 
-def _name_of(code: type | Callable) -> str:
+def name_of(code: type | Callable) -> str:
     file = code.__module__.removeprefix("picotron_min.").replace(".", "/")
     return f"{file}:{code.__qualname__}"
 
@@ -303,9 +257,9 @@ def _kept(keeper: str, own: Iterable[tuple[str, object]], depth: int = 3) -> Ite
             continue
         elif isinstance(one, partial) and inspect.isroutine(one.func):
             given = inspect.signature(one.func).bind_partial(*one.args, **one.keywords).arguments
-            yield from _kept(_name_of(one.func), given.items(), depth - 1)
+            yield from _kept(name_of(one.func), given.items(), depth - 1)
         elif inspect.isfunction(one):
             given = inspect.getclosurevars(one).nonlocals
-            yield from _kept(_name_of(one), given.items(), depth - 1)
-        elif is_yours(_name_of(type(one))):
-            yield from _kept(_name_of(type(one)), _own(one), depth - 1)
+            yield from _kept(name_of(one), given.items(), depth - 1)
+        elif is_yours(name_of(type(one))):
+            yield from _kept(name_of(type(one)), own_of(one), depth - 1)

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from difference.taps import RAN, Key, Notes, Profile, Watch, attach
+from difference.taps import RAN, Key, Notes, Profile, attach, is_yours, name_of
 from difference.tiny import Text, Trial, text_of
+from difference.watch import Watch
 from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
 from picotron_min.extensions.build import extensions_of
@@ -175,7 +176,8 @@ class RightRun(Notes):
             extension.weights_changed()
         for extension, of in zip(self.extensions, totals, strict=True):
             extension.updated(of)
-            extension.measures(of)
+            measures = extension.measures(of)
+            self.note_measures(measures if is_yours(name_of(type(extension))) else {})
         self.note_update(self.parameters, self.optimizer, [self.model])
 
 

@@ -50,10 +50,15 @@ class Normed(Extension):
         return both_ways(copied(x, self.axes.tp) * own, self.axes.tp)
 
     def counts(self):
-        return torch.tensor([1.0 / self.axes.tp.size / self.axes.dp.size], dtype=torch.float64)
+        own = 1.0 / self.axes.tp.size / self.axes.dp.size
+        seen = 7.0 / self.axes.dp.size * (self.axes.tp.rank == 0)
+        return torch.tensor([own, seen], dtype=torch.float64)
 
     def updated(self, totals):
-        self.scale = self.scale * (1 + totals.item())
+        self.scale = self.scale * (1 + totals[0].item())
+
+    def measures(self, totals):
+        return {"seen": totals[1].item(), "what": "only numbers are compared"}
 
 
 class Twice(torch.autograd.Function):
@@ -91,7 +96,7 @@ def summed(x, axis):
 
 def install_yours(right: str = "", wrong: str = "") -> None:
     assert TEXT.count(right) == 1 or not right
-    names = {"__name__": "yours"}
+    names = {"__name__": "picotron_min.extensions.yours"}
     exec(compile(TEXT.replace(right, wrong) if right else TEXT, str(FILE), "exec"), names)
     install(names["Normed"])
 
@@ -136,8 +141,14 @@ WRONG = {
         "1.0 / self.axes.tp.size / self.axes.dp.size",
         "1.0",
         "inside       extensions/yours:Normed.counts: its sum over all ranks is 4 (ranks) times "
-        "what one process has",
+        "what one process has in number 0, and right in others",
         "look at      extensions/yours:Normed.counts, extensions/yours:Normed.updated",
+    ),
+    "a copy in each rank's measure": (
+        " * (self.axes.tp.rank == 0)",
+        "",
+        "FIRST WRONG  step 1, measure seen  on all ranks",
+        "look at      extensions/yours:Normed.counts, extensions/yours:Normed.measures",
     ),
 }
 
