@@ -11,6 +11,8 @@ a weight                                before the update, the update, and what 
 What an activation or its gradient is besides is a part of its own: what your extension adds.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -128,6 +130,26 @@ def by_queries(one: Compared, both: Comparison) -> Parts:
         x = {"q": q, "k": k, "v": v}[letter]
         parts[("cp", cp),] = torch.autograd.grad(out, x, gradient * own, retain_graph=True)[0]
     return parts
+
+
+def with_own_lse(one: Compared, both: Comparison) -> Tensor | None:
+    """The gradient of v, if each query's probabilities were of the keys of its own rank alone."""
+    core, _, letter = one.key.name.rpartition(".")
+    layout, of = both.trial.layout, one.key._replace(phase="forward")
+    is_ring = layout.cp > 1 and layout.cp_engine == "ring" and not both.trial.workload.document_mask
+    if (one.key.phase, letter) != ("backward", "v") or not is_ring:
+        return None
+    q, k = (both.whole[of._replace(name=f"{core}.{x}")] for x in "qk")
+    size, owner = q.shape[2], torch.zeros(q.shape[2])
+    for cp in range(layout.cp):
+        owner[positions(one.at._replace(cp=cp), layout, size)] = cp
+    k = k.repeat_interleave(repeats := q.shape[1] // k.shape[1], 1)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -math.inf)
+    own = scores.masked_fill(owner[:, None] != owner, -math.inf)
+    p = (scores - own.logsumexp(-1, keepdim=True)).exp()
+    dv = p.mT @ both.whole[one.key._replace(name=core)]
+    return take(dv.unflatten(1, (-1, repeats)).sum(2), one.indices)
 
 
 def squares(one: Compared, both: Comparison, axis: str = "") -> Parts:

@@ -160,7 +160,10 @@ def _owner(found: set[int], dim: int, one: Compared, both: Comparison) -> str:
 def region(one: Compared, both: Comparison) -> str:
     """Where it is wrong, if not everywhere; and by how much."""
     largest = both.whole.get(one.key, one.right).abs().max().clamp(min=1e-300)
-    error = (one.got - one.right).abs() / largest
+    error, first = (one.got - one.right).abs() / largest, ""
+    if not one.got.is_floating_point():
+        pair = (x[one.got != one.right][0] for x in (one.got, one.right))
+        first = ": the first is {}, and should be {}".format(*pair)
     for dim, name in enumerate(_dim_names(one)):
         of_lines = lines_along(error, dim).amax(1)
         where = (of_lines > TOLERANCE).nonzero()[:, 0].tolist()
@@ -168,7 +171,7 @@ def region(one: Compared, both: Comparison) -> str:
         if len(where) < error.shape[dim] and is_clear:
             how = "wrong" if lines_along(one.got, dim)[where].any() else "zero"
             places = [one.indices[dim][i] for i in where] if one.indices else where
-            return f"{name} {ranges(places)} are {how}, and the others are right"
+            return f"{name} {ranges(places)} are {how}, and the others are right{first}"
     if one.got.numel() == 1:
         return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
     if error.max() < 3e-7:

@@ -21,6 +21,7 @@ TABLE = {
     "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
     "initial": "initialise:initialise placement:part {place}",
     "tokens": "{steps} data:Batches._places data:Batches._read pipeline_parallel:Pipeline._forward",
+    "borders": "{reads} data:Batches._places",  # of documents
     "positions": "{positions} data:Batches._read data:Batches._places",
     "rotated": "{stage} {reads} model:rotary_table {positions}",
     "summed gradient": "{place} {sums}",
@@ -44,7 +45,7 @@ TABLE = {
 # Phases -> words of an explanation that have a row of their own.
 RELATIONS = {
     "gradient norm": ("square", "targets"),
-    "summed gradient": ("the step before", "micro-batch ", "(1/", ") times", "over pp", "missing"),
+    "summed gradient": ("the step before", "micro-batch ", "over pp", "(1/", ") times", "missing"),
 }
 BUCKETS, UNIT = "data_parallel:GradientBuckets", "extensions/sharding/units:ShardedUnit"
 # Words of an explanation -> of the functions that ran, those that it points at.
@@ -91,7 +92,7 @@ def suspects(both: Comparison, said: str) -> list[str]:
 def kind_of(key: Key, said: str) -> str:
     """The row of the table for a tensor: words of its explanation, or its phase."""
     if key.name in ("tokens", "targets"):
-        return "positions" if "position" in said else "tokens"
+        return "borders" if "-100" in said else "positions" if "position" in said else "tokens"
     if key.phase == "forward" and key.name.endswith((".core_attention.q", ".core_attention.k")):
         return "rotated"  # the projections before them are right
     return next((words for words in RELATIONS.get(key.phase, ()) if words in said), key.phase)
@@ -117,7 +118,9 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
         if name.startswith("exercises/") or is_yours(name):
             return 0, pointed
         # It runs in one process, too, and sends nothing: so it knows nothing of ranks.
-        is_plain = Key(0, RAN, name) in both.whole and outer(name) not in both.senders
+        # Kernels compute with what one rank has, as does what one process runs.
+        is_local = Key(0, RAN, name) in both.whole or name.startswith("extensions/kernels")
+        is_plain = is_local and outer(name) not in both.senders
         return 1 + is_helper(name), pointed, is_plain, name in one.running, ran_before.get(name, -1)
 
     # What was called before a function that is still running has made no part of this tensor.

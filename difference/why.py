@@ -20,7 +20,7 @@ from torch import Tensor
 
 from difference.algebra import REDUCTIONS, ranges, same, scaled_by_parts, weights_of
 from difference.compare import Compared, Comparison
-from difference.parts import REST, Parts, head_of, parts_of, products, squares
+from difference.parts import REST, Parts, head_of, parts_of, products, squares, with_own_lse
 from difference.places import Here, along, take
 from difference.reads import are, key_heads, keys_seen, places, region, rotation, rows_seen
 
@@ -154,8 +154,12 @@ def _own_part(one: Compared, both: Comparison) -> str:
                 and all(t.shape == of.shape for t in row)
                 and same(reduce([got - (one.right - of) for got in row]), of)
             ):
+                if name == "mean" and one.key.phase == "summed gradient":  # no gradient is a mean
+                    what, name = f"{what} is {times(len(row), both)}", "sum"
+                else:
+                    what = f"{what} is"
                 own = f"this rank's own part of a {name} over {axes}"
-                return f"{what} is {own}: the {name.split()[0]} is missing"
+                return f"{what} {own}: the {name.split()[0]} is missing"
     return ""
 
 
@@ -244,6 +248,12 @@ def _other_rows(one: Compared, both: Comparison) -> str:
     return f"it adds {', '.join(others)}: these are other ranks' rows" if others else ""
 
 
+def _own_keys(one: Compared, both: Comparison) -> str:
+    found = with_own_lse(one, both)
+    is_own = found is not None and same(one.got, found)
+    return "its backward has the log-sum-exp of each rank's own keys, not of all keys" * is_own
+
+
 def _logits(one: Compared, both: Comparison) -> str:
     """Of the last norm's gradient, a product with the head: where the logits' gradient is wrong."""
     if one.key[1:3] != ("backward", "model.norm"):
@@ -273,4 +283,5 @@ def _logits(one: Compared, both: Comparison) -> str:
 
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
 HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _logits]
+HYPOTHESES += [_own_keys]
 HYPOTHESES += [places, _order, region]

@@ -194,6 +194,14 @@ KNOWN += [
         "look at      extensions/experts/mixture:expert_rows",
     ),
     (
+        "context_parallel.py",
+        "out[:, :, rows], lse[:, :, rows] = merged",
+        "out[:, :, rows], _ = merged",
+        {"cp": 2},
+        "its backward has the log-sum-exp of each rank's own keys, not of all keys",
+        "look at      context_parallel:_RingAttention,",
+    ),
+    (
         "extensions/documents/rectangles.py",
         "j * width + right), q == k",
         "j * width + right), i == j",

@@ -98,6 +98,11 @@ def rolled(tokens: Tensor) -> Tensor:
     return torch.cat((tokens[1:], got("forward", "tokens", rank=4)[:1]))
 
 
+def ignored(targets: Tensor) -> Tensor:
+    """With the border of a document in the first sequence."""
+    return torch.cat((torch.full_like(targets[:1], -100), targets[1:]))
+
+
 def norm(times: int, kind: str, rows: slice = slice(None)) -> Tensor:
     """With the squares of some gradients, or of some of their rows, counted several times."""
     sums = {k.name: t for k, t in both().whole.items() if k[:2] == (0, "summed gradient")}
@@ -154,6 +159,11 @@ FORMULAS = [
         "it counts itself before the update 1.01 times",
     ),
     (("forward", "tokens"), lambda one: rolled(one.got), "sequences 0-3 are those of 1-4"),
+    (
+        ("forward", "targets"),
+        lambda one: ignored(one.got),
+        "0 are wrong, and the others are right: the first is -100, and should be ",
+    ),
     (OUT, lambda one: one.got / 0, "are NaN or infinite"),
     (
         OUT,
@@ -186,8 +196,12 @@ def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
     assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
     ones = [one._replace(got=len(ones) * one.got) for one in ones]
     monkeypatch.setattr(both(), "first", ones)
-    over = over.replace("sum", "mean")
-    assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
+    if axes == ("tp",):  # of a gradient, which no mean is, so many times a part
+        said = f"it is this rank's own part of {over.replace('sum', 'mean')}"
+        assert {explain(one, both()) for one in ones} == {said}
+    else:
+        times = re.compile(rf"it is {len(ones)} \(.*\) times this rank's own part of {over}")
+        assert all(times.fullmatch(explain(one, both())) for one in ones)
 
 
 def test_a_sum_of_what_should_not_be_summed_is_said(monkeypatch):
