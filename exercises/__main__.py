@@ -38,7 +38,7 @@ OPTIONS = {
     "--solution": IS_SET | {"help": "check the course's own"},
     "--seed": {"type": int, "default": 0, "help": "for other sizes and data"},
     "--config": {"type": Path, "default": FOLDER.parent / "config.json", "help": "of the run"},
-    "--steps": {"type": int, "default": 10, "help": "at most so many; default: 10"},
+    "--steps": {"type": int, "default": 10, "help": "the most; default: 10"},
     "--run": {"help": "measure this layout: dp=1,cp=2,optimizer=adamw"},
     "--difference": {"metavar": "RUN", "help": "name its first wrong tensor: docs/difference.md"},
     "--answer": {"metavar": "FILE:FUNCTION", "help": "where the mistake is"},

@@ -21,7 +21,7 @@ from pathlib import Path
 
 try:
     import resource
-except ImportError:  # Windows: a check has no limits there but those of time
+except ImportError:  # Windows: a check has no limit there but its time
     resource = None
 
 import torch
@@ -128,7 +128,7 @@ def _design(path: Path) -> Verdict:
 
 
 class Printed(io.TextIOBase):
-    """What a student prints: the first of it is shown, and no more is kept."""
+    """What a student prints: the beginning is shown, and no more is kept."""
 
     text = ""
 

@@ -131,7 +131,7 @@ def shown(*values: Any) -> list[str]:
 
 
 def _text(value: Any, digits: int, most: float = MANY) -> str:
-    """The value with the numbers of its tensors, if they have at most so many."""
+    """The value with the numbers of its tensors, if they have at most `most`."""
     if isinstance(value, float):
         return f"{value:.{digits}g}"
     if isinstance(value, Tensor):

@@ -71,7 +71,7 @@ def expected(case: Case) -> list[dict]:
         targets = tokens.expand(1 + case.ahead, 1, -1)
     for i, layer in model.model.layers.items():
         if hasattr(case, "experts") and i != "0":
-            # As many products as those of a router, and of the two experts that a token uses.
+            # As many products as a router and the two experts that a token uses.
             layer.mlp = MLP(case.hidden, 2 * case.inner)
             router = torch.nn.Linear(case.hidden, case.experts, bias=False)
             layer.mlp.register_forward_pre_hook(
@@ -104,9 +104,9 @@ embedding_counted: The embedding is counted as if tokens were multiplied with it
 + return 3 * (lookup + layers + head_flops(model_config))
 tied_head_forgotten: A head that shares the embedding's matrix is left out: it costs the same.
     layers + head => layers + (not model_config.tie_word_embeddings) * head
-head_forgotten: The head is left out: each token is multiplied with all V rows of it.
+head_forgotten: The head is left out: each token is multiplied with all its V rows.
     + head_flops(model_config) =>
-layers_alike: All layers are counted like the first: those of a mixture differ, as do those that
+layers_alike: All layers are counted like the first: layers of a mixture differ, and layers that
     predict further tokens.
 - layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
 + first = sum(flops_of_layers(model_config, seq_length)[0].values())
@@ -129,7 +129,7 @@ attention_forgotten: Attention's own products are left out: scores and weighted 
 twice_forward: The sum is twice forward, and should be three times: backward alone has two products
     for each one of forward, the gradient of the input and the gradient of the weight.
     return 3 * => return 2 *
-of_a_sequence: The FLOPs of a whole sequence are returned: those of one token are asked for.
+of_a_sequence: The FLOPs of a whole sequence are returned: one token's are asked for.
     return 3 * => return 3 * seq_length *
 also_right:
 def model_flops_per_token(model_config, seq_length):

@@ -12,7 +12,7 @@ Read: data.py.
 ? self.dp_size, self.dp_rank, self.micro_batch_size, np.arange(start, stop).
 ? Every earlier micro-batch has a block of micro_batch_size places for each of dp_size ranks; in
   this one the blocks of the lower ranks come first. Count the blocks before this rank's: `start` is
-  so many times micro_batch_size.
+  their number times micro_batch_size.
 ! 0 bytes are sent to agree on a batch. In production: `torch.utils.data.DistributedSampler`.
 """
 
@@ -79,12 +79,12 @@ def picture(runs):
 VERSIONS = """
 ranks_alike: All ranks read the same sequences: the batch has them dp times, and lacks the others.
     (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
-micro_batches_alike: All micro-batches have the same sequences: a step trains on those of the first.
+micro_batches_alike: All micro-batches have the same sequences: a step trains on the first's alone.
     (micro_batch * self.dp_size + self.dp_rank) => self.dp_rank
 ranks_overlap: Each rank begins one place after the one before it, not micro_batch_size places.
     + self.dp_rank) * self.micro_batch_size => ) * self.micro_batch_size + self.dp_rank
-brackets_left_out: Only the blocks of this micro-batch are multiplied by micro_batch_size: those of
-    earlier ones have as many places.
+brackets_left_out: Only the blocks of this micro-batch are multiplied by micro_batch_size: earlier
+    blocks have as many places.
     + self.dp_rank) * => + self.dp_rank *
     (micro_batch => micro_batch
 seen_before_added: What was seen before this run is counted twice: these are places in one global
@@ -101,7 +101,7 @@ dealt_like_cards: Places are dealt one by one, but a rank has micro_batch_size o
 - return np.arange(first, first + self.micro_batch_size)
 + first = micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank
 + return first + self.dp_size * np.arange(self.micro_batch_size)
-micro_batches_for_ranks: The number of micro-batches stands where that of ranks belongs.
+micro_batches_for_ranks: The number of micro-batches stands where the number of ranks belongs.
     micro_batch * self.dp_size => micro_batch * self.num_micro_batches
 also_right:
 def _places(self, micro_batch):

@@ -4,7 +4,7 @@ target: initialise:initialise
 train: distributed.tp_size=2 distributed.dp_size=1
 
 Fill parameters with their initial weights, in place. For each: draw the whole matrix, whatever the
-layout is, and copy this rank's part of it. `initial_weight` draws a matrix from (name, shape, seed,
+layout is, and copy this rank's part. `initial_weight` draws a matrix from (name, shape, seed,
 std); `part` gives the slices of a rank, from the cuts in the placement table. The cuts are
 `placements[name].owned`; axes.ranks has this rank's place on each axis, axes.sizes their sizes.
 Read: initialise.py, mesh.py, `part` in placement.py.
@@ -136,7 +136,7 @@ own_part_own_seed: Each rank draws its own part, with a seed of its tp rank: the
     one matrix, and another layout starts elsewhere.
     shapes[name], seed => tuple(parameter.shape), seed + axes.tp.rank
     whole[mine] => whole
-layers_of_stage: The std depends on how many layers this stage has, not on those of the model.
+layers_of_stage: The std depends on how many layers this stage has, not on how many the model has.
     model_config.num_hidden_layers => sum("input_layernorm" in name for name in parameters)
 cuts_for_owned: Each rank fills what it computes with: where the optimizer is sharded, it must fill
     what it owns, which is less.

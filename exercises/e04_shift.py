@@ -3,8 +3,8 @@
 target: collectives:Shift.__init__
 train: distributed.cp_size=4 distributed.tp_size=1
 
-Begin to send a tensor to the rank `distance` after this one, and to receive that of the rank as far
-before it; after the last rank comes the first. Start both in one batch: otherwise NCCL runs one
+Begin to send a tensor to the rank `distance` after this one, and to receive one from the rank as
+far before it; after the last rank comes the first. Start both in one batch: otherwise NCCL runs one
 after the other, and where all ranks send first, none receives. Return at once. `wait`, which you
 need not write, waits for all of `self.works` and returns `self.arriving`. Keep the tensor that is
 sent alive in `self.sent`, and record the shift in the ledger of the axis.
@@ -97,7 +97,7 @@ awaited_at_once: It waits until the tensor has arrived: nothing can be computed 
     [send, receive]) => [send, receive]); self.wait()
 into_what_is_sent: It receives into the tensor that it sends: what arrives overwrites what leaves.
     torch.empty_like(tensor) => tensor
-share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: count all of it.
+share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: count the whole.
     axis.ledger.record("shift", tensor) => axis.ledger.record("shift", tensor, axis.share)
 ranks_of_the_world: These are ranks of the world: in an axis use group_dst, group_src, group_peer.
     group_peer=to => peer=to

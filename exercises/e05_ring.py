@@ -4,7 +4,7 @@ target: collectives:ring
 train: distributed.cp_size=4 distributed.tp_size=1
 
 Yield (rank, tensor) for every rank of the axis: first this rank and its own tensor, then the
-previous rank's, then that of the one before, and so on. A tensor moves by `Shift`, one hop to the
+previous rank's, then the one before's, and so on. A tensor moves by `Shift`, one hop to the
 next rank at a time. Begin a hop before you yield, so that it travels while the caller computes.
 Read: collectives.py.
 

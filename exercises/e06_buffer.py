@@ -8,7 +8,7 @@ with room for the gradients of all of them, in their order, of their dtype and o
 `grad` of each parameter be a view of its part, in the shape of the parameter.
 Read: data_parallel.py.
 
-? One tensor has the memory; each parameter.grad is a view of a part of it.
+? One tensor has the memory; each parameter.grad is a view of a part.
 ? parameter.numel(), new_zeros, split, view_as.
 ? The sizes in a list. One tensor of zeros, as long as their sum, by new_zeros of any of the
   parameters. split(sizes) gives flat views; each becomes a parameter's grad, in the parameter's
@@ -102,8 +102,8 @@ rows_counted: A part begins after the rows of the parameters before, not after t
 - views = self.gradients.split(sizes)
 + begins = [sum(map(len, list(parameters.values())[:i])) for i in range(len(sizes))]
 + views = [self.gradients[i : i + n] for i, n in zip(begins, sizes, strict=True)]
-padded: Parts are filled up to 64 numbers: the buffer is longer than the gradients, and all of it is
-    sent.
+padded: Parts are filled up to 64 numbers: the buffer is longer than the gradients, and is sent
+    whole.
     [parameter.numel() for => [-(-parameter.numel() // 64) * 64 for
     view.view_as(parameter) => view[: parameter.numel()].view_as(parameter)
 also_right:

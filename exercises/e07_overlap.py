@@ -5,7 +5,7 @@ train: distributed.dp_size=2 distributed.tp_size=1
 
 Called when a parameter has received its last gradient of the step. Begin to sum, over self.axis,
 all buckets that are complete and not yet begun, in the order of `self.buckets`: a bucket waits for
-those before it. Append the works to `self.works`, which has those of the first buckets already.
+all before it. Append the works to `self.works`, which has the first buckets' already.
 `self.missing[name]` is how many gradients a parameter still waits for.
 Read: data_parallel.py.
 

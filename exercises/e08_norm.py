@@ -142,7 +142,7 @@ rank_0_only: Only the first rank counts anything: the parts that other ranks hol
 first_of_dp_only: Only the first data-parallel rank counts. Where the gradient is sharded over these
     ranks, the others' rows are left out.
     placements[name].copies => (*placements[name].copies, "dp_cp")
-norms_added: The norm is returned, not its square: norms do not add up. That of (3, 4) is 5, not 7.
+norms_added: The norm is returned, not its square: norms do not add up. (3, 4) has 5, not 7.
     .square() =>
 square_of_a_sum: The norms of parameters are added, then squared: their squares must be added.
     torch.nn.utils.get_total_norm(counted) => sum(g.norm() for g in counted)

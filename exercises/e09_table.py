@@ -6,8 +6,8 @@ train: distributed.tp_size=2
 Return the Placement of one parameter: see the picture at the top of placement.py. Cuts: over tp, q,
 k, v, gate and up by rows (dim 0), o and down by columns (dim 1), embeddings by rows, norms not at
 all. Copies: the axes whose ranks hold the same part (of dp_cp, tp; and ends, for a tied embedding
-that two ranks hold). Sums: those over which gradients differ. With sequence parallelism all ranks
-of a stage (dp_cp_tp) have different tokens in a norm. Hidden matrices are those of attention and of
+that two ranks hold). Sums: the axes over which gradients differ. With sequence parallelism all
+ranks of a stage (dp_cp_tp) have different tokens in a norm. Hidden matrices are in attention and in
 MLPs. Of an unknown name, such as a bias, nothing is returned: None.
 Read: placement.py, tensor_parallel.py.
 
@@ -113,7 +113,7 @@ def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def shares(case: Case) -> Tensor:
-    """What part of the gradient each rank of dp_cp computes, as if it had so many of the tokens."""
+    """What share of the gradient each rank of dp_cp computes, as of the tokens."""
     numbers = torch.arange(1.0, 1 + case.layout.get("dp", 1) * case.layout.get("cp", 1)).double()
     return numbers / numbers.sum()
 

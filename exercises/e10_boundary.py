@@ -4,7 +4,7 @@ target: extensions.overlap.boundary:Boundary
 train: distributed.tp_size=2
 
 Write what happens at the ends of a sublayer. It begins with x, all of which every rank has, and
-with products of it with several weights: gather_multiply. It ends with the sum over all ranks of
+with products of x and several weights: gather_multiply. It ends with the sum over all ranks of
 what each of them has computed: multiply_scatter. In backward the same two methods serve the other
 ends: a sublayer's gradient comes by gather_multiply, and leaves by multiply_scatter, with the
 weight gradients as `meanwhile`, to be computed while the sum travels. `whole` and `maximum` return

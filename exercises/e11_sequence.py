@@ -6,7 +6,7 @@ train: distributed.tp_size=2 distributed.sequence_parallel=true
 Write the ends of a sublayer for sequence parallelism: outside, a rank has x [B, S/tp, E]. `whole`
 returns all of the sequence. `start_sum` begins to sum [B, S, E] over the ranks, and returns a
 rank's own part of the sum and the work to wait for. `maximum`, which only FP8 uses, returns the
-largest amax of all ranks. The other methods are those of Boundary.
+largest amax of all ranks. The other methods are Boundary's.
 Read: extensions/overlap/boundary.py, collectives.py.
 
 ? An all-reduce is a reduce-scatter, after which each rank has its part, and an all-gather.

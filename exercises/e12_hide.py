@@ -74,7 +74,7 @@ not_summed: The input's gradient is not summed over the ranks: each has what its
     contribute, and all layers below get only that.
     , meanwhile=boundary.queue.run_during_message) => ); boundary.queue.run_during_message()
     boundary.multiply_scatter => add_products
-one_linear_only: The input's gradient is that of one linear: it is the sum of what all linears that
+one_linear_only: The input's gradient comes from one linear: it is the sum of what all linears that
     share the input contribute.
     dys, products => dys[:1], products[:1]
 each_linear_summed: Each linear's part of the gradient is summed over the ranks by itself: added up
@@ -83,7 +83,7 @@ each_linear_summed: Each linear's part of the gradient is summed over the ranks 
 + run = boundary.queue.run_during_message
 + dx = sum(boundary.multiply_scatter([dy], [p], run) for dy, p in zip(dys, products))
 put_last: Weight gradients are put into the queue when the sum is there: they run during another
-    sublayer's message, and those of the lowest sublayer never.
+    sublayer's message, and the lowest sublayer's never.
     boundary.queue.put(linear, x, dy) => pass
 - dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
 + dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)

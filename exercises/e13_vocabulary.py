@@ -52,7 +52,7 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     # All logits are around this number.
     x[:, 0], weight[:, 0] = 1, weight[:, 0] + case.scores_around
     x[:, 1] *= case.scores_around  # of a token some are far from others
-    x[3, :2] = torch.tensor([-1, 0])  # all of this token are far below those of others
+    x[3, :2] = torch.tensor([-1, 0])  # all of this token are far below other tokens'
     targets = (draw(case, "targets", shape=(case.tokens,)) * 1000).long() % case.vocab
     each = -(-case.vocab // case.ranks)
     targets[0], targets[2] = each % case.vocab, each - 1  # on both sides of a cut
@@ -136,7 +136,7 @@ one_maximum: One maximum is subtracted from all tokens: all exponentials of a to
     and so is their sum. Each token has its own.
     vocabulary.maximum(logits.amax(-1))[:, None] => vocabulary.maximum(logits.amax(-1)).amax()
 target_not_shifted: The target's logit is the one before the maximum was subtracted, and the sum is
-    that of exponentials after it: subtract the maximum from both.
+    of exponentials after it: subtract the maximum from both.
     logits -= => unshifted = logits.clone(); logits -=
     [exponentials.sum(-1), at_target => [exponentials.sum(-1), unshifted.gather(1, ids)[:, 0]
 lse_added: The log-sum-exps of slices are added. They are logarithms: add what they are of.

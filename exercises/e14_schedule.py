@@ -62,7 +62,7 @@ other_end: The warm-up is counted from the other end: the first rank has none, a
 all_forwards_first: All forwards come first. The bubble is the same, but all micro-batches are
     alive: with 4 ranks and 8 micro-batches 8, not 4.
     ranks - rank - 1 => num_micro_batches
-twice_the_warmup: The warm-up is twice as long as needed, as that of interleaved stages: one forward
+twice_the_warmup: The warm-up is twice as long as needed, as with interleaved stages: one forward
     for each rank behind is enough.
     ranks - rank - 1 => 2 * (ranks - rank - 1)
 warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
@@ -74,7 +74,7 @@ no_minimum: Where there are fewer micro-batches than ranks behind, the warm-up h
 + F, B, m, w = Kind.FORWARD, Kind.BACKWARD, num_micro_batches, ranks - rank - 1
 + turns = [Action(kind, i - w * (kind is B)) for i in range(w, m) for kind in (F, B)]
 + return [*(Action(F, i) for i in range(w)), *turns, *(Action(B, i) for i in range(m - w, m))]
-newest_first: A backward follows the forward of the same micro-batch, and those of the warm-up come
+newest_first: A backward follows the forward of the same micro-batch, and the warm-up's come
     last: the newest gradient is not there yet.
 - return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
 + m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)

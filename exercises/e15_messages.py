@@ -93,7 +93,7 @@ def needed(action: Action, rank: int, stages: Stages) -> tuple[str, int, int] | 
 def run_messages(rank, plan: Plan, stages: Stages) -> tuple[dict[str, float], float]:
     """Run a rank's plan on the simulated network, where both ends of a message wait.
 
-    Each action adds 1 to what it gets, and returns it by its name: that of F0 begins at 0, of F1 at
+    Each action adds 1 to what it gets, and returns it by its name: F0's begins at 0, F1's at
     1000, ... Also the time on paper when the rank ends: F takes 1, B 2, or B 1 and W 1. A message
     travels once both its ends are posted, and carries with it when it was sent.
     """

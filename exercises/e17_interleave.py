@@ -5,7 +5,7 @@ train: distributed.pp_size=2 distributed.tp_size=1 distributed.pp_engine="interl
   distributed.pp_chunks=2
 
 Return the plan of a rank that has several chunks. Micro-batches take turns in groups: the forwards
-of a group run through all chunks, the first one first, before those of the next group; so do the
+of a group run through all chunks, the first one first, before the next group's; so do the
 backwards, the last chunk first. A rank starts as many forwards as its first group needs to reach
 the last chunk, and two more for each rank behind it; then a forward and a backward take turns.
 group_sizes (the largest comes first) and alternating help. Bubble: (p - 1) / (m v + p - 1) for v
@@ -85,13 +85,13 @@ short_last_group: The last group has what is left: one of fewer micro-batches th
     ranks wait. Deal the rest to other groups.
 - sizes = group_sizes(ranks, num_micro_batches)
 + sizes = [min(ranks, num_micro_batches - i) for i in range(0, num_micro_batches, ranks)]
-warmup_of_1f1b: With one forward for each rank behind, as in 1F1B, nothing hides messages: with
-    those of a fifth of a forward the bubble is 23.8%, not 19.7%.
+warmup_of_1f1b: With one forward for each rank behind, as in 1F1B, nothing hides messages: if
+    each takes a fifth of a forward, the bubble is 23.8%, not 19.7%.
     warmup = 2 * (ranks - rank - 1) => warmup = ranks - rank - 1
 no_first_group: The warm-up ends before the first group has reached the last chunk: a rank waits for
     a gradient that needs forwards of its own.
     warmup += (chunks - 1) * sizes[0] =>
-all_of_1f1b: The warm-up is that of 1F1B: here the first group must have reached the last chunk, and
+all_of_1f1b: The warm-up is 1F1B's: here the first group must have reached the last chunk, and
     messages are hidden by two forwards for each rank behind.
     2 * (ranks - rank - 1) => ranks - rank - 1
     warmup += (chunks - 1) * sizes[0] =>

@@ -72,7 +72,7 @@ VERSIONS = """
 plain_mean: It is the plain mean of both blocks: a block with more weight must count more.
     (lse_1 - lse).exp()[..., None] * => 0.5 *
     (lse_2 - lse).exp()[..., None] * => 0.5 *
-lse_not_merged: The lse that is returned is that of one block: in the next merge two count as one.
+lse_not_merged: The lse that is returned is one block's: in the next merge two count as one.
     * out_2, lse => * out_2, lse_1
 sum_of_lse: The lse that is returned is the sum of both. They are logarithms: their exponentials
     must be added. Two blocks merge right, and the next merge does not.

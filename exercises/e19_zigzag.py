@@ -68,7 +68,7 @@ VERSIONS = """
 in_order: The sequence is cut in order: the last rank has nearly twice the mean work.
     [rank], pieces[-1 - rank] => [2 * rank], pieces[2 * rank + 1]
 strided: Every n-th position belongs to a rank. The work is about equal, but the ring's halves are
-    no longer all before or all after those of another rank.
+    no longer all before or all after another rank's.
     torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length)[rank::size]
 late_off_by_one: The late piece is off by one: -rank is 0 on rank 0, which gets the first piece
     twice, and the last piece belongs to rank 1.

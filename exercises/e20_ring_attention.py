@@ -5,7 +5,7 @@ train: distributed.cp_size=2 distributed.tp_size=1
 
 Write the forward of ring attention. q is [B, Q, S/n, D], k and v are [B, K, S/n, D], cut zigzag:
 the first half of a rank's tokens is early in the sequence, the second half late. Each rank attends
-to its own keys first, then to those of one rank after the other, and merges the blocks into out,
+to its own keys first, then to one rank's after the other, and merges the blocks into out,
 like q, and lse [B, Q, S/n]. Keys and values travel as [2, B, K, S/n, D], and the next ones are
 already on their way while a block is computed. Merge in float32 or better.
 End with what backward, which is written, needs: ctx.axis, ctx.kernel, and
@@ -15,10 +15,10 @@ Read: context_parallel.py, attention.py.
 ? A loop over the ranks' blocks: attend to each, and merge its out and lse into those so far.
 ? torch.stack, visible_blocks(kv, axis), kernel.attend(q, k, v, is_causal), merge_blocks, wide.
 ? visible_blocks gives, hop by hop, five values: is this our own block (the first, and the only
-  causal one); our rows that see any of it; the columns that they see, for backward alone; and the k
+  causal one); our rows that see a part; the columns that they see, for backward alone; and the k
   and v of these columns. Attend with q[:, :, rows]. The first block gives out, made wide, and lse.
   Later blocks are merged into their rows of both.
-! Per rank 2 (n-1) k bytes, with k those of its keys; and at every hop all ranks have the same work.
+! Per rank 2 (n-1) k bytes, with k bytes of its keys; and at every hop all ranks have the same work.
   In production: `ring_flash_attn_func` of ring-flash-attention.
 """
 
@@ -175,11 +175,11 @@ own_not_causal: Attention to the own keys is not causal: queries see keys behind
     v, is_own => v, False
 all_causal: Every block is causal, not the own one alone: of others the rows see all columns.
     v, is_own => v, True
-all_keys_seen: All keys of other ranks are seen: those of later positions must not be.
+all_keys_seen: All keys of other ranks are seen: later positions must not be.
 - for is_own, rows, _, k, v in visible_blocks(kv, axis):
 + for source, (k, v) in ring(kv, axis):
 +     is_own, rows = source == axis.rank, slice(0, None)
-all_rows_see: All queries attend to every block: only `rows` may see any of it.
+all_rows_see: All queries attend to every block: only `rows` may see it.
 - block = kernel.attend(q[:, :, rows], k, v, is_own)
 + rows = slice(0, None)
 + block = kernel.attend(q, k, v, is_own)

@@ -9,7 +9,7 @@ it. When all matrices have one, in any order, a backward is complete: it may be 
 buffer over the ranks, by a reduce-scatter in place that is only begun here. Others end it, with
 what is put in self.travelling: a tuple of this unit, the buffer and the work.
 With self.reduces_each, the buffer is summed after each backward, and each has a new one: allocate
-it when it is needed, and let go of it when it travels. Before it travels, end the reductions that
+it when it is needed, and release it when it travels. Before it travels, end the reductions that
 travel already, of all units: so at most two buffers exist. Otherwise there is one buffer for ever,
 which adds up all self.num_backwards of a step, and is summed once. It is never set to zero: the
 first gradient of a step replaces what is there.
@@ -187,7 +187,7 @@ buffer_not_wide: The buffer has the dtype of the gradient: in bfloat16 the sum o
 rounded_first: Gradients are brought into the weight's dtype: from a queue they can be wider, and
     are rounded before they are summed.
     self.buffer, gradient) => self.buffer, gradient.to(self.weights[name].dtype))
-always_replaced: Each gradient replaces the one before: those of earlier micro-batches are lost.
+always_replaced: Each gradient replaces the one before: earlier micro-batches' are lost.
     inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
 never_replaced: A step's first gradient is added to what the step before has left in the buffer.
     self.reduces_each or not self.arrivals[name] => self.reduces_each

@@ -13,7 +13,7 @@ Read: extensions/optimizers/muon.py.
 ? Transpose a tall matrix; normalise; apply the polynomial five times; undo the transpose.
 ? Tensor.T, Tensor.norm, Tensor.clamp(min=1e-7), @, torch.addmm(x, m, y, beta=, alpha=).
 ? Transpose a tall matrix first, and its result at the end. Divide by the norm. Five times: with g =
-  x x^T, b (x x^T) x + c (x x^T)^2 x is (b g + c g g) x, two products beside that of g; add a x.
+  x x^T, b (x x^T) x + c (x x^T)^2 x is (b g + c g g) x, two products beside g's; add a x.
 ! 15 products of matrices bring singular values from 0.002 .. 1 to 0.7 .. 1.2. In production:
   `torch.optim.Muon`.
 """

@@ -6,8 +6,8 @@ train: model.num_local_experts=4 model.num_experts_per_tok=2
 From logits [..., X] return three tensors, in this order: for each token the weights of its k best
 experts [..., k], these experts [..., k], both with the best first, and every expert's share of all
 scores [..., X]. Scores are the softmax of the logits, or their sigmoid. A bias, if any, is added to
-the scores to choose, and for nothing else. If config.n_group > 1, experts are in so many groups,
-and only those of the best config.topk_group groups can be chosen: a group is as good as its two
+the scores to choose, and for nothing else. If config.n_group > 1, experts are in n_group groups,
+and only experts in the best config.topk_group groups can be chosen: a group is as good as its two
 best experts together, with bias. Nothing is learned through the choice. The weights are the chosen
 experts' scores, with config.norm_topk_prob divided by their sum, then multiplied by
 config.routed_scaling_factor. Shares are the scores divided by their sum: softmax's have it already.
@@ -136,7 +136,7 @@ group_by_its_sum: A group is ranked by all of its experts, not by the two best.
     groups.topk(2).values.sum(-1) => groups.sum(-1)
 group_without_bias: A group is ranked by its scores without the bias.
     groups.topk(2) => scores.unflatten(-1, (config.n_group, -1)).topk(2)
-groups_interleaved: Experts are dealt to the groups in turn: those of a group are neighbours.
+groups_interleaved: Experts are dealt to the groups in turn: a group's are neighbours.
     (config.n_group, -1)) => (-1, config.n_group)).mT
     -math.inf).flatten => -math.inf).mT.flatten
 others_set_to_zero: Experts of other groups get a score of 0: where a bias makes all scores
@@ -163,9 +163,9 @@ sum_not_learned: No gradient flows through the sum that divides the weights.
     (weights.sum(-1, keepdim=True) => (weights.sum(-1, keepdim=True).detach()
 shares_not_normalised: The shares of sigmoid scores do not add up to 1: divide them by their sum.
     shares = scores / (scores.sum(-1, keepdim=True) + TINY) => pass
-shares_without_tiny: TINY is added to the sum of the weights, not to that of the shares.
+shares_without_tiny: TINY is added to the sum of the weights, not of the shares.
     scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
-weights_without_tiny: TINY is added to the sum of the scores, not to that of the weights.
+weights_without_tiny: TINY is added to the sum of the scores, not of the weights.
     weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)
 tiny_left_out: TINY is not added to the sums: where sigmoids are 0 in float32, 0 / 0 is NaN.
     weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)

@@ -133,7 +133,7 @@ part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a seque
     self.sum_over_sequences(counts) => counts
 step_forgotten: The global loss counts this micro-batch alone, not what the step has seen before.
     of_step += => of_step =
-own_batch_only: The global loss counts this rank's sequences alone, not those of other ranks.
+own_batch_only: The global loss counts this rank's sequences alone, not other ranks'.
     of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
 sequence_for_batch: The loss over the batch takes each sequence by itself.
     , counts.sum(0) => , counts
@@ -156,7 +156,7 @@ last_loss_only: The gradients of several losses do not add up: the last one repl
     gradient += coefficient * f => gradient = coefficient * f
 coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
     gradient += coefficient * f => gradient += f
-coefficient_reported: The reported losses are multiplied by their coefficients: those of two runs
+coefficient_reported: The reported losses are multiplied by their coefficients: losses of two runs
     with different coefficients could not be compared.
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
 all_ranks_in_both: The loss over the batch counts the sequences of all ranks, as the global one:

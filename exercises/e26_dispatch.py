@@ -7,9 +7,9 @@ Each pair (token, chosen expert) travels to the rank that has the expert. Get x 
 experts [n, k] of this rank's tokens, and return the weighted sums of what their experts give, and
 what meanwhile() returns.
 1. Count the rows that leave for each rank and each of its experts. Exchange the counts, so that
-   each rank has those of what arrives. Give self.limit.check_rows the rows that arrive for each
+   each rank knows what arrives. Give self.limit.check_rows the rows that arrive for each
    expert here, and the tokens of all ranks, as many as here on each: it refuses too many rows
-   before they travel. If self.limit.rows_each(len(x)) is a number, every rank sends so many rows
+   before they travel. If self.limit.rows_each(len(x)) is a number, every rank sends that many rows
    to every expert: no counts travel, and there is nothing to check.
 2. Sort the pairs by expert; send their rows of x and their weights. Call meanwhile() while they
    travel. With etp, each rank of etp gets a copy of what is for its experts.
@@ -165,7 +165,7 @@ not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from
     order of experts: rows get another expert than they chose.
 - out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
 + out = run(x, sizes, weights)
-order_not_undone: Results are sent back in the order of experts, not in that of arrival.
+order_not_undone: Results are sent back in the order of experts, not of arrival.
     by_expert.collect =>
 sorted_twice: On the way back the order of experts is applied once more: undo it, by its inverse.
     by_expert.collect => by_expert.spread
@@ -176,7 +176,7 @@ awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it 
     there_too.wait(weights) => there_too.wait(weights); shared = meanwhile()
 copies_one_after_the_other: Rows are repeated as a whole, a b a b: copies lie side by side, a a b b.
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
-padded_for_ep: With padding the rows are those of ep ranks: with etp more ranks get as many.
+padded_for_ep: With padding the rows are for ep ranks: with etp more ranks get as many.
     shape[-1]] * self.axis.size => shape[-1]] * self.ep
 padded_counts_exchanged: Counts are exchanged, and rows not padded, also where every expert gets as
     many rows: the host waits for numbers that it could know.

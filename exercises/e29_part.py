@@ -40,7 +40,7 @@ def cases(dice: Dice) -> list[Case]:
     sizes = [(8, 8, 2, 2), (10, 7, 4, 2), (dice.randint(11, 14), dice.randint(8, 10), 3, 4)]
     sizes += [(5, 3, 4, 3), (2, 9, 3, 2)]
     some = [Case(1, shape=(a, b), tp=tp, dp=dp) for a, b, tp, dp in sizes]
-    # Weights of norms are vectors; those of all experts are one tensor of three dims.
+    # Weights of norms are vectors; the weights of all experts are one tensor of three dims.
     return [*some, Case(1, shape=(10,), tp=4, dp=2), Case(1, shape=(4, 6, 5), tp=2, dp=3)]
 
 
@@ -127,8 +127,8 @@ first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by column
     for cut in cuts: => for cut in (cut._replace(dim=0) for cut in cuts):
 begins_at_0: A second cut of a dim forgets where the first one begins: its slice counts from 0.
     each = -( => start, stop = 0, stop - start; each = -(
-into_the_next_part: Pieces are clipped at the end of the tensor, not at that of what the cut before
-    has left: they reach into the next rank's part.
+into_the_next_part: Pieces are clipped at the end of the tensor, not where the cut before
+    has left it: they reach into the next rank's part.
     * each, stop) => * each, shape[cut.dim])
     first + each, stop) => first + each, shape[cut.dim])
 without_numbers: A dim that no cut names gets slice(None): two numbers tell how long the part is.

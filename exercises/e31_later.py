@@ -17,7 +17,7 @@ Read: extensions/overlap/linear.py.
 ? `waits` is hold or split. put appends, and runs if it does not wait; run_during_message runs if
   there is no split. detach copies the list into a new WeightGradients, and clears this one. run
   takes one after the other out of the list, without gradients.
-! 1/3 of a linear's products, that of the weight gradient, may be computed at any time before the
+! 1/3 of a linear's products, the weight gradient's, may be computed at any time before the
   optimizer's step. In production: Megatron-LM's `WeightGradStore`.
 """
 

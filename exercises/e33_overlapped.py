@@ -14,7 +14,7 @@ Read: extensions/overlap/ring.py, collectives.py.
 
 ? n-1 times multiply and send, then this rank's own rows, meanwhile(), and the sum of n parts.
 ? x.chunk(n, dim=1), add_products, Shift(tensor, axis, distance), shift.wait, wide.
-? For distances 1 to n-1, the rows are those of rank + distance, and what arrives by that Shift is
+? For distances 1 to n-1, the rows belong to rank + distance, and what arrives by that Shift is
   of rank - distance, both modulo n. Collect the Shifts in a list, and wait for all of them at the
   end. Then put the n parts in the order of their ranks, make them wide, and add them.
 ! n-1 messages, each behind the next one's product, have the bytes of 1 reduce-scatter. In
@@ -117,7 +117,7 @@ VERSIONS = """
 own_first: This rank's own rows are multiplied first: then nothing hides the last message.
     shifts = [] => shifts, own = [], part(axis.rank)
     own = part(axis.rank) =>
-rows_of_another: The rows are not those of the rank that gets them, but of one on the other side.
+rows_of_another: The rows do not belong to the rank that gets them, but to one on the other side.
     (axis.rank + distance) % n => (axis.rank - distance) % n
 one_hop: Every message goes to the next rank: rows must go straight to the rank they are of.
     axis, distance => axis
@@ -140,7 +140,7 @@ sums_in_a_ring: Sums go from neighbour to neighbour, and each rank adds to them:
 + shifts = [Shift(shifts[0].wait().add(y) if shifts else y, axis)]
     (arrived[(axis.rank - rank - 1) % n] for rank in range(n)) => arrived
 sources_the_wrong_way: What arrives over a distance is taken to be of rank + distance. It is of rank
-    - distance: so contributions are added in another order than that of ranks.
+    - distance: so contributions are not added in the order of ranks.
     (axis.rank - rank - 1) % n => (rank - axis.rank - 1) % n
 also_right:
 - for distance in range(1, n):

@@ -8,7 +8,7 @@ by row over (pp, dp, cp, tp), tp varies fastest; experts lie on another grid ove
 (pp, edp, ep, etp), also row by row. layout.grids has both, each with its sizes and its axes. An
 axis has the ranks that differ in its coordinate only, a joint axis those that differ in some, and
 `ends` the first and the last stage; a rank between them is in another group, alone or with others.
-All ranks must make all groups, also those of other ranks, in the same order, with the timeout:
+All ranks must make all groups, also other ranks', in the same order, with the timeout:
 dist.new_subgroups_by_enumeration(lists of ranks) makes them, and gives back the one that this rank
 is in. Where two axes have the same ranks, they share a group; but those over which gradients are
 summed (dp in the name, and world) share none with the others, which send activations.
@@ -118,7 +118,7 @@ pp_fastest: The first coordinate varies fastest: tp ranks, which communicate mos
 + pipelines = torch.arange(layout.world_size).view(-1, layout.pp).tolist()
 - for grid in layout.grids
 + for grid in (grid._replace(sizes=dict(reversed(grid.sizes.items()))) for grid in layout.grids)
-neighbours_always: Every axis gets ranks that are neighbours: those of an outer axis are as far
+neighbours_always: Every axis gets ranks that are neighbours: ranks of an outer axis are as far
     apart as the inner sizes multiply to.
     rows_of(grid, varying) => torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()
 shared_with_activations: Sums of gradients share groups with messages of activations: with NCCL all

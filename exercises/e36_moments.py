@@ -104,7 +104,7 @@ square_not_corrected: v is not divided by 1 - b2^t: the first updates are too la
 nothing_corrected: Moments are not divided by 1 - b^t: they begin at 0, and are too small at first.
     math.sqrt(1 - beta2**steps) => 1.0
     -lr / (1 - beta1**steps) => -lr
-step_not_stored: state["step"] does not grow: all corrections are those of the first step.
+step_not_stored: state["step"] does not grow: all corrections are the first step's.
     torch._foreach_add_(counts, 1) => counts = torch._foreach_add(counts, 1)
 decay_in_gradient: The decay is added to the gradient, as in Adam with L2: AdamW takes it off the
     weight, so that v does not divide it.
@@ -140,7 +140,7 @@ rounded_before_use: The update uses the stored moments, of three digits: round o
 rounded_twice: v is multiplied by b2 in bfloat16, and rounded there, before anything is added.
 - torch._foreach_mul_(square, beta2)
 + square = wide_copies(torch._foreach_mul(squares, beta2), gradients)
-square_not_stored: v is not stored: each step begins with that of the first, which is 0.
+square_not_stored: v is not stored: each step begins with the first step's, which is 0.
     torch._foreach_copy_(squares, square) => pass
 stored_wide: The moments are stored in the gradient's dtype: they need as much memory as ever.
 - torch._foreach_copy_(squares, square)

@@ -163,12 +163,12 @@ VERSIONS = """
 each_tensor_by_itself: Each saved tensor gets a block: what is saved twice leaves twice.
     address, => len(blocks),
 by_address_of_view: Blocks are found by where a tensor begins, not its storage: parts of one storage
-    leave with the whole of it each.
+    leave with the whole storage each.
     address, => tensor.data_ptr(),
 by_dtype: Blocks are found by dtype, too: a storage that is saved in two of them leaves twice.
     address, => (address, tensor.dtype),
 by_addresses_of_views: All is found by where a tensor begins, not its storage: a part of a weight
-    leaves, and parts of one storage leave with the whole of it each.
+    leaves, and parts of one storage leave with the whole storage each.
     address = storage.data_ptr() => address = tensor.data_ptr()
 part_leaves: A part of a weight leaves: `stays` has addresses of storages, not of tensors.
     address in stays => tensor.data_ptr() in stays

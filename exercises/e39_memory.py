@@ -19,7 +19,7 @@ Read: planner/activations.py, extensions/overlap/linear.py, model.py.
   c.n_shared_experts; layout.tp, layout.etp; _factor(dtype, fp8), BYTES[dtype] for experts.
 ? Attention: E before q, k, v; their gradients Q D and 2 K D; o's input Q D; E behind o. An MLP of
   M: E before, gradients of gate and up and down's input, M each, E behind. A row of an expert has
-  the same with F; its two E count etp times, and all of it is divided by tp.
+  the same with F; its two E count etp times, and the whole is divided by tp.
 ! 76 KB a token and layer wait for W in Llama-3.2-1B, 65% of what forward has kept. In production:
   `torch.distributed.pipelining.ScheduleZBVZeroBubble`.
 """

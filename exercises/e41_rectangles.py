@@ -3,7 +3,7 @@
 target: extensions.documents.rectangles:rectangles
 no training: the files that it would read are so long that no row has the border of a document.
 
-`lengths` are those of the documents in a row; `query_starts` and `key_starts` say where in the row
+`lengths` are of the documents in a row; `query_starts` and `key_starts` say where in the row
 the pieces of one rank and of another start, each piece `width` tokens long. Yield what is to be
 computed, as (slice of queries, slice of keys, is_causal), for every pair of pieces and every
 document that reaches into both. The slices count within the rank's own tokens: piece 0 is [0,
@@ -125,7 +125,7 @@ one_document: Only the first document of a piece is yielded: a piece can have se
 in_the_row: Slices count from the start of the row, not within the rank's own tokens.
     slice(i * width + first, i * width + last) => slice(q + first, q + last)
     slice(j * width + left, j * width + right) => slice(k + left, k + right)
-within_a_piece: Slices count within a piece: those of the late piece are taken for the early one's.
+within_a_piece: Slices count within a piece: the late piece's are taken for the early one's.
     slice(i * width + first, i * width + last) => slice(first, last)
     slice(j * width + left, j * width + right) => slice(left, right)
 whole_pieces: Of a document that begins or ends inside a piece all of the piece's keys are taken.

@@ -1,6 +1,6 @@
 """What an exercise is: a function of the course, cases to try it on, gates, and known mistakes.
 
-Each file `e07_overlap.py` in this folder is one: its number and name are those of the file. What is
+Each file `e07_overlap.py` in this folder is one: its number and name are the file's. What is
 to be written stands in its docstring, the sheet. CONTRIBUTING.md explains how to write one.
 """
 
@@ -40,7 +40,7 @@ class Case(SimpleNamespace):
         """The sizes that a reader can use: "2 ranks, length=6"."""
         sizes = sizes_of(self)
         texts = [f"{key}={value}" for key, value in sizes.items()]
-        # With one rank, sizes of axes are those of a function that is called for each rank.
+        # With one rank, sizes of axes belong to a function that is called for each rank.
         if self.ranks > 1 or not sizes.keys() & {"dp", "pp", "cp", "tp", "ep", "stages"}:
             texts = [f"{self.ranks} rank{'s' * (self.ranks > 1)}", *texts]
         return ", ".join(texts)

@@ -27,7 +27,7 @@ from exercises.hunts import ANSWER, HUNTS, hunt_of, judge
 from exercises.marks import constant, student_of
 from exercises.sandbox import WARNING, Sandbox, is_plain
 
-# A line of the table, as it is where nothing was handed in. Place and sentence are those of the
+# A line of the table, as it is where nothing was handed in. Place and sentence are of the
 # mistake that a hunt has: for the teacher alone. The page has `message`, and the table has not.
 ROW = {"student": "", "exercise": "", "points": 0, "of": 0, "passed": 0, **dict.fromkeys(GATES, "")}
 ROW |= {"mistake": "", "flags": "", "seconds": 0, "place": "", "sentence": "", "message": ""}

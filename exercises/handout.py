@@ -31,7 +31,7 @@ RUN_PACKED = """\
 if __name__ == "__main__":
     from exercises.__main__ import run_packed
 
-    print("The bodies that are missing here are those of the packed course.", flush=True)
+    print("The bodies that are missing here are taken from the packed course.", flush=True)
     run_packed("train")
 """
 # Not what somebody has written for an exercise.
@@ -114,7 +114,7 @@ def _without_links(page: Path, folder: Path) -> str:
 def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
     from exercises.hunts import HUNTS
 
-    yield "# For the teacher: answers\n\nKeep this file. Students' trees have none of it.\n"
+    yield "# For the teacher: answers\n\nKeep this file: students' trees do not have it.\n"
     yield "##" + (ROOT / "docs/answers.md").read_text().partition("##")[2]
     yield "## Hunts\n\n5 is drawn for each student: marks.csv has its place.\n"
     for number, hunt in HUNTS.items():

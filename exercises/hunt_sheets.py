@@ -69,7 +69,7 @@ cp=1 dp=2 cp=2
 ? hunt 7 --difference cp=2 names the first wrong tensor, and what it is instead.
 ? All before rotation is right: tokens, weights, projections. What else does rotation need?
 ? A rank must know where in the sequence its tokens are: picotron_min/data.py.
-! The tokens were those of the rank, and their positions were counted from 0 on each rank.
+! The tokens were the rank's, and their positions were counted from 0 on each rank.
 - rows[:, self.positions + 1], self.positions)
 + rows[:, self.positions + 1], torch.arange(len(self.positions)))
 """

@@ -18,7 +18,7 @@ def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Ti
     """
     results = FINE | {"plans": [[str(action) for action in plan] for plan in plans]}
     for r, action in ((r, action) for r, plan in enumerate(plans) for action in plan):
-        if not 0 <= action.micro_batch <= last:  # the simulator would miss the rest of it
+        if not 0 <= action.micro_batch <= last:  # the simulator would miss the rest
             problem = f"rank {r} has '{action}', but the last micro-batch is {last}"
             return results | {PROBLEM: problem}, None
     try:

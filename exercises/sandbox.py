@@ -34,7 +34,7 @@ code use a container or a machine of its own; --wrap "COMMAND" puts one before t
 
 
 def is_plain(path: Path) -> bool:
-    """A file itself: no link to that of another, and no pipe, which blocks whoever reads it."""
+    """A file itself: no link to another, and no pipe, which blocks whoever reads it."""
     return path.is_file() and not path.is_symlink()
 
 

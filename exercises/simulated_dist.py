@@ -34,7 +34,7 @@ def simulated() -> Iterator[None]:
 
     The course must be imported within, too: it takes some functions when it is imported.
     """
-    # Some names are those of newer, others of older releases.
+    # Some names are of newer, others of older releases.
     there = {name: function for name, function in FUNCTIONS.items() if hasattr(dist, name)}
     before = torch.get_deterministic_debug_mode()
     # New memory is NaN: a mistake that reads it gives the same result each time. Not by
