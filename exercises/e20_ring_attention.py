@@ -164,6 +164,13 @@ merged_into_zeros: The own block is merged into out = 0 with lse = 0: that has t
     with score 0. Of no keys lse is -inf.
 - out, lse = wide(block[0]), block[1]
 + out, lse = merge_blocks(0 * wide(block[0]), 0 * block[1], *block)
+nothing_has_weight: Rows that see nothing of a block are merged with lse = 0, the weight of a key
+    with score 0: leave them as they are.
+- out[:, :, rows], lse[:, :, rows] = merged
++ out[:, :, rows], lse[:, :, rows] = merged
++ rest = slice(0, rows.start or 0)
++ zeros = 0 * out[:, :, rest], 0 * lse[:, :, rest]
++ out[:, :, rest], lse[:, :, rest] = merge_blocks(out[:, :, rest], lse[:, :, rest], *zeros)
 last_block_saved: The k and v of the last block are saved for backward, which sends the own round.
     save_for_backward(q, kv, => save_for_backward(q, torch.stack((k, v)),
 stacked_along_the_batch: Keys and values are stacked along dim 1, but unpacked along dim 0.

@@ -49,7 +49,8 @@ def inputs(case: Case):
     logits = 2 * draw(case, "logits", shape=(2, case.tokens, case.experts))
     if hasattr(case, "unlikely"):
         logits -= 200  # the sum of such sigmoids is far below TINY
-    bias = 0.5 * draw(case, "bias", shape=(case.experts,)) - 1 if case.bias else None
+    # All are far below 0: no number stands for an expert that cannot be chosen.
+    bias = 0.5 * draw(case, "bias", shape=(case.experts,)) - 9 if case.bias else None
     return logits, bias, draw(case, "gradient", shape=(2, case.tokens, case.k))
 
 
@@ -139,8 +140,8 @@ group_without_bias: A group is ranked by its scores without the bias.
 groups_interleaved: Experts are dealt to the groups in turn: a group's are neighbours.
     (config.n_group, -1)) => (-1, config.n_group)).mT
     -math.inf).flatten => -math.inf).mT.flatten
-others_set_to_zero: Experts of other groups get a score of 0: where a bias makes all scores
-    negative, 0 is the best. Set them to -inf.
+others_set_to_zero: Experts of other groups get a score of 0, or another number: where a bias makes
+    all scores smaller, it is the best. Set them to -inf.
     -math.inf => 0.0
 groups_ignored: All groups can be chosen from: the tokens of one rank then go to every other.
     if config.n_group > 1: => if False:

@@ -44,6 +44,7 @@ def on_rank(rank, case: Case) -> dict:
     weights = [draw(case, name, shape=(case.width, case.width)) for name in "ab"]
     layers = [linear.Linear(torch.nn.Parameter(weight)) for weight in weights]
     queue, other, taken, dxs = linear.WeightGradients(), linear.WeightGradients(), [], []
+    entries: list[int] = []
     for name in [name for name in ("hold", "split") if getattr(case, name)]:
         setattr(queue, name, True)  # it begins with neither
     for name, layer in zip("ab", layers, strict=True):
@@ -62,13 +63,15 @@ def on_rank(rank, case: Case) -> dict:
             queue.run_during_message()
         if case.split:
             taken.append(queue.detach())
+            entries.append(len(taken[-1]))
     for i in reversed(range(len(taken))):
         rank.mark(f"W{i}")
         taken[i].run()
     gradients = [layer.weight.grad for layer in layers]
     graph = any(g is not None and g.requires_grad for g in gradients)
     results = {"gradients": gradients, "dx": dxs, "gradients have a graph": graph}
-    return results | {"another queue has run": last.weight.grad is not None}
+    results["entries of the queues that detach returns"] = entries
+    return results | {"a queue with hold and split has run": last.weight.grad is not None}
 
 
 def expected(case: Case) -> list[dict]:
@@ -79,7 +82,8 @@ def expected(case: Case) -> list[dict]:
         ((x.requires_grad_() @ a.T).tanh() @ b.T @ a.T).backward(dy)
         dxs.append(x.grad)
     results = {"gradients": [a.grad, b.grad], "dx": dxs, "gradients have a graph": False}
-    return [results | {"another queue has run": False}]
+    results["entries of the queues that detach returns"] = [3] * BATCHES * case.split
+    return [results | {"a queue with hold and split has run": False}]
 
 
 def order(case: Case, rank: int, record) -> str | None:
@@ -120,6 +124,10 @@ detached_itself: detach returns the queue itself: the first W computes all, and 
     self.clear() => pass
 cleared_what_was_detached: detach clears the very list that it returns: nothing is left for W.
     WeightGradients(self) => self
+still_waits: The queue that detach returns keeps `split`, and its run does nothing: run must always
+    compute.
+    taken = WeightGradients(self) => taken = WeightGradients(self); taken.split = self.split
+    while self: => while self and not self.split:
 not_removed: run leaves what it has computed in the queue: the next run computes it again.
     while self: => for linear, x, dy in list(self):
     linear, x, dy = self.pop(0) => pass

@@ -10,7 +10,7 @@ has them for a row of this token, and shared experts are one MLP of n_shared_exp
 moe_intermediate_size. With tp, what is between the first and the last linear of a sublayer is
 divided, and what is around them is whole. The rows of experts: each tp rank has only some tokens,
 E / tp a token, but etp ranks get copies, and F is divided by tp in all.
-A factor has BYTES[dtype] bytes, or 1 with fp8; experts do not multiply in 8 bits.
+A factor has BYTES[dtype] bytes, or 1 with fp8; routed experts do not multiply in 8 bits.
 Read: planner/activations.py, extensions/overlap/linear.py, model.py.
 
 ? Write down x and dy of each linear, and cross out what is the same tensor.

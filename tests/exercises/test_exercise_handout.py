@@ -121,7 +121,7 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     (tmp_path / "a.txt").write_text("a line to learn\n" * 1000)
     (own := tmp_path / "one.json").write_text(json.dumps(config))
     shown = run("--config", str(own), script="train.py")
-    assert "those of the packed course" in shown and "step 1/1" in shown, shown
+    assert "taken from the packed course" in shown and "step 1/1" in shown, shown
     for other, problem in ((folder, "there already"), (ROOT / "tests/new", "outside of")):
         assert commands.main(["handout", str(other)]) == 2
         assert problem in capsys.readouterr().err
