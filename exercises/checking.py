@@ -110,9 +110,9 @@ def outcome_of(
 
 
 def outcome_of_student(exercise: Exercise, text: str, path: Path, seed: int) -> Outcome:
-    """All cases, and the first with wrong results once more, with a function that forgets."""
+    """All cases, and the first that fails once more, alone, with a function that forgets."""
     outcome = outcome_of(exercise, text, path, seed)
-    for first in [result for result in _failed(outcome)[:1] if not result.failure]:
+    for first in _failed(outcome)[:1]:
         again = outcome_of(exercise, text, path, seed, [outcome.index(first)], forgets=True)
         first.keeps = not _failed(again)
     return outcome
@@ -267,7 +267,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
     right = [result for result in outcome if result not in failed]
     if failed[0].keeps:
-        how = "all is right if the function is made anew for each call"
+        how = "all is right if the function is made anew for each call, and the case runs alone"
         return "kept", f"Something is kept between calls: with {failed[0].case}, {how}."
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind != "exception":

@@ -149,6 +149,11 @@ unknown: `micro-batches read in the second step` is [], should be [0, 0, 1,
 exception: AttributeError
     torch.logaddexp => torch.log_add_exp
 """,
+    28: """
+kept: is made anew for each call, and the case runs alone.
+    rotary: tuple) => rotary: tuple, kept={})
+    B, S, _ = q.shape => B, S, _ = kept.setdefault(0, q.shape)
+""",
 }
 OTHERS = [(number, other) for number, text in OTHERS.items() for other in mistakes_in(text)]
 
