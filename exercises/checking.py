@@ -288,8 +288,9 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     place = outcome.index(crash if is_later else failed[0])
     if of_type == [r in failed for r in outcome] or (is_later and of_type[place]):
         return "wrong_type", f"With {outcome[place].case}: {wrong[place][0]}"
-    if crash:
-        return "exception", ""
+    if crash:  # noticed later: what the function returned before may be the reason
+        before = wrong[place] if is_later else None
+        return "exception", f"With {crash.case}: {before[0]}" if before else ""
     cases = in_common([r.case for r in failed], [r.case for r in right])
     text = f"{sentence or 'I do not know this mistake.'}{only_wrong(runs)}{cases}"
     if wrong[place]:

@@ -154,6 +154,10 @@ kept: is made anew for each call, and the case runs alone.
     rotary: tuple) => rotary: tuple, kept={})
     B, S, _ = q.shape => B, S, _ = kept.setdefault(0, q.shape)
 """,
+    40: """
+exception: returned Placement(cuts=(Cut(axis=ep, dim=0, owner=0), Cut(axis=etp, dim=0, owner=None)),
+    sums=("edp",) => sums=("dp_cp_tp",)
+""",
 }
 OTHERS = [(number, other) for number, text in OTHERS.items() for other in mistakes_in(text)]
 
