@@ -9,8 +9,8 @@ pair (token, expert). spread(x) returns num_rows rows of x [n, E]: those of expe
 of tokens, those of expert 1, and so on, and none for dropped pairs. sort(weights) brings [n, k]
 into the same order. collect(y) adds for each token the rows y of its pairs, in the order of its
 pairs: [n, E]. With rows_each every expert has so many rows, and num_rows is rows_each times
-num_experts: its pairs come first, and the others are zeros, also in sort. Gradients flow back
-through all three.
+num_experts: its pairs come first, and the others are zeros, also in sort. A result has the dtype of
+its argument. Gradients flow back through all three. Several Pairs may be in use at once.
 Read: extensions/experts/moe.py.
 
 ? A stable sort by expert: gather rows by it, and put what comes back where it says.
@@ -75,22 +75,37 @@ def on_rank(rank, case: Case) -> dict:
     shown |= {"weights of rows": sorted_weights.detach()}
     terms = pairs.sort(torch.tensor(TERMS[: case.k]).double().expand(case.tokens, -1))
     shown["sum in the order of pairs"] = pairs.collect(terms[:, None].repeat(1, E))[:, 0]
+    uses = {"rows": (pairs.spread, x), "weights": (pairs.sort, weights), "sums": (pairs.collect, y)}
+    for name, (use, given) in uses.items():
+        shown[f"dtype of {name} in bfloat16"] = str(use(given.detach().bfloat16()).dtype)
+    second = rank.course.moe.Pairs(experts.flip(0), sum(sizes), case.rows_each)
+    shown["sums of a second Pairs"] = second.collect(second.spread(x)).detach()
+    rank.course.moe.Pairs(torch.arange(X)[None], X * (case.rows_each or 1), case.rows_each)
+    for name, one in (("first", pairs), ("second", second)):
+        shown[f"rows of the {name} of three Pairs"] = one.spread(2 * x).detach()
     return shown | {"out": out.detach()} | grads
 
 
 def expected(case: Case) -> list[dict]:
     (x, weights, experts, gradient), sizes = inputs(case), sizes_of(case)
     out, in_order = 0 * x * weights.sum(), x.new_zeros(case.tokens)
-    rows, sorted_weights = x.new_zeros(sum(sizes), E), x.new_zeros(sum(sizes))
+    (rows, of_second), sorted_weights = x.new_zeros(2, sum(sizes), E), x.new_zeros(sum(sizes))
     for e in range(X):
         for row, (t, j) in enumerate((experts == e).nonzero().tolist(), sum(sizes[:e])):
             rows[row], sorted_weights[row] = x[t].detach(), weights[t, j].detach()
             out[t] += weights[t, j] * run(e, x[t])
+        for row, (t, _) in enumerate((experts.flip(0) == e).nonzero().tolist(), sum(sizes[:e])):
+            of_second[row] = 2 * x[t].detach()
     for t, chosen in enumerate(experts.tolist()):
         in_order[t] = sum(term for term, e in zip(TERMS, chosen, strict=False) if e < X)
     out.backward(gradient)
     result = {"rows": rows, "out": out.detach(), "weights of rows": sorted_weights}
     result |= {"sum in the order of pairs": in_order, "dtype": "torch.float64"}
+    for name in ("rows", "weights", "sums"):
+        result[f"dtype of {name} in bfloat16"] = "torch.bfloat16"
+    result["sums of a second Pairs"] = x.detach() * (experts.flip(0) < X).sum(1, keepdim=True)
+    result["rows of the first of three Pairs"] = 2 * rows
+    result["rows of the second of three Pairs"] = of_second
     return [result | {"gradient of x": x.grad, "gradient of weights": weights.grad}]
 
 
