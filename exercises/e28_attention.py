@@ -32,6 +32,7 @@ B = 2
 NAMES, EXTRA = ("q_proj", "k_proj", "v_proj", "o_proj"), ["documents", "windows"]
 GOT = [f"{what} of core_attention" for what in "qkv"]
 GOT.append("what core_attention gets after q, k and v")
+OF_CORE = "gradient of what core_attention returns"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -68,11 +69,14 @@ def on_rank(rank, case: Case) -> dict:
     for name in NAMES:  # as tensor parallelism narrows them
         getattr(module, name).weight = torch.nn.Parameter(tensors[name])
     softmax, results = course.attention.SoftmaxAttention(), {"calls of project": 0}
+    kept = {}
 
     def core(q, k, v, *extra):
         given = (*(x.detach().double() for x in (q, k, v)), list(extra))
         results.update(zip(GOT, given, strict=True))
-        return softmax(q, k, v)
+        out = softmax(q, k, v)
+        kept["zeros"] = torch.zeros_like(out, requires_grad=True)  # gets the gradient of the sum
+        return out + kept["zeros"]
 
     module._modules.pop("core_attention")
     module.core_attention = core
@@ -88,6 +92,7 @@ def on_rank(rank, case: Case) -> dict:
     out = module(whole.chunk(parts, 1)[0], rotary)
     out.square().sum().backward()
     gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
+    gradients[OF_CORE] = kept["zeros"].grad if kept else None
     return results | {"out": out.detach()} | gradients
 
 
@@ -103,15 +108,18 @@ def expected(case: Case) -> list[dict]:
     x, future = tensors["x"], torch.ones(S, S, dtype=torch.bool).triu(1)
     q, k, v = ([x @ rows.T for rows in weight.split(D)] for weight in (q_proj, k_proj, v_proj))
     q, k = ([turned(head) for head in heads] for heads in (q, k))
-    out = 0
+    out, of_heads = 0, []
     for h, rows in enumerate(o_proj.split(D, 1)):  # a head by itself
         of = h * case.key // case.query
         p = (q[h] @ k[of].mT / D**0.5).masked_fill(future, -torch.inf).softmax(-1)
-        out = out + p @ v[of] @ rows.T
+        of_heads.append(p @ v[of])
+        of_heads[-1].retain_grad()
+        out = out + of_heads[-1] @ rows.T
     out.square().sum().backward()
     given = [torch.stack(heads, 1).detach() for heads in (q, k, v)]
     results = dict(zip(GOT, (*given, EXTRA[: case.extra]), strict=True)) | {"calls of project": 1}
     gradients = {f"gradient of {n}.weight": w.grad for n, w in zip(NAMES, weights, strict=True)}
+    gradients[OF_CORE] = torch.stack([head.grad for head in of_heads], 1)
     return [results | {"out": out.detach()} | gradients]
 
 
