@@ -6,9 +6,9 @@ Write attention around its core. x is [B, S, E]; with sequence parallelism a ran
 the positions. self.project(x) gives q [B, S, Q D], k and v [B, S, K D] of all S. View them as heads
 of self.head_dim numbers, rotate queries and keys by `rotate`, which takes [B, S, heads, D] and cos,
 sin (`rotary` begins with these; what follows, if anything, is for the core after q, k and v), and
-call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D]: it shares key heads among query
-heads, so do not repeat them. Put its result [B, Q, S, D] back to [B, S, Q D], and return
-self.o_proj of it.
+call self.core_attention with q [B, Q, S, D], k and v [B, K, S, D] in their own dtype: it shares key
+heads among query heads, so do not repeat them. Put its result [B, Q, S, D] back to [B, S, Q D], and
+return self.o_proj of it.
 How many heads there are must be read off the tensors: with tensor parallelism a rank has fewer than
 the config has.
 Read: model.py.
@@ -33,18 +33,20 @@ NAMES, EXTRA = ("q_proj", "k_proj", "v_proj", "o_proj"), ["documents", "windows"
 GOT = [f"{what} of core_attention" for what in "qkv"]
 GOT.append("what core_attention gets after q, k and v")
 OF_CORE = "gradient of what core_attention returns"
+DTYPES = "dtypes of q, k and v in each call", "dtype of out in each call"
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"head_dim": 4, "config_heads": 4}
     heads = [(4, 4), (4, 2), (4, 1), (2, 1)]  # the last is what a rank of two has
     some = [
-        Case(1, query=q, key=k, length=dice.randint(5, 7), extra=n % 3, **sizes)
+        Case(1, query=q, key=k, length=dice.randint(5, 7), extra=n % 3, calls=1 + n % 2, **sizes)
         for n, (q, k) in enumerate(heads)
     ]
-    some.append(Case(1, query=4, key=4, length=4, extra=1, **sizes))  # as many positions as heads
+    sizes |= {"extra": 1, "calls": 1}
+    some.append(Case(1, query=4, key=4, length=4, **sizes))  # as many positions as heads
     # With sequence parallelism x is a part of the sequence, and `project` gathers the whole.
-    return [*some, Case(1, query=4, key=2, length=6, parts=2, extra=1, **sizes)]
+    return [*some, Case(1, query=4, key=2, length=6, parts=2, **sizes)]
 
 
 def inputs(case: Case) -> dict:
@@ -66,22 +68,26 @@ def on_rank(rank, case: Case) -> dict:
     E, heads = case.config_heads * case.head_dim, case.config_heads
     config = course.model_config.ModelConfig(7, E, 8, 1, heads, min(heads, case.key))
     module = course.model.SelfAttention(config)
-    for name in NAMES:  # as tensor parallelism narrows them
-        getattr(module, name).weight = torch.nn.Parameter(tensors[name])
-    softmax, results = course.attention.SoftmaxAttention(), {"calls of project": 0}
-    kept = {}
+    softmax, results, zeros = course.attention.SoftmaxAttention(), {}, []
+    dtypes = {name: [] for name in DTYPES}
+
+    def fill(dtype):
+        for name in NAMES:  # as tensor parallelism narrows them
+            getattr(module, name).weight = torch.nn.Parameter(tensors[name].to(dtype))
+        results["calls of project"] = 0
 
     def core(q, k, v, *extra):
         given = (*(x.detach().double() for x in (q, k, v)), list(extra))
         results.update(zip(GOT, given, strict=True))
         out = softmax(q, k, v)
-        kept["zeros"] = torch.zeros_like(out, requires_grad=True)  # gets the gradient of the sum
-        return out + kept["zeros"]
+        dtypes[DTYPES[0]].append([str(x.dtype) for x in (q, k, v)])
+        zeros.append(torch.zeros_like(out, requires_grad=True))  # gets the gradient of the sum
+        return out + zeros[-1]
 
     module._modules.pop("core_attention")
     module.core_attention = core
     cos, sin = angles(case).cos(), angles(case).sin()
-    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), *EXTRA[: case.extra]
+    rotary = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     own_project, whole, parts = module.project, tensors["x"], getattr(case, "parts", 1)
 
     def project(x):
@@ -89,11 +95,17 @@ def on_rank(rank, case: Case) -> dict:
         return own_project(whole if parts > 1 else x)
 
     module.project = project
-    out = module(whole.chunk(parts, 1)[0], rotary)
+    if case.calls > 1:  # before: other positions, and zeros, which nothing rounds
+        fill(torch.bfloat16)
+        out = module(0 * whole[:, 1:].bfloat16(), (*(x[1:] for x in rotary), "others"))
+        dtypes[DTYPES[1]].append(str(out.dtype))
+    fill(torch.float64)
+    out = module(whole.chunk(parts, 1)[0], (*rotary, *EXTRA[: case.extra]))
+    dtypes[DTYPES[1]].append(str(out.dtype))
     out.square().sum().backward()
     gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
-    gradients[OF_CORE] = kept["zeros"].grad if kept else None
-    return results | {"out": out.detach()} | gradients
+    gradients[OF_CORE] = zeros[-1].grad if zeros else None
+    return results | dtypes | {"out": out.detach()} | gradients
 
 
 def expected(case: Case) -> list[dict]:
@@ -120,7 +132,9 @@ def expected(case: Case) -> list[dict]:
     results = dict(zip(GOT, (*given, EXTRA[: case.extra]), strict=True)) | {"calls of project": 1}
     gradients = {f"gradient of {n}.weight": w.grad for n, w in zip(NAMES, weights, strict=True)}
     gradients[OF_CORE] = torch.stack([head.grad for head in of_heads], 1)
-    return [results | {"out": out.detach()} | gradients]
+    each = ["torch.bfloat16", "torch.float64"][-case.calls :]
+    dtypes = dict(zip(DTYPES, ([[dtype] * 3 for dtype in each], each), strict=True))
+    return [results | dtypes | {"out": out.detach()} | gradients]
 
 
 def picture(runs):
