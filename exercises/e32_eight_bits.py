@@ -87,8 +87,8 @@ def expected(case: Case) -> list[dict]:
     results = []
     for x in parts:
         distance = (x[..., None] * scale - table).abs().nan_to_num(nan=float("inf"))
-        odd = torch.arange(256) % 2 * 1e-300  # of two that are as near, it takes the even one
-        numbers = table[(distance + odd).argmin(-1)]
+        odd = 1 + torch.arange(256).double() % 2 * 1e-12  # of two as near, it takes the even one
+        numbers = table[(distance * odd).argmin(-1)]
         numbers = torch.where((x * scale).isnan(), float("nan"), numbers)
         inverse = torch.tensor(1 / scale if scale else float("inf"))
         result = {"numbers": numbers, "inverse": inverse, "kind": str(kind)}
