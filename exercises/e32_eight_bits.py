@@ -137,7 +137,8 @@ no_sign: The largest number is taken, not the largest absolute one: negative one
     maximum(largest(x)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
 zeros_divided: amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.
     .clamp(min=SMALLEST_AMAX) =>
-infinity_hidden: An infinite amax gets a scale like any other: the step is not skipped.
+infinity_hidden: An infinite amax gets a scale like any other: rows and ranks without an infinite
+    number have a finite product, where all of it must be NaN.
     .clamp(min=SMALLEST_AMAX) => .clamp(SMALLEST_AMAX, 3e38)
 not_bytes: The numbers keep the dtype of 8-bit floats: view them as uint8, which messages take.
     .contiguous().view(torch.uint8) => .contiguous()
