@@ -145,8 +145,7 @@ next_token_too: Targets of depth 0 are ignored at the ends of documents, too: th
     range(2, => range(1,
 not_a_depth_batch: A plain Batch counts the targets of all depths: a loss is a mean over depth 0's.
     DepthBatch(* => Batch(*
-at_the_end: The token at the next end, at the distance `left`, is predicted, too: it begins another
-    document.
+at_the_end: The token at the next end is predicted, too: it begins another document.
     ahead < left => ahead <= left
 also_right:
 - left = ends[np.searchsorted(ends, places, side="right")] - places
