@@ -36,7 +36,9 @@ FIRST = 100  # token of the stream, in which they count up
 def cases(dice: Dice) -> list[Case]:
     found = [Case(n, size=n, depths=d, held_out=h) for n, d, h in ((2, 2, 1), (3, 1, 1), (1, 3, 0))]
     for case in found:
-        case.width, case.every = dice.randint(3, 5), dice.randint(5, 9)
+        case.width = dice.randint(3, 4)
+        last = 8 * case.size * case.width  # before the cut: a document that ends there hides it
+        case.every = dice.choice([n for n in range(5, 10) if last % n and (last + 1) % n])
     return found
 
 
