@@ -56,21 +56,24 @@ def on_rank(rank, case: Case) -> dict:
     options = {"seq_length": S, "seed": 0, "micro_batch_size": 2, "num_micro_batches": 2}
     options |= {"dp_rank": 0, "dp_size": 1, "positions": positions, "eval_batches": case.held_out}
     tokens = np.arange(FIRST, FIRST + ends[-1], dtype=np.uint16)  # as in files
-    batches = rank.course.data.Batches(tokens, **options)
-    plain = batches.batch
 
-    def in_documents(*place):  # as DocumentBatches: positions begin anew in documents and in rows
-        batch = plain(*place)
-        places = batch.tokens - FIRST
-        positions = torch.minimum(places % case.every, places % S)
-        return batch._replace(positions=positions, extra=("documents",))
+    class InDocuments(rank.course.data.Batches):  # positions begin anew in documents and in rows
+        def batch(self, *place):
+            batch = super().batch(*place)
+            places = batch.tokens - FIRST
+            positions = torch.minimum(places % case.every, places % S)
+            return batch._replace(positions=positions, extra=("documents",))
 
-    batches.batch = in_documents
+    batches, others = InDocuments(tokens, **options), InDocuments(tokens, **options)
     rank.course.targets.look_ahead(batches, case.depths, np.array(ends))
-    both = [batches.batch(1, micro_batch) for micro_batch in (0, 1)]
-    order = torch.cat([batch.tokens[:, 0] for batch in both]).argsort()
-    targets = torch.cat([batch.targets for batch in both], -2)[..., order, :]
-    rows = {f"depth {j}": of_depth.tolist() for j, of_depth in enumerate(targets)}
+    rows = {"targets of other Batches": described(others.batch(0, 0).targets)}
+    for step, when in enumerate(("", " in the next step")):
+        both = [batches.batch(step, micro_batch) for micro_batch in (0, 1)]
+        own = [others.batch(step, micro_batch).tokens for micro_batch in (0, 1)]
+        rows[f"own tokens{when}"] = all(map(torch.equal, own, [x.tokens for x in both]))
+        order = torch.cat([batch.tokens[:, 0] for batch in both]).argsort()
+        targets = torch.cat([batch.targets for batch in both], -2)[..., order, :]
+        rows |= {f"depth {j}{when}": of_depth.tolist() for j, of_depth in enumerate(targets)}
     rows |= {"batch.targets": described(both[0].targets), "batch.extra": both[0].extra}
     rows["batch.num_targets"] = both[0].num_targets.item()
     for key in ("tokens", "positions"):
@@ -89,9 +92,12 @@ def expected(case: Case) -> list[dict]:
         pieces = r * case.width, (2 * case.size - 1 - r) * case.width
         mine = [first + i for first in pieces for i in range(case.width)]
         rows = {"batch.targets": described(torch.empty(case.depths + 1, 2, len(mine)).long())}
+        rows["targets of other Batches"] = described(torch.empty(2, len(mine)).long())
         rows |= {"batch.num_targets": 2 * len(mine), "batch.extra": ("documents",)}
         for j in range(case.depths + 1):
             rows[f"depth {j}"] = [[target(i * S + p, j) for p in mine] for i in range(4)]
+            rows[f"depth {j} in the next step"] = rows[f"depth {j}"]
+        rows |= {"own tokens": True, "own tokens in the next step": True}
         rows["batch.tokens"] = [[FIRST + i * S + p for p in mine] for i in range(4)]
         rows["batch.positions"] = [
             [min(p, (i * S + p) % case.every) for p in mine] for i in range(4)
