@@ -27,22 +27,22 @@ from exercises.exercise import Case, Dice, draw
 
 LAYER, ROUTER, GATE = "model.layers.0.", "mlp.gate.weight", "mlp.shared_expert_gate.weight"
 BIAS = "mlp.gate.e_score_correction_bias"
-EXPERTS = 4
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"hidden": dice.choice((4, 6)), "inner": dice.choice((8, 10))}
     wide = {"tp": 4, "ep": 2, "etp": 2}
     layouts = {"dp": 2, "tp": 2, "ep": 4}, wide, wide | {"sequence_parallel": True}
-    return [Case(4, **sizes, layout=layout) for layout in layouts]
+    each = zip((4, 4, 12), layouts, strict=True)  # 12: numbers with two digits, too
+    return [Case(4, **sizes, experts=experts, layout=layout) for experts, layout in each]
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
-    E, F = case.hidden, case.inner
-    shapes = {LAYER + ROUTER: (EXPERTS, E), LAYER + BIAS: (EXPERTS,), LAYER + GATE: (1, E)}
+    E, F, X = case.hidden, case.inner, case.experts
+    shapes = {LAYER + ROUTER: (X, E), LAYER + BIAS: (X,), LAYER + GATE: (1, E)}
     for mlp in ("mlp", "mlp.shared_experts"):  # which the core places
         shapes |= {f"{LAYER}{mlp}.{kind}_proj.weight": (F, E) for kind in ("gate", "up")}
-    for i in range(EXPERTS):
+    for i in range(X):
         kind, shape = ("down", (E, F)) if i % 2 else ("up", (F, E))
         shapes[f"{LAYER}mlp.experts.{i}.{kind}_proj.weight"] = shape
     return shapes
@@ -79,7 +79,7 @@ def differs(name: str, case: Case) -> bool:
 def expected(case: Case) -> list[dict]:
     """The sum of what ranks made up that see other tokens, and where experts are."""
     sizes = {"dp": 1, "etp": 1} | case.layout
-    ep, etp, each = sizes["ep"], sizes["etp"], EXPERTS // sizes["ep"]
+    ep, etp, each = sizes["ep"], sizes["etp"], case.experts // sizes["ep"]
     common, here = {}, [{} for _ in range(case.ranks)]
     for name, shape in shapes_of(case).items():
         number = case.ranks if differs(name, case) else sizes["dp"]  # of ranks with other tokens
@@ -97,7 +97,7 @@ def expected(case: Case) -> list[dict]:
 
 def picture(runs):
     case, records = runs[1]
-    yield from [f"{EXPERTS} experts over ep 2 and etp 2: what each rank has of every matrix"]
+    yield from [f"{case.experts} experts over ep 2 and etp 2: what each rank has of every matrix"]
     for name, shape in shapes_of(case).items():
         parts = [record.values["experts here"].get(name) for record in records]
         if any(parts):
