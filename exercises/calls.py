@@ -185,7 +185,7 @@ def wrong_call(
 def _difference(call: Call, other: Call, rank: int | None, ranks: int) -> str:
     index, *pair = next(differences(call.got, other.got))
     where = f" at {list(index)}" if index else ""
-    if len(str(call.got)) < LONGEST:  # all of it
+    if len(str(call.got)) < LONGEST:  # the whole
         where, pair = "", [call.got, other.got]
     mine, right = shown(*pair)
     on = f"on rank {rank} " * (ranks > 1)

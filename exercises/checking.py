@@ -3,7 +3,7 @@
     V value    equal to an obvious slow reference, to 1e-10; never compared with the solution
     B bytes    calls and bytes by the network equal the formula, exactly; so does the ledger
     M memory   bytes alive
-    O order    what was started before what; and that all of it was awaited
+    O order    what was started before what; and that all work was awaited
 
 When a gate fails, known mistakes of the exercise are run in the same cases. One that does the same
 as the student's version in all of them is named. Of other versions the answer says what all wrong

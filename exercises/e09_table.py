@@ -204,7 +204,9 @@ ends_forgotten: The row of embed_tokens has no `ends`: a tied weight has this ro
     tied and not => tied and module == "lm_head" and not
 also_right:
 def _placement(name, layout, tied):
-    module = name.split(".")[-2]
+    module, kind = name.split(".")[-2:]
+    if kind != "weight":
+        return None
     if module in HIDDEN:
         cut = Cut("tp", 1 if module in ("o_proj", "down_proj") else 0)
         return Placement((cut,), ("dp_cp",), ("dp_cp",), True)

@@ -6,7 +6,7 @@ train: model.dtype="bfloat16" model.fp8=true
 Round x to 8 bits of the format `kind`, and return Float8(bytes, inverse, kind): bytes as uint8, one
 after the other in memory; inverse as a float32 of shape []. The scale is the largest power of two
 with which no number exceeds the format, and inverse is 1 / scale. `maximum` turns this rank's
-largest(x) into that of all ranks. An amax below SMALLEST_AMAX counts as SMALLEST_AMAX. If it is
+largest(x) into all ranks' largest. An amax below SMALLEST_AMAX counts as SMALLEST_AMAX. If it is
 infinite, the scale is 0: then all of a product is NaN, and the step is skipped.
 Read: extensions/precision/float8.py.
 
@@ -43,7 +43,7 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def part(case: Case, rank: int):
-    """x of a rank, transposed in memory. Its largest number is negative, and that of the last.
+    """x of a rank, transposed in memory. Its largest number is negative, as is the last rank's.
 
     As in training, what is rounded to E5M2 is bfloat16.
     """
@@ -82,7 +82,7 @@ def expected(case: Case) -> list[dict]:
     table = torch.arange(256, dtype=torch.uint8).view(kind).double()  # all numbers of the format
     parts = [part(case, rank).double() for rank in range(case.ranks)]
     amax = max(float(x.abs().max()) for x in parts if x.numel())
-    # That of zeros is 2^108: 448 is between 2^8 and 2^9, SMALLEST_AMAX is 2^-100.
+    # For zeros it is 2^108: 448 is between 2^8 and 2^9, SMALLEST_AMAX is 2^-100.
     scales = (2.0**exponent for exponent in range(108, -200, -1))
     scale = next((x for x in scales if amax * x <= LARGEST[case.kind]), 0.0)
     results = []
@@ -121,7 +121,7 @@ by_log2: log2 rounds up just below a power of two: there the scale is twice as l
     (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => torch.exp2(ratio.log2().floor())
 one_for_zeros: Zeros get the scale 1: their amax counts as SMALLEST_AMAX.
     amax.clamp(min=SMALLEST_AMAX) => amax.where(amax > 0, torch.finfo(kind).max)
-maximum_of_scales: `maximum` gets the scale, not amax: the largest scale is that of the rank whose
+maximum_of_scales: `maximum` gets the scale, not amax: the largest scale belongs to the rank whose
     numbers are smallest.
     maximum(largest(x)) => largest(x)
     0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32); scale = maximum(scale)

@@ -5,10 +5,10 @@ train: model.num_local_experts=4 model.num_experts_per_tok=2
 
 Make rows for experts from tokens, and sums for tokens from what experts return. `experts` [n, k]
 has k experts of each of n tokens; num_experts, which is larger than all others, marks a dropped
-pair (token, expert). spread(x) returns num_rows rows of x [n, E]: those of expert 0, in the order
-of tokens, those of expert 1, and so on, and none for dropped pairs. sort(weights) brings [n, k]
+pair (token, expert). spread(x) returns num_rows rows of x [n, E]: expert 0's, in the order
+of tokens, then expert 1's, and so on, and none for dropped pairs. sort(weights) brings [n, k]
 into the same order. collect(y) adds for each token the rows y of its pairs, in the order of its
-pairs: [n, E]. With rows_each every expert has so many rows, and num_rows is rows_each times
+pairs: [n, E]. With rows_each every expert has that many rows, and num_rows is rows_each times
 num_experts: its pairs come first, and the others are zeros, also in sort. A result has the dtype of
 its argument. Gradients flow back through all three. Several Pairs may be in use at once.
 Read: extensions/experts/moe.py.
@@ -126,7 +126,7 @@ not_sorted: Rows are in the order of tokens: experts need theirs one after the o
 order_for_places: What tells which pair is in a row is used as what tells in which row a pair is:
     one is the inverse of the other.
     (0, self.order, y) => (0, self.order.argsort(), y)
-token_of_pair: The number of a pair is taken modulo n for that of its token: a token's k pairs lie
+token_of_pair: The number of a pair is taken modulo n for its token's number: a token's k pairs lie
     side by side, so it is the number // k.
     1))[self.order // self.shape[1]] => 1))[self.order % len(x)]
 one_pair_only: A token gets the row of its first expert only.
@@ -144,8 +144,8 @@ empty_rows_added: collect adds what is in empty rows to a token: they are of no 
     index_copy_(0, self.order, y) => index_add_(0, self.order % self.shape.numel(), y)
 weights_in_empty_rows: sort gives empty rows the weight of a pair: they must be zeros.
     F.pad(weights.flatten(), (0, 1)) => torch.cat([weights.flatten(), weights[-1, -1:]])
-added_by_expert: A token's rows are added in the order of experts: that of its pairs is wanted. And
-    a GPU adds them atomically, in any order: results do not repeat.
+added_by_expert: A token's rows are added in the order of experts: the order of its pairs is wanted.
+    And a GPU adds them atomically, in any order: results do not repeat.
 - pairs = y.new_zeros(self.shape.numel() + 1, y.shape[1]).index_copy_(0, self.order, y)
 - return pairs[:-1].unflatten(0, self.shape).sum(1)
 + sums = y.new_zeros(self.shape[0] + 1, y.shape[1])

@@ -4,7 +4,7 @@ target: extensions.experts.mixture:_placement
 train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2
 
 Return the Placement of one parameter that only layers with experts have; for all others None, also
-for the matrices of shared experts, which are placed as those of any MLP. An expert lies on one rank
+for the matrices of shared experts, which are placed as in any MLP. An expert lies on one rank
 of ep, in the order of their numbers, and is cut over etp as other matrices are over tp, o and down
 by columns (dim 1), the others by rows: its copies are along edp. It is a hidden matrix. The router,
 its bias and the gate of shared experts are not cut, so all ranks of dp_cp and of tp have copies.
@@ -107,7 +107,7 @@ def picture(runs):
 
 
 VERSIONS = """
-router_not_summed: The gradient of a router is summed like that of a norm: but routers see different
+router_not_summed: The gradient of a router is summed like a norm's: but routers see different
     tokens on each tensor-parallel rank, always.
     sums=("dp_cp_tp",)) => sums=("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",))
 experts_dealt_round: Experts are dealt round the ranks: 0 2 and 1 3. A rank must have consecutive

@@ -4,7 +4,7 @@ target: extensions.multi_token.targets:look_ahead
 train: model.num_nextn_predict_layers=2 distributed.cp_size=2
 
 Replace `batches.batch`, in place, by a function that returns a DepthBatch. It has all that the
-batch has except for its targets, one int64 tensor [1 + depths, B, S/cp]: those of the batch,
+batch has except for its targets, one int64 tensor [1 + depths, B, S/cp]: the batch's own,
 [B, S/cp], and behind them, for each depth j from 1 to `depths`, the token j + 1 places behind each
 position. In these, IGNORE_INDEX replaces every token at or behind the first of `ends` that is
 behind the position, or at or behind `batches.cut`, where held-out text begins. Both are places in
@@ -13,7 +13,7 @@ micro-batch begin at `batches._starts(step, batches._places(micro_batch))`; this
 row are `batches.positions`, while `batch.positions` may begin anew in each document.
 Read: targets.py of extensions/multi_token, data.py.
 
-? The stream is on every rank. Which places of it does a rank need for its positions and a depth?
+? The stream is on every rank. Which of its places does a rank need for its positions and a depth?
 ? batches.tokens[start : stop], batches.positions, np.searchsorted(ends, places, side="right").
 ? Read S + 1 + depths tokens of each row, up to the cut; take columns positions + 1 + j; put
   IGNORE_INDEX where 1 + j reaches the next end.
@@ -140,7 +140,7 @@ one_short: Depth 1 predicts what depth 0 does: each depth is one token short.
     range(2, depths + 2) => range(1, depths + 1)
 held_out: It trains on tokens behind the cut, on which the run is validated.
     min(start + len(row), cut) => start + len(row)
-across: It predicts tokens behind an end, as those of another document.
+across: It predicts tokens behind an end, which belong to another document.
     ahead < left => left > 0
 at_it_only: The token at the next end is ignored, and those behind it are predicted.
     ahead < left => ahead != left
