@@ -139,7 +139,7 @@ class Rank(Notes):
         sizes |= {"num_micro_batches": w.num_micro_batches, "dp_size": size.dp}
         positions = POSITIONS[size.cp_engine](axes.cp.rank, size.cp, w.seq_length)
         mine = {"seed": trial.seed, "dp_rank": axes.dp.rank, "positions": positions}
-        batches = open_batches(w, 0, text, **sizes, **mine)
+        batches = open_batches(w, trial.depths, text, **sizes, **mine)
         ranks = [axes[name].rank for name in ("pp", "dp", "cp", "tp")]
         self.note("built", {"place in the mesh": torch.tensor(ranks)})
         self.model = build_model(trial.model_config, size, w, axes, device)

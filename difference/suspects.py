@@ -11,7 +11,7 @@ import re
 from itertools import dropwhile, takewhile
 
 from difference.compare import Compared, Comparison
-from difference.taps import LAYER, RAN, Key, is_yours, outer
+from difference.taps import LAYER, RAN, Key, is_yours, name_of, outer
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
@@ -21,6 +21,7 @@ TABLE = {
     "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
     "initial": "initialise:initialise placement:part {place}",
     "tokens": "{steps} data:Batches._places data:Batches._read pipeline_parallel:Pipeline._forward",
+    "depth": "extensions/multi_token/targets:look_ahead {reads} data:Batches._places",
     "borders": "{reads} data:Batches._places",  # of documents
     "positions": "{positions} data:Batches._read data:Batches._places",
     "rotated": "{stage} {reads} model:rotary_table {positions}",
@@ -91,6 +92,8 @@ def suspects(both: Comparison, said: str) -> list[str]:
 
 def kind_of(key: Key, said: str) -> str:
     """The row of the table for a tensor: words of its explanation, or its phase."""
+    if re.fullmatch(r"depth \d+ of (tokens|targets)", key.name):
+        return "depth"
     if key.name in ("tokens", "targets"):
         return "borders" if "-100" in said else "positions" if "position" in said else "tokens"
     if key.phase == "forward" and key.name.endswith((".core_attention.q", ".core_attention.k")):
@@ -204,7 +207,8 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
 def parameter_of(name: str, said: str, trial: Trial) -> str:
     """Of a wrong norm: a parameter whose part is wrong."""
     yours = re.search(r" your (\w+)", said)
-    module = yours[1] if yours else "norm" if "of norms" in said else "q_proj"
+    words = {"of norms": "norm", "the embeddings": "embed_tokens", "routers": ".mlp.gate."}
+    module = yours[1] if yours else next((words[w] for w in words if w in said), "q_proj")
     named = (of for of in trial.model_config.parameter_shapes() if module in of)
     return next(named, name) if name == "gradient norm" else name
 
@@ -241,10 +245,12 @@ def places_it(name: str, trial: Trial, kind: str, said: str) -> str:
 
     for rule in layout.rules:
         new = rule(shapes, table, layers_of_stages(config, layout, trial.workload.seq_length))
-        if name in new and used(table.get(name)) != used(new[name]):
-            function = getattr(rule, "func", rule)
-            module = function.__module__.removeprefix("picotron_min.").replace(".", "/")
-            found = f"{module}:{function.__qualname__}"
+        if name in new:
+            function = name_of(getattr(rule, "func", rule))
+            if used(table.get(name)) != used(new[name]):
+                found = function
+            elif table[name] == new[name]:  # nothing new, where something should be
+                found += f" {function}"
         table |= new
     missing = re.search(r"of a sum over (\w+): the sum is missing", said)
     if missing and any(missing[1] in axis.split("_") for axis in table[name].sums):

@@ -41,7 +41,7 @@ OURS = "build documents experts kernels memory multi_token optimizers overlap pr
 OURS += "schedules settings sharding"
 MOST_NUMBERS = 100_000  # of a tensor that is noted
 RESULT = "the result"
-Tap = Callable[[str, Tensor], None]
+Tap = Callable[[Sequence[str], Tensor], None]
 
 
 class Key(NamedTuple):
@@ -76,11 +76,17 @@ class Notes:
         for name, tensor in tensors.items():
             self.write((at or self.at)._replace(phase=phase, name=name), tensor.detach(), ran)
 
-    def tap(self, name: str, out: Tensor) -> None:
+    def tap(self, names: Sequence[str], out: Tensor) -> None:
+        """Several names are those of equal parts."""
+
+        def note(phase: str, tensor: Tensor) -> None:
+            parts = tensor.chunk(len(names)) if len(names) > 1 else [tensor]
+            self.note(phase, dict(zip(names, parts, strict=True)), at)
+
         at = self.at
-        self.note("forward", {name: out})
-        if out.requires_grad and not self.again and not NO_GRADIENT.fullmatch(name):
-            out.register_hook(lambda gradient: self.note("backward", {name: gradient}, at))
+        note("forward", out)
+        if out.requires_grad and not self.again and not NO_GRADIENT.fullmatch(names[0]):
+            out.register_hook(partial(note, "backward"))
 
     def note_gradients(self, phase: str, parameters: dict[str, nn.Parameter]) -> None:
         self.note(phase, {name: p.grad for name, p in parameters.items()})
@@ -118,10 +124,15 @@ class Notes:
 def attach(model: Llama, tap: Tap) -> None:
     """Call `tap` with everything that a model, or a stage of one, computes from here on."""
 
+    D, has_head = model.config.num_nextn_predict_layers, not isinstance(model.lm_head, nn.Identity)
+    looked_up = range("0" not in model.model.layers, 1 + D * has_head)
+    # What holds several depths, one behind the other: of the first stage 0, of the last the others.
+    depths = {"tokens": looked_up, "model.embed_tokens": looked_up, "targets": range(1 + D)}
+
     def see(names: Iterable[str], found: Tensor | tuple) -> None:
         tensors = found if isinstance(found, tuple) else (found,)
         for name, tensor in zip(names, tensors, strict=False):
-            tap(name, tensor)
+            tap([f"depth {j} of {name}" if j else name for j in depths.get(name, [0])], tensor)
 
     def before(module: nn.Module, *names: str) -> None:
         module.register_forward_pre_hook(lambda _, args: see(names, args))
@@ -133,7 +144,7 @@ def attach(model: Llama, tap: Tap) -> None:
         run = getattr(module, method)
 
         def tapped(x: Tensor, *args: Tensor) -> Tensor | tuple[Tensor, ...]:
-            see(more, args)
+            see(more, tuple(targets.flatten(0, -2) for targets in args))
             see(outs, out := run(x, *args))
             return out
 
@@ -159,7 +170,7 @@ def attach(model: Llama, tap: Tap) -> None:
             after(module, f"{name}.weights", f"{name}.experts")
         if OUTPUTS.fullmatch(name):
             after(module, name)
-    if not isinstance(model.lm_head, nn.Identity):
+    if has_head:
         call(model.lm_head, "loss", ["loss"], ["targets"])
 
 

@@ -32,6 +32,11 @@ class Trial(NamedTuple):
     wait: float  # seconds for a message, after which it is an error
 
     @property
+    def depths(self) -> int:
+        """Tokens that are predicted beside the next one."""
+        return self.model_config.num_nextn_predict_layers
+
+    @property
     def micro_batches(self) -> list[tuple[int, int]]:
         """All (micro-batch, dp rank) of a step, in the order of the global batch."""
         m, dp = self.workload.num_micro_batches, self.layout.dp
@@ -56,7 +61,7 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
         return replace(settings, **values)
 
     layout, kind = config.layout, "adamw" if config.recipe.optimizer == "adamw" else "sgd"
-    model = plain(resolve_model(config), {"num_nextn_predict_layers": 0})
+    model = resolve_model(config)
     workload = plain(config.workload, PLAIN)
     workload = replace(workload, optimizer=kind, routing=plain(workload.routing, PLAIN_ROUTING))
     recipe = plain(config.recipe, {"optimizer": kind})

@@ -2,15 +2,15 @@
 
 It uses no parallelism, pipeline, gradient bucket, boundary, striped loss or train_step: so what is
 wrong with one rank, too, is seen. Micro-batches run one by one, since the tensors of each are
-compared. Experts, norms of queries and keys, and extensions that you add, are the course's own in
-one process: what they do wrong there, too, is not seen.
+compared. Experts, norms of queries and keys, prediction layers and their loss, and extensions that
+you add, are the course's own in one process: what they do wrong there, too, is not seen.
 """
 
 import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,21 +37,27 @@ MOST_SUMMANDS = 20_000_000  # numbers: of a larger model, no gradients of micro-
 
 
 def batch_of(trial: Trial, text: Text, step: int, micro_batch: int, dp: int) -> tuple:
-    """tokens [B, S], positions, targets [B, S] of a micro-batch, and its documents, if any."""
-    B, S = trial.workload.micro_batch_size, trial.workload.seq_length
+    """tokens [B, S], positions, targets [B, S] of a micro-batch, and its documents, if any.
+
+    With D further tokens to predict, targets [1 + D, B, S].
+    """
+    B, S, D = trial.workload.micro_batch_size, trial.workload.seq_length, trial.depths
     first = (micro_batch * trial.layout.dp + dp) * B
     starts = text.rows[step][first : first + B]
-    rows = torch.from_numpy(np.stack([text.tokens[i : i + S + 1] for i in starts]).astype(int))
-    tokens, targets = rows[:, :-1], rows[:, 1:].clone()
-    if not trial.workload.document_mask:
-        return tokens, torch.arange(S), targets
+    stream = np.pad(text.tokens.astype(int), (0, D), constant_values=IGNORE_INDEX)
+    rows = torch.from_numpy(np.stack([stream[i : i + S + D + 1] for i in starts]))
+    tokens, targets = rows[:, :S], torch.stack([rows[:, j : j + S] for j in range(1, D + 2)])
     lengths, positions = [], torch.zeros(B, S)
-    for row, start in enumerate(starts):
-        ends = [int(end) - start for end in text.ends if start < end <= start + S]
-        targets[row, [end - 1 for end in ends]] = IGNORE_INDEX  # no token of its document follows
+    for row, start in enumerate(starts if trial.workload.document_mask else ()):
+        ends = [int(end) - start for end in text.ends if start < end <= start + S + D]
+        for end, j in product(ends, range(D + 1)):  # no token of its document follows so far on
+            targets[j, row, max(0, end - 1 - j) : end] = IGNORE_INDEX
         inner = [end for end in ends if end < S]
         lengths.append(tuple(b - a for a, b in pairwise([0, *inner, S])))
         positions[row] = torch.cat([torch.arange(length) for length in lengths[-1]])
+    targets = targets if D else targets[0]
+    if not trial.workload.document_mask:
+        return tokens, torch.arange(S), targets
     return tokens, positions, targets, Documents(tuple(lengths))
 
 
@@ -78,7 +84,7 @@ def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
     layout = replace(trial.layout, **ALONE)
     sizes = {"num_micro_batches": len(trial.micro_batches), "recompute": "none", "offload": 0}
     shapes = config.parameter_shapes() | config.buffer_shapes()
-    table = placements(shapes, layout, config.tie_word_embeddings, [config.num_hidden_layers])
+    table = placements(shapes, layout, config.tie_word_embeddings, [config.num_layers])
     extensions = extensions_of(config, layout, replace(trial.workload, **sizes), axes, cpu)
     with torch.device("meta"):
         model = Llama(config).double()
@@ -152,7 +158,8 @@ class RightRun(Notes):
             out = self.model(*batch)
             out.sum().backward()
             loss += out.sum().detach()
-            num_targets += int((batch[2] != IGNORE_INDEX).sum())
+            next_token = batch[2][0] if self.trial.depths else batch[2]
+            num_targets += int((next_token != IGNORE_INDEX).sum())
             if numbers < MOST_SUMMANDS:
                 self.note_gradients("sum so far", self.parameters)
         self.at = Key(step, "", "")

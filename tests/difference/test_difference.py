@@ -20,11 +20,13 @@ from tests.pool import run_forked
 
 CORE = "picotron_min/"
 TIED = {"tie_word_embeddings": True}
+FURTHER = {"num_nextn_predict_layers": 2, "document_mask": True}
 RIGHT = {
     "1f1b": {"pp": 2, "micro_batches": 3},
     "zb_v": {"pp": 2, "micro_batches": 2, "engine": "zb_v", "chunks": 2, "model": TIED},
     "ring, recompute": {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
     "sharded": {"dp": 2, "micro_batches": 2, "sharding": "parameters", "optimizer": "adamw"},
+    "further tokens": {"pp": 2, "cp": 2, "model": FURTHER},
 }
 
 
@@ -208,6 +210,33 @@ KNOWN += [
         {"cp": 2, "document_mask": True},
         "rank 1: positions 4-7 are wrong, and the others are right",
         "look at      extensions/documents/attention:_DocumentRing.forward",
+    ),
+]
+# And tokens further ahead: their targets, and a parameter that another rank has as well.
+KNOWN += [
+    (
+        "extensions/multi_token/targets.py",
+        "rows[:, batches.positions + ahead]",
+        "rows[:, ahead : ahead + len(batches.positions)]",
+        {"cp": 2, "model": FURTHER},
+        "step 1, depth 2 of tokens",
+        "look at      extensions/multi_token/targets:look_ahead",
+    ),
+    (
+        "extensions/multi_token/shape.py",
+        "_replace(copies=axes, sums=axes)",
+        "_replace(sums=axes)",
+        {"pp": 2, "model": FURTHER},
+        "rank 0: its square counts the embeddings of pp 0 2 (pp) times",
+        "look at      extensions/multi_token/shape:depth_rows",
+    ),
+    (
+        "extensions/multi_token/shape.py",
+        'axes, name = ("dp_cp", "ends")',
+        'axes, name = ("dp_cp",)',
+        {"pp": 2, "model": FURTHER},
+        "it is this rank's own part of a sum over pp: the sum is missing",
+        "look at      placement:_placement, extensions/multi_token/shape:depth_rows",
     ),
 ]
 
